@@ -1,0 +1,76 @@
+# Every target sets up what it needs by itself, in .venv, .venv-proto and tests/node/node_modules.
+
+SHELL := bash
+.DEFAULT_GOAL := help
+
+# The Python that .venv is made with. An environment that happens to be active changes nothing.
+PYTHON ?= python3
+unexport PYTHONHOME PYTHONPATH VIRTUAL_ENV
+
+# Installed first, so that nixl does not choose for us. Another build: make setup TORCH=...
+TORCH ?= torch==2.13.0
+
+PIP := .venv/bin/python -m pip --disable-pip-version-check -qq
+CODE := $(wildcard client server tests benchmarks examples)
+VENV := .venv/.installed
+NODE := tests/node/node_modules/.installed
+
+.PHONY: help setup node demo test lint format proto proto-check bench clean
+
+help: ## Show this help
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: $(VENV) ## Install kvferry and its tools into .venv
+
+$(VENV): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
+		|| { echo "kvferry needs Python 3.10 or newer; name one with PYTHON=/path/to/python3" >&2; exit 1; }
+	@echo "Setting up .venv (the first time takes some minutes)"
+	@$(PYTHON) -m venv .venv
+	@$(PIP) install '$(TORCH)'
+	@$(PIP) install -e '.[server,nixl,test,dev]'
+	@touch $@
+
+# What the tests need from npm. Without npm those tests are skipped.
+node:
+	@if command -v npm >/dev/null; then \
+		$(MAKE) --no-print-directory $(NODE); \
+	else \
+		echo "npm is not installed: the tests that use buf or the JavaScript client will be skipped" >&2; \
+	fi
+
+$(NODE): tests/node/package.json tests/node/package-lock.json tests/node/.npmrc
+	@command -v npm >/dev/null || { echo "buf comes from npm, which is not installed: install Node.js" >&2; exit 1; }
+	@echo "Setting up tests/node"
+	@npm --prefix tests/node ci --loglevel=error >/dev/null
+	@touch $@
+
+demo: setup ## Move KV cache between two engines on this machine (SOURCE=, DESTINATION=)
+	@.venv/bin/kvferry demo $(if $(SOURCE),--source $(SOURCE)) $(if $(DESTINATION),--destination $(DESTINATION))
+
+test: setup node ## Run the tests (PYTEST_ARGS=)
+	@.venv/bin/pytest $(PYTEST_ARGS)
+
+lint: setup $(NODE) proto-check ## Check style, types, the protos and the generated code
+	.venv/bin/ruff check
+	.venv/bin/ruff format --check
+	.venv/bin/mypy --strict $(CODE)
+	tests/node/node_modules/.bin/buf lint
+
+format: setup ## Format the code and apply safe fixes
+	.venv/bin/ruff check --fix-only
+	.venv/bin/ruff format
+
+proto: ## Generate client/kvferry/v1 from protos/
+	@scripts/generate_protos.sh
+
+proto-check: ## Check that client/kvferry/v1 is what protos/ generates
+	@scripts/generate_protos.sh --check
+
+bench: setup ## Run the benchmarks
+	@.venv/bin/python -m benchmarks
+
+clean: ## Remove everything that make has set up or left
+	rm -rf .venv .venv-proto tests/node/node_modules build dist
+	rm -rf .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find client server tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,1 @@
+"""The contract, generated from protos/kvferry/v1 by `make proto`."""
