@@ -1,0 +1,153 @@
+"""The blocks of a request: block ids per group, with the tokens they hold."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from kvferry.errors import BadBlock, InvalidField
+from kvferry.v1 import kv_transfer_pb2 as pb
+
+BlockIds: TypeAlias = npt.NDArray[np.int32]
+
+MAX_BLOCKS = 1 << 24
+"""Blocks of one list; a request of 10**8 tokens at 16 tokens per block has fewer. Bounds what a peer's runs can expand
+to."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Blocks:
+    """Block ids of one group, in token order.
+
+    Block tables are aligned: a request's token ``t`` lies in its block ``t // block_tokens``. The first id is the block that
+    holds `first_token`, which may lie inside the block.
+
+    Attributes:
+        ids: block ids, ``int32[n]``; any sequence of integers is taken.
+        first_token: first token that the blocks hold (source) or want (destination).
+        end_token: one past the last token; None: up to the end of the last block.
+        state_token: tokens that the state has seen, for state groups.
+    """
+
+    ids: BlockIds
+    first_token: int = 0
+    end_token: int | None = None
+    state_token: int = 0
+
+    def __init__(
+        self,
+        ids: Sequence[int] | npt.NDArray[np.integer],
+        first_token: int = 0,
+        end_token: int | None = None,
+        state_token: int = 0,
+    ) -> None:
+        object.__setattr__(self, "ids", _checked_ids(ids))
+        object.__setattr__(self, "first_token", first_token)
+        object.__setattr__(self, "end_token", end_token)
+        object.__setattr__(self, "state_token", state_token)
+        if first_token < 0 or state_token < 0 or (end_token is not None and end_token < first_token):
+            raise InvalidField("tokens", (first_token, end_token, state_token), "0 <= first_token <= end_token")
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Blocks):
+            return NotImplemented
+        mine = (self.first_token, self.end_token, self.state_token)
+        theirs = (other.first_token, other.end_token, other.state_token)
+        return mine == theirs and bool(np.array_equal(self.ids, other.ids))
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (Blocks, (self.ids, self.first_token, self.end_token, self.state_token))
+
+    def runs(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """The ids as runs of consecutive ids: first ids and counts, ``int64[r]`` each."""
+        if len(self.ids) == 0:
+            empty = np.empty(0, np.int64)
+            return empty, empty
+        breaks = np.flatnonzero(np.diff(self.ids) != 1) + 1
+        starts = np.concatenate(([0], breaks))
+        return self.ids[starts].astype(np.int64), np.diff(np.concatenate((starts, [len(self.ids)])))
+
+
+def _checked_ids(ids: Sequence[int] | npt.NDArray[np.integer]) -> BlockIds:
+    """Ids as int32; refuses what numpy would silently truncate (floats, 2**32 + 1)."""
+    array = np.asarray(ids)
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        raise InvalidField("ids", f"{array.dtype} of shape {array.shape}", "a flat sequence of integers")
+    if array.dtype == np.int32:
+        checked = array.view()
+    else:
+        if array.size and (int(array.min()) < -(2**31) or int(array.max()) >= 2**31):
+            bad = int(array.max()) if int(array.max()) >= 2**31 else int(array.min())
+            raise InvalidField("ids", bad, "block ids below 2**31")
+        checked = array.astype(np.int32)
+    checked.flags.writeable = False
+    return checked
+
+
+def blocks_to_proto(group: str, blocks: Blocks, block_tokens: int) -> pb.GroupBlocks:
+    """Encode blocks of a group; `block_tokens` (0 for state groups) gives the end where `end_token` is None."""
+    starts, counts = blocks.runs()
+    end = blocks.end_token
+    if end is None:
+        first_block = blocks.first_token // block_tokens if block_tokens else 0
+        end = (first_block + len(blocks.ids)) * block_tokens
+    return pb.GroupBlocks(
+        group=group,
+        first_token=blocks.first_token,
+        end_token=end,
+        state_token=blocks.state_token,
+        run_starts=starts.tolist(),
+        run_counts=counts.tolist(),
+    )
+
+
+def blocks_from_proto(message: pb.GroupBlocks) -> Blocks:
+    """Decode blocks; raises `InvalidField`."""
+    starts = np.array(message.run_starts, dtype=np.uint64)
+    counts = np.array(message.run_counts, dtype=np.uint64)
+    where = f"blocks of group {message.group!r}"
+    if len(starts) != len(counts):
+        raise InvalidField(where, f"{len(starts)} starts, {len(counts)} counts", "as many run_starts as run_counts")
+    if len(starts) == 0:
+        ids = np.empty(0, np.int32)
+    else:
+        # The bounds come first: a count of 2**32 - 1 must not become an allocation.
+        if int(counts.min()) < 1 or int(counts.max()) > MAX_BLOCKS or int(counts.sum()) > MAX_BLOCKS:
+            raise InvalidField(where, "run_counts", f"counts of at least 1, together at most {MAX_BLOCKS}")
+        if int(starts.max()) >= 2**31 or int((starts + counts).max()) > 2**31:
+            raise InvalidField(where, int(starts.max()), "block ids below 2**31")
+        total = int(counts.sum())
+        signed = counts.astype(np.int64)
+        offset = np.arange(total) - np.repeat(np.cumsum(signed) - signed, signed)
+        ids = (np.repeat(starts.astype(np.int64), signed) + offset).astype(np.int32)
+    if message.end_token < message.first_token or message.end_token >= 2**62:
+        raise InvalidField(where, (message.first_token, message.end_token), "0 <= first_token <= end_token < 2**62")
+    return Blocks(ids, message.first_token, message.end_token, message.state_token)
+
+
+def check_ids(group: str, side: str, ids: BlockIds, num_blocks: int, null_block: int | None) -> None:
+    """Raise `BadBlock` for the first id that is out of range or the null block (R7)."""
+    if len(ids) == 0:
+        return
+    if int(ids.min()) < 0 or int(ids.max()) >= num_blocks:
+        bad = int(ids[(ids < 0) | (ids >= num_blocks)][0])
+        raise BadBlock(group, side, bad, num_blocks, "out of range")
+    if null_block is not None and bool((ids == null_block).any()):
+        raise BadBlock(group, side, null_block, num_blocks, "the null block holds nothing")
+
+
+def check_unique(pool: str, lists: Sequence[BlockIds]) -> None:
+    """Raise `BadBlock` if an id occurs twice in the destination blocks of a pool: NIXL would let the last write win."""
+    ids = lists[0] if len(lists) == 1 else np.concatenate(lists)
+    if bool((ids[1:] > ids[:-1]).all()):
+        return
+    ordered = np.sort(ids)
+    twice = ordered[1:][ordered[1:] == ordered[:-1]]
+    if len(twice):
+        raise BadBlock(pool, "destination", int(twice[0]), int(ordered[-1]) + 1, "it is given twice")

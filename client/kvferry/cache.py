@@ -1,0 +1,203 @@
+"""A rank's cache as its node server and its readers know it, and the reads into it."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections.abc import Callable, Mapping
+
+from kvferry.agents import NixlOptions, ServingAgent
+from kvferry.blocks import Blocks
+from kvferry.clock import from_duration, now
+from kvferry.codec import group_to_proto, rank_to_proto, region_to_proto
+from kvferry.control import Control, retrying
+from kvferry.errors import Closed, InvalidField
+from kvferry.geometry import EngineGeometry, MemoryRegion, RankGeometry, check_rank, check_regions
+from kvferry.homes import Homes
+from kvferry.peers import Peer, Peers, whole_engine
+from kvferry.read import Read
+from kvferry.reader import Reader, ReadRequest
+from kvferry.reference import parse_reference
+from kvferry.renewals import Renewals
+from kvferry.session import EngineSession
+from kvferry.spec import EngineSpec, EngineToken
+from kvferry.transfers import Transport, TransportGauges
+from kvferry.v1 import geometry_pb2, kv_transfer_pb2 as pb
+
+READ_TIMEOUT = 120.0
+"""Seconds a read may take unless it says otherwise, its wait for the publication included."""
+
+
+class Cache:
+    """One registered rank. Made by `Client.register_cache`.
+
+    The memory must stay mapped, and its tensors referenced, for the life of the process: NIXL revokes nothing.
+
+    Threading: every method may be called from any thread; `read` and `warm` never wait.
+    """
+
+    def __init__(
+        self,
+        homes: Homes,
+        renewals: Renewals,
+        spec: EngineSpec,
+        token: EngineToken,
+        rank: RankGeometry,
+        regions: tuple[MemoryRegion, ...],
+        *,
+        serve: bool,
+        options: NixlOptions,
+        max_reads: int,
+        session: EngineSession | None,
+        timeout: float,
+        check_process: Callable[[], None],
+        keep: object,
+    ) -> None:
+        check_rank(spec.groups, rank)
+        check_regions(rank, regions)
+        if rank.rank >= spec.num_ranks:
+            raise InvalidField("rank", rank.rank, f"below num_ranks {spec.num_ranks}")
+        self.spec = spec
+        self.rank = rank
+        self.session = session
+        self._homes = homes
+        self._token = token
+        self._check_process = check_process
+        self._keep = keep
+        self._closed = False
+        self._lock = threading.Lock()
+        self._whole: EngineGeometry | None = None
+        self._agent: ServingAgent | None = None
+        if serve:
+            name = f"kvferry/{spec.engine_id}/{token.incarnation.hex()[:12]}/{rank.rank}/serving"
+            self._agent = ServingAgent(name, regions, options)
+        self._registration = pb.RegisterCacheRequest(
+            engine=token.ref(),
+            session_secret=token.session_secret,
+            num_ranks=spec.num_ranks,
+            identity=spec.identity,
+            groups=[group_to_proto(group) for group in spec.groups],
+            rank=rank_to_proto(rank),
+            agent=_agent_to_proto(self._agent) if self._agent else None,
+        )
+        self._transport = Transport(regions, options)
+        self._peers = Peers(spec, token.ref(), rank.rank, self._geometry, self._drop)
+        self._reader = Reader(token.ref(), rank.rank, self._transport, self._peers, renewals, max_reads)
+        answer = self._register(timeout)
+        self.reuse_after = from_duration(answer.reuse_after)
+        """Seconds from now for which no block of memory that survived a restart may be given out."""
+        homes.known_as(answer.advertise)
+
+    def read(
+        self,
+        reference: str,
+        blocks: Mapping[str, Blocks],
+        tokens: tuple[int, int] | None = None,
+        *,
+        read_id: str | None = None,
+        parties: int = 1,
+        expected_reads: int = 0,
+        timeout: float = READ_TIMEOUT,
+    ) -> Read:
+        """Start to read a publication into this rank's blocks. Returns at once.
+
+        Args:
+            reference: as it came with the request.
+            blocks: local blocks by group; `Blocks.first_token` is the first token wanted.
+            tokens: the tokens wanted, ``[a, b)``; None: all that was published.
+            read_id: the same in every rank of one read; None: a random one, for an engine of one rank.
+            parties: ranks that will report under this read_id.
+            expected_reads: reads that will be made of the publication (n-way sampling); 0: what its source said.
+            timeout: seconds until the read fails, the wait for the publication included (R5).
+
+        Raises:
+            BadReference: not a reference.
+            HomeNotAllowed: its home may not be dialled.
+            InvalidField: an argument is out of range.
+            LimitReached: too many reads are running.
+            ForkedClient, Closed: this cache cannot read any more.
+
+        Everything else is raised by the read's `result`.
+        """
+        self._check_open()
+        parsed = parse_reference(reference)
+        if parties < 1 or (parties > 1 and read_id is None):
+            raise InvalidField("parties", (parties, read_id), "at least 1, and a read_id in common where there are several")
+        if not timeout > 0:
+            raise InvalidField("timeout", timeout, "more than 0 seconds")
+        request = ReadRequest(
+            home=self._homes.get(parsed.home),
+            reference=parsed,
+            text=reference,
+            blocks=dict(blocks),
+            tokens=tokens,
+            parties=parties,
+            expected_reads=expected_reads,
+            deadline=now() + timeout,
+        )
+        return self._reader.start(request, read_id or secrets.token_hex(8))
+
+    def gauges(self) -> TransportGauges:
+        """What the data plane of this rank is doing."""
+        return self._transport.gauges()
+
+    def close(self, timeout: float = 10.0) -> None:
+        """Cancel the reads and end the agents. Idempotent.
+
+        Args:
+            timeout: seconds to wait until all is quiet.
+        """
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        deadline = now() + timeout
+        for read in self._reader.running():
+            read.cancel()
+        for read in self._reader.running():
+            read.wait_quiet(max(0.0, deadline - now()))
+        self._transport.close(max(0.0, deadline - now()))
+        if self._agent is not None:
+            self._agent.close()
+
+    def register_again(self) -> None:
+        """Refill a home that lost its record of this rank. Same content, so it changes nothing at one that has it."""
+        if not self._closed:
+            self._register(5.0)
+
+    def _register(self, timeout: float) -> pb.RegisterCacheResponse:
+        control: Control = self._homes.own
+        return retrying(lambda left: control.register_cache(self._registration, left), now() + timeout)
+
+    def _geometry(self, deadline: float) -> EngineGeometry:
+        """The whole engine; asked for once, since an incarnation's geometry does not change."""
+        if self.spec.num_ranks == 1:
+            return EngineGeometry(
+                self.spec.engine_id, self.spec.groups, (self.rank,), self.spec.identity, self._token.incarnation
+            )
+        with self._lock:
+            whole = self._whole
+        if whole is None:
+            whole = whole_engine(self._homes.own, self._token.ref(), deadline)
+            with self._lock:
+                self._whole = whole
+        return whole
+
+    def _drop(self, peer: Peer) -> None:
+        for agent in peer.agents.values():
+            self._transport.retire(agent.name)
+
+    def _check_open(self) -> None:
+        self._check_process()
+        if self._closed:
+            raise Closed(f"the cache of rank {self.rank.rank} of engine {self.spec.engine_id!r} is closed")
+
+
+def _agent_to_proto(agent: ServingAgent) -> geometry_pb2.Agent:
+    info = agent.info
+    return geometry_pb2.Agent(
+        name=info.name,
+        metadata=info.metadata,
+        metadata_sha256=info.sha256,
+        regions=[region_to_proto(region) for region in info.regions],
+    )

@@ -1,0 +1,217 @@
+"""The synchronous client: for engine processes, which fork, and whose steps must not wait."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+
+from kvferry.agents import NixlOptions
+from kvferry.cache import Cache
+from kvferry.channel import TlsConfig
+from kvferry.clock import now
+from kvferry.control import CALL_TIMEOUT, retrying
+from kvferry.errors import Closed, ForkedClient, InvalidField
+from kvferry.geometry import MemoryRegion, Plane, RankGeometry
+from kvferry.homes import Homes
+from kvferry.reference import parse_reference
+from kvferry.renewals import Renewals
+from kvferry.session import EngineSession
+from kvferry.spec import EngineSpec, EngineToken
+from kvferry.v1 import kv_transfer_pb2 as pb
+from kvferry.watching import Watcher
+
+OPEN_TIMEOUT = 30.0
+"""Seconds to open an engine or register a rank: longer than the engine ttl for which a predecessor keeps the engine_id."""
+
+
+class Client:
+    """A process's way to its node server, and through it to every source.
+
+    Nothing is connected or started before it is needed, and every method may be called from any thread. A client does not survive a
+    fork: a child gets `ForkedClient` and makes its own.
+
+    Args:
+        address: the node server, ``unix:/path`` or ``host:port``.
+        tls: credentials for TCP connections.
+        allowed_homes: shell patterns of ``host:port`` that references may name without TLS, beside loopback.
+        options: NIXL's.
+        max_reads: reads at once per cache.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        tls: TlsConfig | None = None,
+        allowed_homes: Sequence[str] = (),
+        options: NixlOptions | None = None,
+        max_reads: int = 256,
+    ) -> None:
+        if max_reads < 1:
+            raise InvalidField("max_reads", max_reads, "at least 1")
+        self._pid = os.getpid()
+        self._homes = Homes(address, tls, allowed_homes)
+        self._renewals = Renewals()
+        self._options = options or NixlOptions()
+        self._max_reads = max_reads
+        self._lock = threading.Lock()
+        self._sessions: dict[str, EngineSession] = {}
+        self._caches: list[Cache] = []
+        self._watchers: list[Watcher] = []
+        self._closed = False
+
+    def open_engine(self, spec: EngineSpec, *, timeout: float = OPEN_TIMEOUT) -> EngineSession:
+        """Start a new incarnation of an engine. In one process of the engine: its scheduler, or rank 0 where there is none.
+
+        Args:
+            spec: the engine.
+            timeout: seconds to keep trying, e.g. while a predecessor of the same engine_id still counts as alive.
+
+        Raises:
+            EngineIdInUse: another incarnation lives.
+            Unavailable: the node server could not be reached.
+        """
+        self._check_open()
+        session = EngineSession(self._homes.own, spec, timeout)
+        with self._lock:
+            self._sessions[spec.engine_id] = session
+        self._homes.known_as(session.advertise)
+        return session
+
+    def register_cache(
+        self,
+        engine: EngineSpec,
+        rank: int = 0,
+        *,
+        planes: Sequence[Plane],
+        regions: Sequence[MemoryRegion],
+        keep: object = None,
+        labels: Mapping[str, int] | None = None,
+        token: EngineToken | str | None = None,
+        serve: bool = True,
+        timeout: float = OPEN_TIMEOUT,
+    ) -> Cache:
+        """Register a rank's cache: with NIXL in this process, and at the node server.
+
+        Args:
+            engine: the engine.
+            rank: index of this rank.
+            planes: what the rank holds, see `kvferry.tensors` and `kvferry.formats`.
+            regions: the memory they lie in.
+            keep: kept referenced as long as the cache is, e.g. the tensors.
+            labels: tp_rank, pp_rank ... for people and tools.
+            token: from the process that opened the engine; None: opened by this client, or, for an engine of one rank,
+                opened now.
+            serve: whether others may read this cache; a rank that only reads saves an agent.
+            timeout: seconds to keep trying.
+
+        Raises:
+            BadGeometry: planes that contradict the engine's groups or lie outside the regions.
+            CacheDiffers: the rank is registered with another content.
+            Unavailable: the node server could not be reached.
+        """
+        self._check_open()
+        deadline = now() + timeout
+        session, own = self._identity(engine, token, timeout)
+        if session is None:
+            self._watch(own, rank, timeout)
+        cache = Cache(
+            self._homes,
+            self._renewals,
+            engine,
+            own,
+            RankGeometry(rank, tuple(planes), dict(labels or {})),
+            tuple(regions),
+            serve=serve,
+            options=self._options,
+            max_reads=self._max_reads,
+            session=session,
+            timeout=deadline - now(),
+            check_process=self._check_open,
+            keep=keep,
+        )
+        if session is not None:
+            session.on_refill(cache.register_again)
+        with self._lock:
+            self._caches.append(cache)
+        return cache
+
+    def decline(self, reference: str, *, timeout: float = CALL_TIMEOUT) -> None:
+        """Say that nobody will read a publication: its source gets the blocks back now, not when the hold ends."""
+        self._check_open()
+        home = self._homes.get(parse_reference(reference).home)
+        request = pb.NotifyRequest(notifications=[pb.Notification(decline=pb.Decline(reference=reference))])
+        retrying(lambda left: home.notify_one(request, left), now() + timeout)
+
+    def close(self) -> None:
+        """Cancel reads, end agents, sessions and connections. Idempotent."""
+        with self._lock:
+            if self._closed or os.getpid() != self._pid:
+                return
+            self._closed = True
+            caches, sessions, watchers = self._caches, list(self._sessions.values()), self._watchers
+        for cache in caches:
+            cache.close()
+        for session in sessions:
+            session.close()
+        for watcher in watchers:
+            watcher.close()
+        self._renewals.close()
+        self._homes.close()
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _identity(
+        self, spec: EngineSpec, token: EngineToken | str | None, timeout: float
+    ) -> tuple[EngineSession | None, EngineToken]:
+        """The session if this process has it, and the token of the engine."""
+        given = EngineToken.parse(token) if isinstance(token, str) else token
+        with self._lock:
+            session = self._sessions.get(spec.engine_id)
+        if session is not None and (given is None or given == session.token):
+            return session, session.token
+        if given is not None:
+            if given.engine_id != spec.engine_id:
+                raise InvalidField("token", given.engine_id, f"the token of engine {spec.engine_id!r}")
+            return None, given
+        if spec.num_ranks > 1:
+            raise InvalidField("token", None, f"the token of engine {spec.engine_id!r}, which has several ranks")
+        session = self.open_engine(spec, timeout=timeout)
+        return session, session.token
+
+    def _watch(self, token: EngineToken, rank: int, timeout: float) -> None:
+        """This process's liveness, where the scheduler's Watch is another process's."""
+        request = pb.WatchRequest(
+            engine=token.ref(), session_secret=token.session_secret, role=pb.WATCH_ROLE_RANK, rank=rank
+        )
+
+        def on_event(message: pb.WatchResponse) -> None:
+            if message.WhichOneof("event") == "synced" and message.synced.need_resync:
+                with self._lock:
+                    caches = [cache for cache in self._caches if cache.rank.rank == rank]
+                for cache in caches:
+                    cache.register_again()
+
+        watcher = Watcher(self._homes.own, request, on_event, f"{token.engine_id}-{rank}")
+        opened = watcher.open(timeout)
+        self._homes.known_as(opened.advertise)
+        with self._lock:
+            self._watchers.append(watcher)
+
+    def _check_open(self) -> None:
+        if os.getpid() != self._pid:
+            raise ForkedClient(
+                f"this client was made in process {self._pid}; process {os.getpid()} must make its own",
+                made_in=self._pid,
+                used_in=os.getpid(),
+            )
+        if self._closed:
+            raise Closed("the client is closed")

@@ -1,0 +1,140 @@
+"""Calls to one node server, synchronous and thread-safe: typed errors, a deadline on every call, the channel made on first use.
+
+Synchronous on purpose: an engine process forks, and `grpc.aio` does not survive that.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Protocol, TypeVar, cast
+
+import grpc
+
+from kvferry.channel import TlsConfig, connect
+from kvferry.clock import now
+from kvferry.errors import KvferryError
+from kvferry.status import from_notification_error, from_rpc_error
+from kvferry.v1 import kv_transfer_pb2 as pb
+from kvferry.v1.kv_transfer_pb2_grpc import KVTransferStub
+
+logger = logging.getLogger(__name__)
+
+Answer = TypeVar("Answer")
+Message_co = TypeVar("Message_co", covariant=True)
+
+CALL_TIMEOUT = 5.0
+"""Seconds for a unary call to a node server that is alive."""
+
+BACKOFF_FIRST = 0.02
+BACKOFF_LAST = 1.0
+
+
+class Stream(Protocol[Message_co]):
+    """A server stream that can be cancelled from another thread."""
+
+    def __iter__(self) -> Iterator[Message_co]: ...
+    def cancel(self) -> bool: ...
+
+
+class Control:
+    """One node server."""
+
+    def __init__(self, address: str, tls: TlsConfig | None) -> None:
+        self.address = address
+        self._tls = tls
+        self._lock = threading.Lock()
+        self._channel: grpc.Channel | None = None
+        self._stub: KVTransferStub | None = None
+
+    def register_cache(self, request: pb.RegisterCacheRequest, timeout: float) -> pb.RegisterCacheResponse:
+        """Register a rank."""
+        return self._call(lambda stub: stub.RegisterCache(request, timeout=timeout))
+
+    def handshake(self, request: pb.HandshakeRequest, timeout: float) -> pb.HandshakeResponse:
+        """Ask for an engine."""
+        return self._call(lambda stub: stub.Handshake(request, timeout=timeout))
+
+    def notify(self, request: pb.NotifyRequest, timeout: float = CALL_TIMEOUT) -> list[pb.NotificationResult]:
+        """Send a batch; results may be errors."""
+        return list(self._call(lambda stub: stub.Notify(request, timeout=timeout)).results)
+
+    def notify_one(self, request: pb.NotifyRequest, timeout: float = CALL_TIMEOUT) -> pb.NotificationResult:
+        """Send a batch of one; raises if its result is an error."""
+        result = self.notify(request, timeout)[0]
+        if result.WhichOneof("kind") == "error":
+            raise from_notification_error(result.error)
+        return result
+
+    def notify_later(
+        self, request: pb.NotifyRequest, timeout: float, answered: Callable[[list[pb.NotificationResult]], None]
+    ) -> None:
+        """Send a batch without waiting; `answered` is called on gRPC's thread, and not at all if the call fails."""
+        future = self._call(lambda stub: stub.Notify.future(request, timeout=timeout))
+
+        def on_done(call: grpc.CallFuture[pb.NotifyResponse]) -> None:
+            if call.exception() is None:
+                answered(list(call.result().results))
+            else:
+                logger.info("notifications to %s not answered: %s", self.address, call.exception())
+
+        future.add_done_callback(on_done)
+
+    def read_blocks(self, request: pb.ReadBlocksRequest, timeout: float) -> Stream[pb.ReadBlocksResponse]:
+        """Open a ReadBlocks stream; errors come while it is read, see `typed`."""
+        return self._call(
+            lambda stub: cast("Stream[pb.ReadBlocksResponse]", stub.ReadBlocks(request, timeout=timeout))
+        )
+
+    def watch(self, request: pb.WatchRequest) -> Stream[pb.WatchResponse]:
+        """Open a Watch; errors come while it is read, see `typed`."""
+        return self._call(lambda stub: cast("Stream[pb.WatchResponse]", stub.Watch(request)))
+
+    def typed(self, stream: Stream[Answer]) -> Iterator[Answer]:
+        """The messages of a stream, its failure as a `KvferryError`."""
+        try:
+            yield from stream
+        except grpc.RpcError as error:
+            raise from_rpc_error(error, self.address) from None
+
+    def close(self) -> None:
+        """Close the channel; later calls open a new one."""
+        with self._lock:
+            channel, self._channel, self._stub = self._channel, None, None
+        if channel is not None:
+            channel.close()
+
+    def _call(self, call: Callable[[KVTransferStub], Answer]) -> Answer:
+        with self._lock:
+            if self._stub is None:
+                self._channel = connect(self.address, self._tls)
+                self._stub = KVTransferStub(self._channel)
+            stub = self._stub
+        try:
+            return call(stub)
+        except grpc.RpcError as error:
+            raise from_rpc_error(error, self.address) from None
+
+
+def retrying(call: Callable[[float], Answer], deadline: float, wait: Callable[[float], object] = time.sleep) -> Answer:
+    """Repeat a call while its error says that repeating can help.
+
+    Args:
+        call: takes the seconds it may use.
+        deadline: on `kvferry.clock`; the last error is raised once it has passed.
+        wait: how to wait between attempts, e.g. an event's `wait`.
+    """
+    backoff = BACKOFF_FIRST
+    while True:
+        left = deadline - now()
+        try:
+            return call(max(0.001, min(CALL_TIMEOUT, left)))
+        except KvferryError as error:
+            pause = max(error.retry_after or 0.0, backoff * random.uniform(0.5, 1.0))
+            if not error.retryable or now() + pause >= deadline:
+                raise
+        wait(pause)
+        backoff = min(2 * backoff, BACKOFF_LAST)

@@ -1,0 +1,511 @@
+"""Every error of kvferry, and the one table that maps them to status codes and back.
+
+    KvferryError
+    ├── InvalidInput (ValueError)      an argument is wrong; repeating will not help
+    │   ├── InvalidField
+    │   ├── DeadlineRequired
+    │   ├── BadGeometry
+    │   ├── BadReference
+    │   ├── BadBlock
+    │   ├── BlocksShort
+    │   └── PartiesMismatch
+    ├── Refused                        the other side will not, and says why
+    │   ├── Incompatible               .mismatches names every field with both values
+    │   ├── WrongKey
+    │   ├── WrongSession
+    │   ├── CacheDiffers
+    │   ├── EngineIdInUse              retry after .retry_after seconds
+    │   ├── PeerRestarted
+    │   ├── LeaseEnded
+    │   ├── PublicationAborted
+    │   ├── WatchTakenOver
+    │   ├── RelayLoop
+    │   ├── HomeNotAllowed             the client's own allow-list does not cover a reference's home
+    │   └── NotImplementedHere
+    ├── NotFound
+    │   ├── EngineUnknown
+    │   ├── PublicationStale
+    │   └── PublicationReleased
+    ├── Unavailable                    retry as is
+    │   ├── EngineIncomplete
+    │   ├── HomeRecovering
+    │   ├── ServerDraining
+    │   ├── Unreachable
+    │   └── LimitReached
+    ├── PublicationTimeout (TimeoutError)
+    ├── BadAgentMetadata
+    ├── TransferError                  a read that gave no good bytes; .quiet says whether its blocks may be reused
+    │   ├── TransferFailed
+    │   ├── TransferExpired
+    │   ├── TransferCancelled
+    │   └── TransferStuck
+    ├── ForkedClient                   a client was used in a child of the process that made it
+    ├── Closed                         a closed client, cache or session was used
+    └── InternalError
+
+Messages are for people. What a program needs is in `.reason` and in `.values`, which hold every dynamic part of the
+message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from kvferry.v1 import errors_pb2
+
+__all__ = [
+    "BadAgentMetadata",
+    "BadBlock",
+    "BadGeometry",
+    "BadReference",
+    "BlocksShort",
+    "CacheDiffers",
+    "Closed",
+    "DeadlineRequired",
+    "EngineIdInUse",
+    "EngineIncomplete",
+    "EngineUnknown",
+    "ForkedClient",
+    "HomeNotAllowed",
+    "HomeRecovering",
+    "Incompatible",
+    "InternalError",
+    "InvalidField",
+    "InvalidInput",
+    "KvferryError",
+    "LeaseEnded",
+    "LimitReached",
+    "Mismatch",
+    "NotFound",
+    "NotImplementedHere",
+    "PartiesMismatch",
+    "PeerRestarted",
+    "PublicationAborted",
+    "PublicationReleased",
+    "PublicationStale",
+    "PublicationTimeout",
+    "Refused",
+    "RelayLoop",
+    "ServerDraining",
+    "TransferCancelled",
+    "TransferError",
+    "TransferExpired",
+    "TransferFailed",
+    "TransferStuck",
+    "Unavailable",
+    "Unreachable",
+    "WatchTakenOver",
+    "WrongKey",
+    "WrongSession",
+    "from_reason",
+]
+
+
+class KvferryError(Exception):
+    """Base of all errors of kvferry.
+
+    Attributes:
+        reason: name of the `kvferry.v1.ErrorReason` without its prefix, e.g. ``"BAD_BLOCK"``; empty for errors that
+            never cross the wire.
+        code: name of the gRPC status code that carries it.
+        values: every dynamic value of the message, as strings.
+        retry_after: seconds after which repeating the same call makes sense; None if it does not, or at once is fine.
+    """
+
+    reason: ClassVar[str] = ""
+    code: ClassVar[str] = "UNKNOWN"
+
+    def __init__(self, message: str, *, retry_after: float | None = None, **values: object) -> None:
+        super().__init__(message)
+        self.message = message
+        self.retry_after = retry_after
+        self.values: dict[str, str] = {key: str(value) for key, value in values.items()}
+
+    @property
+    def retryable(self) -> bool:
+        """Whether repeating the same call can help (PROTOCOL, Errors)."""
+        return self.code == "UNAVAILABLE" or self.retry_after is not None
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (_restore, (type(self), self.message, self.retry_after, self.values, self.__dict__))
+
+
+def _restore(
+    cls: type[KvferryError],
+    message: str,
+    retry_after: float | None,
+    values: Mapping[str, str],
+    state: dict[str, object],
+) -> KvferryError:
+    error = cls.__new__(cls)
+    KvferryError.__init__(error, message, retry_after=retry_after)
+    error.values = dict(values)
+    error.__dict__.update(state)
+    return error
+
+
+class InvalidInput(KvferryError, ValueError):
+    """An argument is wrong; repeating will not help."""
+
+    code = "INVALID_ARGUMENT"
+
+
+class InvalidField(InvalidInput):
+    """A field is missing, malformed or out of range. Values: field, value, expected."""
+
+    reason = "INVALID_FIELD"
+
+    def __init__(self, field: str, value: object, expected: str) -> None:
+        super().__init__(
+            f"{field} is {value!r}, expected {expected}", field=field, value=repr(value), expected=expected
+        )
+
+
+class DeadlineRequired(InvalidInput):
+    """The call had no deadline."""
+
+    reason = "DEADLINE_REQUIRED"
+
+
+class BadGeometry(InvalidInput):
+    """A geometry that contradicts itself. Values: where, problem."""
+
+    reason = "BAD_GEOMETRY"
+
+    def __init__(self, where: str, problem: str) -> None:
+        super().__init__(f"{where}: {problem}", where=where, problem=problem)
+
+
+class BadReference(InvalidInput):
+    """A reference that is not one. Values: problem."""
+
+    reason = "BAD_REFERENCE"
+
+    def __init__(self, problem: str) -> None:
+        super().__init__(f"not a kvferry reference: {problem}", problem=problem)
+
+
+class BadBlock(InvalidInput):
+    """A block id that may not be read or written. Values: group, side, block, num_blocks, problem."""
+
+    reason = "BAD_BLOCK"
+
+    def __init__(self, group: str, side: str, block: int, num_blocks: int, problem: str) -> None:
+        super().__init__(
+            f"group {group!r}, {side} block {block} of {num_blocks}: {problem}",
+            group=group,
+            side=side,
+            block=block,
+            num_blocks=num_blocks,
+            problem=problem,
+        )
+
+
+class BlocksShort(InvalidInput):
+    """One side's blocks do not hold the asked tokens. Values: group, side, asked, available."""
+
+    reason = "BLOCKS_SHORT"
+    code = "FAILED_PRECONDITION"
+
+    def __init__(self, group: str, side: str, asked: str, available: str) -> None:
+        super().__init__(
+            f"group {group!r}: asked for {asked}, the {side} has {available}",
+            group=group,
+            side=side,
+            asked=asked,
+            available=available,
+        )
+
+
+class PartiesMismatch(InvalidInput):
+    """Calls of one read disagree. Values: read_id, field, value, expected."""
+
+    reason = "PARTIES_MISMATCH"
+
+
+class Refused(KvferryError):
+    """The other side will not, and says why."""
+
+    code = "FAILED_PRECONDITION"
+
+
+@dataclass(frozen=True, slots=True)
+class Mismatch:
+    """One reason why a cache cannot be read.
+
+    Attributes:
+        kind: ``identity``, ``group``, ``format``, ``uncovered``, ``held_twice``, ``indivisible``, ``granule`` ...
+        where: the plane, group or rank it is about.
+        field: the field that differs; empty where it is not about one field.
+        source: the source's value.
+        destination: the destination's value.
+        message: one sentence for people.
+    """
+
+    kind: str
+    where: str
+    field: str
+    source: str
+    destination: str
+    message: str
+
+
+class Incompatible(Refused):
+    """The caches of two engines cannot be read from each other; `.mismatches` says why, completely.
+
+    On the wire at most 16 mismatches are spelled out; `.values["mismatches"]` is their number.
+    """
+
+    reason = "INCOMPATIBLE"
+    SPELLED_OUT = 16
+
+    def __init__(self, mismatches: tuple[Mismatch, ...], total: int | None = None) -> None:
+        total = len(mismatches) if total is None else total
+        lines = [mismatch.message for mismatch in mismatches[: self.SPELLED_OUT]]
+        if total > len(lines):
+            lines.append(f"and {total - len(lines)} more")
+        values: dict[str, object] = {"mismatches": total}
+        for index, mismatch in enumerate(mismatches[: self.SPELLED_OUT]):
+            for name in Mismatch.__slots__:
+                values[f"mismatch.{index}.{name}"] = getattr(mismatch, name)
+        super().__init__("; ".join(lines))
+        self.values = {key: str(value) for key, value in values.items()}
+        self.mismatches = mismatches
+
+    @classmethod
+    def from_values(cls, values: Mapping[str, str]) -> Incompatible:
+        """The error as it was before it crossed the wire."""
+        mismatches: list[Mismatch] = []
+        while f"mismatch.{len(mismatches)}.kind" in values:
+            index = len(mismatches)
+            mismatches.append(
+                Mismatch(**{name: values.get(f"mismatch.{index}.{name}", "") for name in Mismatch.__slots__})
+            )
+        total = values.get("mismatches", "")
+        return cls(tuple(mismatches), int(total) if total.isdigit() else None)
+
+
+class WrongKey(Refused):
+    """The reference's key is not the publication's. Values: engine_id, publication."""
+
+    reason = "WRONG_KEY"
+    code = "PERMISSION_DENIED"
+
+
+class WrongSession(Refused):
+    """The session secret is not the engine's. Values: engine_id."""
+
+    reason = "WRONG_SESSION"
+    code = "PERMISSION_DENIED"
+
+
+class CacheDiffers(Refused):
+    """The rank is registered with another content. Values: engine_id, rank, field."""
+
+    reason = "CACHE_DIFFERS"
+    code = "ALREADY_EXISTS"
+
+
+class EngineIdInUse(Refused):
+    """Another incarnation of this engine_id lives; `.retry_after` says when it can be gone. Values: engine_id,
+    incarnation."""
+
+    reason = "ENGINE_ID_IN_USE"
+    code = "ALREADY_EXISTS"
+
+
+class PeerRestarted(Refused):
+    """A message about an incarnation that is not the engine's any more. Values: engine_id, incarnation, current."""
+
+    reason = "PEER_RESTARTED"
+
+
+class LeaseEnded(Refused):
+    """The lease is not live. Values: lease_id."""
+
+    reason = "LEASE_ENDED"
+
+
+class PublicationAborted(Refused):
+    """The source aborted the publication. Values: engine_id, publication."""
+
+    reason = "PUBLICATION_ABORTED"
+
+
+class WatchTakenOver(Refused):
+    """A newer Watch of the same process took over. Values: engine_id."""
+
+    reason = "WATCH_TAKEN_OVER"
+    code = "ABORTED"
+
+
+class RelayLoop(Refused):
+    """A relayed registration reached a node server that is not the home. Values: relayed_by."""
+
+    reason = "RELAY_LOOP"
+
+
+class HomeNotAllowed(Refused):
+    """A reference names a home that this client may not dial. Values: home."""
+
+
+class NotImplementedHere(Refused):
+    """A part of the contract that this server does not offer. Values: what."""
+
+    reason = "NOT_IMPLEMENTED"
+    code = "UNIMPLEMENTED"
+
+
+class NotFound(KvferryError):
+    """There is no such thing, and there will not be."""
+
+    code = "NOT_FOUND"
+
+
+class EngineUnknown(NotFound):
+    """No engine of this id. Values: engine_id."""
+
+    reason = "ENGINE_UNKNOWN"
+
+
+class PublicationStale(NotFound):
+    """A publication number at or below the high-water mark that is not live. Values: engine_id, publication."""
+
+    reason = "PUBLICATION_STALE"
+
+
+class PublicationReleased(NotFound):
+    """The publication was released. Values: engine_id, publication, outcome."""
+
+    reason = "PUBLICATION_RELEASED"
+
+
+class Unavailable(KvferryError):
+    """Not now; the same call may work later."""
+
+    code = "UNAVAILABLE"
+
+
+class EngineIncomplete(Unavailable):
+    """Not all ranks are registered (yet, or any more). Values: engine_id, missing_ranks."""
+
+    reason = "ENGINE_INCOMPLETE"
+
+
+class HomeRecovering(Unavailable):
+    """The home restarted and its engines have not refilled it yet. Values: engine_id."""
+
+    reason = "HOME_RECOVERING"
+
+
+class ServerDraining(Unavailable):
+    """The node server is draining."""
+
+    reason = "DRAINING"
+
+
+class Unreachable(Unavailable):
+    """A node server could not be reached. Values: address."""
+
+    reason = "UNREACHABLE"
+
+
+class LimitReached(Unavailable):
+    """A limit of the server; retry after `.retry_after` seconds. Values: limit, value."""
+
+    reason = "LIMIT"
+    code = "RESOURCE_EXHAUSTED"
+
+
+class PublicationTimeout(KvferryError, TimeoutError):
+    """The publication did not come in time. Values: engine_id, publication, waited_ms."""
+
+    reason = "PUBLICATION_TIMEOUT"
+    code = "DEADLINE_EXCEEDED"
+
+
+class BadAgentMetadata(KvferryError):
+    """Agent metadata that is not what was announced. Values: engine_id, rank, problem."""
+
+    reason = "BAD_AGENT_METADATA"
+    code = "DATA_LOSS"
+
+
+class TransferError(KvferryError):
+    """A read that gave no good bytes.
+
+    Attributes:
+        quiet: True when nothing can write to the destination blocks any more (R4). False: the blocks stay quarantined
+            until the read is seen quiet; `Read.wait_quiet` waits for that.
+    """
+
+    def __init__(self, message: str, *, quiet: bool = True, **values: object) -> None:
+        super().__init__(message)
+        self.values = {key: str(value) for key, value in values.items()}
+        self.quiet = quiet
+
+
+class TransferFailed(TransferError):
+    """A transfer to a source rank failed."""
+
+
+class TransferExpired(TransferError):
+    """The lease ended before the read did; the bytes don't count (R1)."""
+
+
+class TransferCancelled(TransferError):
+    """The read was cancelled."""
+
+
+class TransferStuck(TransferError):
+    """The read did not end by its deadline (R5)."""
+
+
+class ForkedClient(KvferryError):
+    """A client was used in a child of the process that made it: neither gRPC nor NIXL survive a fork."""
+
+
+class Closed(KvferryError):
+    """A closed client, cache or session was used."""
+
+
+class InternalError(KvferryError):
+    """The server failed; its log has the details under `error_id`."""
+
+    reason = "INTERNAL"
+    code = "INTERNAL"
+
+
+def _subclasses(cls: type[KvferryError]) -> list[type[KvferryError]]:
+    return [found for sub in cls.__subclasses__() for found in [sub, *_subclasses(sub)]]
+
+
+_BY_REASON: dict[str, type[KvferryError]] = {cls.reason: cls for cls in _subclasses(KvferryError) if cls.reason}
+
+
+def reason_number(error: KvferryError) -> int:
+    """The `kvferry.v1.ErrorReason` of an error; 0 for errors that never cross the wire."""
+    if not error.reason:
+        return 0
+    return int(errors_pb2.ErrorReason.Value(f"ERROR_REASON_{error.reason}"))
+
+
+def from_reason(
+    reason: str, message: str, values: Mapping[str, str], retry_after: float | None = None
+) -> KvferryError | None:
+    """The error a peer raised, rebuilt from its reason and metadata; None if the reason is not one of ours.
+
+    Args:
+        reason: name of the ErrorReason without its prefix.
+        message: the status message.
+        values: the metadata of the ErrorInfo.
+        retry_after: seconds, from RetryInfo.
+    """
+    cls = _BY_REASON.get(reason)
+    if cls is None:
+        return None
+    if cls is Incompatible:
+        return Incompatible.from_values(values)
+    return _restore(cls, message, retry_after, values, {})

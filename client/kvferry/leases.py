@@ -1,0 +1,68 @@
+"""The reader's side of a lease: until when bytes count, judged by the reader's own clock (R1; PROTOCOL, Leases 3 and 4)."""
+
+from __future__ import annotations
+
+import threading
+
+MARGIN_SECONDS = 0.010
+MARGIN_SHARE = 0.01
+
+
+def deadline_after(sent_at: float, remaining: float) -> float:
+    """The reader's deadline: always earlier than the home's end, since the home counted from a later moment.
+
+    Args:
+        sent_at: reader's clock when the attempt that was answered was sent.
+        remaining: seconds that the home said remained when it answered.
+    """
+    return sent_at + remaining - max(MARGIN_SECONDS, MARGIN_SHARE * remaining)
+
+
+class ReaderLease:
+    """One lease as its reader sees it. Thread-safe.
+
+    The deadline only moves forward, and only while it has not passed: a renewal that is acknowledged late revives nothing.
+    """
+
+    def __init__(self, lease_id: bytes, sent_at: float, remaining: float, renew_every: float) -> None:
+        self.lease_id = lease_id
+        self.renew_every = renew_every
+        self._deadline = deadline_after(sent_at, remaining)
+        self._next_renewal = sent_at + renew_every
+        self._renewable = True
+        self._lock = threading.Lock()
+
+    @property
+    def deadline(self) -> float:
+        """Bytes of a read that ended after this, on the reader's clock, don't count."""
+        with self._lock:
+            return self._deadline
+
+    @property
+    def next_renewal(self) -> float | None:
+        """When to renew next; None if the home renews no more."""
+        with self._lock:
+            return self._next_renewal if self._renewable else None
+
+    def live(self, now: float) -> bool:
+        """Whether a read that ended by now counts."""
+        return now < self.deadline
+
+    def renewing(self, sent_at: float) -> None:
+        """A renewal is being sent; the next one is due after the usual time whatever becomes of it."""
+        with self._lock:
+            self._next_renewal = sent_at + self.renew_every
+
+    def renewed(self, sent_at: float, now: float, remaining: float, *, more: bool) -> None:
+        """A renewal was acknowledged.
+
+        Args:
+            sent_at: reader's clock when it was sent.
+            now: reader's clock when the answer came.
+            remaining: seconds of the lease, as answered; 0 if it has ended.
+            more: whether the home will renew again.
+        """
+        with self._lock:
+            self._renewable = more and remaining > 0
+            if now < self._deadline:
+                self._deadline = max(self._deadline, deadline_after(sent_at, remaining))

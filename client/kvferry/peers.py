@@ -1,0 +1,136 @@
+"""Source engines as one destination rank knows them: handshaken and planned once per incarnation."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvferry.agents import AgentInfo
+from kvferry.codec import engine_from_proto, group_to_proto, rank_to_proto, region_from_proto
+from kvferry.control import Control, retrying
+from kvferry.errors import BadAgentMetadata
+from kvferry.geometry import EngineGeometry
+from kvferry.plan import ReadPlan, plan_read
+from kvferry.spec import EngineSpec
+from kvferry.v1 import geometry_pb2, kv_transfer_pb2 as pb
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Peer:
+    """A source engine, planned.
+
+    Attributes:
+        geometry: the whole engine.
+        agents: serving agents by source rank, for the ranks that the plan reads from.
+        plan: what this rank reads.
+    """
+
+    geometry: EngineGeometry
+    agents: dict[int, AgentInfo]
+    plan: ReadPlan
+
+
+@dataclass(slots=True)
+class _Slot:
+    """One handshake at a time per engine; others wait for its result, and handshakes with other engines go on."""
+
+    lock: threading.Lock
+    peer: Peer | None = None
+
+
+class Peers:
+    """The peers of one destination rank. Thread-safe; `get` blocks, so it runs on the thread of a read.
+
+    Args:
+        spec, reader: the destination engine.
+        geometry: the whole destination engine, asked for at the first handshake, when all its ranks have registered.
+        rank: this rank.
+        drop: called with the agents of an incarnation that was replaced.
+    """
+
+    def __init__(
+        self,
+        spec: EngineSpec,
+        reader: pb.EngineRef,
+        rank: int,
+        geometry: Callable[[float], EngineGeometry],
+        drop: Callable[[Peer], None],
+    ) -> None:
+        self._spec = spec
+        self._reader = reader
+        self._rank = rank
+        self._geometry = geometry
+        self._drop = drop
+        self._lock = threading.Lock()
+        self._slots: dict[tuple[str, str, bytes], _Slot] = {}
+
+    def get(self, home: Control, engine_id: str, incarnation: bytes, deadline: float) -> Peer:
+        """The peer, handshaken if it is new.
+
+        Args:
+            home: its home.
+            engine_id, incarnation: which engine.
+            deadline: on `kvferry.clock`.
+
+        Raises:
+            Incompatible: its cache cannot be read, and why.
+            PeerRestarted: it is not this incarnation any more.
+            Unavailable: it was not complete by the deadline.
+        """
+        key = (home.address, engine_id, incarnation)
+        with self._lock:
+            slot = self._slots.setdefault(key, _Slot(threading.Lock()))
+        with slot.lock:
+            if slot.peer is None:
+                slot.peer = self._handshake(home, engine_id, incarnation, deadline)
+                self._drop_replaced(key)
+            return slot.peer
+
+    def forget(self, home: str, engine_id: str, incarnation: bytes) -> None:
+        """Handshake anew next time: something at the peer turned out not to be as it was."""
+        with self._lock:
+            self._slots.pop((home, engine_id, incarnation), None)
+
+    def _drop_replaced(self, key: tuple[str, str, bytes]) -> None:
+        with self._lock:
+            old = [other for other in self._slots if other[1] == key[1] and other[2] != key[2]]
+            dropped = [self._slots.pop(other).peer for other in old]
+        for peer in dropped:
+            if peer is not None:
+                self._drop(peer)
+
+    def _handshake(self, home: Control, engine_id: str, incarnation: bytes, deadline: float) -> Peer:
+        destination = self._geometry(deadline)
+        mine = next(rank for rank in destination.ranks if rank.rank == self._rank)
+        request = pb.HandshakeRequest(
+            engine_id=engine_id,
+            incarnation=incarnation,
+            reader=self._reader,
+            identity=self._spec.identity,
+            groups=[group_to_proto(group) for group in self._spec.groups],
+            rank=rank_to_proto(mine),
+        )
+        response = retrying(lambda left: home.handshake(request, left), deadline)
+        source = engine_from_proto(response.geometry)
+        plan = plan_read(source, destination, self._rank)
+        agents = {rank.rank: agent for rank, agent in zip(source.ranks, response.agents, strict=False)}
+        return Peer(source, {rank: _agent(engine_id, rank, agents.get(rank)) for rank in plan.source_ranks}, plan)
+
+
+def _agent(engine_id: str, rank: int, agent: geometry_pb2.Agent | None) -> AgentInfo:
+    if agent is None or not agent.name:
+        problem = "it serves no memory"
+        raise BadAgentMetadata(f"engine {engine_id!r}, rank {rank}: {problem}", engine_id=engine_id, rank=rank, problem=problem)
+    return AgentInfo(
+        name=agent.name,
+        metadata=agent.metadata,
+        sha256=agent.metadata_sha256,
+        regions=tuple(region_from_proto(region) for region in agent.regions),
+    )
+
+
+def whole_engine(control: Control, token: pb.EngineRef, deadline: float) -> EngineGeometry:
+    """The geometry of one's own engine, once all its ranks have registered."""
+    request = pb.HandshakeRequest(engine_id=token.engine_id, incarnation=token.incarnation, reader=token)
+    return engine_from_proto(retrying(lambda left: control.handshake(request, left), deadline).geometry)

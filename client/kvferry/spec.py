@@ -1,0 +1,85 @@
+"""What an engine says of itself before it has any memory: its name, its groups, how many ranks it has."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from kvferry.errors import InvalidField
+from kvferry.geometry import Group
+from kvferry.v1 import kv_transfer_pb2 as pb
+
+
+@dataclass(frozen=True, slots=True)
+class EngineToken:
+    """What the processes of one engine share: its incarnation and the secret of its session.
+
+    Attributes:
+        engine_id: the engine.
+        incarnation: 16 bytes, chosen once per start.
+        session_secret: 16 bytes, answered to the engine's first Watch.
+    """
+
+    engine_id: str
+    incarnation: bytes
+    session_secret: bytes = field(repr=False)
+
+    PREFIX: ClassVar[str] = "kvt1."
+
+    def __str__(self) -> str:
+        """A string for environment variables and pipes. A secret: it lets its holder speak in the engine's name."""
+        body = self.incarnation + self.session_secret + self.engine_id.encode()
+        return self.PREFIX + base64.urlsafe_b64encode(body).decode().rstrip("=")
+
+    @classmethod
+    def parse(cls, text: str) -> EngineToken:
+        """The token a string stands for; raises `InvalidField` without repeating the secret."""
+        body = text.removeprefix(cls.PREFIX)
+        try:
+            raw = base64.b64decode(body + "=" * (-len(body) % 4), altchars=b"-_", validate=True)
+            engine_id = raw[32:].decode()
+        except (binascii.Error, UnicodeDecodeError, ValueError):
+            raw, engine_id = b"", ""
+        if not text.startswith(cls.PREFIX) or len(raw) < 33:
+            raise InvalidField("token", f"{len(text)} characters", "the string of an EngineToken")
+        return cls(engine_id, raw[:16], raw[16:32])
+
+    def ref(self) -> pb.EngineRef:
+        """The engine as a proto."""
+        return pb.EngineRef(engine_id=self.engine_id, incarnation=self.incarnation)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSpec:
+    """An engine, equal in all of its processes.
+
+    Attributes:
+        engine_id: stable name, 1 to 256 bytes.
+        groups: its KV-cache groups.
+        num_ranks: number of ranks, each of which registers a cache.
+        identity: what the cache is computed with: model, revision digest, quantisation, rope ... An engine reads only from
+            engines of equal identity.
+    """
+
+    engine_id: str
+    groups: tuple[Group, ...]
+    num_ranks: int = 1
+    identity: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not 1 <= len(self.engine_id.encode()) <= 256:
+            raise InvalidField("engine_id", self.engine_id, "1 to 256 bytes")
+        if self.num_ranks < 1:
+            raise InvalidField("num_ranks", self.num_ranks, "at least 1")
+        if not self.groups:
+            raise InvalidField("groups", self.groups, "at least one group")
+
+    def group(self, name: str) -> Group:
+        """The group of this name; raises `InvalidField`."""
+        for group in self.groups:
+            if group.name == name:
+                return group
+        raise InvalidField("group", name, f"one of {[group.name for group in self.groups]}")
