@@ -10,7 +10,7 @@ once per incarnation; the reader calls ReadBlocks with the reference, reads the 
 Notify(read_done); the source learns of `released` on its Watch and reuses the blocks.
 
 Rules for every call:
- - Deadlines are required on every call except Watch (DEADLINE_REQUIRED).
+ - Deadlines are required on every call of this service except Watch (DEADLINE_REQUIRED).
  - Every answer carries home_epoch, random per start of the node server: another value means that it restarted.
  - Identifiers of 16 bytes are random; engine_id, request_id and read_id are UTF-8 of 1 to 256 bytes.
  - Durations are what remains when the message is sent, never points in time: no clock crosses a host.
@@ -1599,7 +1599,7 @@ global___RankLost = RankLost
 
 @typing.final
 class Draining(google.protobuf.message.Message):
-    """Draining says that new work is refused; renewals and reports still work."""
+    """Draining says that new work is refused. Reports still work; renewals are answered with what remains, not extended."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

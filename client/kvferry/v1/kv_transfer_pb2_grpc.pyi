@@ -10,7 +10,7 @@ once per incarnation; the reader calls ReadBlocks with the reference, reads the 
 Notify(read_done); the source learns of `released` on its Watch and reuses the blocks.
 
 Rules for every call:
- - Deadlines are required on every call except Watch (DEADLINE_REQUIRED).
+ - Deadlines are required on every call of this service except Watch (DEADLINE_REQUIRED).
  - Every answer carries home_epoch, random per start of the node server: another value means that it restarted.
  - Identifiers of 16 bytes are random; engine_id, request_id and read_id are UTF-8 of 1 to 256 bytes.
  - Durations are what remains when the message is sent, never points in time: no clock crosses a host.
