@@ -1,0 +1,394 @@
+"""The engines of a home: incarnations, sessions, ranks, and who of them lives (PROTOCOL, Identities; Watch, liveness).
+
+Pure: no I/O, no clock of its own. What time brings about is left in `take_effects`.
+
+    Watch ──► WATCHED ──(Watch ends)──► LOST ──(engine_ttl)──► DEAD ──(retire)──► forgotten
+                 ▲───────(Watch)─────────┴──────────(Watch)─────┤
+                                     another incarnation ◄──────┘  and this one is refused for `retire`
+"""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from kvferry.errors import (
+    CacheDiffers,
+    EngineIdInUse,
+    EngineIncomplete,
+    EngineUnknown,
+    HomeRecovering,
+    InvalidField,
+    PeerRestarted,
+    WrongSession,
+)
+from kvferry.geometry import EngineGeometry
+from kvferry_server.agenda import NEVER, Agenda
+from kvferry_server.clock import Clock
+from kvferry_server.identity import EngineRef
+from kvferry_server.limits import Limits, check_limit
+from kvferry_server.registrations import Registration, engine_difference, first_difference
+from kvferry_server.times import Times
+
+
+@dataclass(frozen=True, slots=True)
+class EngineDied:
+    """The engine's Watch has been lost for an engine_ttl."""
+
+    engine: EngineRef
+
+
+@dataclass(frozen=True, slots=True)
+class EngineGone:
+    """The incarnation will not come back: it was replaced, or has been dead for long."""
+
+    engine: EngineRef
+
+
+@dataclass(frozen=True, slots=True)
+class RankDied:
+    """The Watch of a rank's process has been lost for an engine_ttl."""
+
+    engine: EngineRef
+    rank: int
+
+
+@dataclass(slots=True, eq=False)
+class Engine:
+    """One incarnation at its home.
+
+    Attributes:
+        ref: which one.
+        secret: of its session.
+        adopted: it brought its secret along, from a home that lost its record of it.
+        confirmed: somebody has shown the secret; from then on nobody is told it again.
+        lost_at: when its scheduler's Watch ended; None while that is open.
+        dead: lost for an engine_ttl.
+        ranks: registrations by rank; kept when a rank is lost, since no other content may take its place.
+        lost_ranks: registered ones whose process is gone.
+        watched_ranks: ranks with an open Watch of their own.
+        rank_lost_at: when the Watch of a rank ended, while its time runs.
+    """
+
+    ref: EngineRef
+    secret: bytes = field(repr=False)
+    adopted: bool
+    confirmed: bool
+    ttl: float
+    retire: float
+    lost_at: float | None = None
+    dead: bool = False
+    ranks: dict[int, Registration] = field(default_factory=dict)
+    lost_ranks: set[int] = field(default_factory=set)
+    watched_ranks: set[int] = field(default_factory=set)
+    rank_lost_at: dict[int, float] = field(default_factory=dict)
+    scheduled: float = NEVER
+    _geometry: EngineGeometry | None = None
+
+    @property
+    def first(self) -> Registration | None:
+        """What says for all ranks how many they are, and of which identity and groups."""
+        return next(iter(self.ranks.values()), None)
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of ranks; 0 until one has registered."""
+        return self.first.num_ranks if self.first else 0
+
+    @property
+    def missing_ranks(self) -> list[int]:
+        """Ranks that are not registered, or not any more."""
+        return [rank for rank in range(self.num_ranks) if rank not in self.ranks or rank in self.lost_ranks]
+
+    @property
+    def geometry(self) -> EngineGeometry:
+        """Geometry of the ranks registered so far; raises `EngineIncomplete` if there is none."""
+        if self.first is None:
+            raise EngineIncomplete(
+                f"no rank of {self.ref} is registered", engine_id=self.ref.engine_id, missing_ranks=""
+            )
+        if self._geometry is None:
+            ranks = tuple(self.ranks[rank].geometry for rank in sorted(self.ranks))
+            identity, incarnation = self.first.identity, self.ref.incarnation
+            self._geometry = EngineGeometry(self.ref.engine_id, self.first.groups, ranks, identity, incarnation)
+        return self._geometry
+
+    def add(self, registration: Registration) -> None:
+        """A rank is there, or back."""
+        if registration.rank not in self.ranks:
+            self.ranks[registration.rank] = registration
+            self._geometry = None
+        self.lost_ranks.discard(registration.rank)
+
+    def due(self) -> float:
+        """When the engine, or a rank, counts as dead, or the dead engine is forgotten."""
+        ranks = min(self.rank_lost_at.values(), default=NEVER) + self.ttl
+        if self.lost_at is None:
+            return ranks
+        return min(ranks, self.lost_at + self.ttl + (self.retire if self.dead else 0.0))
+
+
+class Registry:
+    """The engines whose home this is. Not thread-safe: it belongs to its home's event loop."""
+
+    def __init__(self, clock: Clock, times: Times, limits: Limits) -> None:
+        self._clock = clock
+        self._times = times
+        self._limits = limits
+        self._started = clock.now()
+        self._engines: dict[str, Engine] = {}
+        self._retired: dict[EngineRef, float] = {}
+        self._agenda: Agenda[Engine] = Agenda()
+        self._effects: list[EngineDied | EngineGone | RankDied] = []
+
+    def advance(self) -> float:
+        """Bring everything up to the present; returns it."""
+        now = self._clock.now()
+        self._agenda.advance(now, self._on_due)
+        return now
+
+    def next_deadline(self) -> float:
+        """When to call `advance` next."""
+        return self._agenda.next_deadline()
+
+    def take_effects(self) -> list[EngineDied | EngineGone | RankDied]:
+        """What happened since the last call."""
+        effects, self._effects = self._effects, []
+        return effects
+
+    # Who asks for an engine.
+
+    def engines(self) -> Iterator[Engine]:
+        """Engines that are not dead, by engine_id."""
+        return (self._engines[engine_id] for engine_id in sorted(self._engines) if not self._engines[engine_id].dead)
+
+    def find(self, ref: EngineRef) -> Engine:
+        """The engine, if it lives or may come back.
+
+        Raises:
+            PeerRestarted: it is another incarnation now.
+            EngineUnknown, HomeRecovering: there is none; the latter while a restarted home waits for its engines.
+        """
+        engine = self._engines.get(ref.engine_id)
+        if engine is not None and engine.ref == ref:
+            return engine
+        if engine is not None or self._is_retired(ref):
+            raise self._restarted(ref, engine)
+        raise self._unknown(ref.engine_id)
+
+    def find_live(self, engine_id: str, incarnation: bytes = b"") -> Engine:
+        """An engine by its name, for those who read from it. Errors as `find`; a dead engine is unknown.
+
+        Args:
+            engine_id: the engine.
+            incarnation: the one expected; empty: whatever lives.
+        """
+        engine = self._engines.get(engine_id)
+        if incarnation:
+            engine = self.find(EngineRef(engine_id, incarnation))
+        if engine is None or engine.dead:
+            raise self._unknown(engine_id)
+        return engine
+
+    def check_readable(self, engine: Engine) -> None:
+        """Raise `EngineIncomplete` unless the engine's Watch is open and all its ranks are there."""
+        ref, missing = engine.ref, engine.missing_ranks
+        if engine.lost_at is not None:
+            problem = "its Watch is lost"
+        elif engine.first is None:
+            problem = "no rank is registered"
+        elif missing:
+            problem = f"ranks {missing} of {engine.num_ranks} are missing"
+        else:
+            return
+        listed = ",".join(map(str, missing))
+        raise EngineIncomplete(f"{ref}: {problem}", engine_id=ref.engine_id, missing_ranks=listed)
+
+    def check_session(self, ref: EngineRef, secret: bytes) -> Engine:
+        """The engine in whose name this is said.
+
+        Raises:
+            WrongSession: the secret is not its.
+            EngineIncomplete: it counts as dead; its Watch has to come first.
+        """
+        engine = self.find(ref)
+        self._check_secret(engine, secret)
+        if engine.dead:
+            raise EngineIncomplete(f"{ref}: its Watch is lost", engine_id=ref.engine_id, missing_ranks="")
+        return engine
+
+    # An engine's processes.
+
+    def open_engine(self, ref: EngineRef, secret: bytes) -> Engine:
+        """The scheduler's Watch opens: a new incarnation, or one that lives on.
+
+        Args:
+            ref: the incarnation.
+            secret: of its session; empty to open it. An unknown engine that has one lived at a home that lost its
+                record.
+
+        Raises:
+            EngineIdInUse: another incarnation lives, or may still come back.
+            PeerRestarted: this one was replaced.
+            WrongSession: it lives, and this is not its secret.
+            LimitReached: too many engines.
+        """
+        now = self.advance()
+        engine = self._engines.get(ref.engine_id)
+        if self._is_retired(ref):
+            raise self._restarted(ref, engine)
+        if engine is None or engine.ref != ref:
+            if engine is not None:
+                self._replace(engine, now)
+            check_limit("engines", len(self._engines), self._limits.engines, self._times.engine_ttl)
+            engine = Engine(
+                ref=ref,
+                secret=secret or secrets.token_bytes(16),
+                adopted=bool(secret),
+                confirmed=bool(secret),
+                ttl=self._times.engine_ttl,
+                retire=self._times.retire,
+            )
+            self._engines[ref.engine_id] = engine
+        elif secret or engine.confirmed:
+            # Without a secret, and before anyone has shown it, the first answer may just have been lost.
+            self._check_secret(engine, secret)
+        engine.lost_at, engine.dead = None, False
+        return engine
+
+    def close_engine(self, ref: EngineRef) -> None:
+        """The scheduler's Watch ended."""
+        now = self.advance()
+        engine = self._engines.get(ref.engine_id)
+        if engine is not None and engine.ref == ref and engine.lost_at is None:
+            engine.lost_at = now
+            self._agenda.put(engine)
+
+    def open_rank(self, ref: EngineRef, secret: bytes, rank: int) -> Engine:
+        """The Watch of a rank's process opens. Errors as `check_session`; `InvalidField` for a rank the engine has
+        not."""
+        self.advance()
+        engine = self.check_session(ref, secret)
+        most = engine.num_ranks or self._limits.ranks
+        if rank >= most:
+            raise InvalidField("rank", rank, f"below {most}")
+        engine.watched_ranks.add(rank)
+        engine.rank_lost_at.pop(rank, None)
+        return engine
+
+    def close_rank(self, ref: EngineRef, rank: int) -> None:
+        """The Watch of a rank's process ended."""
+        now = self.advance()
+        engine = self._engines.get(ref.engine_id)
+        if engine is not None and engine.ref == ref and rank in engine.watched_ranks:
+            engine.watched_ranks.discard(rank)
+            engine.rank_lost_at[rank] = now
+            self._agenda.put(engine)
+
+    def register(self, registration: Registration, secret: bytes) -> Engine:
+        """Take a rank's cache. Idempotent for the same content.
+
+        Raises:
+            CacheDiffers: the rank, or its engine, was registered with another content.
+            InvalidField: too many ranks, or the name of another rank's agent.
+            WrongSession, PeerRestarted, EngineUnknown, Unavailable: see `check_session`.
+        """
+        now = self.advance()
+        engine = self.check_session(registration.engine, secret)
+        before = engine.ranks.get(registration.rank)
+        if before is not None:
+            _raise_if_different(registration, first_difference(before, registration))
+        else:
+            if engine.first is not None:
+                _raise_if_different(registration, engine_difference(engine.first, registration))
+            if registration.num_ranks > self._limits.ranks:
+                raise InvalidField("num_ranks", registration.num_ranks, f"at most {self._limits.ranks}")
+            self._check_agent_name(engine, registration)
+        if registration.rank in engine.lost_ranks and registration.rank not in engine.watched_ranks:
+            # Back, but not watched: that gives it one engine_ttl to open its Watch.
+            engine.rank_lost_at[registration.rank] = now
+        engine.add(registration)
+        self._agenda.put(engine)
+        return engine
+
+    # Within.
+
+    def _check_agent_name(self, engine: Engine, registration: Registration) -> None:
+        agent = registration.agent
+        others = (other.agent for other in engine.ranks.values() if other.agent is not None)
+        if agent is not None and any(other.name == agent.name for other in others):
+            raise InvalidField("agent.name", agent.name, "a name that no other rank of the engine has")
+
+    def _check_secret(self, engine: Engine, secret: bytes) -> None:
+        if not hmac.compare_digest(engine.secret, secret):
+            ref = engine.ref
+            raise WrongSession(f"the session secret is not that of {ref}", engine_id=ref.engine_id)
+        engine.confirmed = True
+
+    def _replace(self, engine: Engine, now: float) -> None:
+        """Another incarnation wants the name: only if this one is dead."""
+        ref, ttl = engine.ref, self._times.engine_ttl
+        if not engine.dead:
+            retry_after = ttl if engine.lost_at is None else engine.lost_at + ttl - now
+            raise EngineIdInUse(
+                f"{ref} lives, or may come back",
+                retry_after=retry_after,
+                engine_id=ref.engine_id,
+                incarnation=ref.incarnation.hex(),
+            )
+        self._forget(engine)
+        self._retired[ref] = now + self._times.retire
+
+    def _forget(self, engine: Engine) -> None:
+        del self._engines[engine.ref.engine_id]
+        engine.lost_at = None
+        engine.rank_lost_at.clear()
+        self._effects.append(EngineGone(engine.ref))
+
+    def _is_retired(self, ref: EngineRef) -> bool:
+        now = self._clock.now()
+        for old in [old for old, until in self._retired.items() if until <= now]:
+            del self._retired[old]
+        return ref in self._retired
+
+    def _restarted(self, ref: EngineRef, engine: Engine | None) -> PeerRestarted:
+        current = engine.ref.incarnation.hex() if engine else ""
+        return PeerRestarted(
+            f"{ref} is not the engine's any more",
+            engine_id=ref.engine_id,
+            incarnation=ref.incarnation.hex(),
+            current=current,
+        )
+
+    def _unknown(self, engine_id: str) -> EngineUnknown | HomeRecovering:
+        if self._clock.now() < self._started + self._times.engine_ttl:
+            waits = f"this home has just started and waits for its engines; {engine_id!r} is not back yet"
+            return HomeRecovering(waits, engine_id=engine_id)
+        return EngineUnknown(f"no engine {engine_id!r} at this home", engine_id=engine_id)
+
+    def _on_due(self, engine: Engine, now: float) -> None:
+        for rank in [rank for rank, lost_at in engine.rank_lost_at.items() if lost_at + engine.ttl <= now]:
+            del engine.rank_lost_at[rank]
+            if rank in engine.ranks:
+                engine.lost_ranks.add(rank)
+                self._effects.append(RankDied(engine.ref, rank))
+        if engine.lost_at is None or engine.lost_at + engine.ttl > now:
+            return
+        if not engine.dead:
+            engine.dead = True
+            self._effects.append(EngineDied(engine.ref))
+        elif engine.lost_at + engine.ttl + engine.retire <= now:
+            self._forget(engine)
+
+
+def _raise_if_different(registration: Registration, difference: str) -> None:
+    if difference:
+        ref, rank = registration.engine, registration.rank
+        raise CacheDiffers(
+            f"rank {rank} of {ref} was registered with another {difference}",
+            engine_id=ref.engine_id,
+            rank=rank,
+            field=difference,
+        )

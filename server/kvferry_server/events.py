@@ -1,0 +1,97 @@
+"""What each process of an engine is told on its Watch: numbered events, a bounded number of which are kept.
+
+The same few events serve a Watch that keeps up, one that resumes, and one that lagged. Pure.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from kvferry_server.identity import EngineRef
+from kvferry_server.publications import Publication
+
+
+class Role(enum.IntEnum):
+    """What a process is in its engine, numbered as in the proto."""
+
+    SCHEDULER = 1
+    RANK = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """One process of an engine; `rank` is 0 for the scheduler."""
+
+    engine: EngineRef
+    role: Role
+    rank: int = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PublicationReleased:
+    """The source may reuse a publication's blocks. State: told in full until acknowledged."""
+
+    publication: Publication
+
+
+@dataclass(frozen=True, slots=True)
+class RankLost:
+    """The process of a rank is gone."""
+
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class Draining:
+    """The node server takes no new work."""
+
+
+Event: TypeAlias = PublicationReleased | RankLost | Draining
+
+
+@dataclass(frozen=True, slots=True)
+class Numbered:
+    """An event with its place in the feed."""
+
+    sequence: int
+    event: Event
+
+
+class Feed:
+    """The events of one process.
+
+    Attributes:
+        process: whose.
+        sequence: number of the last event, from 1; 0 before the first.
+        holder: number of the Watch that has it now; an older one was taken over.
+    """
+
+    def __init__(self, process: Process, kept: int) -> None:
+        self.process = process
+        self.sequence = 0
+        self.holder = 0
+        self._events: deque[Numbered] = deque(maxlen=kept)
+
+    def push(self, event: Event) -> None:
+        """Add an event; the oldest makes room."""
+        self.sequence += 1
+        self._events.append(Numbered(self.sequence, event))
+
+    def take_over(self) -> int:
+        """A newer Watch takes the feed; returns its number."""
+        self.holder += 1
+        return self.holder
+
+    def dropped_after(self, sequence: int) -> int | None:
+        """How many events after this one are not kept any more; None if this one has never been."""
+        if sequence > self.sequence:
+            return None
+        return self.sequence - len(self._events) - sequence if sequence < self.sequence - len(self._events) else 0
+
+    def after(self, sequence: int) -> list[Numbered]:
+        """The kept events after this one, in order."""
+        skip = max(0, len(self._events) - (self.sequence - sequence))
+        return [event for index, event in enumerate(self._events) if index >= skip]

@@ -1,0 +1,206 @@
+"""The home: engines, leases and events on one clock, and the loop that drives their deadlines.
+
+Everything happens in turns, `with home.turn(): ...`: time is brought up to the present, something is asked of `engines`
+or `lessor`, and what that did to others is passed on. Between turns nothing is pending, so that streams see only
+settled states.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from kvferry.errors import ServerDraining
+from kvferry.reference import format_reference
+from kvferry.v1 import kv_transfer_pb2
+from kvferry_server.books import Standing
+from kvferry_server.clock import Clock
+from kvferry_server.endings import Released
+from kvferry_server.engines import EngineDied, EngineGone, RankDied, Registry
+from kvferry_server.events import Draining, Event, Feed, Process, PublicationReleased, RankLost, Role
+from kvferry_server.identity import EngineRef
+from kvferry_server.lessor import Lessor
+from kvferry_server.limits import Limits
+from kvferry_server.publications import Publication
+from kvferry_server.registrations import Registration
+from kvferry_server.times import Times
+from kvferry_server.wakeups import Waker, Wakeups
+
+SHORTEST_SLEEP = 0.001
+"""Seconds: a timer that fires a little early must not spin."""
+
+
+class Home:
+    """One home. Belongs to the event loop that runs it; nothing here is thread-safe.
+
+    Args:
+        clock: all time comes from it.
+        times: the durations in force.
+        advertise: the address to put into references, as others reach this home.
+        limits: what it holds at most.
+
+    Attributes:
+        epoch: 16 bytes, random per start.
+        engines, lessor: the domain; to be asked within a `turn`.
+        wakeups: topics are publications and feeds.
+        draining: no new work is taken.
+    """
+
+    def __init__(self, clock: Clock, times: Times, advertise: str, limits: Limits | None = None) -> None:
+        self.clock = clock
+        self.times = times
+        self.advertise = advertise
+        self.limits = limits or Limits()
+        self.epoch = secrets.token_bytes(16)
+        self.engines = Registry(clock, times, self.limits)
+        self.lessor = Lessor(clock, times, self.limits)
+        self.wakeups = Wakeups()
+        self.draining = False
+        self._started = clock.now()
+        self._feeds: dict[Process, Feed] = {}
+        self._driver = Waker()
+        self._sleeps_until = -math.inf
+
+    @contextmanager
+    def turn(self) -> Iterator[float]:
+        """Gives the present. Whatever is done within takes effect when it is left, also by an error."""
+        self._settle()
+        try:
+            yield self.clock.now()
+        finally:
+            self._settle()
+            if self.next_deadline() < self._sleeps_until:
+                self._driver.ring()
+
+    def next_deadline(self) -> float:
+        """When the next turn is due, on the home's clock."""
+        return min(self.engines.next_deadline(), self.lessor.next_deadline())
+
+    async def run(self) -> None:
+        """Drive the deadlines until cancelled. Sleeps until the next one is due."""
+        while True:
+            self._driver.clear()
+            with self.turn() as now:
+                pass
+            self._sleeps_until = self.next_deadline()
+            sleep = self._sleeps_until - now
+            await self._driver.wait(None if math.isinf(sleep) else max(SHORTEST_SLEEP, sleep))
+
+    def drain(self) -> None:
+        """Take no new work; renewals are answered and reports taken. Streams say so and end with DRAINING.
+        Idempotent."""
+        if self.draining:
+            return
+        self.draining = True
+        self.lessor.drain()
+        for feed in self._feeds.values():
+            feed.push(Draining())
+        self.wakeups.wake_all()
+
+    def check_taking(self) -> None:
+        """Raise `ServerDraining` once no new work is taken."""
+        if self.draining:
+            raise ServerDraining("this node server is draining")
+
+    # An engine's processes.
+
+    def open_watch(self, process: Process, secret: bytes) -> Feed:
+        """A process's Watch opens, within a turn. Errors as `Registry.open_engine` or `Registry.open_rank`."""
+        if process.role is Role.SCHEDULER:
+            engine = self.engines.open_engine(process.engine, secret)
+            # The end of a predecessor comes before the beginning of its successor.
+            self._settle()
+            self.lessor.open(engine.ref, recovering=engine.adopted)
+        else:
+            self.engines.open_rank(process.engine, secret, process.rank)
+        feed = self._feeds.get(process)
+        if feed is None:
+            feed = self._feeds[process] = Feed(process, self.limits.watch_queue)
+        return feed
+
+    def close_watch(self, process: Process) -> None:
+        """The Watch that a process had ended, and no newer one took over; within a turn."""
+        if process.role is Role.RANK:
+            self.engines.close_rank(process.engine, process.rank)
+        elif process in self._feeds:
+            self.engines.close_engine(process.engine)
+            self.lessor.lose(process.engine)
+
+    def register(self, registration: Registration, secret: bytes) -> list[int]:
+        """Take a rank's cache, within a turn; returns the ranks that are missing. Errors as `Registry.register`."""
+        engine = self.engines.register(registration, secret)
+        self.lessor.set_groups(registration.engine, registration.groups)
+        return engine.missing_ranks
+
+    def reuse_after(self, engine: EngineRef) -> float:
+        """Seconds until the last lease on older incarnations has ended (PROTOCOL, A source that restarts over the same
+        memory).
+
+        A home that has been up for less than max_ttl does not know them; its predecessor granted none after this one
+        started.
+        """
+        unknown_until = self._started + self.times.max_ttl
+        return max(0.0, max(self.lessor.others_until(engine), unknown_until) - self.clock.now())
+
+    def need_resync(self, process: Process) -> bool:
+        """Whether a process has to tell this home again what it is: its snapshot, or its rank's registration."""
+        if process.role is Role.SCHEDULER:
+            return self.lessor.recovering(process.engine)
+        engine = self.engines.find(process.engine)
+        return process.rank not in engine.ranks or process.rank in engine.lost_ranks
+
+    def state(self, process: Process) -> list[Event]:
+        """What a process has to know, whatever it was told before."""
+        if process.role is Role.RANK:
+            return []
+        lost = sorted(self.engines.find(process.engine).lost_ranks)
+        released = self.lessor.released(process.engine)
+        return [
+            *(PublicationReleased(publication) for publication in released),
+            *(RankLost(rank) for rank in lost),
+        ]
+
+    def reference(self, publication: Publication) -> str:
+        """The reference of a publication."""
+        return format_reference(
+            kv_transfer_pb2.Reference(
+                home=self.advertise,
+                engine_id=publication.source.engine_id,
+                incarnation=publication.source.incarnation,
+                publication=publication.number,
+                request_id=publication.request_id,
+                key=publication.key,
+            )
+        )
+
+    # Within.
+
+    def _settle(self) -> None:
+        self.engines.advance()
+        for happened in self.engines.take_effects():
+            if isinstance(happened, EngineDied):
+                self.lessor.end_engine(happened.engine, Standing.DEAD)
+            elif isinstance(happened, EngineGone):
+                self.lessor.end_engine(happened.engine, Standing.REPLACED)
+                self._drop_feeds(happened.engine)
+            elif isinstance(happened, RankDied):
+                self._push(Process(happened.engine, Role.SCHEDULER), RankLost(happened.rank))
+        self.lessor.advance()
+        for change in self.lessor.take_effects():
+            if isinstance(change, Released):
+                scheduler = Process(change.publication.source, Role.SCHEDULER)
+                self._push(scheduler, PublicationReleased(change.publication))
+            else:
+                self.wakeups.wake(change.publication)
+
+    def _push(self, process: Process, event: Event) -> None:
+        feed = self._feeds.get(process)
+        if feed is not None:
+            feed.push(event)
+            self.wakeups.wake(feed)
+
+    def _drop_feeds(self, engine: EngineRef) -> None:
+        for process in [process for process in self._feeds if process.engine == engine]:
+            del self._feeds[process]

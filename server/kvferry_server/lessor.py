@@ -1,0 +1,413 @@
+"""The lessor: what sources and readers may do with publications and leases (PROTOCOL, Leases, Endings, Home restart).
+
+Pure: no I/O, no clock of its own, no threads. Every call first brings everything up to the present, so that a lease is
+    live
+exactly until its time, whenever the timer fires. What others have to be told is left in `take_effects`.
+
+    publish ─────────► PUBLISHING ─► PUBLISHED ─► ENDING ─(no live lease)─► RELEASED ─(acknowledged)─► forgotten
+    ask, decline ─► AWAITED ─┘                    read as often as expected, declined, aborted, unread, final
+    lease: WAITING ─► READING ─► VALID | FAILED | CANCELLED | EXPIRED, kept for a while, then forgotten
+"""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+from collections.abc import Iterable, Iterator
+
+from kvferry.errors import (
+    EngineIncomplete,
+    HomeRecovering,
+    InvalidField,
+    KvferryError,
+    LeaseEnded,
+    PublicationStale,
+    ServerDraining,
+)
+from kvferry.geometry import Group
+from kvferry_server.books import Book, Standing
+from kvferry_server.clock import Clock
+from kvferry_server.endings import Changed, Endings, Released
+from kvferry_server.identity import EngineRef
+from kvferry_server.leases import (
+    Ask,
+    Judgement,
+    Lease,
+    RankOutcome,
+    RankReport,
+    ReadState,
+    Renewal,
+    RevokeReason,
+    Verdict,
+)
+from kvferry_server.limits import Limits, check_limit
+from kvferry_server.publications import Offer, Outcome, Publication, Stage, check_follows, check_offer
+from kvferry_server.times import Times
+
+MAX_UNCHECKED_DECLINES = 8
+"""Keys with which a publication can be declined before it comes."""
+
+
+class Lessor:
+    """Publications and leases of all engines of a home. Not thread-safe: it belongs to its home's event loop."""
+
+    def __init__(self, clock: Clock, times: Times, limits: Limits) -> None:
+        self._clock = clock
+        self._times = times
+        self._limits = limits
+        self._endings = Endings(times)
+        self._draining = False
+
+    def advance(self) -> float:
+        """Bring everything up to the present; returns it."""
+        now = self._clock.now()
+        self._endings.advance(now)
+        return now
+
+    def next_deadline(self) -> float:
+        """When to call `advance` next."""
+        return self._endings.next_deadline()
+
+    def take_effects(self) -> list[Changed | Released]:
+        """What others have to be told of what happened since the last call."""
+        effects, self._endings.effects = self._endings.effects, []
+        return effects
+
+    # Engines come and go.
+
+    def open(self, source: EngineRef, *, recovering: bool) -> None:
+        """An incarnation lives (again).
+
+        Args:
+            source: the incarnation.
+            recovering: it lived before at a home that has lost its record: it has a snapshot to send.
+        """
+        self.advance()
+        book = self._endings.books.get(source)
+        if book is None:
+            self._endings.books[source] = Book(source, recovering)
+        else:
+            book.standing = Standing.LIVE
+
+    def lose(self, source: EngineRef) -> None:
+        """The engine's Watch is lost: no renewals until it is back."""
+        self._endings.book(source).standing = Standing.LOST
+
+    def end_engine(self, source: EngineRef, standing: Standing) -> None:
+        """The engine is `DEAD`, or `REPLACED`: all it published ends; leases run out as they would have."""
+        now = self.advance()
+        book = self._endings.book(source)
+        book.standing = standing
+        for publication in list(book.publications.values()):
+            self._endings.revoke(publication, RevokeReason.SOURCE_LOST)
+            if publication.stage is not Stage.AWAITED:
+                self._endings.end(publication, Outcome.ABORTED, now)
+            elif not publication.leases:
+                self._endings.forget(publication)
+            if publication.stage is Stage.RELEASED and standing is Standing.REPLACED:
+                self._endings.forget(publication)
+        self._endings.close_if_empty(book)
+
+    def set_groups(self, source: EngineRef, groups: Iterable[Group]) -> None:
+        """The first rank said what groups the engine has. What a snapshot offered before that is checked now (R7)."""
+        now = self.advance()
+        book = self._endings.book(source)
+        if book.groups is not None:
+            return
+        book.groups = {group.name: group for group in groups}
+        for publication in list(book.publications.values()):
+            try:
+                for offer in publication.steps:
+                    check_offer(book.groups, offer)
+            except KvferryError:
+                self._abort(publication, now)
+
+    def drain(self) -> None:
+        """Grant, renew and take no more (PROTOCOL, Leases 1); reports, cancels and acknowledgements work on."""
+        self._draining = True
+
+    # The source.
+
+    def publish(self, source: EngineRef, offer: Offer) -> Publication:
+        """Take a step of a publication. Idempotent by (source, publication, step).
+
+        Raises:
+            InvalidField, BadBlock: the step contradicts itself, an earlier one, or the engine's groups.
+            PublicationStale, PublicationReleased, PublicationAborted: the publication has ended.
+            LimitReached: the engine has too many.
+            ServerDraining: a new publication at a draining home.
+        """
+        now = self.advance()
+        book = self._endings.book(source)
+        publication = book.publications.get(offer.number)
+        if publication is None or publication.stage is Stage.AWAITED:
+            book.check_may_come(offer.number, now - self._times.max_ttl)
+        elif offer.step < publication.step_count:
+            if publication.steps and publication.steps[offer.step] != offer:
+                raise InvalidField("publish.step", offer.step, "the same content as when it was first sent")
+            self._touch(book, publication, now)
+            return publication
+        elif publication.stage in (Stage.ENDING, Stage.RELEASED):
+            raise publication.refusal()
+        self._check_step(book, publication, offer)
+        if publication is None:
+            publication = self._endings.awaited(book, offer.number)
+        if publication.stage is Stage.AWAITED:
+            self._arrive(book, publication, offer, now)
+        self._append(book, publication, offer, now)
+        return publication
+
+    def abort(self, source: EngineRef, number: int) -> None:
+        """The source takes a publication back: no new leases, no renewals; released with the last lease. Idempotent.
+
+        A number that has not come is released as well, and can't come any more: its source keeps the blocks until it
+        hears so.
+        """
+        now = self.advance()
+        book = self._endings.book(source)
+        publication = book.publications.get(number)
+        if publication is None or publication.stage is Stage.AWAITED:
+            try:
+                book.check_may_come(number, now - self._times.max_ttl)
+            except PublicationStale:
+                return
+            publication = publication or self._endings.awaited(book, number)
+            self._endings.seen(book, publication, now)
+            self._touch(book, publication, now)
+        self._abort(publication, now)
+
+    def acknowledge(self, source: EngineRef, numbers: Iterable[int]) -> None:
+        """The source knows of these releases. Idempotent; says nothing of numbers that are not released."""
+        self.advance()
+        book = self._endings.book(source)
+        for number in numbers:
+            publication = book.publications.get(number)
+            if publication is not None and publication.stage is Stage.RELEASED:
+                self._endings.forget(publication)
+
+    def begin_snapshot(self, source: EngineRef) -> None:
+        """The source starts to tell all it holds published."""
+        self.advance()
+        self._endings.book(source).snapshot = set()
+
+    def end_snapshot(self, source: EngineRef, high_water: int) -> None:
+        """The source has told all it holds: what else it published up to `high_water` it has not any more.
+
+        Only up to there: a snapshot that is delivered twice must not end what came after it.
+
+        Raises:
+            InvalidField: this home saw no beginning; it restarted in between.
+        """
+        now = self.advance()
+        book = self._endings.book(source)
+        if book.snapshot is None:
+            raise InvalidField("resync.phase", "END", "a BEGIN before")
+        for number, publication in list(book.publications.items()):
+            if number <= high_water and number not in book.snapshot and publication.offered:
+                self._abort(publication, now)
+        book.close_below(high_water)
+        book.snapshot, book.recovering = None, False
+
+    # The reader.
+
+    def grant(self, ask: Ask) -> Lease:
+        """Lease a publication, perhaps before it has come. A replay gets the same lease, unextended.
+
+        Raises:
+            WrongKey, PartiesMismatch: the call contradicts the publication, or an earlier call of this read.
+            LeaseEnded: this read was had, and has ended.
+            PublicationStale, PublicationReleased, PublicationAborted: there is nothing to read.
+            HomeRecovering, ServerDraining, LimitReached: not now.
+        """
+        now = self.advance()
+        book = self._endings.book(ask.read.source)
+        publication = book.publications.get(ask.read.publication)
+        if publication is not None and publication.key:
+            publication.check_key(ask.key)
+        lease = self._endings.reads.get(ask.read)
+        if lease is not None:
+            lease.check_replay(ask)
+            lease.publication.expected_reads = max(lease.publication.expected_reads, ask.expected_reads)
+            return lease
+        if self._draining:
+            raise ServerDraining("this node server is draining: ask again")
+        if book.recovering:
+            waits = f"this home restarted and waits for the snapshot of {book.source}"
+            raise HomeRecovering(waits, engine_id=book.source.engine_id)
+        if publication is None:
+            book.check_may_come(ask.read.publication, now - self._times.max_ttl)
+        elif publication.stage in (Stage.ENDING, Stage.RELEASED):
+            raise publication.refusal()
+        self._check_room(book, publication)
+        if publication is None:
+            publication = self._endings.awaited(book, ask.read.publication)
+        expires = min(now + self._times.ttl, publication.final_at)
+        lease = Lease(secrets.token_bytes(16), ask, publication, now, expires)
+        publication.expected_reads = max(publication.expected_reads, ask.expected_reads)
+        self._endings.add_lease(lease)
+        return lease
+
+    def renew(self, lease_id: bytes, reader: EngineRef) -> Renewal:
+        """Extend a lease to a ttl from now, as far as it may be; never shortens or revives one.
+
+        Raises:
+            LeaseEnded: there is no record of the lease.
+        """
+        now = self.advance()
+        lease = self._endings.leases.get(lease_id)
+        if lease is None or lease.ask.read.reader != reader:
+            raise LeaseEnded("there is no record of this lease", lease_id=lease_id.hex())
+        if lease.live and lease.revoked is None and not self._draining:
+            publication = lease.publication
+            latest = publication.final_at
+            if publication.stage is Stage.AWAITED:
+                latest = lease.granted_at + self._times.max_wait
+            if self._endings.book(publication.source).standing is Standing.LIVE:
+                lease.expires = max(lease.expires, min(now + self._times.ttl, latest))
+            if lease.expires == publication.final_at:
+                self._endings.revoke(publication, RevokeReason.FINAL_DEADLINE)
+        return Renewal(lease.remaining(now), lease.revoked)
+
+    def report(self, lease_id: bytes, reader: EngineRef, reports: Iterable[RankReport]) -> Judgement:
+        """Take reports of ranks that ended their share, and judge them. Replays are answered alike.
+
+        Raises:
+            PartiesMismatch: more distinct ranks than parties.
+        """
+        now = self.advance()
+        lease = self._endings.leases.get(lease_id)
+        if lease is None or lease.ask.read.reader != reader:
+            return Judgement(Verdict.UNKNOWN)
+        verdict = lease.add(reports)
+        if lease.live and lease.complete:
+            done = all(report.outcome is RankOutcome.DONE for report in lease.reports.values())
+            self._endings.end_lease(lease, ReadState.VALID if done else ReadState.FAILED, now)
+        return Judgement(verdict, len(lease.reports), lease.complete)
+
+    def cancel(self, lease_id: bytes, reader: EngineRef) -> None:
+        """The reader gives up: the lease ends at once, since reading harms no source (PROTOCOL, Leases 7).
+        Idempotent."""
+        now = self.advance()
+        lease = self._endings.leases.get(lease_id)
+        if lease is not None and lease.live and lease.ask.read.reader == reader:
+            self._endings.end_lease(lease, ReadState.CANCELLED, now)
+
+    def decline(self, source: EngineRef, number: int, key: bytes) -> None:
+        """Nobody will read this: released at once, or with the last live lease. Idempotent.
+
+        Before the publication came, its key is not known: the decline is remembered for a while and judged then.
+
+        Raises:
+            WrongKey: the key is not the publication's.
+            LimitReached: too many.
+        """
+        now = self.advance()
+        book = self._endings.book(source)
+        publication = book.publications.get(number)
+        if publication is not None and publication.stage is not Stage.AWAITED:
+            if publication.key:
+                publication.check_key(key)
+                self._endings.end(publication, Outcome.DECLINED, now)
+            return
+        if publication is None:
+            try:
+                book.check_may_come(number, now - self._times.max_ttl)
+            except PublicationStale:
+                return
+            check_limit("waiting_reads", book.waiting_reads(), self._limits.waiting_reads, self._times.ttl)
+            publication = self._endings.awaited(book, number)
+        if key not in publication.declined_with:
+            check_limit("declines", len(publication.declined_with), MAX_UNCHECKED_DECLINES, self._times.ttl)
+            publication.declined_with.add(key)
+        publication.awaited_until = now + self._times.max_wait
+        self._endings.reschedule(publication)
+
+    # What is there.
+
+    def publications(self) -> Iterator[Publication]:
+        """All publications that came, until their release is acknowledged."""
+        found = (found for book in self._endings.books.values() for found in book.publications.values())
+        return (publication for publication in found if publication.stage is not Stage.AWAITED)
+
+    def leases(self) -> Iterator[Lease]:
+        """All leases, ended ones for as long as their outcome is kept."""
+        return iter(self._endings.leases.values())
+
+    def released(self, source: EngineRef) -> list[Publication]:
+        """Releases that the source has not acknowledged."""
+        found = self._endings.book(source).publications.values()
+        return [publication for publication in found if publication.stage is Stage.RELEASED]
+
+    def recovering(self, source: EngineRef) -> bool:
+        """Whether the source has to send its snapshot."""
+        return self._endings.book(source).recovering
+
+    def others_until(self, engine: EngineRef) -> float:
+        """When the last lease on another incarnation of the engine ends; 0 if there is none."""
+        books = self._endings.books.items()
+        others = (book for ref, book in books if ref.engine_id == engine.engine_id and ref != engine)
+        return max((book.live_until() for book in others), default=0.0)
+
+    # Within.
+
+    def _check_step(self, book: Book, publication: Publication | None, offer: Offer) -> None:
+        check_follows(publication.steps if publication else [], offer)
+        if book.groups is not None:
+            check_offer(book.groups, offer)
+        elif not book.recovering:
+            source = f"{book.source} offers blocks of groups that no rank has registered"
+            raise EngineIncomplete(source, engine_id=book.source.engine_id, missing_ranks="")
+        if offer.step == 0:
+            if self._draining:
+                raise ServerDraining("this node server is draining: publish again")
+            count = len(book.publications) - len(book.awaited)
+            check_limit("publications", count, self._limits.publications, self._times.ttl)
+        size = book.size + offer.size
+        check_limit("publication_bytes", size, self._limits.publication_bytes, self._times.ttl)
+
+    def _arrive(self, book: Book, publication: Publication, offer: Offer, now: float) -> None:
+        """The first step of a publication: readers that waited with another key were waiting for something else."""
+        # A lease that a waiting reader has is never cut short, not even by a final deadline below the ttl.
+        waiting = max((lease.expires for lease in publication.leases), default=0.0)
+        publication.final_at = max(now + self._times.final, waiting)
+        publication.request_id, publication.key = offer.request_id, offer.key
+        self._endings.seen(book, publication, now)
+        for lease in list(publication.leases):
+            if not hmac.compare_digest(lease.ask.key, offer.key):
+                lease.wrong_key = True
+                self._endings.end_lease(lease, ReadState.FAILED, now)
+
+    def _append(self, book: Book, publication: Publication, offer: Offer, now: float) -> None:
+        publication.steps.append(offer)
+        publication.step_count += 1
+        publication.blocks += sum(blocks.blocks for blocks in offer.groups)
+        publication.expected_reads = max(publication.expected_reads, offer.expected_reads)
+        publication.hold_until = now + self._times.hold
+        publication.stage = Stage.PUBLISHED if offer.last else Stage.PUBLISHING
+        book.size += offer.size
+        self._touch(book, publication, now)
+        self._endings.reschedule(publication)
+        self._endings.changed(publication)
+        if any(hmac.compare_digest(key, publication.key) for key in publication.declined_with):
+            self._endings.end(publication, Outcome.DECLINED, now)
+        self._endings.end_if_read(publication, now)
+
+    def _abort(self, publication: Publication, now: float) -> None:
+        self._endings.revoke(publication, RevokeReason.ABORTED)
+        self._endings.end(publication, Outcome.ABORTED, now)
+
+    def _touch(self, book: Book, publication: Publication, now: float) -> None:
+        """Part of a snapshot; and at a home that restarted, readers it does not know may still be inside their
+        deadlines."""
+        if book.snapshot is not None:
+            book.snapshot.add(publication.number)
+        if book.recovering:
+            publication.release_floor = max(publication.release_floor, now + self._times.max_ttl)
+
+    def _check_room(self, book: Book, publication: Publication | None) -> None:
+        retry_after = self._times.ttl
+        check_limit("leases", len(self._endings.leases), self._limits.leases, retry_after)
+        if publication is not None:
+            check_limit("reads", len(publication.reads), self._limits.reads, retry_after)
+        if publication is None or publication.stage is Stage.AWAITED:
+            check_limit("waiting_reads", book.waiting_reads(), self._limits.waiting_reads, retry_after)

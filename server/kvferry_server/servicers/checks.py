@@ -1,0 +1,75 @@
+"""Fields of requests: every one is checked before anything is done with it (R9). The limits are those at the top of the
+contract."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import TypeVar
+
+from google.protobuf.duration_pb2 import Duration
+
+from kvferry.clock import from_duration
+from kvferry.errors import InvalidField, NotImplementedHere
+from kvferry.v1 import kv_transfer_pb2 as pb
+from kvferry_server.identity import EngineRef
+
+MAX_TEXT = 256
+MAX_SECONDS = 1e9
+LIGHT = 16 * 1024
+"""Bytes of a message that are decoded and planned with on the event loop; heavier ones would hold everybody up."""
+
+Result = TypeVar("Result")
+
+
+def text(field: str, value: str, least: int = 1) -> str:
+    """A string of `least` to 256 bytes."""
+    size = len(value.encode())
+    if not least <= size <= MAX_TEXT:
+        raise InvalidField(field, f"{size} bytes", f"{least} to {MAX_TEXT} bytes")
+    return value
+
+
+def random_bytes(field: str, value: bytes, *, optional: bool = False) -> bytes:
+    """16 bytes, or none where that is allowed. They may be secret, so an error does not repeat them."""
+    if len(value) != 16 and not (optional and not value):
+        raise InvalidField(field, f"{len(value)} bytes", "16 bytes" + (", or none" if optional else ""))
+    return value
+
+
+def engine_ref(field: str, message: pb.EngineRef) -> EngineRef:
+    """One start of an engine."""
+    return EngineRef(
+        text(f"{field}.engine_id", message.engine_id),
+        random_bytes(f"{field}.incarnation", message.incarnation),
+    )
+
+
+def positive(field: str, value: int) -> int:
+    """A number of at least 1."""
+    if value < 1:
+        raise InvalidField(field, value, "at least 1")
+    return value
+
+
+def seconds(field: str, value: Duration) -> float:
+    """A duration that is not negative."""
+    if value.seconds < 0 or not 0 <= value.nanos < 1_000_000_000 or value.seconds > MAX_SECONDS:
+        raise InvalidField(field, f"{value.seconds} s {value.nanos} ns", f"0 to {MAX_SECONDS:.0f} seconds")
+    return from_duration(value)
+
+
+def not_relayed(relayed_by: str) -> None:
+    """Node servers do not relay yet, and do not pretend to."""
+    if relayed_by:
+        raise NotImplementedHere("this node server takes no relayed calls", what="relayed_by")
+
+
+async def offloaded(size: int, call: Callable[[], Result]) -> Result:
+    """Run what is heavy on a thread.
+
+    Args:
+        size: about as many bytes as the messages that it works through.
+        call: what to run; touches nothing of the home.
+    """
+    return call() if size <= LIGHT else await asyncio.to_thread(call)

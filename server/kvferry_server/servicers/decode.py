@@ -1,0 +1,162 @@
+"""Requests as values of the domain. Whatever bytes a peer sent end in a checked value or in a typed error."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from kvferry.blocks import MAX_BLOCKS
+from kvferry.codec import groups_from_proto, rank_from_proto, region_from_proto
+from kvferry.errors import InvalidField, NotImplementedHere
+from kvferry.geometry import EngineGeometry
+from kvferry.reference import parse_reference
+from kvferry.v1 import geometry_pb2
+from kvferry.v1 import kv_transfer_pb2 as pb
+from kvferry_server.events import Process, Role
+from kvferry_server.identity import EngineRef
+from kvferry_server.leases import Ask, RankOutcome, RankReport, ReadKey
+from kvferry_server.publications import MAX_PAYLOAD, GroupBlocks, Offer
+from kvferry_server.registrations import Agent, Registration
+from kvferry_server.servicers.checks import engine_ref, positive, random_bytes, text
+
+MAX_METADATA = 2 << 20
+"""Bytes of a NIXL agent's metadata."""
+
+MAX_IDENTITY = 256
+"""Entries of an identity."""
+
+TOKEN_LIMIT = 1 << 62
+"""Token numbers stay below, so that sums of them fit 64 bits."""
+
+
+def registration(request: pb.RegisterCacheRequest) -> Registration:
+    """A rank's cache, checked in itself. Takes milliseconds for many planes."""
+    if not request.HasField("rank"):
+        raise InvalidField("rank", None, "the geometry of a rank")
+    return Registration(
+        engine=engine_ref("engine", request.engine),
+        num_ranks=positive("num_ranks", request.num_ranks),
+        identity=_identity(request.identity),
+        groups=groups_from_proto(request.groups),
+        geometry=rank_from_proto(request.rank),
+        agent=_agent(request.agent) if request.HasField("agent") else None,
+    )
+
+
+def reader_geometry(request: pb.HandshakeRequest) -> EngineGeometry:
+    """The engine of the one rank that asks. Takes milliseconds for many planes."""
+    if not request.HasField("rank"):
+        raise InvalidField("rank", None, "the geometry of the rank that asks")
+    return EngineGeometry(
+        engine_id=request.reader.engine_id,
+        groups=groups_from_proto(request.groups),
+        ranks=(rank_from_proto(request.rank),),
+        identity=_identity(request.identity),
+        incarnation=request.reader.incarnation,
+    )
+
+
+def ask(request: pb.ReadBlocksRequest, max_parties: int) -> Ask:
+    """What a reader asks for; raises `NotImplementedHere` for a reference that a router made."""
+    if not 1 <= request.parties <= max_parties:
+        raise InvalidField("parties", request.parties, f"1 to {max_parties}")
+    source, number, key = reference(request.reference)
+    read = ReadKey(source, number, engine_ref("reader", request.reader), text("read_id", request.read_id))
+    return Ask(read, key, request.parties, request.expected_reads)
+
+
+def reference(given: str) -> tuple[EngineRef, int, bytes]:
+    """Source, publication number and key of a reference; raises `BadReference`, `NotImplementedHere`."""
+    parsed = parse_reference(given)
+    if parsed.router_key:
+        what = "references that a router made (router_key)"
+        raise NotImplementedHere(f"this node server does not offer {what}", what=what)
+    source = pb.EngineRef(engine_id=parsed.engine_id, incarnation=parsed.incarnation)
+    return engine_ref("reference", source), parsed.publication, parsed.key
+
+
+def process(request: pb.WatchRequest) -> Process:
+    """Whose Watch this is."""
+    try:
+        role = Role(request.role)
+    except ValueError:
+        raise InvalidField("role", request.role, "WATCH_ROLE_SCHEDULER or WATCH_ROLE_RANK") from None
+    if role is Role.SCHEDULER and request.rank:
+        raise InvalidField("rank", request.rank, "0 for a scheduler")
+    random_bytes("session_secret", request.session_secret, optional=role is Role.SCHEDULER)
+    random_bytes("resume_epoch", request.resume_epoch, optional=True)
+    return Process(engine_ref("engine", request.engine), role, request.rank)
+
+
+def offer(message: pb.Publish) -> Offer:
+    """One step of a publication, checked in itself; `check_offer` knows the engine's groups."""
+    if len(message.payload) > MAX_PAYLOAD:
+        raise InvalidField("publish.payload", f"{len(message.payload)} bytes", f"at most {MAX_PAYLOAD} bytes")
+    if message.payload and not message.last:
+        raise InvalidField("publish.payload", f"{len(message.payload)} bytes", "none before the last step")
+    return Offer(
+        number=positive("publish.publication", message.publication),
+        request_id=text("publish.request_id", message.request_id),
+        key=random_bytes("publish.key", message.key),
+        step=message.step,
+        groups=tuple(_group_blocks(blocks) for blocks in message.groups),
+        last=message.last,
+        expected_reads=message.expected_reads or 1,
+        payload=message.payload,
+    )
+
+
+def reports(message: pb.ReadDone) -> tuple[RankReport, ...]:
+    """The reports of a notification, at least one."""
+    if not message.reports:
+        raise InvalidField("read_done.reports", "none", "at least one")
+    return tuple(_report(report) for report in message.reports)
+
+
+def _report(message: pb.RankReport) -> RankReport:
+    try:
+        outcome = RankOutcome(message.outcome)
+    except ValueError:
+        raise InvalidField("read_done.reports.outcome", message.outcome, "a RankOutcome") from None
+    return RankReport(message.rank, outcome, message.bytes)
+
+
+def _identity(entries: Mapping[str, str]) -> dict[str, str]:
+    identity = dict(entries)
+    if len(identity) > MAX_IDENTITY:
+        raise InvalidField("identity", f"{len(identity)} entries", f"at most {MAX_IDENTITY}")
+    return identity
+
+
+def _agent(message: geometry_pb2.Agent) -> Agent:
+    if not 1 <= len(message.metadata) <= MAX_METADATA:
+        raise InvalidField("agent.metadata", f"{len(message.metadata)} bytes", f"1 to {MAX_METADATA} bytes")
+    if len(message.metadata_sha256) != 32:
+        raise InvalidField("agent.metadata_sha256", f"{len(message.metadata_sha256)} bytes", "32 bytes")
+    return Agent(
+        name=text("agent.name", message.name),
+        metadata=message.metadata,
+        metadata_sha256=message.metadata_sha256,
+        regions=tuple(region_from_proto(region) for region in message.regions),
+    )
+
+
+def _group_blocks(message: pb.GroupBlocks) -> GroupBlocks:
+    where = f"publish.groups[{message.group}]"
+    starts, counts = tuple(message.run_starts), tuple(message.run_counts)
+    if len(starts) != len(counts):
+        raise InvalidField(where, f"{len(starts)} starts, {len(counts)} counts", "as many run_starts as run_counts")
+    if starts and (min(counts) < 1 or sum(counts) > MAX_BLOCKS or max(starts) >= 1 << 31):
+        raise InvalidField(where, "run_counts", f"counts of at least 1, together at most {MAX_BLOCKS}, ids below 2**31")
+    if not message.first_token <= message.end_token < TOKEN_LIMIT:
+        tokens = (message.first_token, message.end_token)
+        raise InvalidField(where, tokens, "0 <= first_token <= end_token < 2**62")
+    if message.state_token >= TOKEN_LIMIT:
+        raise InvalidField(f"{where}.state_token", message.state_token, "below 2**62")
+    return GroupBlocks(
+        group=text("publish.groups.group", message.group),
+        first_token=message.first_token,
+        end_token=message.end_token,
+        state_token=message.state_token,
+        starts=starts,
+        counts=counts,
+    )

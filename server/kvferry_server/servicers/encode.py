@@ -1,0 +1,202 @@
+"""Values of the domain as answers."""
+
+from __future__ import annotations
+
+from kvferry.clock import to_duration
+from kvferry.codec import region_to_proto
+from kvferry.v1 import geometry_pb2
+from kvferry.v1 import introspection_pb2 as ipb
+from kvferry.v1 import kv_transfer_pb2 as pb
+from kvferry_server.engines import Engine
+from kvferry_server.events import Event, PublicationReleased, RankLost
+from kvferry_server.identity import EngineRef
+from kvferry_server.leases import Lease, RankReport, RevokeReason
+from kvferry_server.publications import GroupBlocks, Offer, Publication, Stage
+from kvferry_server.registrations import Agent
+from kvferry_server.streams import (
+    Accepted,
+    Completed,
+    Lagged,
+    Opened,
+    ReadMessage,
+    Revoked,
+    Synced,
+    WatchMessage,
+)
+from kvferry_server.times import Times
+
+PLANE_BYTES = 128
+"""About as many bytes as a plane takes in a message."""
+
+_STAGES = {
+    Stage.PUBLISHING: ipb.REQUEST_STATE_PUBLISHING,
+    Stage.PUBLISHED: ipb.REQUEST_STATE_PUBLISHED,
+    Stage.ENDING: ipb.REQUEST_STATE_ENDING,
+    Stage.RELEASED: ipb.REQUEST_STATE_RELEASED,
+}
+
+
+def engine_ref(ref: EngineRef) -> pb.EngineRef:
+    """One start of an engine."""
+    return pb.EngineRef(engine_id=ref.engine_id, incarnation=ref.incarnation)
+
+
+def times(values: Times) -> pb.Times:
+    """The durations in force."""
+    return pb.Times(
+        ttl=to_duration(values.ttl),
+        max_ttl=to_duration(values.max_ttl),
+        engine_ttl=to_duration(values.engine_ttl),
+        hold=to_duration(values.hold),
+        final=to_duration(values.final),
+    )
+
+
+def agent(found: Agent | None) -> geometry_pb2.Agent:
+    """An agent; one without a name for a rank that serves nothing."""
+    if found is None:
+        return geometry_pb2.Agent()
+    return geometry_pb2.Agent(
+        name=found.name,
+        metadata=found.metadata,
+        metadata_sha256=found.metadata_sha256,
+        regions=[region_to_proto(region) for region in found.regions],
+    )
+
+
+def read_message(epoch: bytes, message: ReadMessage, values: Times, now: float) -> pb.ReadBlocksResponse:
+    """One message to a reader; `now` is the moment it is sent."""
+    response = pb.ReadBlocksResponse(home_epoch=epoch)
+    if isinstance(message, Accepted):
+        response.accepted.CopyFrom(_accepted(message.lease, values, now))
+    elif isinstance(message, Offer):
+        groups = [_group_blocks(blocks) for blocks in message.groups]
+        response.blocks.CopyFrom(pb.Blocks(step=message.step, groups=groups))
+    elif isinstance(message, Completed):
+        response.complete.CopyFrom(pb.Complete(payload=message.payload, steps=message.steps))
+    elif isinstance(message, Revoked):
+        response.revoked.CopyFrom(pb.Revoked(reason=revoke_reason(message.reason)))
+    return response
+
+
+def watch_message(epoch: bytes, message: WatchMessage, values: Times, advertise: str) -> pb.WatchResponse:
+    """One message to a process of an engine."""
+    response = pb.WatchResponse(home_epoch=epoch)
+    if isinstance(message, Opened):
+        opened = response.opened
+        opened.session_secret, opened.resumed, opened.advertise = message.secret, message.resumed, advertise
+        opened.times.CopyFrom(times(values))
+    elif isinstance(message, Synced):
+        response.synced.CopyFrom(pb.WatchSynced(need_resync=message.need_resync))
+    elif isinstance(message, Lagged):
+        response.lagged.CopyFrom(pb.WatchLagged(dropped=message.dropped))
+    else:
+        response.sequence = message.sequence
+        _event(response, message.event)
+    return response
+
+
+def revoke_reason(reason: RevokeReason | None) -> pb.RevokeReason.ValueType:
+    """A reason, or unspecified for none."""
+    return pb.RevokeReason.ValueType(reason or 0)
+
+
+def engine_summary(engine: Engine, publications: int, leases: int) -> ipb.EngineSummary:
+    """A line about an engine, with its live publications and leases."""
+    missing = engine.missing_ranks
+    state = ipb.ENGINE_STATE_READY
+    if engine.lost_at is not None:
+        state = ipb.ENGINE_STATE_LOST
+    elif missing or engine.first is None:
+        state = ipb.ENGINE_STATE_INCOMPLETE
+    return ipb.EngineSummary(
+        engine=engine_ref(engine.ref),
+        state=state,
+        num_ranks=engine.num_ranks,
+        missing_ranks=missing,
+        publications=publications,
+        leases=leases,
+        cache_bytes=sum(registration.cache_bytes for registration in engine.ranks.values()),
+    )
+
+
+def request_summary(publication: Publication, now: float) -> ipb.RequestSummary:
+    """A line about a publication."""
+    return ipb.RequestSummary(
+        engine=engine_ref(publication.source),
+        publication=publication.number,
+        request_id=publication.request_id,
+        state=_STAGES[publication.stage],
+        blocks=publication.blocks,
+        leases=len(publication.leases),
+        reads_valid=publication.valid_reads,
+        expected_reads=publication.expected_reads,
+        age=to_duration(now - publication.first_at),
+    )
+
+
+def transfer_summary(lease: Lease, now: float) -> ipb.TransferSummary:
+    """A line about a read."""
+    publication = lease.publication
+    return ipb.TransferSummary(
+        source=engine_ref(publication.source),
+        publication=publication.number,
+        request_id=publication.request_id,
+        read=_read_summary(lease),
+        lease_remaining=to_duration(lease.remaining(now)),
+    )
+
+
+def _accepted(lease: Lease, values: Times, now: float) -> pb.Accepted:
+    publication = lease.publication
+    return pb.Accepted(
+        lease_id=lease.lease_id,
+        remaining=to_duration(lease.remaining(now)),
+        renew_every=to_duration(values.renew_every),
+        source=engine_ref(publication.source),
+        publication=publication.number,
+        request_id=publication.request_id,
+    )
+
+
+def _group_blocks(blocks: GroupBlocks) -> pb.GroupBlocks:
+    return pb.GroupBlocks(
+        group=blocks.group,
+        first_token=blocks.first_token,
+        end_token=blocks.end_token,
+        state_token=blocks.state_token,
+        run_starts=blocks.starts,
+        run_counts=blocks.counts,
+    )
+
+
+def _event(response: pb.WatchResponse, event: Event) -> None:
+    if isinstance(event, PublicationReleased):
+        response.released.CopyFrom(_released(event.publication))
+    elif isinstance(event, RankLost):
+        response.rank_lost.CopyFrom(pb.RankLost(rank=event.rank))
+    else:
+        response.draining.CopyFrom(pb.Draining())
+
+
+def _released(publication: Publication) -> pb.Released:
+    return pb.Released(
+        publication=publication.number,
+        request_id=publication.request_id,
+        outcome=pb.ReleaseOutcome.ValueType(publication.outcome or 0),
+        reads=[_read_summary(lease) for lease in publication.reads],
+    )
+
+
+def _read_summary(lease: Lease) -> pb.ReadSummary:
+    return pb.ReadSummary(
+        reader=engine_ref(lease.ask.read.reader),
+        read_id=lease.ask.read.read_id,
+        state=pb.ReadState.ValueType(lease.state),
+        reports=[_report(report) for report in lease.reports.values()],
+        parties=lease.ask.parties,
+    )
+
+
+def _report(report: RankReport) -> pb.RankReport:
+    return pb.RankReport(rank=report.rank, outcome=pb.RankOutcome.ValueType(report.outcome), bytes=report.bytes)

@@ -1,0 +1,123 @@
+"""`kvferry.v1.KVTransfer`: validate, ask the home, encode. Errors are raised as they are; the server's guard turns them
+into statuses."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any, TypeAlias
+
+import grpc.aio
+
+from kvferry.clock import to_duration
+from kvferry.codec import engine_to_proto
+from kvferry.compat import diff
+from kvferry.errors import Incompatible, NotImplementedHere
+from kvferry.v1 import kv_transfer_pb2 as pb
+from kvferry.v1.kv_transfer_pb2_grpc import KVTransferServicer
+from kvferry_server.home import Home
+from kvferry_server.servicers import checks, decode, encode
+from kvferry_server.servicers.notify import notify
+from kvferry_server.streams import read_blocks, watch
+
+ANSWER_SHARE = 0.05
+ANSWER_MOST = 0.1
+"""Of a call's remaining time, 5 % but at most 100 ms are kept for the answer that a publication did not come."""
+
+
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+
+
+class KVTransfer(KVTransferServicer):
+    """The service over one home, on the home's event loop."""
+
+    def __init__(self, home: Home) -> None:
+        self._home = home
+
+    async def RegisterCache(self, request: pb.RegisterCacheRequest, context: Context) -> pb.RegisterCacheResponse:
+        """See the contract."""
+        home = self._home
+        home.check_taking()
+        checks.not_relayed(request.relayed_by)
+        if request.home and request.home != home.advertise:
+            what = "relaying a registration to another home"
+            raise NotImplementedHere(f"this node server does not offer {what}, {request.home!r}", what=what)
+        secret = checks.random_bytes("session_secret", request.session_secret)
+        registration = await checks.offloaded(request.ByteSize(), lambda: decode.registration(request))
+        with home.turn():
+            missing = home.register(registration, secret)
+            reuse_after = home.reuse_after(registration.engine)
+        return pb.RegisterCacheResponse(
+            home_epoch=home.epoch,
+            reuse_after=to_duration(reuse_after),
+            missing_ranks=missing,
+            advertise=home.advertise,
+        )
+
+    async def Handshake(self, request: pb.HandshakeRequest, context: Context) -> pb.HandshakeResponse:
+        """See the contract."""
+        home = self._home
+        home.check_taking()
+        engine_id = checks.text("engine_id", request.engine_id)
+        incarnation = checks.random_bytes("incarnation", request.incarnation, optional=True)
+        reader = checks.engine_ref("reader", request.reader)
+        with home.turn():
+            engine = home.engines.find_live(engine_id, incarnation)
+            if reader.engine_id == engine_id:
+                engine = home.engines.find(reader)
+            home.engines.check_readable(engine)
+            geometry = engine.geometry
+            registered = [engine.ranks[rank] for rank in range(engine.num_ranks)]
+        planes = sum(len(rank.geometry.planes) for rank in registered)
+        agents = [] if engine.ref == reader else [encode.agent(rank.agent) for rank in registered]
+
+        def answer() -> pb.HandshakeResponse:
+            if engine.ref != reader:
+                # Before any agent metadata is returned (R8).
+                mismatches = diff(geometry, decode.reader_geometry(request))
+                if mismatches:
+                    raise Incompatible(mismatches)
+            return pb.HandshakeResponse(
+                home_epoch=home.epoch,
+                geometry=engine_to_proto(geometry),
+                agents=agents,
+                times=encode.times(home.times),
+            )
+
+        return await checks.offloaded(request.ByteSize() + planes * encode.PLANE_BYTES, answer)
+
+    async def ReadBlocks(
+        self, request: pb.ReadBlocksRequest, context: Context
+    ) -> AsyncGenerator[pb.ReadBlocksResponse, None]:
+        """See the contract."""
+        home = self._home
+        ask = decode.ask(request, home.limits.ranks)
+        wait = min(_time_to_wait(context), home.times.max_wait)
+        if request.HasField("wait"):
+            wait = min(wait, checks.seconds("wait", request.wait) or wait)
+        async with aclosing(read_blocks(home, ask, wait)) as messages:
+            async for message in messages:
+                yield encode.read_message(home.epoch, message, home.times, home.clock.now())
+
+    async def Notify(self, request: pb.NotifyRequest, context: Context) -> pb.NotifyResponse:
+        """See the contract."""
+        return notify(self._home, request)
+
+    async def Watch(self, request: pb.WatchRequest, context: Context) -> AsyncGenerator[pb.WatchResponse, None]:
+        """See the contract."""
+        home = self._home
+        checks.not_relayed(request.relayed_by)
+        process = decode.process(request)
+        stream = watch(home, process, request.session_secret, request.resume_epoch, request.resume_sequence)
+        async with aclosing(stream) as messages:
+            async for message in messages:
+                yield encode.watch_message(home.epoch, message, home.times, home.advertise)
+
+
+def _time_to_wait(context: Context) -> float:
+    """Seconds of the call's time that may be spent on waiting."""
+    remaining = context.time_remaining()
+    if remaining is None:
+        return math.inf
+    return max(0.0, remaining - min(ANSWER_MOST, ANSWER_SHARE * remaining))

@@ -1,0 +1,177 @@
+"""What the tests of the domain share: a clock that is turned by hand, and a source and readers with short words."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Any
+
+from kvferry.geometry import Group, GroupKind, Interval, MemoryKind, MemoryRegion, Plane, RankGeometry
+from kvferry_server.endings import Released
+from kvferry_server.identity import EngineRef
+from kvferry_server.leases import Ask, Judgement, Lease, RankOutcome, RankReport, ReadKey, ReadState
+from kvferry_server.lessor import Lessor
+from kvferry_server.limits import Limits
+from kvferry_server.publications import GroupBlocks, Offer, Outcome, Publication
+from kvferry_server.registrations import Agent, Registration
+from kvferry_server.times import Times
+
+P = EngineRef("prefill", b"P" * 16)
+P2 = EngineRef("prefill", b"Q" * 16)
+D = EngineRef("decode", b"D" * 16)
+E = EngineRef("other-decode", b"E" * 16)
+KEY = b"k" * 16
+
+BLOCK = 16
+FULL = Group("full", GroupKind.TOKENS, BLOCK, 1000, null_block=0)
+WINDOW = Group("window", GroupKind.WINDOW, BLOCK, 1000, window_tokens=64)
+STATE = Group("state", GroupKind.STATE, 0, 100)
+GROUPS = (FULL, WINDOW, STATE)
+
+TIMES = Times(ttl=30, max_ttl=40, engine_ttl=10, hold=120, final=600, max_wait=100, retire=600)
+
+
+class FakeClock:
+    """Time that only tests move."""
+
+    def __init__(self) -> None:
+        self.time = 1000.0
+
+    def now(self) -> float:
+        return self.time
+
+    def pass_by(self, seconds: float) -> None:
+        self.time += seconds
+
+
+def blocks(first: int = 0, count: int = 4, start: int = 1, group: str = "full") -> GroupBlocks:
+    """`count` full blocks from block `first` of the request on, with consecutive ids."""
+    return GroupBlocks(group, first * BLOCK, (first + count) * BLOCK, 0, (start,), (count,))
+
+
+def offer(number: int = 1, step: int = 0, **changes: Any) -> Offer:
+    given: dict[str, Any] = {
+        "request_id": f"r{number}",
+        "key": KEY,
+        "groups": (blocks(4 * step, start=1 + 4 * step),),
+    }
+    return Offer(number, step=step, **{**given, **changes})
+
+
+def ask(
+    number: int = 1,
+    reader: EngineRef = D,
+    read_id: str = "read",
+    key: bytes = KEY,
+    source: EngineRef = P,
+    **changes: int,
+) -> Ask:
+    return Ask(ReadKey(source, number, reader, read_id), key, **changes)
+
+
+def done(*ranks: int, outcome: RankOutcome = RankOutcome.DONE) -> list[RankReport]:
+    return [RankReport(rank, outcome, 100) for rank in ranks]
+
+
+@dataclass
+class Scene:
+    """A lessor with one open source."""
+
+    clock: FakeClock
+    lessor: Lessor
+    times: Times
+
+    def __init__(self, times: Times = TIMES, limits: Limits | None = None, recovering: bool = False) -> None:
+        self.clock, self.times = FakeClock(), times
+        self.lessor = Lessor(self.clock, times, limits or Limits())
+        self.lessor.open(P, recovering=recovering)
+        self.lessor.set_groups(P, GROUPS)
+
+    def publish(self, number: int = 1, step: int = 0, source: EngineRef = P, **changes: Any) -> Publication:
+        return self.lessor.publish(source, offer(number, step, **changes))
+
+    def grant(self, number: int = 1, reader: EngineRef = D, read_id: str = "read", **changes: int) -> Lease:
+        return self.lessor.grant(ask(number, reader, read_id, KEY, P, **changes))
+
+    def report(self, lease: Lease, *ranks: int, outcome: RankOutcome = RankOutcome.DONE) -> Judgement:
+        return self.lessor.report(lease.lease_id, lease.ask.read.reader, done(*ranks, outcome=outcome))
+
+    def renew(self, lease: Lease) -> float:
+        return self.lessor.renew(lease.lease_id, lease.ask.read.reader).remaining
+
+    def cancel(self, lease: Lease) -> None:
+        self.lessor.cancel(lease.lease_id, lease.ask.read.reader)
+
+    def wait(self, seconds: float) -> None:
+        """Time passes, and the timers fire as they become due."""
+        until = self.clock.time + seconds
+        while self.lessor.next_deadline() <= until:
+            self.clock.time = max(self.clock.time, self.lessor.next_deadline())
+            self.lessor.advance()
+        self.clock.time = until
+        self.lessor.advance()
+
+    def told(self) -> list[tuple[int, Outcome | None]]:
+        """Releases told since the last call."""
+        effects = self.lessor.take_effects()
+        return [(e.publication.number, e.publication.outcome) for e in effects if isinstance(e, Released)]
+
+    def states(self, publication: Publication) -> list[ReadState]:
+        return [lease.state for lease in publication.reads]
+
+
+BASE = 0x10000
+
+
+def rank_geometry(rank: int = 0, ranks: int = 1, base: int = BASE, heads: int = 8) -> RankGeometry:
+    """Key and value of two layers, whole heads shared out over the ranks."""
+    held = Interval(rank * heads // ranks, (rank + 1) * heads // ranks)
+    state_bytes, tokens, num_blocks = 256, BLOCK, FULL.num_blocks
+    unit = tokens * state_bytes
+    block = unit * len(held)
+    planes = [
+        Plane(
+            layer=f"layers.{layer}",
+            component=component,
+            group="full",
+            format="dense",
+            dtype="bfloat16",
+            memory_kind=MemoryKind.DRAM,
+            device=0,
+            base=base + (2 * layer + index) * block * num_blocks,
+            num_blocks=num_blocks,
+            block_stride=block,
+            page_tokens=tokens,
+            page_stride=0,
+            block_states=tokens,
+            unit_stride=unit,
+            token_stride=state_bytes,
+            state_bytes=state_bytes,
+            axis_size=heads,
+            units=held,
+        )
+        for layer in range(2)
+        for index, component in enumerate(("key", "value"))
+    ]
+    return RankGeometry(rank, tuple(planes), {"tp_rank": rank})
+
+
+def agent_of(geometry: RankGeometry, name: str) -> Agent:
+    first = min(plane.extent[0] for plane in geometry.planes)
+    last = max(plane.extent[1] for plane in geometry.planes)
+    metadata = f"metadata of {name}".encode()
+    region = MemoryRegion(MemoryKind.DRAM, 0, first, last - first)
+    return Agent(name, metadata, hashlib.sha256(metadata).digest(), (region,))
+
+
+def registration(
+    engine: EngineRef = P,
+    rank: int = 0,
+    ranks: int = 1,
+    identity: dict[str, str] | None = None,
+    geometry: RankGeometry | None = None,
+    groups: tuple[Group, ...] = (FULL,),
+) -> Registration:
+    geometry = geometry or rank_geometry(rank, ranks)
+    agent = agent_of(geometry, f"{engine.engine_id}/{engine.incarnation.hex()}/{rank}")
+    return Registration(engine, ranks, identity or {"model": "m"}, groups, geometry, agent)

@@ -1,0 +1,385 @@
+"""PROTOCOL, Leases: who may read until when."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvferry.errors import (
+    LeaseEnded,
+    LimitReached,
+    PartiesMismatch,
+    PublicationAborted,
+    PublicationReleased,
+    PublicationStale,
+    ServerDraining,
+    WrongKey,
+)
+from kvferry_server.books import Standing
+from kvferry_server.leases import RankOutcome, ReadState, RevokeReason, Verdict
+from kvferry_server.limits import Limits
+from kvferry_server.publications import Outcome, Stage
+from kvferry_server.times import Times
+from tests.server.parties import KEY, TIMES, D, E, P, Scene, ask
+
+
+@pytest.fixture
+def scene() -> Scene:
+    return Scene()
+
+
+def test_a_lease_runs_for_its_ttl_and_not_a_moment_longer(scene: Scene) -> None:
+    scene.publish()
+    lease = scene.grant()
+    scene.clock.pass_by(TIMES.ttl - 0.001)
+    assert scene.renew(lease) > 0
+    scene.clock.pass_by(TIMES.ttl)
+    # No timer has fired: whoever asks is told the truth all the same.
+    assert scene.report(lease, 0).verdict is Verdict.EXPIRED
+    assert lease.state is ReadState.EXPIRED
+
+
+def test_a_renewal_extends_to_a_ttl_from_now_and_never_shortens(scene: Scene) -> None:
+    scene.publish()
+    lease = scene.grant()
+    scene.wait(20)
+    assert scene.renew(lease) == TIMES.ttl
+    expires = lease.expires
+    assert scene.renew(lease) == TIMES.ttl
+    assert lease.expires == expires
+
+
+def test_a_delayed_renewal_revives_nothing(scene: Scene) -> None:
+    scene.publish()
+    expired, completed = scene.grant(read_id="a"), scene.grant(read_id="b", reader=E)
+    scene.report(completed, 0)
+    assert scene.renew(completed) == 0
+    expires = expired.expires
+    scene.wait(TIMES.ttl)
+    assert scene.renew(expired) == 0
+    assert (expired.state, expired.expires) == (ReadState.EXPIRED, expires)
+    # Not even after its source is gone.
+    scene.lessor.end_engine(P, Standing.REPLACED)
+    assert scene.renew(expired) == 0
+    with pytest.raises(LeaseEnded):
+        scene.lessor.renew(b"?" * 16, D)
+
+
+def test_a_replay_gets_the_same_lease_unextended(scene: Scene) -> None:
+    scene.publish()
+    lease = scene.grant()
+    expires = lease.expires
+    scene.wait(10)
+    assert scene.grant() is lease
+    assert lease.expires == expires
+
+
+def test_a_read_that_has_ended_is_not_had_again(scene: Scene) -> None:
+    scene.publish(expected_reads=2)
+    lease = scene.grant()
+    scene.report(lease, 0)
+    with pytest.raises(LeaseEnded):
+        scene.grant()
+
+
+def test_calls_of_one_read_agree_on_their_parties(scene: Scene) -> None:
+    scene.publish()
+    scene.grant(parties=2)
+    with pytest.raises(PartiesMismatch) as caught:
+        scene.grant(parties=3)
+    assert caught.value.values == {"read_id": "read", "field": "parties", "value": "3", "expected": "2"}
+
+
+def test_no_lease_reaches_past_the_final_deadline(scene: Scene) -> None:
+    publication = scene.publish()
+    scene.grant(read_id="early")
+    lease = scene.grant(read_id="kept", reader=E)
+    while scene.clock.time + 20 < publication.final_at:
+        scene.wait(20)
+        scene.renew(lease)
+    scene.wait(10)
+    renewal = scene.lessor.renew(lease.lease_id, E)
+    assert renewal.remaining == publication.final_at - scene.clock.time
+    assert renewal.revoked is RevokeReason.FINAL_DEADLINE
+    assert not scene.told()
+    scene.wait(renewal.remaining)
+    # The forced release is nothing but the end of the last lease.
+    assert scene.told() == [(1, Outcome.FINAL)]
+    assert lease.state is ReadState.EXPIRED
+
+
+def test_a_late_read_gets_what_is_left_until_the_final_deadline(scene: Scene) -> None:
+    publication = scene.publish()
+    for turn in range(5):
+        scene.wait(99)
+        scene.grant(read_id=str(turn))
+    scene.wait(99)
+    lease = scene.grant(read_id="late")
+    assert lease.expires == publication.final_at
+    scene.wait(6)
+    assert scene.told() == [(1, Outcome.FINAL)]
+
+
+def test_abort_stops_new_leases_and_renewals_and_shortens_none(scene: Scene) -> None:
+    publication = scene.publish()
+    lease = scene.grant()
+    expires = lease.expires
+    scene.wait(5)
+    scene.lessor.abort(P, 1)
+    assert lease.live
+    assert lease.expires == expires
+    assert scene.renew(lease) == expires - scene.clock.time
+    assert lease.revoked is RevokeReason.ABORTED
+    with pytest.raises(PublicationAborted):
+        scene.grant(reader=E)
+    assert publication.stage is Stage.ENDING
+    assert not scene.told()
+    scene.wait(expires - scene.clock.time)
+    assert scene.told() == [(1, Outcome.ABORTED)]
+
+
+@pytest.mark.parametrize("standing", [Standing.DEAD, Standing.REPLACED])
+def test_the_end_of_the_source_shortens_no_lease(scene: Scene, standing: Standing) -> None:
+    scene.publish()
+    lease = scene.grant()
+    expires = lease.expires
+    scene.lessor.end_engine(P, standing)
+    scene.wait(5)
+    assert scene.renew(lease) == expires - scene.clock.time
+    assert lease.revoked is RevokeReason.SOURCE_LOST
+    assert scene.report(lease, 0).verdict is Verdict.VALID
+
+
+def test_a_lost_watch_stops_renewals_until_it_is_back(scene: Scene) -> None:
+    scene.publish()
+    lease = scene.grant()
+    scene.lessor.lose(P)
+    scene.wait(10)
+    assert scene.renew(lease) == TIMES.ttl - 10
+    assert lease.revoked is None
+    scene.lessor.open(P, recovering=False)
+    assert scene.renew(lease) == TIMES.ttl
+
+
+def test_a_draining_home_answers_renewals_and_takes_reports_and_grants_nothing(scene: Scene) -> None:
+    scene.publish()
+    lease = scene.grant()
+    scene.lessor.drain()
+    scene.wait(10)
+    assert scene.renew(lease) == TIMES.ttl - 10
+    assert scene.grant() is lease
+    with pytest.raises(ServerDraining):
+        scene.grant(reader=E)
+    with pytest.raises(ServerDraining):
+        scene.publish(2)
+    assert scene.report(lease, 0).verdict is Verdict.VALID
+
+
+def test_a_read_may_come_before_its_publication(scene: Scene) -> None:
+    lease = scene.grant()
+    states = [lease.state]
+    scene.wait(20)
+    assert scene.renew(lease) == TIMES.ttl
+    publication = scene.publish(last=False)
+    assert lease.publication is publication
+    states.append(lease.state)
+    scene.publish(step=1)
+    states.append(lease.state)
+    assert states == [ReadState.WAITING, ReadState.WAITING, ReadState.READING]
+    scene.report(lease, 0)
+    assert scene.told() == [(1, Outcome.READ)]
+
+
+def test_the_lease_of_a_waiting_reader_is_not_renewed_for_ever(scene: Scene) -> None:
+    lease = scene.grant()
+    for _ in range(11):
+        scene.wait(10)
+        scene.renew(lease)
+    assert lease.state is ReadState.EXPIRED
+    assert scene.clock.time > lease.granted_at + TIMES.max_wait
+
+
+def test_a_waiting_reader_keeps_its_lease_even_where_the_final_deadline_is_shorter() -> None:
+    scene = Scene(Times(ttl=30, max_ttl=30, final=5))
+    lease = scene.grant()
+    expires = lease.expires
+    publication = scene.publish()
+    assert publication.final_at == expires
+    scene.wait(10)
+    assert lease.live
+
+
+def test_who_waited_with_another_key_waited_for_something_else(scene: Scene) -> None:
+    wrong = scene.lessor.grant(ask(key=b"x" * 16))
+    right = scene.grant(reader=E)
+    scene.publish()
+    assert wrong.wrong_key
+    assert not wrong.live
+    assert right.live
+    with pytest.raises(WrongKey):
+        scene.lessor.grant(ask(key=b"x" * 16))
+    with pytest.raises(WrongKey):
+        scene.lessor.grant(ask(key=b"x" * 16, read_id="another"))
+
+
+def test_replays_of_a_waiting_read_need_its_key(scene: Scene) -> None:
+    scene.grant()
+    with pytest.raises(WrongKey):
+        scene.lessor.grant(ask(key=b"x" * 16))
+
+
+def test_reports_are_a_set_by_rank_and_not_a_counter(scene: Scene) -> None:
+    scene.publish()
+    lease = scene.grant(parties=3)
+    assert scene.report(lease, 0).reported == 1
+    again = scene.report(lease, 0, 0)
+    assert (again.reported, again.complete) == (1, False)
+    assert scene.report(lease, 1).reported == 2
+    assert lease.live
+    last = scene.report(lease, 2)
+    assert (last.reported, last.complete, last.verdict) == (3, True, Verdict.VALID)
+    assert lease.state is ReadState.VALID
+
+
+def test_the_first_report_of_a_rank_counts(scene: Scene) -> None:
+    scene.publish()
+    lease = scene.grant(parties=2)
+    scene.report(lease, 0, outcome=RankOutcome.FAILED)
+    scene.report(lease, 0)
+    scene.report(lease, 1)
+    assert lease.state is ReadState.FAILED
+
+
+def test_a_read_has_no_more_reporting_ranks_than_parties(scene: Scene) -> None:
+    scene.publish()
+    lease = scene.grant(parties=2)
+    with pytest.raises(PartiesMismatch):
+        scene.report(lease, 0, 1, 2)
+    assert not lease.reports
+    scene.report(lease, 0, 1)
+    with pytest.raises(PartiesMismatch):
+        scene.report(lease, 2)
+
+
+def test_one_rank_in_time_and_one_too_late_is_expired(scene: Scene) -> None:
+    publication = scene.publish()
+    lease = scene.grant(parties=2)
+    assert scene.report(lease, 0).verdict is Verdict.VALID
+    scene.wait(TIMES.ttl)
+    assert scene.report(lease, 1).verdict is Verdict.EXPIRED
+    # Replays are answered as they were.
+    assert scene.report(lease, 0).verdict is Verdict.VALID
+    assert scene.report(lease, 0, 1).verdict is Verdict.EXPIRED
+    assert publication.valid_reads == 0
+
+
+def test_outcomes_are_kept_for_two_max_ttl_and_replayed_unchanged(scene: Scene) -> None:
+    scene.publish()
+    lease = scene.grant()
+    assert scene.report(lease, 0).verdict is Verdict.VALID
+    scene.lessor.acknowledge(P, [1])
+    scene.wait(2 * TIMES.max_ttl - 1)
+    assert scene.report(lease, 0).verdict is Verdict.VALID
+    scene.wait(1)
+    assert scene.report(lease, 0).verdict is Verdict.UNKNOWN
+    assert not list(scene.lessor.leases())
+
+
+def test_a_lease_obeys_its_reader_only(scene: Scene) -> None:
+    scene.publish()
+    lease = scene.grant()
+    assert scene.lessor.report(lease.lease_id, E, []).verdict is Verdict.UNKNOWN
+    scene.lessor.cancel(lease.lease_id, E)
+    with pytest.raises(LeaseEnded):
+        scene.lessor.renew(lease.lease_id, E)
+    assert lease.live
+
+
+def test_cancel_ends_the_lease_at_once_and_is_idempotent(scene: Scene) -> None:
+    publication = scene.publish()
+    lease = scene.grant()
+    scene.cancel(lease)
+    scene.cancel(lease)
+    scene.lessor.cancel(b"?" * 16, D)
+    assert lease.state is ReadState.CANCELLED
+    assert not publication.leases
+    assert scene.report(lease, 0).verdict is Verdict.EXPIRED
+
+
+@pytest.mark.parametrize("end", ["failure", "cancel", "death"])
+def test_a_read_that_fails_leaves_the_publication_to_a_retry_elsewhere(scene: Scene, end: str) -> None:
+    publication = scene.publish()
+    lease = scene.grant()
+    if end == "failure":
+        scene.report(lease, 0, outcome=RankOutcome.FAILED)
+    elif end == "cancel":
+        scene.cancel(lease)
+    else:
+        scene.wait(TIMES.ttl)
+    assert publication.stage is Stage.PUBLISHED
+    scene.wait(TIMES.hold - 1)
+    second = scene.grant(reader=E)
+    scene.report(second, 0)
+    assert scene.told() == [(1, Outcome.READ)]
+    assert scene.states(publication)[1] is ReadState.VALID
+
+
+def test_expected_reads_count_distinct_valid_reads_and_the_highest_wins(scene: Scene) -> None:
+    publication = scene.publish(expected_reads=2)
+    first = scene.grant(read_id="1", expected_reads=3)
+    for _ in range(3):
+        scene.report(first, 0)
+    scene.report(scene.grant(read_id="2"), 0, outcome=RankOutcome.FAILED)
+    scene.report(scene.grant(read_id="3"), 0)
+    assert publication.valid_reads == 2
+    assert not scene.told()
+    scene.report(scene.grant(read_id="4"), 0)
+    assert scene.told() == [(1, Outcome.READ)]
+
+
+def test_a_read_of_a_publication_that_is_not_complete_does_not_end_it(scene: Scene) -> None:
+    publication = scene.publish(last=False)
+    scene.report(scene.grant(), 0)
+    assert publication.stage is Stage.PUBLISHING
+    scene.publish(step=1)
+    assert scene.told() == [(1, Outcome.READ)]
+
+
+def test_the_last_of_the_live_leases_releases(scene: Scene) -> None:
+    scene.publish()
+    first, second = scene.grant(), scene.grant(reader=E)
+    scene.report(first, 0)
+    assert not scene.told()
+    assert scene.renew(second) == TIMES.ttl
+    with pytest.raises(PublicationReleased):
+        scene.grant(read_id="third")
+    scene.report(second, 0)
+    assert scene.told() == [(1, Outcome.READ)]
+
+
+def test_numbers_that_are_gone_are_stale_whatever_request_they_carry(scene: Scene) -> None:
+    scene.publish()
+    scene.report(scene.grant(), 0)
+    with pytest.raises(PublicationReleased) as released:
+        scene.grant(reader=E)
+    assert released.value.values["outcome"] == "READ"
+    scene.lessor.acknowledge(P, [1])
+    with pytest.raises(PublicationStale):
+        scene.grant(reader=E)
+    with pytest.raises(PublicationStale):
+        scene.publish(1, request_id="another request")
+
+
+def test_waiting_reads_and_leases_are_limited() -> None:
+    scene = Scene(limits=Limits(waiting_reads=2, reads=3, leases=6))
+    scene.grant(1, read_id="a")
+    scene.grant(2, read_id="a")
+    with pytest.raises(LimitReached) as caught:
+        scene.grant(3, read_id="a")
+    assert caught.value.retryable
+    scene.publish(1)
+    for read_id in "bc":
+        scene.grant(1, read_id=read_id)
+    with pytest.raises(LimitReached) as caught:
+        scene.grant(1, read_id="d")
+    assert caught.value.values["limit"] == "reads"
+    assert KEY.hex() not in repr(list(scene.lessor.leases()))

@@ -1,0 +1,212 @@
+"""What the guard around every handler lets in and out."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any, cast
+
+import grpc
+import grpc.aio
+import pytest
+
+from kvferry.channel import SERVER_OPTIONS, connect_async
+from kvferry.errors import (
+    DeadlineRequired,
+    EngineUnknown,
+    InternalError,
+    InvalidField,
+    KvferryError,
+    LimitReached,
+    NotImplementedHere,
+    ServerDraining,
+)
+from kvferry.status import from_rpc_error
+from kvferry.v1 import kv_transfer_pb2 as pb
+from kvferry.v1.kv_transfer_pb2_grpc import KVTransferServicer, KVTransferStub, add_KVTransferServicer_to_server
+from kvferry_server.interceptors import CallLimits, Guard
+
+if TYPE_CHECKING:
+    from kvferry.v1.kv_transfer_pb2_grpc import KVTransferAsyncStub
+
+SECRET = "the private text of an exception"
+
+
+class Servicer(KVTransferServicer):
+    """Does what the request's engine_id says."""
+
+    def __init__(self) -> None:
+        self.entered = asyncio.Event()
+        self.go_on = asyncio.Event()
+
+    async def Handshake(self, request: pb.HandshakeRequest, context: Any) -> pb.HandshakeResponse:
+        await self._behave(request.engine_id)
+        return pb.HandshakeResponse(home_epoch=b"epoch")
+
+    async def Notify(self, request: pb.NotifyRequest, context: Any) -> pb.NotifyResponse:
+        return pb.NotifyResponse()
+
+    async def ReadBlocks(self, request: pb.ReadBlocksRequest, context: Any) -> AsyncIterator[pb.ReadBlocksResponse]:
+        yield pb.ReadBlocksResponse(home_epoch=b"epoch")
+        await self._behave(request.reference)
+
+    async def Watch(self, request: pb.WatchRequest, context: Any) -> None:  # type: ignore[override]
+        # The other kind of streaming handler: it writes.
+        await context.write(pb.WatchResponse(home_epoch=b"epoch"))
+        await self._behave(request.engine.engine_id)
+
+    async def RegisterCache(self, request: pb.RegisterCacheRequest, context: Any) -> pb.RegisterCacheResponse:
+        raise NotImplementedError
+
+    async def _behave(self, how: str) -> None:
+        if how == "typed":
+            raise EngineUnknown("no engine 'x'", engine_id="x")
+        if how == "crash":
+            raise RuntimeError(SECRET)
+        if how == "untyped":
+            raise KvferryError(SECRET)
+        if how == "wait":
+            self.entered.set()
+            await self.go_on.wait()
+
+
+@asynccontextmanager
+async def guarded(
+    limits: CallLimits | None = None,
+) -> AsyncIterator[tuple[KVTransferAsyncStub, Servicer, Guard, Any]]:
+    guard, servicer = Guard(limits or CallLimits()), Servicer()
+    server = grpc.aio.server(interceptors=[guard], options=SERVER_OPTIONS)
+    add_KVTransferServicer_to_server(servicer, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        async with connect_async(f"127.0.0.1:{port}") as channel:
+            yield cast("KVTransferAsyncStub", KVTransferStub(channel)), servicer, guard, channel
+    finally:
+        await server.stop(0)
+
+
+async def read_all(call: Any) -> list[Any]:
+    return [message async for message in call]
+
+
+async def failure(call: Awaitable[Any]) -> KvferryError:
+    with pytest.raises(grpc.RpcError) as caught:
+        await asyncio.wait_for(call, 10)
+    return from_rpc_error(caught.value, "server")
+
+
+Call = Callable[["KVTransferAsyncStub", str], Awaitable[Any]]
+CALLS: list[Call] = [
+    lambda stub, how: stub.Handshake(pb.HandshakeRequest(engine_id=how), timeout=10),
+    lambda stub, how: read_all(stub.ReadBlocks(pb.ReadBlocksRequest(reference=how), timeout=10)),
+    lambda stub, how: read_all(stub.Watch(pb.WatchRequest(engine=pb.EngineRef(engine_id=how)))),
+]
+every_kind = pytest.mark.parametrize("call", CALLS, ids=["unary", "yields", "writes"])
+
+
+@every_kind
+async def test_typed_errors_keep_their_type(call: Call) -> None:
+    async with guarded() as (stub, *_):
+        error = await failure(call(stub, "typed"))
+        assert type(error) is EngineUnknown
+        assert error.values == {"engine_id": "x"}
+
+
+@every_kind
+@pytest.mark.parametrize("how", ["crash", "untyped"])
+async def test_other_exceptions_are_told_to_the_log_only(
+    call: Call, how: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with guarded() as (stub, *_):
+        with caplog.at_level(logging.ERROR):
+            error = await failure(call(stub, how))
+        assert isinstance(error, InternalError)
+        assert SECRET not in str(error) + str(error.values)
+        assert error.values["error_id"] in caplog.text
+        assert SECRET in caplog.text
+        assert "Traceback" in caplog.text
+
+
+async def test_a_deadline_is_required_except_for_watch() -> None:
+    async with guarded() as (stub, *_):
+        assert isinstance(await failure(stub.Handshake(pb.HandshakeRequest())), DeadlineRequired)
+        assert isinstance(await failure(read_all(stub.ReadBlocks(pb.ReadBlocksRequest()))), DeadlineRequired)
+        assert len(await read_all(stub.Watch(pb.WatchRequest()))) == 1
+
+
+@pytest.mark.parametrize("method", ["Handshake", "ReadBlocks"])
+async def test_bytes_that_are_no_message_are_a_wrong_argument(method: str) -> None:
+    async with guarded() as (stub, _, __, channel):
+        path = f"/kvferry.v1.KVTransfer/{method}"
+        garbage = b"\xff\xff\xff garbage"
+        raw: Any = (
+            channel.unary_unary(path)(garbage, timeout=10)
+            if method == "Handshake"
+            else read_all(channel.unary_stream(path)(garbage, timeout=10))
+        )
+        error = await failure(raw)
+        assert isinstance(error, InvalidField)
+        assert f"{method}Request" in error.values["expected"]
+        assert (await stub.Handshake(pb.HandshakeRequest(), timeout=10)).home_epoch == b"epoch"
+
+
+async def test_a_method_that_is_not_there_is_typed() -> None:
+    async with guarded() as (stub, _, __, channel):
+        error = await failure(stub.RegisterCache(pb.RegisterCacheRequest(), timeout=10))
+        assert isinstance(error, NotImplementedHere)
+        unknown: Any = channel.unary_unary("/kvferry.v1.KVTransfer/Teleport")(b"", timeout=10)
+        error = await failure(unknown)
+        assert isinstance(error, NotImplementedHere)
+        assert error.values == {"what": "/kvferry.v1.KVTransfer/Teleport"}
+
+
+async def test_calls_over_the_limit_are_told_to_come_back() -> None:
+    async with guarded(CallLimits(calls=1, streams=1)) as (stub, servicer, _, __):
+        waiting = asyncio.ensure_future(CALLS[0](stub, "wait"))
+        await asyncio.wait_for(servicer.entered.wait(), 10)
+        error = await failure(CALLS[0](stub, ""))
+        assert isinstance(error, LimitReached)
+        assert error.values == {"limit": "max_calls", "value": "1"}
+        assert error.retryable
+        # Streams are counted apart.
+        assert len(await read_all(stub.Watch(pb.WatchRequest()))) == 1
+        servicer.go_on.set()
+        assert (await waiting).home_epoch == b"epoch"
+        assert await CALLS[0](stub, "")
+
+
+async def test_a_stream_over_the_limit_leaves_the_first_alone() -> None:
+    async with guarded(CallLimits(calls=1, streams=1)) as (stub, servicer, guard, _):
+        waiting = asyncio.ensure_future(CALLS[1](stub, "wait"))
+        await asyncio.wait_for(servicer.entered.wait(), 10)
+        error = await failure(CALLS[2](stub, ""))
+        assert isinstance(error, LimitReached)
+        assert error.values["limit"] == "max_streams"
+        servicer.go_on.set()
+        assert len(await waiting) == 1
+        assert await guard.streams_ended(10)
+
+
+@pytest.mark.parametrize("call", CALLS[1:], ids=["yields", "writes"])
+async def test_ended_streams_say_draining_and_calls_go_on(call: Call) -> None:
+    async with guarded() as (stub, servicer, guard, _):
+        waiting = asyncio.ensure_future(call(stub, "wait"))
+        await asyncio.wait_for(servicer.entered.wait(), 10)
+        assert guard.open_streams == 1
+        guard.end_streams()
+        assert isinstance(await failure(waiting), ServerDraining)
+        assert await guard.streams_ended(10)
+        assert isinstance(await failure(call(stub, "")), ServerDraining)
+        assert await CALLS[0](stub, "")
+
+
+async def test_a_client_that_leaves_ends_its_stream() -> None:
+    async with guarded() as (stub, servicer, guard, _):
+        watch: Any = stub.Watch(pb.WatchRequest(engine=pb.EngineRef(engine_id="wait")))
+        await watch.read()
+        await asyncio.wait_for(servicer.entered.wait(), 10)
+        watch.cancel()
+        assert await guard.streams_ended(10)
