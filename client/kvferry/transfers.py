@@ -1,0 +1,269 @@
+"""The transport of one destination rank: hands transfers to reading threads, and replaces a thread that is given up.
+
+Threading: everything may be called from any thread, and nothing but `Transport.close` waits, for NIXL least of all
+(R11): NIXL is called on the threads of `kvferry.reading` only.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import socket
+import threading
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kvferry.agents import AgentInfo
+from kvferry.clock import now
+from kvferry.defence import RegionMap, check_descriptors
+from kvferry.descriptors import Descriptors
+from kvferry.errors import Closed, InvalidField, KvferryError
+from kvferry.geometry import MemoryRegion
+from kvferry.links import Share
+from kvferry.nixl_options import NixlOptions
+from kvferry.reading import ReadingThread
+from kvferry.tracking import Transfer, TransferProgress, TransferState
+
+__all__ = ["Part", "Transfer", "TransferProgress", "TransferState", "Transport", "TransportGauges"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Part:
+    """What a transfer reads from one source rank."""
+
+    peer: AgentInfo
+    descriptors: Sequence[Descriptors]
+
+
+@dataclass(frozen=True, slots=True)
+class TransportGauges:
+    """What a transport is doing.
+
+    Attributes:
+        active: transfers that have not ended.
+        uncertain: transfers that ended and are not quiet; their destination blocks are in quarantine.
+        quiesced: transfers that were uncertain and became quiet, since the start.
+        bytes_moved: since the start.
+        chunks_in_flight: posted and not seen DONE.
+        agents: reading agents, the retired ones included.
+        retired_agents: given up, and destroyed as soon as may be.
+        peers: peers added to agents.
+    """
+
+    active: int
+    uncertain: int
+    quiesced: int
+    bytes_moved: int
+    chunks_in_flight: int
+    agents: int
+    retired_agents: int
+    peers: int
+
+
+class Transport:
+    """Reads into one destination rank's memory.
+
+    Its reading agents are made when they are needed, each with its thread.
+
+    Args:
+        regions: the memory that is read into. Unmapped under a read that is not quiet, it crashes the process.
+        options: how bytes move.
+        keep: what owns the regions. Referenced for as long as an agent may write to them, also when the transport is
+            forgotten in the middle of a read.
+        clock: seconds, monotonic; deadlines are on it.
+    """
+
+    def __init__(
+        self,
+        regions: Sequence[MemoryRegion],
+        options: NixlOptions | None = None,
+        *,
+        keep: object = None,
+        clock: Callable[[], float] = now,
+    ) -> None:
+        self._regions = tuple(regions)
+        self._map = RegionMap("this rank", self._regions)
+        self._options = options or NixlOptions()
+        self._keep = keep
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._closed = False
+        self._threads: list[ReadingThread | None] = [None] * self._options.reading_agents
+        self._living: set[ReadingThread] = set()
+        self._transfers: set[Transfer] = set()
+        self._uncertain: set[Transfer] = set()
+        self._moved_before = 0
+        self._quiesced = 0
+
+    def start(self, parts: Sequence[Part], *, deadline: float | None, label: str) -> Transfer:
+        """Start to read. Returns at once.
+
+        Args:
+            parts: what to read, from whom. Nothing to read is DONE at once.
+            deadline: until when bytes count, on the transport's clock; None: for ever.
+            label: names the transfer in errors and logs.
+
+        Raises:
+            InvalidField: a descriptor lies outside of what is registered here, or announced by its peer.
+            BadAgentMetadata: a peer is not what it announced.
+            Closed: the transport was closed.
+
+        Everything else is the transfer's `error`. Nothing is posted if this raises.
+        """
+        peers: dict[str, tuple[AgentInfo, list[Descriptors]]] = {}
+        checked: dict[str, RegionMap] = {}
+        for part in parts:
+            info, descriptors = peers.setdefault(part.peer.name, (part.peer, []))
+            if info is not part.peer and info != part.peer:
+                raise InvalidField("parts", info.name, "one agent of a name")
+            if info.name not in checked:
+                info.check()
+                checked[info.name] = RegionMap(f"agent {info.name!r}", info.regions)
+            for some in part.descriptors:
+                check_descriptors(some, self._map, checked[info.name])
+                descriptors.append(some)
+        every = [some for _, descriptors in peers.values() for some in descriptors]
+        transfer = Transfer(
+            label,
+            sum(some.total_bytes for some in every),
+            sum(some.count for some in every),
+            deadline,
+            self._clock,
+            self._wake,
+        )
+        with self._lock:
+            self._check_open()
+            if not transfer.state.final:
+                self._transfers.add(transfer)
+        transfer.add_quiet_callback(self._forget)
+        transfer.add_done_callback(self._ended)
+        for info, descriptors in peers.values():
+            if any(some.count for some in descriptors):
+                self._submit(Share(transfer, info, descriptors, self._clock()))
+        return transfer
+
+    def warm(self, peer: AgentInfo) -> None:
+        """Connect to a peer ahead of the first read. A hint: returns at once, and what goes wrong shows in the read.
+
+        Raises:
+            BadAgentMetadata: the peer is not what it announced.
+            Closed: the transport was closed.
+        """
+        peer.check()
+        with self._lock:
+            self._check_open()
+        while not self._thread_of(peer.name).warm(peer):
+            pass
+
+    def retire(self, peer_name: str) -> None:
+        """Drop a peer as soon as what is read from it has ended and is quiet. It may come back with another read."""
+        with self._lock:
+            threads = tuple(self._living)
+        for thread in threads:
+            thread.retire_peer(peer_name)
+
+    def gauges(self) -> TransportGauges:
+        """What it is doing."""
+        with self._lock:
+            threads, transfers = tuple(self._living), tuple(self._transfers)
+            moved, quiesced = self._moved_before, self._quiesced
+        active = sum(not transfer.state.final for transfer in transfers)
+        return TransportGauges(
+            active=active,
+            uncertain=len(transfers) - active,
+            quiesced=quiesced,
+            bytes_moved=moved + sum(thread.moved for thread in threads),
+            chunks_in_flight=sum(thread.flights for thread in threads),
+            agents=len(threads),
+            retired_agents=sum(thread.retired for thread in threads),
+            peers=sum(thread.peers for thread in threads),
+        )
+
+    def close(self, timeout: float = 10.0) -> bool:
+        """Cancel what has not ended, and end the agents once all is quiet. Idempotent.
+
+        What is stuck keeps its agent until the fence time is over, in the background: ending an agent under way can
+        kill its source.
+
+        Args:
+            timeout: seconds to wait.
+
+        Returns:
+            Whether all is quiet and every agent has ended.
+        """
+        until = self._clock() + timeout
+        with self._lock:
+            self._closed = True
+            threads, transfers = tuple(self._living), tuple(self._transfers)
+        for transfer in transfers:
+            transfer.cancel()
+        for thread in threads:
+            thread.close()
+        ended = [thread.join(max(0.0, until - self._clock())) for thread in threads]
+        return all(ended)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise Closed("the transport was closed")
+
+    def _submit(self, share: Share) -> None:
+        try:
+            while not self._thread_of(share.info.name).submit(share):
+                pass
+        except KvferryError as error:
+            share.account.fail(error)
+
+    def _thread_of(self, peer_name: str) -> ReadingThread:
+        """The thread that reads from a peer; a fresh one where the last was retired."""
+        place = zlib.crc32(peer_name.encode()) % len(self._threads)
+        with self._lock:
+            thread = self._threads[place]
+            if thread is None or not thread.accepting:
+                self._check_open()
+                name = f"kvferry/{socket.gethostname()}/{os.getpid()}/{secrets.token_hex(6)}/reading"
+                thread = ReadingThread(
+                    name,
+                    self._regions,
+                    self._options,
+                    self._clock,
+                    may_retire=self._may_retire,
+                    moved_on=self._submit,
+                    gone=self._gone,
+                    keep=self._keep,
+                )
+                self._threads[place] = thread
+                self._living.add(thread)
+            return thread
+
+    def _may_retire(self, _: ReadingThread) -> bool:
+        with self._lock:
+            return sum(thread.retired for thread in self._living) < self._options.retired_agents
+
+    def _gone(self, thread: ReadingThread, quiet: bool) -> None:
+        with self._lock:
+            self._living.discard(thread)
+            self._moved_before += thread.moved
+        if not quiet:
+            logger.error("reading agent %s could not be destroyed", thread.name)
+
+    def _ended(self, transfer: Transfer) -> None:
+        with self._lock:
+            if not transfer.quiet:
+                self._uncertain.add(transfer)
+
+    def _forget(self, transfer: Transfer) -> None:
+        with self._lock:
+            self._transfers.discard(transfer)
+            if transfer in self._uncertain:
+                self._uncertain.discard(transfer)
+                self._quiesced += 1
+
+    def _wake(self) -> None:
+        with self._lock:
+            threads = tuple(self._living)
+        for thread in threads:
+            thread.wake()

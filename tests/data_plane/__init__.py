@@ -1,0 +1,1 @@
+"""The data plane alone: real NIXL between real processes, without gRPC."""

@@ -1,0 +1,180 @@
+"""A transfer's state, without NIXL: who may end it, and when it is quiet."""
+
+import logging
+import threading
+
+import pytest
+
+from kvferry.errors import BadAgentMetadata, TransferCancelled, TransferExpired, TransferFailed
+from kvferry.tracking import Transfer, TransferState
+
+
+class Clock:
+    """Seconds that stand still."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+def make(clock: Clock, size: int = 20, deadline: float | None = 110.0) -> Transfer:
+    return Transfer("t", size, 2, deadline, clock, lambda: None)
+
+
+def test_done_when_the_last_byte_arrived(clock: Clock) -> None:
+    transfer = make(clock)
+    states = [transfer.state]
+    for _ in range(2):
+        assert transfer.begin()
+        states.append(transfer.state)
+        assert not transfer.quiet
+        clock.now += 1
+        transfer.landed(10)
+    assert [*states, transfer.state] == [
+        TransferState.PENDING,
+        TransferState.MOVING,
+        TransferState.MOVING,
+        TransferState.DONE,
+    ]
+    assert transfer.quiet
+    assert transfer.ended_at == 102.0
+    assert transfer.error is None
+
+
+def test_the_deadline_is_judged_after_the_last_chunk(clock: Clock) -> None:
+    transfer = make(clock, size=10)
+    assert transfer.begin()
+    clock.now = 110.001
+    transfer.landed(10)
+    assert transfer.state is TransferState.EXPIRED
+    assert isinstance(transfer.error, TransferExpired)
+    assert transfer.error.quiet
+    assert transfer.quiet
+
+
+def test_nothing_is_posted_after_the_deadline(clock: Clock) -> None:
+    transfer = make(clock)
+    clock.now = 110.001
+    assert not transfer.begin()
+    assert transfer.state is TransferState.EXPIRED
+    assert transfer.quiet
+
+
+def test_late_success_makes_quiet_but_not_done(clock: Clock) -> None:
+    transfer = make(clock, size=10)
+    assert transfer.begin()
+    clock.now = 111.0
+    transfer.settle(clock.now)
+    assert transfer.state is TransferState.EXPIRED
+    assert not transfer.quiet
+    assert isinstance(transfer.error, TransferExpired)
+    assert not transfer.error.quiet
+    transfer.landed(10)
+    assert transfer.state is TransferState.EXPIRED
+    assert transfer.quiet
+    assert transfer.error.quiet
+
+
+def test_extending_moves_the_deadline_forward_only(clock: Clock) -> None:
+    transfer = make(clock)
+    assert transfer.extend(105.0)
+    assert transfer.deadline == 110.0
+    assert transfer.extend(120.0)
+    assert transfer.deadline == 120.0
+
+
+def test_a_deadline_that_has_passed_stays_passed(clock: Clock) -> None:
+    transfer = make(clock)
+    clock.now = 110.001
+    assert not transfer.extend(200.0)
+    assert not transfer.begin()
+    assert transfer.state is TransferState.EXPIRED
+
+
+def test_cancel_says_whether_it_is_quiet(clock: Clock) -> None:
+    idle, moving = make(clock), make(clock)
+    assert moving.begin()
+    assert idle.cancel()
+    assert not moving.cancel()
+    assert isinstance(moving.error, TransferCancelled)
+    assert not moving.begin()
+    moving.landed(10)
+    assert moving.state is TransferState.CANCELLED
+    assert moving.cancel()
+
+
+def test_what_has_ended_stays_as_it_ended(clock: Clock) -> None:
+    transfer = make(clock, size=10)
+    assert transfer.begin()
+    transfer.landed(10)
+    transfer.fail(TransferFailed("late"))
+    transfer.cancel()
+    clock.now = 200.0
+    transfer.settle(clock.now)
+    assert transfer.state is TransferState.DONE
+
+
+def test_an_uncertain_chunk_is_quiet_when_its_agent_is_gone(clock: Clock) -> None:
+    transfer = make(clock)
+    assert transfer.begin()
+    shared = TransferFailed("peer", peer="x")
+    transfer.fail(shared)
+    assert not transfer.wait_quiet(0)
+    transfer.fenced()
+    assert transfer.wait_quiet(0)
+    assert transfer.state is TransferState.FAILED
+    # Other transfers got the same error: each has its own.
+    assert transfer.error is not shared
+    assert transfer.error is not None
+    assert transfer.error.values == {"peer": "x", "transfer": "t"}
+
+
+def test_errors_keep_their_type(clock: Clock) -> None:
+    transfer = make(clock)
+    transfer.fail(BadAgentMetadata("bad", problem="digest"))
+    assert isinstance(transfer.error, BadAgentMetadata)
+
+
+def test_callbacks_run_once_and_in_order(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+    transfer = make(clock, size=10)
+    calls: list[str] = []
+
+    def broken(_: Transfer) -> None:
+        raise RuntimeError("broken callback")
+
+    transfer.add_quiet_callback(lambda _: calls.append("quiet"))
+    transfer.add_done_callback(broken)
+    transfer.add_done_callback(lambda _: calls.append("done"))
+    assert transfer.begin()
+    with caplog.at_level(logging.ERROR):
+        transfer.fail(TransferFailed("x"))
+    assert calls == ["done"]
+    assert "broken callback" in caplog.text
+    transfer.landed(10)
+    assert calls == ["done", "quiet"]
+    transfer.add_done_callback(lambda _: calls.append("late"))
+    transfer.settle(clock.now)
+    assert calls == ["done", "quiet", "late"]
+
+
+def test_waiting_ends_with_the_transfer(clock: Clock) -> None:
+    transfer = make(clock)
+    assert not transfer.wait(0)
+    waiter = threading.Thread(target=transfer.wait)
+    waiter.start()
+    transfer.cancel()
+    waiter.join(10)
+    assert not waiter.is_alive()
+
+
+def test_nothing_to_move_is_done_at_once(clock: Clock) -> None:
+    transfer = make(clock, size=0, deadline=1.0)
+    assert transfer.state is TransferState.DONE
+    assert transfer.wait_quiet(0)
