@@ -1,0 +1,1 @@
+"""Geometry: from tensors, from files, and over the wire."""

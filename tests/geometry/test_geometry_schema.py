@@ -1,0 +1,132 @@
+"""The schema in docs/ is true: it takes every file the loader takes, and refuses mistakes the loader refuses."""
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvferry import geometry_file
+from kvferry.errors import BadGeometry, InvalidField
+from kvferry.geometry_file.components import DTYPE_BYTES
+from tests.geometry.hurry import unhurried
+from tests.geometry.test_geometry_files import FILES, LLAMA
+from tests.geometry.test_geometry_mistakes import MISTAKES, junk
+
+SCHEMA = json.loads((Path(__file__).parents[2] / "docs" / "geometry.schema.json").read_text())
+VALIDATOR = jsonschema.Draft202012Validator(SCHEMA)
+DOCUMENTS = [json.loads(path.read_text()) for path in FILES]
+
+# What only arithmetic over several fields, or over bytes, can tell; the loader refuses them alone.
+BEYOND_THE_SCHEMA = {
+    "shards",
+    "shards[2]",
+    "shards[3]",
+    "stages[0]",
+    "order",
+    "pp_size",
+    "page_size",
+    "token_shard.count",
+    "null_block",
+    "layers[0]",
+    "layers[1]",
+    "model.kv_heads",
+    "model.head_dim",
+    "model.dtype",
+    "model.latent_dim",
+    "engine_id",
+    "block_size",
+    "components[0].name",
+    "components[0].layers",
+    "groups[0].name",
+    "groups[0].shards",
+    "groups[1].num_blocks",
+}
+
+
+def test_schema_is_a_schema() -> None:
+    jsonschema.Draft202012Validator.check_schema(SCHEMA)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_examples_fit_the_schema(path: Path) -> None:
+    VALIDATOR.validate(json.loads(path.read_text()))
+
+
+@pytest.mark.parametrize(("mistaken", "path"), MISTAKES, ids=[f"{i}-{path}" for i, (_, path) in enumerate(MISTAKES)])
+def test_schema_refuses_mistakes_within_a_field(mistaken: dict[str, Any], path: str) -> None:
+    assert not VALIDATOR.is_valid(mistaken) or path in BEYOND_THE_SCHEMA
+
+
+def test_schema_knows_every_dtype() -> None:
+    assert SCHEMA["$defs"]["dtype"]["enum"] == list(DTYPE_BYTES)
+
+
+def test_every_field_is_described() -> None:
+    def undescribed(node: object, path: str) -> list[str]:
+        if not isinstance(node, dict):
+            return []
+        found = []
+        for name, field in node.get("properties", {}).items():
+            target = SCHEMA["$defs"][field["$ref"].rsplit("/", 1)[1]] if "$ref" in field else field
+            # A constraint that stands in a condition adds to a field that is described elsewhere.
+            if "description" not in field and "description" not in target and not path.endswith(("then", "else", "if")):
+                found.append(f"{path}.{name}")
+        for key, child in node.items():
+            for item in child if isinstance(child, list) else [child]:
+                found += undescribed(item, f"{path}.{key}")
+        return found
+
+    assert undescribed(SCHEMA, "") == [".$schema"]
+
+
+def containers(node: object) -> list[Any]:
+    """Every object and non-empty list of a document."""
+    inner = list(node.values()) if isinstance(node, dict) else node if isinstance(node, list) else []
+    return ([node] if inner else []) + [found for child in inner for found in containers(child)]
+
+
+def known_fields() -> list[str]:
+    found: set[str] = set(SCHEMA["properties"])
+    for definition in SCHEMA["$defs"].values():
+        found |= set(definition.get("properties", {}))
+    return sorted(found)
+
+
+WORDS = ("page", "plain", "opaque", "state", "window", "full", "mla", "gqa", "packed", "apart", "NHD", "cross_layer")
+NUMBERS = (1, 2, 3, 4, 8, 16, True, False)
+LISTS = (
+    [0],
+    [0, 1],
+    [[0, 1], [1, 2]],
+    [{"name": "key"}],
+    [{"name": "a"}],
+    ["layer", "block", "unit", "component", "token"],
+)
+values = st.sampled_from((*WORDS, *NUMBERS, *LISTS, "layers.{}.x", "rows_first", "bfloat16", {"count": 2}, {"a": "b"}))
+
+
+@settings(unhurried, max_examples=400)
+@given(data=st.data())
+def test_what_the_loader_takes_fits_the_schema(data: st.DataObject) -> None:
+    document = copy.deepcopy(data.draw(st.sampled_from([LLAMA, *DOCUMENTS])))
+    document["num_blocks"] = 2
+    for _ in range(data.draw(st.integers(1, 3))):
+        target = data.draw(st.sampled_from(containers(document)))
+        if isinstance(target, list):
+            target[data.draw(st.integers(0, len(target) - 1))] = copy.deepcopy(data.draw(values | junk))
+            continue
+        name = data.draw(st.sampled_from(known_fields()) | st.sampled_from(sorted(target)))
+        if data.draw(st.booleans()):
+            target[name] = copy.deepcopy(data.draw(values | junk))
+        else:
+            target.pop(name, None)
+    try:
+        geometry_file.parse(document)
+    except (BadGeometry, InvalidField):
+        return
+    VALIDATOR.validate(document)
