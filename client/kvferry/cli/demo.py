@@ -1,0 +1,186 @@
+"""`kvferry demo`: two engines on this machine, and every byte checked."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from kvferry.demo.run import Outcome
+    from kvferry.geometry import EngineGeometry
+
+LLAMA_3_8B = {"layers": 32, "kv_heads": 8, "head_dim": 128, "dtype": "bfloat16", "attention": "gqa"}
+
+
+def default_geometry(engine_id: str, tp_size: int) -> dict[str, Any]:
+    """Llama-3-8B's cache, with fewer blocks than an engine would have so that it fits a small machine."""
+    return {
+        "engine_id": engine_id,
+        "tp_size": tp_size,
+        "pp_size": 1,
+        "layout": "HND",
+        "block_size": 16,
+        "num_blocks": 320,
+        "model": LLAMA_3_8B,
+    }
+
+
+def demo(
+    source: Annotated[
+        Path | None, typer.Option(help="Geometry file of the engine that is read from. Default: Llama-3-8B, TP4.")
+    ] = None,
+    destination: Annotated[
+        Path | None, typer.Option(help="Geometry file of the engine that reads. Default: Llama-3-8B, TP2.")
+    ] = None,
+    requests: Annotated[int, typer.Option(min=1, help="Requests moved at once.")] = 8,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens of each request, about.")] = 512,
+    ucx_tls: Annotated[str, typer.Option(help="UCX transports, e.g. tcp. Default: what UCX chooses.")] = "",
+    seed: Annotated[int, typer.Option(help="Seed of the block tables.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the outcome as JSON.")] = False,
+) -> None:
+    """Start two node servers and two engines on this machine, move several requests from one to the other, verify every
+    byte.
+
+    Everything runs in processes of its own, over real NIXL, and nothing is left behind: no process, socket or memory.
+    """
+    from rich.console import Console
+
+    from kvferry.demo.run import Reporter, run_demo
+    from kvferry.errors import KvferryError
+
+    console = Console(stderr=as_json)
+    try:
+        engines = _geometry(source, "prefill", 4), _geometry(destination, "decode", 2)
+        _introduce(console, *engines)
+        with _bar(console) as bar:
+            task = bar.add_task("", total=None)
+            report = Reporter(
+                # Without a terminal there is no bar; a log gets a line per phase.
+                phase=lambda text: bar.update(task, description=text) if console.is_terminal else console.print(text),
+                total=lambda count: bar.update(task, total=count),
+                done=lambda count: bar.update(task, completed=count),
+            )
+            outcome = run_demo(*engines, requests=requests, tokens=tokens, ucx_tls=ucx_tls, seed=seed, report=report)
+    except KvferryError as error:
+        typer.echo(f"kvferry demo: {error}", err=True)
+        raise typer.Exit(2) from None
+    except KeyboardInterrupt:
+        typer.echo("kvferry demo: interrupted; everything it started has ended", err=True)
+        raise typer.Exit(130) from None
+    if as_json:
+        json.dump(_as_json(outcome), sys.stdout, indent=2)
+        sys.stdout.write("\n")
+    else:
+        _conclude(console, outcome)
+    if outcome.failures:
+        for failure in outcome.failures:
+            typer.echo(f"kvferry demo: {failure}", err=True)
+        raise typer.Exit(1)
+
+
+def _geometry(file: Path | None, engine_id: str, tp_size: int) -> EngineGeometry:
+    from kvferry import geometry_file
+
+    if file is not None:
+        return geometry_file.load(file)
+    return geometry_file.parse(default_geometry(engine_id, tp_size))
+
+
+def _bar(console: Console) -> Any:
+    from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, TextColumn, TransferSpeedColumn
+
+    return Progress(
+        SpinnerColumn(),
+        TextColumn("{task.description:<58}"),
+        BarColumn(),
+        DownloadColumn(binary_units=True),
+        TransferSpeedColumn(),
+        console=console,
+        transient=True,
+    )
+
+
+def _introduce(console: Console, source: EngineGeometry, destination: EngineGeometry) -> None:
+    for role, engine in (("source", source), ("destination", destination)):
+        layers = len({plane.layer for _, plane in engine.planes()})
+        groups = ", ".join(f"{g.name}: {g.num_blocks} blocks of {g.block_tokens or 1}" for g in engine.groups)
+        console.print(
+            f"{role:<12} {engine.engine_id}: {len(engine.ranks)} ranks, {layers} layers; {groups}", highlight=False
+        )
+
+
+def _conclude(console: Console, outcome: Outcome) -> None:
+    from rich.table import Table
+
+    table = Table(title="who read what from whom", title_justify="left")
+    for column, justify in (
+        ("rank", "left"),
+        ("from", "left"),
+        ("units", "left"),
+        ("blocks", "left"),
+        ("planes", "right"),
+    ):
+        table.add_column(column, justify="right" if justify == "right" else "left")
+    for rank, plan in outcome.plans.items():
+        rows: dict[tuple[int, str, str], int] = {}
+        for read in plan.reads:
+            stripe = (
+                "all"
+                if read.stripe.whole
+                else f"{read.stripe.begin}/{read.stripe.of} to {read.stripe.end}/{read.stripe.of}"
+            )
+            key = (read.source_rank, str(read.units), stripe)
+            rows[key] = rows.get(key, 0) + 1
+        labels = {r.rank: r.label for r in plan.source.ranks}
+        for (source_rank, units, stripe), planes in sorted(rows.items()):
+            table.add_row(plan.rank.label, labels[source_rank], units, stripe, str(planes))
+        del rank
+    console.print(table)
+    moved = [item for items in outcome.moved.values() for item in items]
+    verified = outcome.verified.values()
+    rate = outcome.total_bytes / outcome.seconds if outcome.seconds else 0.0
+    pieces, descriptors = sum(item.pieces for item in moved), sum(item.descriptors for item in moved)
+    released = ", ".join(sorted({release.outcome.name for release in outcome.releases})) or "none"
+    lines = (
+        f"first read   {outcome.first_contact:.2f} s with handshakes, agents and connections; not counted below",
+        f"moved        {outcome.total_bytes / 2**20:,.0f} MiB in {len(moved)} reads, {outcome.seconds:.2f} s",
+        f"descriptors  {descriptors:,} for {pieces:,} contiguous pieces",
+        f"speed        {rate / 1e9:.2f} GB/s, {100 * rate / outcome.memcpy_rate:.0f} % of one thread's memcpy "
+        f"({outcome.memcpy_rate / 1e9:.2f} GB/s in the same run)",
+        f"verified     {sum(v.right for v in verified):,} bytes right, {sum(v.wrong for v in verified):,} wrong, "
+        f"{sum(v.strayed for v in verified):,} written where nobody asked",
+        f"released     {len(outcome.releases)} publications: {released}",
+    )
+    for line in lines:
+        console.print(line, highlight=False)
+
+
+def _as_json(outcome: Outcome) -> dict[str, object]:
+    return {
+        "bytes": outcome.total_bytes,
+        "first_contact_seconds": outcome.first_contact,
+        "seconds": outcome.seconds,
+        "memcpy_bytes_per_second": outcome.memcpy_rate,
+        "released": len(outcome.releases),
+        "ranks": [
+            {
+                "rank": rank,
+                "source_ranks": list(plan.source_ranks),
+                "reads": [
+                    {"request": m.request, "bytes": m.bytes, "descriptors": m.descriptors, "error": m.error}
+                    for m in outcome.moved[rank]
+                ],
+                "right": outcome.verified[rank].right,
+                "wrong": outcome.verified[rank].wrong,
+                "strayed": outcome.verified[rank].strayed,
+            }
+            for rank, plan in outcome.plans.items()
+        ],
+        "failures": outcome.failures,
+    }

@@ -1,0 +1,108 @@
+"""How commands print: JSON for programs, tables for people.
+
+JSON is the protobuf JSON mapping of the response, with the names of the .proto files (snake_case), fields of
+value zero included: enums are their names, bytes are base64, 64-bit integers are strings, durations are like
+``"1.5s"``. Lists come whole, without paging.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import sys
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from google.protobuf.message import Message
+    from rich.console import Console
+    from rich.table import Table
+
+
+def as_dict(message: Message) -> dict[str, Any]:
+    """A response as plain values."""
+    from google.protobuf.json_format import MessageToDict
+
+    # protobuf 5.26 renamed it.
+    accepted = inspect.signature(MessageToDict).parameters
+    zeros = "always_print_fields_with_no_presence"
+    options: dict[str, Any] = {zeros if zeros in accepted else "including_default_value_fields": True}
+    found: dict[str, Any] = MessageToDict(message, preserving_proto_field_name=True, **options)
+    # Lists come whole: there is no next page.
+    found.pop("next_page_token", None)
+    return found
+
+
+def print_json(message: Message) -> None:
+    """Print a response as JSON."""
+    print(json.dumps(as_dict(message), indent=2))
+
+
+def console() -> Console:
+    """Where tables go. Not cut to 80 columns when a program reads them."""
+    from rich.console import Console
+
+    return Console(highlight=False, width=None if sys.stdout.isatty() else 200)
+
+
+def table(*columns: str, title: str = "") -> Table:
+    """An empty table; a column whose name starts with ``>`` is aligned to the right."""
+    from rich import box
+    from rich.table import Table
+
+    made = Table(box=box.SIMPLE_HEAD, title=title or None, title_justify="left", pad_edge=False)
+    for column in columns:
+        made.add_column(column.lstrip(">"), justify="right" if column.startswith(">") else "left", overflow="fold")
+    return made
+
+
+def add_row(to: Table, *cells: object) -> None:
+    """Add a row of plain text."""
+    from rich.text import Text
+
+    to.add_row(*(Text(safe(str(cell))) for cell in cells))
+
+
+def safe(text: str) -> str:
+    """Text of a peer for a terminal: what would steer it is shown as an escape."""
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+
+
+def short(identifier: bytes) -> str:
+    """A random identifier, recognisable at a glance."""
+    return identifier.hex()[:8]
+
+
+def enum_name(name: str, prefix: str) -> str:
+    """``ENGINE_STATE_READY`` as ``ready``."""
+    return name.removeprefix(prefix).lower().replace("_", " ")
+
+
+def duration(seconds: float) -> str:
+    """``0.4 s``, ``12 s``, ``3 min 20 s``, ``2 h 5 min``, ``3 d 4 h``."""
+    if seconds < 9.95:
+        return f"{seconds:.1f} s"
+    rest = round(seconds)
+    for size, unit, smaller, below in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
+        if rest >= size:
+            more = rest % size // smaller
+            return f"{rest // size} {unit} {more} {below}" if more else f"{rest // size} {unit}"
+    return f"{rest} s"
+
+
+def size(count: int) -> str:
+    """Bytes: ``17.2 GB``."""
+    from rich.filesize import decimal
+
+    return decimal(count)
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """Rising numbers as ``0-3, 6``."""
+    found: list[list[int]] = []
+    for number in numbers:
+        if found and found[-1][1] == number - 1:
+            found[-1][1] = number
+        else:
+            found.append([number, number])
+    return ", ".join(f"{first}-{last}" if last > first else str(first) for first, last in found)

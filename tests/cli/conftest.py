@@ -1,0 +1,184 @@
+"""A node server with a source of two ranks, one publication and one read of it; all over raw stubs, no NIXL."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import secrets
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import grpc
+import pytest
+
+from kvferry.channel import connect
+from kvferry.cli import main
+from kvferry.v1 import geometry_pb2, kv_transfer_pb2
+from kvferry.v1.kv_transfer_pb2_grpc import KVTransferStub
+from tests.server.shell import Kvferryd, environment
+
+SOURCE, READER = "prefill", "decode"
+BLOCKS, BLOCK_TOKENS, UNITS, STATE_BYTES = 32, 16, 4, 256
+PLANE_BYTES = BLOCKS * BLOCK_TOKENS * UNITS * STATE_BYTES
+CACHE_BYTES = 2 * 2 * PLANE_BYTES
+RANKS = 2
+
+Run = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What the commands look at."""
+
+    server: Kvferryd
+    incarnation: bytes
+    publication: int
+
+
+@pytest.fixture(scope="session")
+def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
+    path = tmp_path_factory.mktemp("cli") / "node.sock"
+    with ExitStack() as stack:
+        server = stack.enter_context(Kvferryd("--unix", str(path), "--listen", "127.0.0.1:0", "--drain", "0"))
+        stub = KVTransferStub(stack.enter_context(connect(server.address)))
+        source = kv_transfer_pb2.EngineRef(engine_id=SOURCE, incarnation=secrets.token_bytes(16))
+        reader = kv_transfer_pb2.EngineRef(engine_id=READER, incarnation=secrets.token_bytes(16))
+        secret = open_engine(stub, source)
+        for rank in range(RANKS):
+            stub.RegisterCache(registration(source, secret, rank), timeout=10)
+        publish = kv_transfer_pb2.Publish(
+            publication=7,
+            request_id="cmpl-7",
+            key=secrets.token_bytes(16),
+            groups=[kv_transfer_pb2.GroupBlocks(group="full", end_token=48, run_starts=[3], run_counts=[3])],
+            last=True,
+        )
+        notified = stub.Notify(
+            kv_transfer_pb2.NotifyRequest(
+                sender=source,
+                session_secret=secret,
+                notifications=[kv_transfer_pb2.Notification(publish=publish)],
+            ),
+            timeout=10,
+        )
+        # The secret of the reader is its own affair: a read needs the reference only.
+        open_engine(stub, reader)
+        reading = stub.ReadBlocks(
+            kv_transfer_pb2.ReadBlocksRequest(
+                reference=notified.results[0].published.reference, reader=reader, read_id="read-1", parties=4
+            ),
+            timeout=60,
+        )
+        messages = iter(reading)
+        lease_id = next(messages).accepted.lease_id
+        report = kv_transfer_pb2.RankReport(rank=2, outcome=kv_transfer_pb2.RANK_OUTCOME_DONE, bytes=1_500_000)
+        done = kv_transfer_pb2.Notification(read_done=kv_transfer_pb2.ReadDone(lease_id=lease_id, reports=[report]))
+        stub.Notify(kv_transfer_pb2.NotifyRequest(sender=reader, notifications=[done]), timeout=10)
+        yield Stage(server, source.incarnation, publish.publication)
+
+
+@pytest.fixture(scope="session")
+def empty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kvferryd]:
+    """A node server that knows nobody."""
+    with Kvferryd("--unix", str(tmp_path_factory.mktemp("cli") / "empty.sock"), "--listen", "") as server:
+        yield server
+
+
+@pytest.fixture
+def kvferry(stage: Stage) -> Run:
+    """Run the command against the stage, unless told otherwise."""
+
+    def run(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
+        return run_kvferry(*arguments, KVFERRY_SERVER=env.pop("KVFERRY_SERVER", stage.server.address), **env)
+
+    return run
+
+
+def run_kvferry(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
+    """Run the command in this process, which is quicker than a new one."""
+    out, err, code = io.StringIO(), io.StringIO(), 0
+    variables = {**environment(**env), "NO_COLOR": "1", "COLUMNS": "200"}
+    with (
+        mock.patch.dict(os.environ, variables, clear=True),
+        mock.patch.object(sys, "argv", ["kvferry", *arguments]),
+        redirect_stdout(out),
+        redirect_stderr(err),
+    ):
+        try:
+            main()
+        except SystemExit as end:
+            code = end.code if isinstance(end.code, int) else 0
+    return subprocess.CompletedProcess(["kvferry", *arguments], code, out.getvalue(), err.getvalue())
+
+
+def open_engine(stub: KVTransferStub, engine: kv_transfer_pb2.EngineRef) -> bytes:
+    """Open an incarnation, whose Watch stays open as long as the channel; its secret."""
+    watch: Any = stub.Watch(kv_transfer_pb2.WatchRequest(engine=engine, role=kv_transfer_pb2.WATCH_ROLE_SCHEDULER))
+    for event in watch:
+        if event.WhichOneof("event") == "opened":
+            _open.append(watch)
+            return bytes(event.opened.session_secret)
+    raise AssertionError("the Watch ended")
+
+
+_open: list[grpc.Call] = []
+"""Watches: a stream that nobody holds is cancelled."""
+
+
+def registration(engine: kv_transfer_pb2.EngineRef, secret: bytes, rank: int) -> kv_transfer_pb2.RegisterCacheRequest:
+    base = 0x7F00_0000_0000 + rank * 4 * PLANE_BYTES
+    planes = [
+        geometry_pb2.Plane(
+            layer="layers.0",
+            component=component,
+            group="full",
+            format="hnd",
+            dtype="bfloat16",
+            memory_kind=geometry_pb2.MEMORY_KIND_DRAM,
+            base=base + index * PLANE_BYTES,
+            num_blocks=BLOCKS,
+            block_stride=PLANE_BYTES // BLOCKS,
+            page_tokens=BLOCK_TOKENS,
+            block_states=BLOCK_TOKENS,
+            unit_stride=BLOCK_TOKENS * STATE_BYTES,
+            token_stride=STATE_BYTES,
+            state_bytes=STATE_BYTES,
+            axis_size=RANKS * UNITS,
+            unit_begin=rank * UNITS,
+            unit_end=(rank + 1) * UNITS,
+            token_granule=1,
+            units_divide=True,
+        )
+        for index, component in enumerate(("key", "value"))
+    ]
+    metadata = os.urandom(64)
+    return kv_transfer_pb2.RegisterCacheRequest(
+        engine=engine,
+        session_secret=secret,
+        num_ranks=RANKS,
+        identity={"model": "tiny"},
+        groups=[
+            geometry_pb2.Group(
+                name="full",
+                kind=geometry_pb2.GROUP_KIND_TOKENS,
+                block_tokens=BLOCK_TOKENS,
+                num_blocks=BLOCKS,
+                has_null_block=True,
+            )
+        ],
+        rank=geometry_pb2.RankGeometry(rank=rank, labels={"tp_rank": rank}, planes=planes),
+        agent=geometry_pb2.Agent(
+            name=f"agent-{rank}",
+            metadata=metadata,
+            metadata_sha256=hashlib.sha256(metadata).digest(),
+            regions=[
+                geometry_pb2.MemoryRegion(memory_kind=geometry_pb2.MEMORY_KIND_DRAM, base=base, length=2 * PLANE_BYTES)
+            ],
+        ),
+    )

@@ -1,0 +1,71 @@
+"""The command by itself: help, versions, and what it must not import."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+import kvferry
+from kvferry.cli.render import duration, ranges, safe
+from tests.cli.conftest import run_kvferry
+from tests.server.shell import environment
+
+
+def test_help_lists_the_commands() -> None:
+    command = [sys.executable, "-m", "kvferry.cli", "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, env={**environment(), "COLUMNS": "120"})
+    assert done.returncode == 0
+    for name in ("engines", "engine", "requests", "transfers", "plan", "demo", "version"):
+        assert f" {name} " in done.stdout
+
+
+@pytest.mark.parametrize("command", ["engines", "engine", "requests", "transfers"])
+def test_every_command_that_asks_a_server_has_the_same_options(command: str) -> None:
+    text = run_kvferry(command, "--help").stdout
+    for option in ("--server", "KVFERRY_SERVER", "--json", "--timeout", "--tls-ca", "--tls-cert", "--tls-key"):
+        assert option in text
+    assert "unix:/run/kvferry/node.sock" in text
+
+
+def test_versions() -> None:
+    assert kvferry.__version__ in run_kvferry("version").stdout
+    found = json.loads(run_kvferry("version", "--json").stdout)
+    assert found["kvferry"] == kvferry.__version__
+    assert found["grpcio"]
+
+
+def test_nothing_heavy_is_imported_for_help() -> None:
+    heavy = ["torch", "nixl", "numpy", "grpc", "google.protobuf", "kvferry_server"]
+    code = f"import sys, kvferry.cli; print([name for name in {heavy} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0.0, "0.0 s"),
+        (0.44, "0.4 s"),
+        (9.97, "10 s"),
+        (59.6, "1 min"),
+        (200, "3 min 20 s"),
+        (3600, "1 h"),
+        (7500, "2 h 5 min"),
+        (273_600, "3 d 4 h"),
+    ],
+)
+def test_durations_are_for_people(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
+def test_ranges_of_ranks() -> None:
+    assert ranges([0, 1, 2, 3, 6, 8, 9]) == "0-3, 6, 8-9"
+    assert ranges([]) == ""
+
+
+def test_what_a_peer_calls_itself_cannot_steer_a_terminal() -> None:
+    assert safe("ok ä 世 [bold]") == "ok ä 世 [bold]"
+    assert safe("\x1b]0;title\x07\n\u202e") == "\\x1b]0;title\\x07\\n\\u202e"
