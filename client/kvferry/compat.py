@@ -15,24 +15,26 @@ def diff(source: EngineGeometry, destination: EngineGeometry) -> tuple[Mismatch,
     The destination may hold just the ranks that ask. Identity is compared key by key, groups by what decides how their
     block tables are read, planes by format, dtype and cut (`covering.COMPARED`), and every unit and token must be held.
     """
-    found = [*_identity(source, destination), *_groups(source, destination)]
+    found = dict.fromkeys(engine_mismatches(source, destination))
     offered, readers = planes_by_name(source), planes_by_name(destination)
     groups = {group.name: group for group in destination.groups}
-    seen = set()
     for rank in destination.ranks:
-        for mismatch in cover(offered, readers, rank, groups).mismatches:
-            if mismatch not in seen:
-                seen.add(mismatch)
-                found.append(mismatch)
+        found |= dict.fromkeys(cover(offered, readers, rank, groups).mismatches)
     return tuple(found)
+
+
+def engine_mismatches(source: EngineGeometry, destination: EngineGeometry) -> tuple[Mismatch, ...]:
+    """The part of `diff` that is not about the planes of single ranks: identity and groups."""
+    return (*_identity(source, destination), *_groups(source, destination))
 
 
 def _identity(source: EngineGeometry, destination: EngineGeometry) -> Iterator[Mismatch]:
     for key in sorted({*source.identity, *destination.identity}):
-        theirs, ours = source.identity.get(key), destination.identity.get(key)
+        theirs, ours = (engine.identity.get(key) for engine in (source, destination))
         if theirs != ours:
-            message = f"identity {key!r} is {theirs!r} at the source, {ours!r} at the destination"
-            yield Mismatch("identity", "identity", key, str(theirs), str(ours), message)
+            shown = ["missing" if value is None else repr(value) for value in (theirs, ours)]
+            message = f"identity {key!r} is {shown[0]} at the source, {shown[1]} at the destination"
+            yield Mismatch("identity", "identity", key, theirs or "", ours or "", message)
 
 
 def _groups(source: EngineGeometry, destination: EngineGeometry) -> Iterator[Mismatch]:
@@ -43,12 +45,14 @@ def _groups(source: EngineGeometry, destination: EngineGeometry) -> Iterator[Mis
             planes = [plane for _, plane in destination.planes() if plane.group == group.name]
             if planes and not all(plane.optional_cover for plane in planes):
                 message = f"group {group.name!r} does not exist at the source, which has {sorted(offered)}"
-                yield Mismatch("group", group.name, "name", "none", group.name, message)
+                yield Mismatch("group", group.name, "name", "", group.name, message)
             continue
-        fields = ["kind"] if group.kind is not GroupKind.WINDOW else ["kind", "window_tokens"]
-        for name in fields:
-            theirs, ours = getattr(other, name), getattr(group, name)
-            if theirs != ours:
-                shown = [getattr(value, "name", value) for value in (theirs, ours)]
-                message = f"group {group.name!r}: {name} is {shown[0]} at the source, {shown[1]} at the destination"
-                yield Mismatch("group", group.name, name, str(shown[0]), str(shown[1]), message)
+        if group.kind is not other.kind:
+            yield _differs(group.name, "kind", other.kind.name, group.kind.name)
+        elif group.kind is GroupKind.WINDOW and group.window_tokens != other.window_tokens:
+            yield _differs(group.name, "window_tokens", str(other.window_tokens), str(group.window_tokens))
+
+
+def _differs(group: str, field: str, theirs: str, ours: str) -> Mismatch:
+    message = f"group {group!r}: {field} is {theirs} at the source, {ours} at the destination"
+    return Mismatch("group", group, field, theirs, ours, message)

@@ -4,9 +4,8 @@ Nothing here is derived from rank arithmetic. A destination plane's units are cu
 either engine declares; each elementary interval has one set of holders (replicas) and one set of readers, and the line
 rule (DESIGN §5) spreads the readers' blocks over the replicas:
 
-    the K·n blocks that K readers want of a request of n blocks lie on one line, reader after reader, and replica j of R
-    serves
-    [j·K·n // R, (j+1)·K·n // R).
+    the K·n blocks that K readers want of a request of n blocks lie on one line, reader after reader, and replica j
+    of R serves [j·K·n // R, (j+1)·K·n // R).
 
 So each replica serves at most ceil(K·n/R) blocks, each reader uses at most ceil(R/K)+1 replicas, and stripes are
 contiguous.
@@ -123,9 +122,9 @@ def cover(
             else:
                 units = f"units {plane.units}"
                 message = f"{plane.name}: {units} are held by no rank of the source, which has no such plane"
-                mismatches.append(Mismatch("uncovered", plane.name, "units", "none", str(plane.units), message))
+                mismatches.append(Mismatch("uncovered", plane.name, "units", "", str(plane.units), message))
             continue
-        differing = _field_mismatches(offered, plane, groups[plane.group].kind)
+        differing = _too_many_cells(plane) or _field_mismatches(offered, plane, groups[plane.group].kind)
         if differing:
             mismatches.extend(differing)
             continue
@@ -141,8 +140,23 @@ def cover(
     return Covering(tuple(reads), tuple(uncovered), tuple(mismatches))
 
 
+MAX_CELLS = 1 << 20
+"""Units times states of a block of one plane: what is enumerated to find its contiguous rows. 128 heads of 8,192 tokens
+fit; whoever declares more would fill our memory."""
+
 COMPARED = ("group", "format", "dtype", "state_bytes", "axis_size", "tokens_per_state", "token_granule", "units_divide")
 """Fields of a plane that must be equal on both sides, whatever its shard and layout."""
+
+_KINDS = {"group": "group", "format": "format", "token_granule": "granule"}
+"""Kinds of mismatch by field; the others are of kind ``plane``."""
+
+
+def _too_many_cells(plane: Plane) -> list[Mismatch]:
+    cells = plane.block_states * len(plane.units)
+    if cells <= MAX_CELLS:
+        return []
+    message = f"{plane.name}: a block has {cells} units times states, more than {MAX_CELLS}"
+    return [Mismatch("too_large", plane.name, "block_states", "", str(plane.block_states), message)]
 
 
 def _field_mismatches(offered: list[tuple[int, Plane]], wanted: Plane, kind: GroupKind) -> list[Mismatch]:
@@ -157,33 +171,31 @@ def _field_mismatches(offered: list[tuple[int, Plane]], wanted: Plane, kind: Gro
     found: dict[tuple[str, str], Mismatch] = {}
     for rank, plane in offered:
         for name in fields:
-            source, destination = str(getattr(plane, name)), str(getattr(wanted, name))
-            if source != destination and (name, source) not in found:
-                message = (
-                    f"{wanted.name}: {name} is {source} at the source (rank {rank}), {destination} at the destination"
-                )
-                if name == "token_granule":
-                    message += "; pages of this format cannot be cut to fit"
-                label = {"token_granule": "granule", "format": "format"}.get(name, "plane")
-                found[name, source] = Mismatch(label, wanted.name, name, source, destination, message)
-        shards = None if found else _shard_mismatch(plane, wanted)
-        if shards:
-            found["token_shard", str(plane.token_shard)] = shards
+            theirs, ours = getattr(plane, name), getattr(wanted, name)
+            if theirs == ours or (name, str(theirs)) in found:
+                continue
+            message = f"{wanted.name}: {name} is {theirs} at the source (rank {rank}), {ours} at the destination"
+            if name == "token_granule":
+                message += "; pages of this format cannot be cut to fit"
+            kind_of = _KINDS.get(name, "plane")
+            found[name, str(theirs)] = Mismatch(kind_of, wanted.name, name, str(theirs), str(ours), message)
+        for mismatch in () if found else (*_too_many_cells(plane), *_shard_mismatch(plane, wanted)):
+            found[mismatch.field, mismatch.source] = mismatch
     return list(found.values())
 
 
-def _shard_mismatch(source: Plane, wanted: Plane) -> Mismatch | None:
+def _shard_mismatch(source: Plane, wanted: Plane) -> list[Mismatch]:
     """Token shards that differ must not cut through a granule or a state."""
     mine, theirs = wanted.token_shard, source.token_shard
     same = (mine.count, mine.interleave) == (theirs.count, theirs.interleave)
     granule_tokens = wanted.token_granule * wanted.tokens_per_state
     turns = [shard.interleave for shard in (mine, theirs) if shard.count > 1]
     if same or all(turn % granule_tokens == 0 for turn in turns):
-        return None
+        return []
     message = (
         f"{wanted.name}: the source holds {theirs}, the destination {mine}, but {granule_tokens} tokens are one piece"
     )
-    return Mismatch("granule", wanted.name, "token_shard", str(theirs), str(mine), message)
+    return [Mismatch("granule", wanted.name, "token_shard", str(theirs), str(mine), message)]
 
 
 _Share = tuple[int, Interval, Stripe]
@@ -197,16 +209,17 @@ def _share(
     shares: list[_Share] = []
     missing: list[Interval] = []
     for units in _elementary(held, others, me) if divide else [me.units]:
-        holders = [h for h in held if (h.units == units if not divide else h.units.intersect(units) is not None)]
-        family = _token_family(holders, me.tokens)
-        if not family:
+        holders = [h for h in held if (h.units.intersect(units) is not None if divide else h.units == units)]
+        readers = [me, *(o for o in others if o.units.intersect(units) is not None)]
+        # Readers of one token shard share its replicas, whatever else they need.
+        needs = {tokens: _token_shards(holders, tokens) for tokens in {reader.tokens for reader in readers}}
+        if not needs[me.tokens]:
             missing.append(units)
-            continue
-        readers = [me.rank]
-        readers += [o.rank for o in others if o.tokens == me.tokens and o.units.intersect(units) is not None]
-        place, count = sorted(readers).index(me.rank), len(readers)
-        for replicas in family:
-            shares.extend((rank, units, stripe) for rank, stripe in _stripes(replicas, place, count, striping))
+        for shard in needs[me.tokens]:
+            replicas = sorted(holder.rank for holder in holders if holder.tokens == shard)
+            line = sorted(reader.rank for reader in readers if shard in needs[reader.tokens])
+            stripes = _stripes(replicas, line.index(me.rank), len(line), striping)
+            shares.extend((rank, units, stripe) for rank, stripe in stripes)
     return tuple(_joined(shares)), tuple(missing)
 
 
@@ -219,21 +232,26 @@ def _elementary(held: tuple[_Holding, ...], others: tuple[_Holding, ...], me: _H
     return [Interval(begin, end) for begin, end in pairwise(edges)]
 
 
-def _token_family(holders: list[_Holding], wanted: TokenShard) -> list[list[int]]:
-    """Ranks that together hold the wanted tokens, one list of replicas per token shard needed; empty if they cannot.
+def _token_shards(holders: list[_Holding], wanted: TokenShard) -> tuple[TokenShard, ...]:
+    """The holders' shards that together hold the wanted tokens, each once; empty if there are none.
 
-    Shards of one (count, interleave) are disjoint; of several complete families the one with the fewest shards is read.
+    Shards of one (count, interleave) are disjoint. Of several complete families the reader's own is taken, which needs
+    no recutting, else the one with the fewest shards.
     """
-    families: dict[tuple[int, int], dict[int, list[int]]] = {}
-    for holder in holders:
-        shard = holder.tokens
-        family = families.setdefault((shard.count, shard.interleave if shard.count > 1 else 1), {})
-        family.setdefault(shard.index, []).append(holder.rank)
-    for (count, interleave), family in sorted(families.items()):
-        needed = [index for index in range(count) if _meet(TokenShard(index, count, interleave), wanted)]
-        if all(index in family for index in needed):
-            return [sorted(family[index]) for index in needed]
-    return []
+    own = (wanted.count, wanted.interleave)
+    families = {(holder.tokens.count, holder.tokens.interleave) for holder in holders}
+    offered = {holder.tokens for holder in holders}
+    for count, interleave in sorted(families, key=lambda family: (family != own, family)):
+        found = []
+        for index in range(count):
+            shard = TokenShard(index, count, interleave)
+            if _meet(shard, wanted):
+                if shard not in offered:
+                    break
+                found.append(shard)
+        else:
+            return tuple(found)
+    return ()
 
 
 def _meet(a: TokenShard, b: TokenShard) -> bool:

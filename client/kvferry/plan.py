@@ -1,21 +1,23 @@
 """The read plan: what one destination rank reads, from whom, and how a request becomes descriptors.
 
 Pure: a function of (whole source engine, whole destination engine, rank) and nothing else. Made once per source
-    incarnation;
-`expand` then turns the block ids of a request into descriptors with vectorised numpy.
+incarnation; `ReadPlan.expand` then turns the block ids of a request into descriptors with vectorised numpy.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 
 from kvferry.blocks import Blocks
+from kvferry.compat import engine_mismatches
 from kvferry.covering import PlaneRead, cover, planes_by_name
 from kvferry.errors import Incompatible, InvalidField
-from kvferry.expand import Expansion, LaneTables, expand, prepare_tables
-from kvferry.geometry import EngineGeometry, Group, RankGeometry
+from kvferry.expand import Expansion, expand
+from kvferry.geometry import EngineGeometry, Group, Plane, RankGeometry
 from kvferry.lanes import Lane, build_lanes
+from kvferry.needed import needed
+from kvferry.tables import LaneTables, prepare_tables
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,6 +52,20 @@ class ReadPlan:
         names = {lane.group.name for lane in self.lanes}
         return tuple(group for group in self.destination.groups if group.name in names)
 
+    def only(self, wanted: Callable[[Plane], bool]) -> ReadPlan:
+        """The part of the plan that reads the destination planes for which `wanted` is true: some layers, say.
+
+        Parts have tables of their own, so make them once. A rank that reads its layers in several parts gets each byte
+        once.
+        """
+        lanes = self.lanes_of(lambda read: wanted(read.destination))
+        reads = tuple(read for read in self.reads if wanted(read.destination))
+        return replace(self, reads=reads, lanes=lanes, tables=prepare_tables(lanes))
+
+    def lanes_of(self, wanted: Callable[[PlaneRead], bool]) -> tuple[Lane, ...]:
+        """Lanes of those reads only for which `wanted` is true."""
+        return _lanes(self.source, self.destination, (read for read in self.reads if wanted(read)))
+
     def expand(
         self,
         source: Mapping[str, Blocks],
@@ -62,18 +78,19 @@ class ReadPlan:
             source: the blocks that the source granted, by group.
             destination: the local blocks, by group; `Blocks.first_token` is the first token that they want.
             tokens: the tokens asked, ``[a, b)``; None: what the source granted, from each group's first wanted token
-                on.
+                on. State groups are read whole, whatever the tokens.
 
         Raises:
-            BadBlock: an id out of range, the null block, or a destination block given twice.
-            BlocksShort: one side's blocks do not hold the asked tokens.
+            BadBlock: an id out of range, the null block where a token is needed, or a destination block given twice.
+            BlocksShort: one side's blocks do not hold the asked tokens, or states stand at different tokens.
             InvalidField: groups that this engine does not have, or a start inside what may not be cut.
         """
         known = {group.name for group in self.destination.groups}
         for name in destination:
             if name not in known:
                 raise InvalidField("group", name, f"one of {sorted(known)}")
-        return expand(self.lanes, self.tables, self.groups, self.source, source, destination, tokens)
+        source_groups = {group.name: group for group in self.source.groups}
+        return expand(self.lanes, self.tables, needed(self.groups, source_groups, source, destination, tokens))
 
 
 def plan_read(source: EngineGeometry, destination: EngineGeometry, rank: int, *, striping: bool = True) -> ReadPlan:
@@ -86,7 +103,7 @@ def plan_read(source: EngineGeometry, destination: EngineGeometry, rank: int, *,
         striping: spread reads over replicas.
 
     Raises:
-        Incompatible: the rank's planes cannot be covered; every reason is named.
+        Incompatible: the rank cannot read this engine's cache; every reason is named.
         InvalidField: the destination has no such rank.
     """
     mine = next((found for found in destination.ranks if found.rank == rank), None)
@@ -94,9 +111,10 @@ def plan_read(source: EngineGeometry, destination: EngineGeometry, rank: int, *,
         raise InvalidField("rank", rank, f"one of {[found.rank for found in destination.ranks]}")
     groups = {group.name: group for group in destination.groups}
     covering = cover(planes_by_name(source), planes_by_name(destination), mine, groups, striping=striping)
-    if covering.mismatches:
-        raise Incompatible(covering.mismatches)
-    lanes = build_lanes(covering.reads, {group.name: group for group in source.groups}, groups)
+    mismatches = (*engine_mismatches(source, destination), *covering.mismatches)
+    if mismatches:
+        raise Incompatible(mismatches)
+    lanes = _lanes(source, destination, covering.reads)
     return ReadPlan(
         source=source,
         destination=destination,
@@ -106,3 +124,8 @@ def plan_read(source: EngineGeometry, destination: EngineGeometry, rank: int, *,
         lanes=lanes,
         tables=prepare_tables(lanes),
     )
+
+
+def _lanes(source: EngineGeometry, destination: EngineGeometry, reads: Iterable[PlaneRead]) -> tuple[Lane, ...]:
+    source_groups, groups = ({group.name: group for group in engine.groups} for engine in (source, destination))
+    return build_lanes(reads, source_groups, groups)

@@ -1,16 +1,22 @@
-"""Which states a lane moves for a request, as few cuts with many blocks each."""
+"""Which states a lane moves for a request, as few cuts with many blocks each.
+
+The pieces of one period of the lane's line, multiplied by slicing the block ids, are those of a request of any length;
+only its two ends are enumerated.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from fractions import Fraction
 
 import numpy as np
-import numpy.typing as npt
 
-from kvferry.blocks import BlockIds, Blocks
+from kvferry.blocks import BlockIds
 from kvferry.errors import InvalidField
 from kvferry.geometry import GroupKind
-from kvferry.lanes import Cut, Int64s, Lane, StateLayout
+from kvferry.lanes import Lane
+from kvferry.needed import Needed, NeededBlocks
+from kvferry.rows import Cut, Int64s
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -22,58 +28,71 @@ class Segment:
     destination: BlockIds
 
 
-def segments(
-    lane: Lane, source: Blocks, destination: Blocks, tokens: tuple[int, int], asked_from: int
-) -> list[Segment]:
+def segments(lane: Lane, needed: Needed) -> list[Segment]:
     """The segments of a lane.
-
-    Args:
-        lane: the lane.
-        source, destination: checked blocks that hold `tokens`.
-        tokens: the tokens to move, ``[a, b)``; ignored for state groups.
-        asked_from: the first token that may be written; the start of a window rounds down to it at most.
 
     Raises:
         InvalidField: the start lies inside what may not be cut.
     """
     if lane.group.kind is GroupKind.STATE:
-        return [Segment(Cut(0, 0, lane.source.held_per_block), source.ids, destination.ids)]
-    begin, end = _states(lane, tokens, asked_from)
-    begin, end = _striped(lane, begin, end)
+        # A request has one block of state: it falls to one of the stripes.
+        begin, end = lane.stripe.blocks(1)
+        return [Segment(lane.whole_block, needed.source.ids, needed.destination.ids)] if begin < end else []
+    begin, end = span(lane, needed)
     if begin >= end:
         return []
-    first_source = source.first_token // _block_tokens(lane, lane.source)
-    first_destination = destination.first_token // _block_tokens(lane, lane.destination)
-    if lane.same_tokens:
-        low, high = lane.source.held_before(begin), lane.source.held_before(end)
-        if low >= high:
-            return []
-        if lane.source.held_per_block == lane.destination.held_per_block:
-            return _aligned(lane, low, high, source.ids, destination.ids, first_source, first_destination)
-        return _recut(lane, low, high, source.ids, destination.ids, first_source, first_destination)
-    return _resharded(lane, begin, end, source.ids, destination.ids, first_source, first_destination)
-
-
-def _block_tokens(lane: Lane, layout: StateLayout) -> int:
-    return int(layout.block_states * lane.tokens_per_state)
-
-
-def _states(lane: Lane, tokens: tuple[int, int], asked_from: int) -> tuple[int, int]:
-    """Tokens as global states, the end rounded up and the start checked against the granule (DESIGN §5, Tokens)."""
-    per_state = lane.tokens_per_state
-    turn = lane.source.shard.count if lane.same_tokens and lane.source.shard.count > 1 else 1
-    step = lane.granule * turn
-    begin = int(tokens[0] / per_state // step) * step
-    end = -int(-(tokens[1] / per_state) // step) * step
-    if begin * per_state < asked_from and begin * per_state != tokens[0]:
-        cut = step * per_state
-        raise InvalidField(
-            "tokens", tokens, f"a start at a multiple of {cut} tokens: {lane.group.name!r} cannot be cut finer"
+    line, period = lane.line, lane.line.period
+    first, last = -(-begin // period), end // period
+    if first >= last:
+        return _enumerated(lane, begin, end, needed)
+    found = _enumerated(lane, begin, first * period, needed) if begin < first * period else []
+    for alike in line.period_pieces:
+        source = _repeated(needed.source, alike.source_block, period // line.source_step, first, last)
+        destination = _repeated(
+            needed.destination, alike.destination_block, period // line.destination_step, first, last
         )
-    return begin, end
+        found.append(Segment(alike.cut, source, destination))
+    if last * period < end:
+        found += _enumerated(lane, last * period, end, needed)
+    return found
+
+
+def span(lane: Lane, needed: Needed) -> tuple[int, int]:
+    """The part ``[begin, end)`` of its line that a lane moves: its stripe of the needed tokens, in whole granules.
+
+    Raises:
+        InvalidField: see `segments`.
+    """
+    per_state, granule = lane.tokens_per_state, lane.granule
+    begin, end = int(needed.begin // per_state), -int(-needed.end // per_state)
+    if begin * per_state < needed.floor:
+        raise _torn(lane, needed, per_state)
+    begin, end = _striped(lane, begin, end)
+    if begin >= end:
+        return 0, 0
+    if not lane.line.same_tokens:
+        # Interleaves are multiples of the granule (`covering`), so that a granule is one on both sides.
+        low = begin // granule * granule
+        if low < begin and low * per_state < needed.floor:
+            raise _torn(lane, needed, granule * per_state)
+        return low, -(-end // granule) * granule
+    held = lane.source
+    exact, end = held.held_before(begin), held.held_before(end)
+    if exact >= end:
+        return 0, 0
+    low = exact // granule * granule
+    if low < exact and held.held_state(low) * per_state < needed.floor:
+        raise _torn(lane, needed, granule * held.shard.count * per_state)
+    return low, -(-end // granule) * granule
+
+
+def _torn(lane: Lane, needed: Needed, tokens: Fraction) -> InvalidField:
+    what = f"a multiple of {tokens} tokens: group {lane.group.name!r} cannot be cut finer"
+    return InvalidField("first token", needed.floor, what)
 
 
 def _striped(lane: Lane, begin: int, end: int) -> tuple[int, int]:
+    """The lane's stripe of states ``[begin, end)``."""
     if lane.stripe.whole:
         return begin, end
     step = lane.stripe_states
@@ -82,90 +101,28 @@ def _striped(lane: Lane, begin: int, end: int) -> tuple[int, int]:
     return max(begin, (first + low) * step), min(end, (first + high) * step)
 
 
-def _aligned(
-    lane: Lane, low: int, high: int, source: BlockIds, destination: BlockIds, first_source: int, first_destination: int
-) -> list[Segment]:
-    """Equal blocks on both sides: a partial first block, whole blocks, a partial last block."""
-    held = lane.source.held_per_block
-    found = []
-    while low < high:
-        block, at = divmod(low, held)
-        count = min(high - low, held - at)
-        blocks = (high - low) // held if at == 0 and count == held else 1
-        here, there = block - first_source, block - first_destination
-        found.append(Segment(Cut(at, at, count), source[here : here + blocks], destination[there : there + blocks]))
-        low += count * blocks
-    return found
-
-
-def _recut(
-    lane: Lane, low: int, high: int, source: BlockIds, destination: BlockIds, first_source: int, first_destination: int
-) -> list[Segment]:
-    """Different blocks, the same tokens: cut at every block boundary of either side."""
-    theirs, mine = lane.source.held_per_block, lane.destination.held_per_block
-    edges = np.unique(
-        np.concatenate(
-            (
-                np.array([low, high], np.int64),
-                np.arange(low // theirs + 1, -(-high // theirs), dtype=np.int64) * theirs,
-                np.arange(low // mine + 1, -(-high // mine), dtype=np.int64) * mine,
-            )
+def _enumerated(lane: Lane, begin: int, end: int, needed: Needed) -> list[Segment]:
+    """The segments of a short stretch."""
+    line = lane.line
+    origin = begin // line.period
+    # Blocks and states are counted from the period's begin: the line may be longer than numpy's integers.
+    skipped = needed.source.first - origin * (line.period // line.source_step)
+    own_skipped = needed.destination.first - origin * (line.period // line.destination_step)
+    return [
+        Segment(
+            alike.cut,
+            needed.source.ids[alike.source_block - skipped],
+            needed.destination.ids[alike.destination_block - own_skipped],
         )
-    )
-    begin, count = edges[:-1], np.diff(edges)
-    return _by_cut(
-        begin % theirs,
-        begin % mine,
-        count,
-        source[begin // theirs - first_source],
-        destination[begin // mine - first_destination],
-    )
+        for alike in line.pieces(begin - origin * line.period, end - origin * line.period)
+    ]
 
 
-def _resharded(
-    lane: Lane, begin: int, end: int, source: BlockIds, destination: BlockIds, first_source: int, first_destination: int
-) -> list[Segment]:
-    """Different token shards: enumerate the states that both hold and keep those together that are so on both sides."""
-    state = np.arange(begin, end, dtype=np.int64)
-    state = state[_held(state, lane.source) & _held(state, lane.destination)]
-    if len(state) == 0:
-        return []
-    source_at, destination_at = _place(state, lane.source), _place(state, lane.destination)
-    theirs, mine = lane.source.held_per_block, lane.destination.held_per_block
-    # A new piece begins where either side jumps or enters another block.
-    new = (np.diff(source_at) != 1) | (np.diff(destination_at) != 1)
-    new |= (np.diff(source_at // theirs) != 0) | (np.diff(destination_at // mine) != 0)
-    first = np.concatenate(([0], np.flatnonzero(new) + 1))
-    count = np.diff(np.concatenate((first, [len(state)])))
-    source_at, destination_at = source_at[first], destination_at[first]
-    return _by_cut(
-        source_at % theirs,
-        destination_at % mine,
-        count,
-        source[source_at // theirs - first_source],
-        destination[destination_at // mine - first_destination],
-    )
-
-
-def _held(state: Int64s, layout: StateLayout) -> npt.NDArray[np.bool_]:
-    shard = layout.shard
-    return np.equal(state // shard.interleave % shard.count, shard.index)
-
-
-def _place(state: Int64s, layout: StateLayout) -> Int64s:
-    """Index of held states among the held states of the request."""
-    shard = layout.shard
-    return state // (shard.interleave * shard.count) * shard.interleave + state % shard.interleave
-
-
-def _by_cut(
-    source_at: Int64s, destination_at: Int64s, count: Int64s, source: BlockIds, destination: BlockIds
-) -> list[Segment]:
-    """Pieces gathered by their cut."""
-    cuts, which = np.unique(np.stack((source_at, destination_at, count)), axis=1, return_inverse=True)
-    which = which.ravel()
-    found = []
-    for index, (at, to, states) in enumerate(cuts.T.tolist()):
-        chosen = which == index
-        found.append(Segment(Cut(at, to, states), source[chosen], destination[chosen]))
-    return found
+def _repeated(blocks: NeededBlocks, places: Int64s, step: int, first: int, last: int) -> BlockIds:
+    """Ids of the blocks at `places` of every period from `first` to before `last`; a period has `step` blocks."""
+    if len(places) == 1:
+        begin = first * step + int(places[0]) - blocks.first
+        return blocks.ids[begin : begin + (last - first - 1) * step + 1 : step]
+    begins = np.arange(last - first, dtype=np.int64) * step + (first * step - blocks.first)
+    ids: BlockIds = blocks.ids[(begins[:, None] + places).ravel()]
+    return ids

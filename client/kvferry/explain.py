@@ -1,0 +1,377 @@
+"""A read plan in words: who reads what from whom, how much, and in how many descriptors. As text, JSON and proto.
+
+A `ReadLine` gathers the plane reads of one destination rank that differ only in layer and component. Bytes are averaged
+over all tokens of a request, so that they add up: a stripe of a quarter of the blocks counts a quarter.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvferry.codec import token_shard_to_proto
+from kvferry.covering import PlaneRead, Stripe
+from kvferry.geometry import EngineGeometry, GroupKind, Interval, RankGeometry, TokenShard
+from kvferry.lanes import Lane
+from kvferry.plan import ReadPlan
+from kvferry.tables import RECURRING_LIMIT
+from kvferry.v1 import introspection_pb2 as pb
+
+
+@dataclass(frozen=True, slots=True)
+class ReadLine:
+    """What a destination rank reads from one source rank, of planes alike in all but layer and component.
+
+    Attributes:
+        source_rank, source_labels: the rank read from.
+        group: the group.
+        layers: names, in the order of the destination's planes.
+        components: names, each of all these layers.
+        units: units read.
+        tokens: tokens read, before the stripe.
+        stripe: share of the request's blocks.
+        bytes_per_token: mean over the request's tokens; 0 for state groups.
+        bytes_per_request: for state groups, whatever the length; else 0.
+        pieces_per_block: contiguous pieces of single planes per block of the destination, rounded up.
+        descriptors_per_block: what is left of them after fusing, for one block alone.
+        runs_merge: whether consecutive blocks become one descriptor.
+        path: ``direct``.
+    """
+
+    source_rank: int
+    source_labels: Mapping[str, int]
+    group: str
+    layers: tuple[str, ...]
+    components: tuple[str, ...]
+    units: Interval
+    tokens: TokenShard
+    stripe: Stripe
+    bytes_per_token: float
+    bytes_per_request: int
+    pieces_per_block: int
+    descriptors_per_block: int
+    runs_merge: bool
+    path: str = "direct"
+
+
+@dataclass(frozen=True, slots=True)
+class RankLines:
+    """What one destination rank reads.
+
+    Attributes:
+        rank, labels: the destination rank.
+        reads: by source rank and group.
+        uncovered: ``layer/component`` of optional planes that the source does not hold.
+    """
+
+    rank: int
+    labels: Mapping[str, int]
+    reads: tuple[ReadLine, ...]
+    uncovered: tuple[str, ...]
+
+
+def explain(plan: ReadPlan) -> RankLines:
+    """The lines of a plan."""
+    gathered: dict[tuple[int, str, Interval, TokenShard, Stripe], dict[str, list[PlaneRead]]] = {}
+    for read in plan.reads:
+        tokens = read.source.token_shard if read.source.token_shard.count > 1 else read.destination.token_shard
+        key = (read.source_rank, read.destination.group, read.units, tokens, read.stripe)
+        gathered.setdefault(key, {}).setdefault(read.destination.component, []).append(read)
+    labels = {rank.rank: rank.labels for rank in plan.source.ranks}
+    lines = []
+    for (source_rank, group, units, tokens, stripe), components in gathered.items():
+        by_layers: dict[tuple[str, ...], list[str]] = {}
+        for component, reads in components.items():
+            by_layers.setdefault(tuple(read.destination.layer for read in reads), []).append(component)
+        for layers, names in by_layers.items():
+            reads = [read for name in names for read in components[name]]
+            cost = _cost(plan, reads)
+            lines.append(
+                ReadLine(source_rank, labels[source_rank], group, layers, tuple(names), units, tokens, stripe, *cost)
+            )
+    ordered = sorted(lines, key=lambda line: line.source_rank)
+    return RankLines(plan.rank.rank, plan.rank.labels, tuple(ordered), plan.uncovered)
+
+
+def _cost(plan: ReadPlan, reads: Sequence[PlaneRead]) -> tuple[float, int, int, int, bool]:
+    """Bytes per token and per request, pieces and descriptors per block, and whether runs merge."""
+    chosen = {id(read) for read in reads}
+    per_token, per_request = Fraction(0), 0
+    piece_count = descriptor_count = 0
+    merges = True
+    for lane in plan.lanes_of(lambda read: id(read) in chosen):
+        cells = sum(len(read.units) * read.source.state_bytes for read in lane.reads)
+        if lane.group.kind is GroupKind.STATE:
+            begin, end = lane.stripe.blocks(1)
+            per_request += cells * lane.source.held_per_block * (end - begin)
+        else:
+            share = Fraction(lane.stripe.end - lane.stripe.begin, lane.stripe.of)
+            both = _common(lane.source.shard, lane.destination.shard)
+            per_token += cells / lane.tokens_per_state * both * share
+        made, left = _per_block(lane)
+        piece_count, descriptor_count = piece_count + made, descriptor_count + left
+        merges = merges and _merges(lane)
+    return float(per_token), per_request, piece_count, descriptor_count, merges
+
+
+def _common(a: TokenShard, b: TokenShard) -> Fraction:
+    """The part of all states that two shards have in common."""
+    if a == b:
+        return Fraction(1, a.count)
+    periods = a.count * a.interleave, b.count * b.interleave
+    common = math.gcd(*periods)
+    both = int((_residues(a, common) * _residues(b, common)).sum())
+    return Fraction(both, math.lcm(*periods))
+
+
+def _residues(shard: TokenShard, modulus: int) -> npt.NDArray[np.int64]:
+    held = np.arange(shard.index * shard.interleave, (shard.index + 1) * shard.interleave, dtype=np.int64)
+    return np.bincount(held % modulus, minlength=modulus)
+
+
+def _per_block(lane: Lane) -> tuple[int, int]:
+    """Pieces and descriptors of one block of the destination: the mean, rounded up."""
+    if lane.group.kind is GroupKind.STATE:
+        rows = lane.rows(lane.whole_block)
+        return rows.unfused, len(rows)
+    line = lane.line
+    # Block sizes without a small common multiple: the first block stands for all.
+    end = line.period if line.pieces_per_period <= RECURRING_LIMIT else line.destination_step
+    found = [(lane.rows(alike.cut), len(alike.source_block)) for alike in line.pieces(0, end)]
+    blocks = end // line.destination_step
+    made = sum(rows.unfused * count for rows, count in found)
+    left = sum(len(rows) * count for rows, count in found)
+    return -(-made // blocks), -(-left // blocks)
+
+
+def _merges(lane: Lane) -> bool:
+    if lane.linear_bytes:
+        return True
+    if (
+        lane.group.kind is GroupKind.STATE
+        or not lane.line.same_tokens
+        or lane.source.block_states != lane.destination.block_states
+    ):
+        return False
+    stride = lane.source.block_stride
+    return stride == lane.destination.block_stride and bool((lane.rows(lane.whole_block).length == stride).all())
+
+
+def plan_to_proto(plan: ReadPlan) -> pb.RankPlan:
+    """The plan as `Introspection.PlanRead` answers it."""
+    lines = explain(plan)
+    answer = pb.RankPlan(rank=lines.rank, labels=lines.labels, uncovered=lines.uncovered)
+    for line in lines.reads:
+        read = answer.reads.add(
+            source_rank=line.source_rank,
+            source_labels=line.source_labels,
+            group=line.group,
+            layers=line.layers,
+            components=line.components,
+            unit_begin=line.units.begin,
+            unit_end=line.units.end,
+            bytes_per_token=line.bytes_per_token,
+            descriptors_per_block=line.descriptors_per_block,
+            path=line.path,
+        )
+        if line.tokens.count > 1:
+            read.token_shard.CopyFrom(token_shard_to_proto(line.tokens))
+        if not line.stripe.whole:
+            read.stripe_begin, read.stripe_end, read.stripe_of = line.stripe.begin, line.stripe.end, line.stripe.of
+    return answer
+
+
+def to_json(plans: Sequence[ReadPlan]) -> dict[str, Any]:
+    """Plans of one pair of engines as plain values; the shape is kept stable.
+
+    ``layers`` of a read are half-open ranges of indices into the top-level ``layers``; a read without ``stripe`` reads
+    all blocks.
+    """
+    order = layer_order(plans)
+    explained = [explain(plan) for plan in plans]
+    return {
+        "source": plans[0].source.engine_id if plans else "",
+        "destination": plans[0].destination.engine_id if plans else "",
+        "layers": list(order),
+        "ranks": [
+            {
+                **_rank_json(lines.rank, lines.labels),
+                "reads": [_read_json(line, order) for line in lines.reads],
+                "uncovered": list(lines.uncovered),
+            }
+            for lines in explained
+        ],
+        "totals": _totals(plans, explained),
+    }
+
+
+def _rank_json(rank: int, labels: Mapping[str, int]) -> dict[str, int]:
+    return {"rank": rank, **labels, "tp_rank": labels.get("tp_rank", rank), "pp_rank": labels.get("pp_rank", 0)}
+
+
+def _read_json(line: ReadLine, order: Mapping[str, int]) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "source": _rank_json(line.source_rank, line.source_labels),
+        "group": line.group,
+        "layers": _ranges(order[layer] for layer in line.layers),
+        "units": [line.units.begin, line.units.end],
+        "components": list(line.components),
+        "tokens": {"index": line.tokens.index, "count": line.tokens.count, "interleave": line.tokens.interleave},
+        "bytes_per_token": _number(line.bytes_per_token),
+        "bytes_per_request": line.bytes_per_request,
+        "pieces_per_block": line.pieces_per_block,
+        "descriptors_per_block": line.descriptors_per_block,
+        "runs_merge": line.runs_merge,
+        "path": line.path,
+    }
+    if not line.stripe.whole:
+        found["stripe"] = {"begin": line.stripe.begin, "end": line.stripe.end, "of": line.stripe.of}
+    return found
+
+
+def _totals(plans: Sequence[ReadPlan], explained: Sequence[RankLines]) -> dict[str, Any]:
+    reads = [line for lines in explained for line in lines.reads]
+    loads = source_loads(plans[0].source, explained) if plans else {}
+    return {
+        "reads": len(reads),
+        "bytes_per_token": _number(sum(line.bytes_per_token for line in reads)),
+        "bytes_per_request": sum(line.bytes_per_request for line in reads),
+        "pieces_per_block": sum(line.pieces_per_block for line in reads),
+        "descriptors_per_block": sum(line.descriptors_per_block for line in reads),
+        "source_ranks": [
+            {**_rank_json(rank.rank, rank.labels), "share": round(loads[rank.rank], 6)}
+            for rank in (plans[0].source.ranks if plans else ())
+        ],
+        "imbalance": round(max(loads.values(), default=0.0) * len(loads), 6),
+    }
+
+
+def source_loads(source: EngineGeometry, explained: Iterable[RankLines]) -> dict[int, float]:
+    """The share of the bytes that each source rank serves; of a state's bytes where nothing else is read."""
+    reads = [line for lines in explained for line in lines.reads]
+    by_token = any(line.bytes_per_token for line in reads)
+    loads = {rank.rank: 0.0 for rank in source.ranks}
+    for line in reads:
+        loads[line.source_rank] += line.bytes_per_token if by_token else line.bytes_per_request
+    total = sum(loads.values()) or 1.0
+    return {rank: load / total for rank, load in loads.items()}
+
+
+def to_text(plans: Sequence[ReadPlan]) -> str:
+    """Plans of one pair of engines for people: a line per read, then totals."""
+    if not plans:
+        return "no rank to plan for"
+    order = layer_order(plans)
+    explained = [explain(plan) for plan in plans]
+    rows: list[tuple[str, ...]] = [
+        ("", "from", "group", "layers", "components", "units", "tokens", "blocks", "bytes", "descriptors/block")
+    ]
+    for lines in explained:
+        name = rank_name(lines.rank, lines.labels)
+        for line in lines.reads:
+            rows.append((name, *_cells(line, order)))
+            name = ""
+        if not lines.reads:
+            rows.append((name, "nothing", *[""] * 8))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    text = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    totals = _totals(plans, explained)
+    bytes_ = _bytes(float(totals["bytes_per_token"]), int(totals["bytes_per_request"]))
+    text.append("")
+    text.append(f"total        {totals['reads']} reads, {bytes_}")
+    text.append(
+        f"descriptors  {totals['descriptors_per_block']} per block after fusing, {totals['pieces_per_block']} before; "
+        f"{_merging(explained)}"
+    )
+    text.append(f"imbalance    the busiest source rank serves {totals['imbalance']:.2f} times the mean")
+    text.append("path         direct: every descriptor is read straight into the destination's blocks")
+    for lines in explained:
+        for plane in lines.uncovered:
+            name = rank_name(lines.rank, lines.labels)
+            text.append(f"uncovered    {name}: the source has no {plane}, which may stay uncovered")
+    return "\n".join(text)
+
+
+def _cells(line: ReadLine, order: Mapping[str, int]) -> tuple[str, ...]:
+    stripe = line.stripe
+    descriptors = str(line.descriptors_per_block)
+    if line.pieces_per_block != line.descriptors_per_block:
+        descriptors += f" (of {line.pieces_per_block} pieces)"
+    return (
+        rank_name(line.source_rank, line.source_labels),
+        line.group,
+        layer_ranges(line, order),
+        " ".join(line.components),
+        str(line.units),
+        "all" if line.tokens.count == 1 else f"{line.tokens.index}/{line.tokens.count} by {line.tokens.interleave}",
+        "all" if stripe.whole else f"[{stripe.begin}, {stripe.end}) of {stripe.of}",
+        _bytes(line.bytes_per_token, line.bytes_per_request),
+        descriptors,
+    )
+
+
+def _bytes(per_token: float, per_request: int) -> str:
+    parts = [f"{per_token:,.0f} B/token" if per_token or not per_request else ""]
+    parts.append(f"{per_request:,} B/request" if per_request else "")
+    return " + ".join(part for part in parts if part)
+
+
+def _merging(explained: Iterable[RankLines]) -> str:
+    merging = {line.runs_merge for lines in explained for line in lines.reads}
+    if merging == {True}:
+        return "consecutive blocks merge"
+    return "consecutive blocks do not merge" if merging == {False} else "consecutive blocks merge in some reads"
+
+
+def layer_order(plans: Sequence[ReadPlan]) -> dict[str, int]:
+    """Layer names of the destination engine with their places: by the number in the name, a draft model's after
+    the model's."""
+    names = dict.fromkeys(plane.layer for _, plane in plans[0].destination.planes()) if plans else {}
+    prefixes: dict[str, int] = {}
+
+    def place(name: str) -> tuple[int, int]:
+        found = re.search(r"[0-9]+", name)
+        prefix = name[: found.start()] if found else name
+        return prefixes.setdefault(prefix, len(prefixes)), int(found.group()) if found else 0
+
+    # The planes' own order decides between layers with one number: attention and its indexer, say.
+    return {name: index for index, name in enumerate(sorted(names, key=place))}
+
+
+def layer_ranges(line: ReadLine, order: Mapping[str, int]) -> str:
+    """Layers of a read as ``0-15, 31`` or ``0-30 by 2``: places in `layer_order`, both ends included."""
+    places = sorted(order[name] for name in line.layers)
+    steps = {after - before for before, after in pairwise(places)}
+    if len(places) > 2 and len(steps) == 1 and steps != {1}:
+        return f"{places[0]}-{places[-1]} by {steps.pop()}"
+    ranges = _ranges(places)
+    return ", ".join(f"{begin}-{end - 1}" if end > begin + 1 else str(begin) for begin, end in ranges)
+
+
+def rank_name(rank: int, labels: Mapping[str, int]) -> str:
+    """``tp0 pp1`` or, without labels, ``rank 3``."""
+    return RankGeometry(rank, (), labels).label
+
+
+def _ranges(numbers: Iterable[int]) -> list[list[int]]:
+    """Numbers as half-open ranges."""
+    found: list[list[int]] = []
+    for number in sorted(numbers):
+        if found and found[-1][1] == number:
+            found[-1][1] += 1
+        else:
+            found.append([number, number + 1])
+    return found
+
+
+def _number(value: float) -> float | int:
+    """Whole numbers without a point, others to six places."""
+    return int(value) if value == int(value) else round(value, 6)

@@ -1,0 +1,1 @@
+"""The planner: oracle, refusals, counts, and how it explains itself."""

@@ -1,0 +1,18 @@
+"""How much hypothesis draws: `KVFERRY_EXAMPLES=5000` for a long run."""
+
+import os
+
+from hypothesis import HealthCheck, Phase, settings
+
+EXAMPLES = int(os.environ.get("KVFERRY_EXAMPLES", "400"))
+
+settings.register_profile(
+    "plan",
+    max_examples=EXAMPLES,
+    derandomize="KVFERRY_EXAMPLES" not in os.environ,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+    database=None,
+    report_multiple_bugs=False,
+    phases=[Phase.explicit, Phase.generate] if "NOSHRINK" in os.environ else tuple(Phase),
+)

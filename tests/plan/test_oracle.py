@@ -1,0 +1,31 @@
+"""Whatever two engines look like: every wanted byte is right and no other is touched."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvferry import expand
+from kvferry.plan import plan_read
+from tests.plan.simulation import move
+from tests.plan.strategies import World, worlds
+
+
+@settings(settings.get_profile("plan"))
+@given(world=worlds(), prepared=st.booleans())
+def test_every_byte_is_right_and_no_other_is_touched(world: World, prepared: bool) -> None:
+    source, destination = world.source.geometry(), world.destination.geometry()
+    plans = [plan_read(source, destination, rank, striping=world.striping) for rank in world.readers]
+    with pytest.MonkeyPatch.context() as patch:
+        if prepared:
+            patch.setattr(expand, "PREPARED_MIN_COUNT", 1)
+        move(
+            plans,
+            world.source,
+            world.destination,
+            world.source_blocks,
+            world.destination_blocks,
+            world.length,
+            world.tokens,
+        )
