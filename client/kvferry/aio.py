@@ -1,7 +1,7 @@
 """The asyncio client: for services, tools and tests. The same core; what would wait runs on a thread.
 
-It stands on the synchronous client rather than on `grpc.aio`: one implementation of what must be right, and a process that used
-it may still fork. A read is awaitable in either client.
+It stands on the synchronous client rather than on `grpc.aio`: one implementation of what must be right, and a process
+that used it may still fork. A read is awaitable in either client.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
-from kvferry.agents import NixlOptions
 from kvferry.blocks import Blocks
 from kvferry.cache import READ_TIMEOUT, Cache
 from kvferry.channel import TlsConfig
 from kvferry.client import Client
+from kvferry.nixl_options import NixlOptions
 from kvferry.read import Read
 from kvferry.session import EngineSession, Publication, Release
 from kvferry.spec import EngineSpec
@@ -36,9 +36,7 @@ class AsyncClient:
         options: NixlOptions | None = None,
         max_reads: int = 256,
     ) -> None:
-        self._client = Client(
-            address, tls=tls, allowed_homes=allowed_homes, options=options, max_reads=max_reads
-        )
+        self._client = Client(address, tls=tls, allowed_homes=allowed_homes, options=options, max_reads=max_reads)
 
     async def open_engine(self, spec: EngineSpec, **options: Any) -> AsyncSession:
         """See `Client.open_engine`."""

@@ -23,8 +23,8 @@ to."""
 class Blocks:
     """Block ids of one group, in token order.
 
-    Block tables are aligned: a request's token ``t`` lies in its block ``t // block_tokens``. The first id is the block that
-    holds `first_token`, which may lie inside the block.
+    Block tables are aligned: a request's token ``t`` lies in its block ``t // block_tokens``. The first id is the block
+    that holds `first_token`, which may lie inside the block.
 
     Attributes:
         ids: block ids, ``int32[n]``; any sequence of integers is taken.

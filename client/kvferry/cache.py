@@ -6,7 +6,7 @@ import secrets
 import threading
 from collections.abc import Callable, Mapping
 
-from kvferry.agents import NixlOptions, ServingAgent
+from kvferry.agents import ServingAgent
 from kvferry.blocks import Blocks
 from kvferry.clock import from_duration, now
 from kvferry.codec import group_to_proto, rank_to_proto, region_to_proto
@@ -14,6 +14,7 @@ from kvferry.control import Control, retrying
 from kvferry.errors import Closed, InvalidField
 from kvferry.geometry import EngineGeometry, MemoryRegion, RankGeometry, check_rank, check_regions
 from kvferry.homes import Homes
+from kvferry.nixl_options import NixlOptions
 from kvferry.peers import Peer, Peers, whole_engine
 from kvferry.read import Read
 from kvferry.reader import Reader, ReadRequest
@@ -22,7 +23,8 @@ from kvferry.renewals import Renewals
 from kvferry.session import EngineSession
 from kvferry.spec import EngineSpec, EngineToken
 from kvferry.transfers import Transport, TransportGauges
-from kvferry.v1 import geometry_pb2, kv_transfer_pb2 as pb
+from kvferry.v1 import geometry_pb2
+from kvferry.v1 import kv_transfer_pb2 as pb
 
 READ_TIMEOUT = 120.0
 """Seconds a read may take unless it says otherwise, its wait for the publication included."""
@@ -59,7 +61,7 @@ class Cache:
             raise InvalidField("rank", rank.rank, f"below num_ranks {spec.num_ranks}")
         self.spec = spec
         self.rank = rank
-        self.session = session
+        self._session = session
         self._homes = homes
         self._token = token
         self._check_process = check_process
@@ -80,13 +82,20 @@ class Cache:
             rank=rank_to_proto(rank),
             agent=_agent_to_proto(self._agent) if self._agent else None,
         )
-        self._transport = Transport(regions, options)
+        self._transport = Transport(regions, options, keep=keep)
         self._peers = Peers(spec, token.ref(), rank.rank, self._geometry, self._drop)
         self._reader = Reader(token.ref(), rank.rank, self._transport, self._peers, renewals, max_reads)
         answer = self._register(timeout)
         self.reuse_after = from_duration(answer.reuse_after)
         """Seconds from now for which no block of memory that survived a restart may be given out."""
         homes.known_as(answer.advertise)
+
+    @property
+    def session(self) -> EngineSession:
+        """The engine's session; raises `InvalidField` where another process has it."""
+        if self._session is None:
+            raise InvalidField("session", None, f"the process that opened engine {self.spec.engine_id!r}")
+        return self._session
 
     def read(
         self,
@@ -122,7 +131,9 @@ class Cache:
         self._check_open()
         parsed = parse_reference(reference)
         if parties < 1 or (parties > 1 and read_id is None):
-            raise InvalidField("parties", (parties, read_id), "at least 1, and a read_id in common where there are several")
+            raise InvalidField(
+                "parties", (parties, read_id), "at least 1, and a read_id in common where there are several"
+            )
         if not timeout > 0:
             raise InvalidField("timeout", timeout, "more than 0 seconds")
         request = ReadRequest(

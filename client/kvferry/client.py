@@ -7,7 +7,6 @@ import threading
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 
-from kvferry.agents import NixlOptions
 from kvferry.cache import Cache
 from kvferry.channel import TlsConfig
 from kvferry.clock import now
@@ -15,21 +14,25 @@ from kvferry.control import CALL_TIMEOUT, retrying
 from kvferry.errors import Closed, ForkedClient, InvalidField
 from kvferry.geometry import MemoryRegion, Plane, RankGeometry
 from kvferry.homes import Homes
+from kvferry.nixl_options import NixlOptions
 from kvferry.reference import parse_reference
 from kvferry.renewals import Renewals
 from kvferry.session import EngineSession
 from kvferry.spec import EngineSpec, EngineToken
+from kvferry.tensors import Holding, Tensor, planes_of, regions_of
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry.watching import Watcher
 
 OPEN_TIMEOUT = 30.0
-"""Seconds to open an engine or register a rank: longer than the engine ttl for which a predecessor keeps the engine_id."""
+"""Seconds to open an engine or register a rank: longer than the engine ttl for which a predecessor keeps the
+engine_id."""
 
 
 class Client:
     """A process's way to its node server, and through it to every source.
 
-    Nothing is connected or started before it is needed, and every method may be called from any thread. A client does not survive a
+    Nothing is connected or started before it is needed, and every method may be called from any thread. A client does
+    not survive a
     fork: a child gets `ForkedClient` and makes its own.
 
     Args:
@@ -63,7 +66,8 @@ class Client:
         self._closed = False
 
     def open_engine(self, spec: EngineSpec, *, timeout: float = OPEN_TIMEOUT) -> EngineSession:
-        """Start a new incarnation of an engine. In one process of the engine: its scheduler, or rank 0 where there is none.
+        """Start a new incarnation of an engine. In one process of the engine: its scheduler, or rank 0 where there is
+        none.
 
         Args:
             spec: the engine.
@@ -85,8 +89,11 @@ class Client:
         engine: EngineSpec,
         rank: int = 0,
         *,
-        planes: Sequence[Plane],
-        regions: Sequence[MemoryRegion],
+        tensors: Mapping[str, Tensor] | None = None,
+        axes: Sequence[str] | None = None,
+        holding: Holding | None = None,
+        planes: Sequence[Plane] | None = None,
+        regions: Sequence[MemoryRegion] | None = None,
         keep: object = None,
         labels: Mapping[str, int] | None = None,
         token: EngineToken | str | None = None,
@@ -95,12 +102,18 @@ class Client:
     ) -> Cache:
         """Register a rank's cache: with NIXL in this process, and at the node server.
 
+        The memory is said in one of three ways: `tensors` with the names of their `axes`, for an engine of one group;
+        `tensors` with `planes` made of them by `kvferry.formats`; or `planes` and `regions` from plain addresses.
+
         Args:
             engine: the engine.
             rank: index of this rank.
-            planes: what the rank holds, see `kvferry.tensors` and `kvferry.formats`.
-            regions: the memory they lie in.
-            keep: kept referenced as long as the cache is, e.g. the tensors.
+            tensors: a tensor per layer, or whatever the planes were made of; kept referenced.
+            axes: their axes, e.g. ``("kv", "block", "head", "token", "content")``; None: pages move whole.
+            holding: which heads and tokens they hold; None: all of the model.
+            planes: what the rank holds.
+            regions: the memory that the planes lie in.
+            keep: kept referenced as long as the cache is.
             labels: tp_rank, pp_rank ... for people and tools.
             token: from the process that opened the engine; None: opened by this client, or, for an engine of one rank,
                 opened now.
@@ -109,11 +122,13 @@ class Client:
 
         Raises:
             BadGeometry: planes that contradict the engine's groups or lie outside the regions.
+            InvalidField: the memory is said in no way, or in two.
             CacheDiffers: the rank is registered with another content.
             Unavailable: the node server could not be reached.
         """
         self._check_open()
         deadline = now() + timeout
+        found, ranges = _memory(engine, tensors, axes, holding, planes, regions)
         session, own = self._identity(engine, token, timeout)
         if session is None:
             self._watch(own, rank, timeout)
@@ -122,15 +137,15 @@ class Client:
             self._renewals,
             engine,
             own,
-            RankGeometry(rank, tuple(planes), dict(labels or {})),
-            tuple(regions),
+            RankGeometry(rank, found, dict(labels or {})),
+            ranges,
             serve=serve,
             options=self._options,
             max_reads=self._max_reads,
             session=session,
             timeout=deadline - now(),
             check_process=self._check_open,
-            keep=keep,
+            keep=(tensors, keep),
         )
         if session is not None:
             session.on_refill(cache.register_again)
@@ -215,3 +230,28 @@ class Client:
             )
         if self._closed:
             raise Closed("the client is closed")
+
+
+def _memory(
+    engine: EngineSpec,
+    tensors: Mapping[str, Tensor] | None,
+    axes: Sequence[str] | None,
+    holding: Holding | None,
+    planes: Sequence[Plane] | None,
+    regions: Sequence[MemoryRegion] | None,
+) -> tuple[tuple[Plane, ...], tuple[MemoryRegion, ...]]:
+    """The planes and regions of a rank, from whichever of its arguments say them."""
+    if tensors is None:
+        if planes is None or regions is None:
+            raise InvalidField("planes", planes, "tensors, or planes with the regions that they lie in")
+        return tuple(planes), tuple(regions)
+    if regions is not None:
+        raise InvalidField("regions", len(regions), "nothing: tensors say where they lie")
+    if planes is None:
+        if len(engine.groups) != 1:
+            names = [group.name for group in engine.groups]
+            raise InvalidField("planes", None, f"planes that say which of the groups {names} they belong to")
+        planes = planes_of(tensors, axes, engine.groups[0], holding=holding)
+    elif axes is not None or holding is not None:
+        raise InvalidField("axes", axes, "nothing: the planes say what the tensors hold")
+    return tuple(planes), regions_of(tensors.values())

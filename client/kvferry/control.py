@@ -1,4 +1,5 @@
-"""Calls to one node server, synchronous and thread-safe: typed errors, a deadline on every call, the channel made on first use.
+"""Calls to one node server, synchronous and thread-safe: typed errors, a deadline on every call, the channel made on
+first use.
 
 Synchronous on purpose: an engine process forks, and `grpc.aio` does not survive that.
 """
@@ -75,19 +76,18 @@ class Control:
         """Send a batch without waiting; `answered` is called on gRPC's thread, and not at all if the call fails."""
         future = self._call(lambda stub: stub.Notify.future(request, timeout=timeout))
 
-        def on_done(call: grpc.CallFuture[pb.NotifyResponse]) -> None:
-            if call.exception() is None:
-                answered(list(call.result().results))
+        def on_done(_: object) -> None:
+            failure = future.exception()
+            if failure is None:
+                answered(list(future.result().results))
             else:
-                logger.info("notifications to %s not answered: %s", self.address, call.exception())
+                logger.info("notifications to %s not answered: %s", self.address, failure)
 
         future.add_done_callback(on_done)
 
     def read_blocks(self, request: pb.ReadBlocksRequest, timeout: float) -> Stream[pb.ReadBlocksResponse]:
         """Open a ReadBlocks stream; errors come while it is read, see `typed`."""
-        return self._call(
-            lambda stub: cast("Stream[pb.ReadBlocksResponse]", stub.ReadBlocks(request, timeout=timeout))
-        )
+        return self._call(lambda stub: cast("Stream[pb.ReadBlocksResponse]", stub.ReadBlocks(request, timeout=timeout)))
 
     def watch(self, request: pb.WatchRequest) -> Stream[pb.WatchResponse]:
         """Open a Watch; errors come while it is read, see `typed`."""

@@ -5,7 +5,7 @@ them:
 
 - `RawDescriptors`: three arrays, for few or long ones;
 - `PreparedDescriptors`: indices into a `DescriptorTable` that NIXL prepares once per peer, for many short ones
-  (``notes``: 22 against 45 ms for 524,288 pieces at runs of 1, but 0.48 against 0.08 ms at runs of 256).
+  (measured: 22 against 45 ms for 524,288 pieces at runs of 1, but 0.48 against 0.08 ms at runs of 256).
 
 Pure: no I/O, no NIXL.
 """

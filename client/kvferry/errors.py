@@ -39,6 +39,9 @@
     │   ├── TransferExpired
     │   ├── TransferCancelled
     │   └── TransferStuck
+    ├── NixlError                      NIXL refused or lost something
+    ├── NixlMissing                    NIXL is not installed
+    ├── WrongThread                    a reading agent was used by a thread that does not own it
     ├── ForkedClient                   a client was used in a child of the process that made it
     ├── Closed                         a closed client, cache or session was used
     └── InternalError
@@ -78,6 +81,8 @@ __all__ = [
     "LeaseEnded",
     "LimitReached",
     "Mismatch",
+    "NixlError",
+    "NixlMissing",
     "NotFound",
     "NotImplementedHere",
     "PartiesMismatch",
@@ -99,6 +104,7 @@ __all__ = [
     "WatchTakenOver",
     "WrongKey",
     "WrongSession",
+    "WrongThread",
     "from_reason",
 ]
 
@@ -461,6 +467,21 @@ class TransferCancelled(TransferError):
 
 class TransferStuck(TransferError):
     """The read did not end by its deadline (R5)."""
+
+
+class NixlMissing(KvferryError):
+    """NIXL is not installed, or cannot be loaded."""
+
+
+class NixlError(KvferryError):
+    """NIXL refused or lost something. Values: call, peer, problem.
+
+    Proves nothing about a posted read: see `ReadHandle`.
+    """
+
+
+class WrongThread(KvferryError):
+    """A reading agent was used on another thread than its own, which would be a crash. Values: agent, call."""
 
 
 class ForkedClient(KvferryError):

@@ -1,8 +1,8 @@
 """Where the bytes of an engine's cache are, which part of the model's state they hold, and what may be cut.
 
 Frozen values that check themselves: a geometry that contradicts itself cannot be made (`BadGeometry`). They know
-    nothing
-of torch, NIXL or gRPC; `kvferry.formats` makes them from tensors, `kvferry.codec` turns them into protos and back.
+nothing of torch, NIXL or gRPC; `kvferry.formats` makes them from tensors, `kvferry.codec` turns them into protos and
+back.
 
 A plane is one logical KV tensor of one layer on one rank. The address of the contiguous ``state_bytes`` bytes of unit
 ``u`` (a KV head or state channel, counted over the whole model) and state ``x`` of block ``id`` is ::
@@ -75,6 +75,9 @@ class TokenShard:
     def __post_init__(self) -> None:
         if not (0 <= self.index < self.count and self.interleave >= 1):
             raise BadGeometry("token shard", f"index {self.index} of {self.count}, interleave {self.interleave}")
+        if self.count == 1:
+            # All tokens, whatever the interleave: equal shards compare equal.
+            object.__setattr__(self, "interleave", 1)
 
     def __str__(self) -> str:
         return "all tokens" if self.count == 1 else f"tokens {self.index} of {self.count} by {self.interleave}"
@@ -349,6 +352,8 @@ def check_rank(groups: Iterable[Group], rank: RankGeometry) -> None:
         if plane.num_blocks < group.num_blocks:
             raise BadGeometry(where, f"{plane.num_blocks} blocks, its group has {group.num_blocks}")
         if group.kind is GroupKind.STATE:
+            if plane.token_shard.count > 1:
+                raise BadGeometry(where, f"a state has no tokens to shard, but it holds {plane.token_shard}")
             continue
         shard = plane.token_shard
         if group.block_tokens % (shard.count * shard.interleave):

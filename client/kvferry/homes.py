@@ -1,7 +1,8 @@
 """Node servers that a client talks to: its own, and the homes that references name, as far as it may dial them.
 
-A reference comes through routers and HTTP clients; a client that dialled whatever it named could be turned against any host it
-can reach. So homes must be covered by the allow-list, or by TLS, where only a certificate of the configured authority is talked to.
+A reference comes through routers and HTTP clients; a client that dialled whatever it named could be turned against any
+host it can reach. So homes must be covered by the allow-list, or by TLS, where only a certificate of the configured
+authority is talked to.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""The reader's side of a lease: until when bytes count, judged by the reader's own clock (R1; PROTOCOL, Leases 3 and 4)."""
+"""The reader's side of a lease: until when bytes count, judged by the reader's own clock (R1; PROTOCOL, Leases 3 and
+4)."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ def deadline_after(sent_at: float, remaining: float) -> float:
 class ReaderLease:
     """One lease as its reader sees it. Thread-safe.
 
-    The deadline only moves forward, and only while it has not passed: a renewal that is acknowledged late revives nothing.
+    The deadline only moves forward, and only while it has not passed: a renewal that is acknowledged late revives
+        nothing.
     """
 
     def __init__(self, lease_id: bytes, sent_at: float, remaining: float, renew_every: float) -> None:

@@ -7,13 +7,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvferry.agents import AgentInfo
+from kvferry.clock import now
 from kvferry.codec import engine_from_proto, group_to_proto, rank_to_proto, region_from_proto
 from kvferry.control import Control, retrying
-from kvferry.errors import BadAgentMetadata
+from kvferry.errors import BadAgentMetadata, Unreachable
 from kvferry.geometry import EngineGeometry
 from kvferry.plan import ReadPlan, plan_read
 from kvferry.spec import EngineSpec
-from kvferry.v1 import geometry_pb2, kv_transfer_pb2 as pb
+from kvferry.v1 import geometry_pb2
+from kvferry.v1 import kv_transfer_pb2 as pb
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -81,11 +83,15 @@ class Peers:
         key = (home.address, engine_id, incarnation)
         with self._lock:
             slot = self._slots.setdefault(key, _Slot(threading.Lock()))
-        with slot.lock:
+        if not slot.lock.acquire(timeout=max(0.0, deadline - now())):
+            raise Unreachable(f"the handshake with engine {engine_id!r} did not end in time", address=home.address)
+        try:
             if slot.peer is None:
                 slot.peer = self._handshake(home, engine_id, incarnation, deadline)
                 self._drop_replaced(key)
             return slot.peer
+        finally:
+            slot.lock.release()
 
     def forget(self, home: str, engine_id: str, incarnation: bytes) -> None:
         """Handshake anew next time: something at the peer turned out not to be as it was."""
@@ -121,7 +127,9 @@ class Peers:
 def _agent(engine_id: str, rank: int, agent: geometry_pb2.Agent | None) -> AgentInfo:
     if agent is None or not agent.name:
         problem = "it serves no memory"
-        raise BadAgentMetadata(f"engine {engine_id!r}, rank {rank}: {problem}", engine_id=engine_id, rank=rank, problem=problem)
+        raise BadAgentMetadata(
+            f"engine {engine_id!r}, rank {rank}: {problem}", engine_id=engine_id, rank=rank, problem=problem
+        )
     return AgentInfo(
         name=agent.name,
         metadata=agent.metadata,

@@ -1,7 +1,8 @@
 """The destination side: one rank's reads, each from its reference to the home's verdict.
 
-Threading: `Reader.start` returns at once; every read then runs on a thread of its own, straight through: ask for the blocks,
-handshake if the source is new, expand, hand the descriptors to the transport, wait, report. The bytes move on the transport's threads.
+Threading: `Reader.start` returns at once; every read then runs on a thread of its own, straight through: ask for the
+blocks, handshake if the source is new, expand, hand the descriptors to the transport, wait, report. The bytes move on
+the transport's threads.
 """
 
 from __future__ import annotations
@@ -125,7 +126,10 @@ class Reader:
         moved = 0
         try:
             peer = self._peers.get(
-                request.home, grant.source.engine_id, grant.source.incarnation, min(request.deadline, grant.lease.deadline)
+                request.home,
+                grant.source.engine_id,
+                grant.source.incarnation,
+                min(request.deadline, grant.lease.deadline),
             )
             expansion = peer.plan.expand(grant.blocks, request.blocks, request.tokens)
             read._check_cancelled()
@@ -226,13 +230,17 @@ class Reader:
                     return _Grant(lease, source, request_id, _joined(steps), message.complete.payload)
             raise self._timeout(request)
         except KvferryError as error:
-            if lease is not None:
-                self._renewals.drop(lease)
-                if not error.retryable:
-                    grant = _Grant(lease, source, request_id, {}, b"")
-                    outcome = pb.RANK_OUTCOME_CANCELLED if woken.is_set() else pb.RANK_OUTCOME_FAILED
-                    self._report(request, grant, outcome, 0)
-            raise
+            if lease is None:
+                raise
+            self._renewals.drop(lease)
+            if error.retryable and request.deadline - now() < BACKOFF_FIRST:
+                # The source was heard, its blocks were not: the call's own deadline cut the stream.
+                error = self._timeout(request)
+            if not error.retryable:
+                grant = _Grant(lease, source, request_id, {}, b"")
+                outcome = pb.RANK_OUTCOME_CANCELLED if woken.is_set() else pb.RANK_OUTCOME_FAILED
+                self._report(request, grant, outcome, 0)
+            raise error from None
         finally:
             read._cancel_by(None)
             stream.cancel()
@@ -255,9 +263,7 @@ class Reader:
         transfer.extend(grant.lease.deadline)
         if not transfer.wait(max(0.0, request.deadline - now())):
             transfer.cancel()
-            raise TransferStuck(
-                f"read {read.read_id} did not end in time", quiet=transfer.quiet, read_id=read.read_id
-            )
+            raise TransferStuck(f"read {read.read_id} did not end in time", quiet=transfer.quiet, read_id=read.read_id)
         return transfer
 
     def _raise_unless_done(self, request: ReadRequest, read: Read, grant: _Grant, transfer: Transfer) -> None:

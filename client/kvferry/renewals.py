@@ -24,7 +24,8 @@ class _Kept:
 
 
 class Renewals:
-    """Renews leases until they are dropped. Thread-safe. Without leases its thread sleeps, and before the first there is none."""
+    """Renews leases until they are dropped. Thread-safe. Without leases its thread sleeps, and before the first there
+    is none."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -32,9 +33,7 @@ class Renewals:
         self._thread: threading.Thread | None = None
         self._closed = False
 
-    def keep(
-        self, lease: ReaderLease, home: Control, sender: pb.EngineRef, extended: Callable[[float], None]
-    ) -> None:
+    def keep(self, lease: ReaderLease, home: Control, sender: pb.EngineRef, extended: Callable[[float], None]) -> None:
         """Renew a lease from now on; `extended(deadline)` is called after each acknowledged renewal."""
         with self._changed:
             self._kept[lease.lease_id] = _Kept(lease, home, sender, extended)

@@ -93,6 +93,7 @@ class EngineSession:
         self._engine = pb.EngineRef(engine_id=spec.engine_id, incarnation=secrets.token_bytes(16))
         self._lock = threading.Lock()
         self._news = threading.Condition(self._lock)
+        self._publishing = threading.Lock()
         self._next = 1
         self._held: dict[int, _Held] = {}
         self._released: deque[Release] = deque()
@@ -132,37 +133,24 @@ class EngineSession:
 
         Raises:
             BadBlock, InvalidField: the blocks are not ones of this engine.
-            Unavailable: the home could not be reached. Whether the publication exists is not known, so it is aborted as well as
-                can be, and its blocks stay pinned until `released` comes, once.
+            Unavailable: the home could not be reached. Whether the publication exists is not known, so it is aborted as
+                well as can be, and its blocks stay pinned until `released` comes, once.
             KvferryError: the home refused; nothing was published.
         """
         self._check_open()
         groups = self._encode(blocks)
-        with self._lock:
-            number, self._next = self._next, self._next + 1
         key = secrets.token_bytes(16)
-        reference = pb.Reference(
-            home=self.advertise,
-            engine_id=self._engine.engine_id,
-            incarnation=self._engine.incarnation,
-            publication=number,
-            request_id=request_id,
-            key=key,
-        )
-        publication = Publication(number, request_id, format_reference(reference))
         step = pb.Publish(
-            publication=number,
-            request_id=request_id,
-            key=key,
-            groups=groups,
-            last=last,
-            expected_reads=expected_reads,
-            payload=payload,
+            request_id=request_id, key=key, groups=groups, last=last, expected_reads=expected_reads, payload=payload
         )
-        held = _Held(publication, [step], 0.0)
-        with self._lock:
-            self._held[number] = held
-        self._send_step(held, step, timeout)
+        # One at a time: the home takes a number below the highest it has seen for a stale one.
+        with self._publishing:
+            with self._lock:
+                # Number and record together, or a snapshot taken in between would name the number and not hold it.
+                step.publication, self._next = self._next, self._next + 1
+                publication = Publication(step.publication, request_id, self._reference(step))
+                held = self._held[step.publication] = _Held(publication, [step], 0.0)
+            self._send_step(held, step, timeout)
         return publication
 
     def publish_more(
@@ -174,7 +162,8 @@ class EngineSession:
         payload: bytes = b"",
         timeout: float = CALL_TIMEOUT,
     ) -> None:
-        """Offer the next blocks of a publication that was not the last; each group goes on where it ended. Errors as `publish`."""
+        """Offer the next blocks of a publication that was not the last; each group goes on where it ended. Errors as
+        `publish`."""
         self._check_open()
         groups = self._encode(blocks)
         with self._lock:
@@ -237,6 +226,17 @@ class EngineSession:
             self._news.notify_all()
         self._watcher.close()
 
+    def _reference(self, step: pb.Publish) -> str:
+        reference = pb.Reference(
+            home=self.advertise,
+            engine_id=self._engine.engine_id,
+            incarnation=self._engine.incarnation,
+            publication=step.publication,
+            request_id=step.request_id,
+            key=step.key,
+        )
+        return format_reference(reference)
+
     def _encode(self, blocks: Mapping[str, Blocks]) -> list[pb.GroupBlocks]:
         groups = []
         for name, listed in blocks.items():
@@ -265,7 +265,8 @@ class EngineSession:
                 del self._held[held.publication.number]
 
     def _disown(self, held: _Held) -> None:
-        """The home did not answer, so the step's fate is unknown: say once that it is not meant, leave the rest to time."""
+        """The home did not answer, so the step's fate is unknown: say once that it is not meant, leave the rest to
+        time."""
         try:
             self._notify_one(pb.Notification(abort=pb.Abort(publication=held.publication.number)), 1.0)
         except KvferryError as error:

@@ -60,8 +60,8 @@ class EngineSpec:
         engine_id: stable name, 1 to 256 bytes.
         groups: its KV-cache groups.
         num_ranks: number of ranks, each of which registers a cache.
-        identity: what the cache is computed with: model, revision digest, quantisation, rope ... An engine reads only from
-            engines of equal identity.
+        identity: what the cache is computed with: model, revision digest, quantisation, rope ... An engine reads only
+            from engines of equal identity.
     """
 
     engine_id: str

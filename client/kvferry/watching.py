@@ -1,4 +1,5 @@
-"""One process's Watch: its liveness at its own node server, and what that server tells it. A thread that mostly sleeps."""
+"""One process's Watch: its liveness at its own node server, and what that server tells it. A thread that mostly
+sleeps."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ logger = logging.getLogger(__name__)
 class Watcher:
     """Keeps a Watch open, resuming it after every loss until closed or refused for good.
 
-    Threading: `on_event` runs on the watcher's thread, one event at a time; it may make calls but must not wait for long.
+    Threading: `on_event` runs on the watcher's thread, one event at a time; it may make calls but must not wait for
+        long.
     """
 
     def __init__(
@@ -102,7 +104,10 @@ class Watcher:
                     self._request.session_secret = message.opened.session_secret
                 self.opened = message.opened
             self._on_event(message)
-            self._request.resume_epoch = message.home_epoch
+            if self._request.resume_epoch != message.home_epoch:
+                # Another home, or this one restarted: its sequence has begun anew.
+                self._request.resume_epoch = message.home_epoch
+                self._request.resume_sequence = 0
             self._request.resume_sequence = max(message.sequence, self._request.resume_sequence)
             if kind == "synced" or (kind == "opened" and message.opened.resumed):
                 self._failure = None

@@ -1,0 +1,95 @@
+"""`kvferry demo`: every byte is checked, and nothing is left behind, also after Ctrl-C."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import psutil
+import pytest
+
+GEOMETRY = {
+    "tp_size": 2,
+    "pp_size": 1,
+    "layout": "HND",
+    "block_size": 16,
+    "num_blocks": 32,
+    "model": {"layers": 2, "kv_heads": 4, "head_dim": 16, "dtype": "bfloat16", "attention": "gqa"},
+}
+
+
+def command(tmp_path: Path, *options: str, destination: Mapping[str, object] | None = None) -> list[str]:
+    files = []
+    for name, changes in (("source", {}), ("destination", destination or {})):
+        file = tmp_path / f"{name}.json"
+        file.write_text(json.dumps({"engine_id": name, **GEOMETRY, **changes}))
+        files += [f"--{name}", str(file)]
+    return [sys.executable, "-m", "kvferry.cli", "demo", *files, *options]
+
+
+def environment(tmp_path: Path) -> dict[str, str]:
+    scratch = tmp_path / "scratch"
+    scratch.mkdir(exist_ok=True)
+    return {**os.environ, "TMPDIR": str(scratch)}
+
+
+@pytest.mark.parametrize("ucx_tls", ["", "tcp"], ids=["ucx-default", "ucx-tcp"])
+def test_demo_moves_and_verifies_every_byte(tmp_path: Path, ucx_tls: str) -> None:
+    options = ["--json", "--requests", "3", "--tokens", "60", "--ucx-tls", ucx_tls]
+    done = subprocess.run(
+        command(tmp_path, *options, destination={"tp_size": 1}),
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env=environment(tmp_path),
+    )
+    assert done.returncode == 0, done.stderr
+    outcome = json.loads(done.stdout)
+    (rank,) = outcome["ranks"]
+    assert rank["source_ranks"] == [0, 1]
+    assert (rank["wrong"], rank["strayed"], outcome["failures"]) == (0, 0, [])
+    assert rank["right"] >= outcome["bytes"] > 0
+    assert outcome["released"] == 4
+    assert list((tmp_path / "scratch").iterdir()) == []
+
+
+def test_demo_of_an_impossible_pair_says_why_and_starts_nothing(tmp_path: Path) -> None:
+    destination = {"model": {**GEOMETRY["model"], "kv_heads": 8}}  # type: ignore[dict-item]
+    done = subprocess.run(
+        command(tmp_path, destination=destination),
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env=environment(tmp_path),
+    )
+    assert done.returncode == 2
+    assert "axis_size is 4 at the source" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_interrupted_demo_leaves_nothing_behind(tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        command(tmp_path, "--json", "--requests", "1", "--tokens", "64"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment(tmp_path),
+        start_new_session=True,
+    )
+    assert process.stderr is not None
+    # The ranks are there once their source is being filled.
+    lines = iter(process.stderr.readline, "")
+    assert any("filling" in line for line in lines)
+    started = psutil.Process(process.pid).children(recursive=True)
+    os.killpg(process.pid, signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130, errors
+    assert len(started) >= 6
+    _, alive = psutil.wait_procs(started, timeout=20)
+    assert alive == []
+    assert list((tmp_path / "scratch").iterdir()) == []

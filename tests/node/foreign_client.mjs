@@ -1,0 +1,78 @@
+// A client that knows kvferry by its .proto files alone: Handshake with the source's home, then ReadBlocks, as a router or engine
+// in another language would do it. Prints one JSON object.
+//
+// usage: node foreign_client.mjs PROTO_ROOT REFERENCE HANDSHAKE_JSON
+
+import grpc from "@grpc/grpc-js";
+import protoLoader from "@grpc/proto-loader";
+import protobuf from "protobufjs";
+import { randomBytes } from "node:crypto";
+import path from "node:path";
+
+const [root, text, handshakeJson] = process.argv.slice(2);
+const file = "kvferry/v1/kv_transfer.proto";
+
+const types = new protobuf.Root();
+types.resolvePath = (origin, target) =>
+  target.startsWith("google/") ? protobuf.util.path.resolve(origin, target) : path.join(root, target);
+await types.load(file);
+const body = Buffer.from(text.slice("kvf1.".length), "base64url");
+const reference = types.lookupType("kvferry.v1.Reference").decode(body);
+
+const options = { includeDirs: [root], longs: String, enums: String, keepCase: true, defaults: true, oneofs: true };
+const loaded = grpc.loadPackageDefinition(protoLoader.loadSync(file, options));
+const client = new loaded.kvferry.v1.KVTransfer(reference.home, grpc.credentials.createInsecure());
+const deadline = () => ({ deadline: Date.now() + 10_000 });
+
+const reader = { engine_id: "foreign", incarnation: randomBytes(16) };
+const handshake = await new Promise((resolve, reject) =>
+  client.Handshake(
+    { engine_id: reference.engineId, reader, ...JSON.parse(handshakeJson) },
+    deadline(),
+    (error, answer) => (error ? reject(error) : resolve(answer)),
+  ),
+);
+
+const messages = [];
+await new Promise((resolve, reject) => {
+  const call = client.ReadBlocks(
+    { reference: text, reader, read_id: "foreign-1", parties: 1, wait: { seconds: 5 } },
+    deadline(),
+  );
+  call.on("data", (message) => {
+    messages.push(message);
+    if (message.message === "complete") {
+      call.cancel();
+      resolve();
+    }
+  });
+  call.on("error", reject);
+  call.on("end", resolve);
+});
+
+const accepted = messages[0].accepted;
+const done = await new Promise((resolve, reject) =>
+  client.Notify(
+    {
+      sender: reader,
+      notifications: [
+        { read_done: { lease_id: accepted.lease_id, reports: [{ rank: 0, outcome: "RANK_OUTCOME_DONE", bytes: 0 }] } },
+      ],
+    },
+    deadline(),
+    (error, answer) => (error ? reject(error) : resolve(answer)),
+  ),
+);
+client.close();
+
+console.log(
+  JSON.stringify({
+    home: reference.home,
+    ranks: handshake.geometry.ranks.length,
+    planes: handshake.geometry.ranks[0].planes.length,
+    agents: handshake.agents.map((agent) => agent.metadata.length),
+    kinds: messages.map((message) => message.message),
+    blocks: messages.filter((message) => message.message === "blocks").flatMap((message) => message.blocks.groups),
+    verdict: done.results[0].read_ended.verdict,
+  }),
+);

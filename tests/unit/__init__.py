@@ -1,0 +1,1 @@
+"""The pure parts: no process, no network, no NIXL."""

@@ -1,0 +1,58 @@
+"""Errors carry their values, cross process boundaries, and map one to one to the contract's reasons."""
+
+import pickle
+
+import pytest
+
+from kvferry import errors
+from kvferry.v1 import errors_pb2
+
+ALL = [cls for cls in vars(errors).values() if isinstance(cls, type) and issubclass(cls, errors.KvferryError)]
+WITH_REASON = [cls for cls in ALL if cls.reason]
+
+
+def test_every_reason_of_the_contract_has_one_error_and_every_error_a_reason_of_the_contract() -> None:
+    reasons = {name.removeprefix("ERROR_REASON_") for name in list(errors_pb2.ErrorReason.keys())} - {"UNSPECIFIED"}
+    assert {cls.reason for cls in WITH_REASON} == reasons
+    assert len({cls.reason for cls in WITH_REASON}) == len(WITH_REASON)
+
+
+def test_every_error_is_in_the_tree_and_exported() -> None:
+    tree = errors.__doc__ or ""
+    for cls in ALL:
+        assert cls.__name__ in tree
+        assert cls.__name__ in errors.__all__
+
+
+@pytest.mark.parametrize("cls", WITH_REASON, ids=lambda cls: cls.__name__)
+def test_error_is_rebuilt_from_its_reason(cls: type[errors.KvferryError]) -> None:
+    rebuilt = errors.from_reason(cls.reason, "message", {"engine_id": "x"}, 2.5)
+    assert type(rebuilt) is cls
+    if cls is not errors.Incompatible:
+        assert (rebuilt.message, rebuilt.values, rebuilt.retry_after) == ("message", {"engine_id": "x"}, 2.5)
+
+
+def test_errors_pickle_with_their_values() -> None:
+    bad = pickle.loads(pickle.dumps(errors.BadBlock("full", "source", 7, 4, "out of range")))
+    assert isinstance(bad, errors.BadBlock)
+    assert bad.values["block"] == "7"
+    stuck = pickle.loads(pickle.dumps(errors.TransferStuck("slow", quiet=False, read_id="r")))
+    assert (stuck.quiet, stuck.values) == (False, {"read_id": "r"})
+
+
+def test_incompatible_crosses_the_wire_with_every_mismatch() -> None:
+    mismatches = tuple(errors.Mismatch("format", f"layer{i}", "format", "a", "b", f"no {i}") for i in range(20))
+    error = errors.Incompatible(mismatches)
+    rebuilt = errors.from_reason(error.reason, error.message, error.values)
+    assert isinstance(rebuilt, errors.Incompatible)
+    assert rebuilt.mismatches == mismatches[:16]
+    assert rebuilt.values["mismatches"] == "20"
+    assert "and 4 more" in str(rebuilt)
+
+
+def test_only_unavailable_and_what_says_when_may_be_repeated() -> None:
+    assert errors.EngineIncomplete("x").retryable
+    assert errors.EngineIdInUse("x", retry_after=3.0).retryable
+    assert errors.LimitReached("x", retry_after=0.1).retryable
+    assert not errors.PeerRestarted("x").retryable
+    assert not errors.InvalidField("a", 1, "2").retryable
