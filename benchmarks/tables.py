@@ -1,0 +1,41 @@
+"""A benchmark's result: a table with a title and what it shows."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Rows of text, the first column a label.
+
+    Attributes:
+        title: what was measured, against what.
+        columns: headings.
+        rows: as many cells as headings.
+    """
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+    def markdown(self) -> str:
+        """The table as Markdown."""
+        lines = [f"### {self.title}", "", "| " + " | ".join(self.columns) + " |"]
+        lines.append("|---|" + "---:|" * (len(self.columns) - 1))
+        lines += ["| " + " | ".join(row) + " |" for row in self.rows]
+        return "\n".join(lines) + "\n"
+
+
+def seconds(action: Callable[[], object], repeats: int) -> float:
+    """Median time of an action, after one that does not count."""
+    action()
+    taken = []
+    for _ in range(repeats):
+        began = time.perf_counter()
+        action()
+        taken.append(time.perf_counter() - began)
+    return statistics.median(taken)
