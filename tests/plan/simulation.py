@@ -30,7 +30,8 @@ def content(plane: Plane, states: int) -> Bytes:
     name = sum((index + 1) * ord(char) for index, char in enumerate(plane.name))
     unit, state, byte = np.ogrid[: plane.axis_size, :states, : plane.state_bytes]
     mixed = (name * 2654435761 + unit * 40503 + state * 69069 + byte * 30011 + unit * state * 7 + 12345) & 0xFFFFFFFF
-    return ((mixed ^ (mixed >> 13) ^ (mixed >> 7)) & 0xFF).astype(np.uint8)
+    values: Bytes = ((mixed ^ (mixed >> 13) ^ (mixed >> 7)) & 0xFF).astype(np.uint8)
+    return values
 
 
 def global_state(plane: Plane, block: int, x: int) -> int:
@@ -226,14 +227,14 @@ def check(
         untouched = expected[wrong] == before[wrong]
         raise AssertionError(
             f"{len(wrong)} bytes are wrong, {int(untouched.sum())} of them should not have been touched; "
-            f"the first at {destination.base + int(wrong[0]):#x}, which belongs to {_owner(plan, destination, wrong[0])}"
+            f"the first at {destination.base + int(wrong[0]):#x}, of {_owner(plan, destination, int(wrong[0]))}"
         )
     return count
 
 
 def _owner(plan: ReadPlan, destination: Memory, offset: int) -> str:
     """Where a byte lies, for messages."""
-    at = destination.base + int(offset)
+    at = destination.base + offset
     for plane in plan.rank.planes:
         for block_id in range(plane.num_blocks):
             for x in range(plane.block_states):
@@ -253,7 +254,7 @@ def move(
     length: int,
     tokens: tuple[int, int] | None = None,
 ) -> int:
-    """Fill, expand, move and check a request of `length` tokens for each of the plans' ranks; returns states checked."""
+    """Fill, expand, move and check a request of `length` tokens for each plan's rank; returns the states checked."""
     _, memories, model = source_memories(source, source_blocks, length)
     _, sizes = destination.build()
     count = 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import pairwise
 from math import lcm
 from typing import NamedTuple
 
@@ -129,7 +130,7 @@ def unit_shards(draw: st.DrawFn, axis: int, size: int) -> list[Interval]:
         return [shard(rank, size, axis) for rank in range(size)]
     cuts = sorted(draw(st.sets(st.integers(1, axis), max_size=size - 1)) - {axis}) if size > 1 else []
     edges = [0, *cuts, axis]
-    found = [Interval(a, b) for a, b in zip(edges[:-1], edges[1:], strict=True)]
+    found = [Interval(a, b) for a, b in pairwise(edges)]
     while len(found) < size:
         begin = draw(st.integers(0, axis - 1))
         found.append(Interval(begin, draw(st.integers(begin + 1, axis))))

@@ -117,7 +117,8 @@ class OneEngine(IntrospectionServicer):
 def live(request: pytest.FixtureRequest) -> Iterator[str]:
     with ThreadPoolExecutor(1) as pool:
         server = grpc.server(pool)
-        add_IntrospectionServicer_to_server(OneEngine(getattr(request, "param", [])), server)
+        servicer = OneEngine(getattr(request, "param", []))  # type: ignore[abstract]  # The other calls stay unanswered.
+        add_IntrospectionServicer_to_server(servicer, server)
         port = server.add_insecure_port("127.0.0.1:0")
         server.start()
         yield f"live@127.0.0.1:{port}"

@@ -189,7 +189,7 @@ def test_proto_says_the_same(pair: str) -> None:
         assert len(message.reads) == len(lines.reads)
         for line, read in zip(lines.reads, message.reads, strict=True):
             assert (read.source_rank, read.group) == (line.source_rank, line.group)
-            assert (read.layers, read.components) == (list(line.layers), list(line.components))
+            assert (tuple(read.layers), tuple(read.components)) == (line.layers, line.components)
             assert (read.unit_begin, read.unit_end) == (line.units.begin, line.units.end)
             assert read.HasField("token_shard") == (line.tokens.count > 1)
             assert read.stripe_of == (0 if line.stripe.whole else line.stripe.of)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from itertools import pairwise
+
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.blocks import Blocks
-from kvferry.geometry import Group, GroupKind
+from kvferry.geometry import Group, GroupKind, Plane
 from kvferry.plan import plan_read
 from tests.plan.simulation import POISON, Memory, check, execute, source_memories
 from tests.plan.worlds import Engine, Tensor, engine, tensors, tp_ranks
@@ -18,14 +21,18 @@ DESTINATION = engine("d", MODEL, 1, block_tokens=12)
 THEIRS, MINE = {"full": Blocks([3, 4, 9, 1, 0], 0, 40)}, {"full": Blocks([5, 2, 3, 8])}
 
 
+def layer_is(layer: int) -> Callable[[Plane], bool]:
+    return lambda plane: plane.layer == f"layers.{layer}"
+
+
 def test_layers_one_by_one_are_the_whole() -> None:
     plan = plan_read(SOURCE.geometry(), DESTINATION.geometry(), 0)
     _, memories, model = source_memories(SOURCE, THEIRS, 40)
     memory = Memory.filled(DESTINATION.base(0), DESTINATION.build()[1][0], POISON)
     before = memory.data.copy()
-    parts = [plan.only(lambda plane, layer=layer: plane.layer == f"layers.{layer}") for layer in range(4)]
     total = 0
-    for part in parts:
+    for layer in range(4):
+        part = plan.only(layer_is(layer))
         expansion = part.expand(THEIRS, MINE)
         execute(expansion, memories, memory)
         total += expansion.total_bytes
@@ -37,7 +44,7 @@ def test_a_part_touches_no_other_layer() -> None:
     plan = plan_read(SOURCE.geometry(), DESTINATION.geometry(), 0)
     _, memories, _ = source_memories(SOURCE, THEIRS, 40)
     memory = Memory.filled(DESTINATION.base(0), DESTINATION.build()[1][0], POISON)
-    execute(plan.only(lambda plane: plane.layer == "layers.2").expand(THEIRS, MINE), memories, memory)
+    execute(plan.only(layer_is(2)).expand(THEIRS, MINE), memories, memory)
     for plane in plan.rank.planes:
         first, last = (address - memory.base for address in plane.extent)
         assert bool((memory.data[first:last] != POISON).any()) == (plane.layer == "layers.2")
@@ -66,7 +73,7 @@ def test_token_ranges_one_after_the_other_are_the_whole(cuts: set[int]) -> None:
     memory = Memory.filled(DESTINATION.base(0), DESTINATION.build()[1][0], POISON)
     before = memory.data.copy()
     edges = [0, *sorted(cuts), 40]
-    for begin, end in zip(edges, edges[1:], strict=False):
+    for begin, end in pairwise(edges):
         execute(plan.expand(THEIRS, MINE, (begin, end)), memories, memory)
     check(plan, memory, before, model, THEIRS, MINE, (0, 40))
     assert not np.array_equal(before, memory.data)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 from dataclasses import FrozenInstanceError, replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -71,7 +72,7 @@ def test_5_num_blocks_may_differ() -> None:
 
 def test_5_sizes_that_do_not_fit_are_refused_before_any_transfer() -> None:
     wider = [replace(tensor, state_bytes=8) for tensor in GQA]
-    with pytest.raises(Incompatible, match="state_bytes is 4 at the source .* 8 at the destination"):
+    with pytest.raises(Incompatible, match=r"state_bytes is 4 at the source .* 8 at the destination"):
         plans(gqa(2), engine("d", wider, 2))
 
 
@@ -292,8 +293,7 @@ def test_uneven_heads_as_declared() -> None:
         model = tensors(layers=1, axis=10)
         edges = [sum(sizes[:index]) for index in range(len(sizes) + 1)]
         ranks = tuple(
-            Rank(tuple(Held(tensor, Interval(begin, end)) for tensor in model))
-            for begin, end in zip(edges, edges[1:], strict=False)
+            Rank(tuple(Held(tensor, Interval(begin, end)) for tensor in model)) for begin, end in pairwise(edges)
         )
         return Engine(name, (Group("full", block_tokens=16, num_blocks=8),), ranks)
 

@@ -1,12 +1,14 @@
-"""All tensor parallel sizes that engines could build: each head of each reader exactly once, from a rank that holds it."""
+"""All tensor parallel sizes that engines could build: each head of each reader once, from a rank that holds it."""
 
 from __future__ import annotations
+
+from itertools import pairwise
 
 import pytest
 
 from kvferry.blocks import Blocks
 from kvferry.compat import diff
-from kvferry.plan import plan_read
+from kvferry.plan import ReadPlan, plan_read
 from tests.plan.simulation import move
 from tests.plan.worlds import HND, NHD, engine, shard, tensors
 
@@ -36,12 +38,12 @@ def test_every_pair_of_sizes_is_planned_and_right(heads: int) -> None:
             assert move([some], engines[source_size], engines[size], {"full": blocks[0]}, {"full": blocks[1]}, 7)
 
 
-def _check_shares(plan: object, heads: int, source_size: int, size: int) -> None:
+def _check_shares(plan: ReadPlan, heads: int, source_size: int, size: int) -> None:
     """By counting: of every head of the reader, the stripes are disjoint, cover all blocks, and are held."""
-    mine = shard(plan.rank.rank, size, heads)  # type: ignore[attr-defined]
+    mine = shard(plan.rank.rank, size, heads)
     for head in range(mine.begin, mine.end):
         stripes = []
-        for read in plan.reads:  # type: ignore[attr-defined]
+        for read in plan.reads:
             if read.units.begin <= head < read.units.end:
                 held = shard(read.source_rank, source_size, heads)
                 assert held.begin <= head < held.end
@@ -49,4 +51,4 @@ def _check_shares(plan: object, heads: int, source_size: int, size: int) -> None
         stripes.sort()
         assert stripes[0][0] == 0
         assert stripes[-1][1] == 1
-        assert all(before[1] == after[0] for before, after in zip(stripes, stripes[1:], strict=False))
+        assert all(before[1] == after[0] for before, after in pairwise(stripes))

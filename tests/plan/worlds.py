@@ -1,7 +1,7 @@
 """Geometries for the planner's tests, written from the definition of a plane and from nothing else.
 
-A model is a list of tensors. An engine says which units and tokens of them each rank holds, and how each rank lays them
-out. `Engine.geometry` is what the planner is told, `Engine.memory_bytes` how much memory each rank has. Nothing here uses
+A model is a list of tensors. An engine says which units and tokens of them each rank holds, and how each rank lays
+them out; `Engine.build` is what the planner is told, and how much memory each rank has. Nothing here uses
 `kvferry.sharding`, `kvferry.formats` or the planner.
 """
 
@@ -59,8 +59,8 @@ class Held:
 class Layout:
     """How the planes of a rank lie in memory: any order of the axes, any padding, side by side at any level.
 
-    `order` names the axes from the outermost: B(locks), P(ages), U(nits), T(okens). The planes of one cluster lie side by
-    side inside the first `level` axes: 0 is apart, 1 (with B first) is blocks-first, 4 is packed in the content dimension.
+    `order` names the axes from the outermost: B(locks), P(ages), U(nits), T(okens). The planes of one cluster lie side
+    by side inside the first `level` axes: 0 is apart, 1 (with B first) blocks-first, 4 packed in the content dimension.
     """
 
     order: str = "BPUT"

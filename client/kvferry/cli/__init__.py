@@ -8,14 +8,13 @@ Exit codes: 0; 1 when a node server refuses or cannot be reached; 2 for wrong us
 from __future__ import annotations
 
 import sys
-from importlib import import_module
-from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import typer
 
 from kvferry.cli.demo import demo
 from kvferry.cli.engines import engine, engines
+from kvferry.cli.plan import plan
 from kvferry.cli.requests import requests
 from kvferry.cli.transfers import transfers
 from kvferry.cli.version import version
@@ -30,10 +29,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for _command in (engines, engine, requests, transfers, demo, version):
+for _command in (engines, engine, requests, transfers, plan, demo, version):
     app.command()(_command)
-if find_spec("kvferry.cli.plan") is not None:
-    app.command()(import_module("kvferry.cli.plan").plan)
 
 
 def main() -> None:

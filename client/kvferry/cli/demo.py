@@ -12,6 +12,7 @@ import typer
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from kvferry.covering import Stripe
     from kvferry.demo.run import Outcome
     from kvferry.geometry import EngineGeometry
 
@@ -119,28 +120,22 @@ def _conclude(console: Console, outcome: Outcome) -> None:
     from rich.table import Table
 
     table = Table(title="who read what from whom", title_justify="left")
-    for column, justify in (
-        ("rank", "left"),
-        ("from", "left"),
-        ("units", "left"),
-        ("blocks", "left"),
-        ("planes", "right"),
-    ):
-        table.add_column(column, justify="right" if justify == "right" else "left")
+    for column in ("rank", "from", "units", "blocks"):
+        table.add_column(column)
+    table.add_column("MiB", justify="right")
     for rank, plan in outcome.plans.items():
-        rows: dict[tuple[int, str, str], int] = {}
-        for read in plan.reads:
-            stripe = (
-                "all"
-                if read.stripe.whole
-                else f"{read.stripe.begin}/{read.stripe.of} to {read.stripe.end}/{read.stripe.of}"
+        labels = {source.rank: source.label for source in plan.source.ranks}
+        for source_rank in plan.source_ranks:
+            reads = [read for read in plan.reads if read.source_rank == source_rank]
+            units = sorted({(read.units.begin, str(read.units)) for read in reads})
+            stripes = sorted({_share(read.stripe) for read in reads})
+            table.add_row(
+                plan.rank.label,
+                labels[source_rank],
+                ", ".join(text for _, text in units),
+                ", ".join(stripes),
+                f"{outcome.by_source[rank][source_rank] / 2**20:,.0f}",
             )
-            key = (read.source_rank, str(read.units), stripe)
-            rows[key] = rows.get(key, 0) + 1
-        labels = {r.rank: r.label for r in plan.source.ranks}
-        for (source_rank, units, stripe), planes in sorted(rows.items()):
-            table.add_row(plan.rank.label, labels[source_rank], units, stripe, str(planes))
-        del rank
     console.print(table)
     moved = [item for items in outcome.moved.values() for item in items]
     verified = outcome.verified.values()
@@ -161,6 +156,10 @@ def _conclude(console: Console, outcome: Outcome) -> None:
         console.print(line, highlight=False)
 
 
+def _share(stripe: Stripe) -> str:
+    return "all" if stripe.whole else f"{stripe.begin}/{stripe.of} to {stripe.end}/{stripe.of}"
+
+
 def _as_json(outcome: Outcome) -> dict[str, object]:
     return {
         "bytes": outcome.total_bytes,
@@ -172,6 +171,7 @@ def _as_json(outcome: Outcome) -> dict[str, object]:
             {
                 "rank": rank,
                 "source_ranks": list(plan.source_ranks),
+                "bytes_by_source": {str(source): count for source, count in outcome.by_source[rank].items()},
                 "reads": [
                     {"request": m.request, "bytes": m.bytes, "descriptors": m.descriptors, "error": m.error}
                     for m in outcome.moved[rank]

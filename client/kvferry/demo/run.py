@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import lcm
@@ -30,6 +31,7 @@ class Outcome:
 
     Attributes:
         plans: by destination rank.
+        by_source: bytes that each destination rank read from each source rank.
         moved: what each destination rank read, by rank.
         verified: what each found in its memory, by rank.
         releases: what the source was told.
@@ -39,6 +41,7 @@ class Outcome:
     """
 
     plans: dict[int, ReadPlan]
+    by_source: dict[int, Counter[int]]
     moved: dict[int, list[Moved]]
     verified: dict[int, Verified]
     releases: list[Release]
@@ -103,7 +106,8 @@ def run_demo(
             _all_answer(sources, "filled")
             memcpy_rate = _memcpy_rate()
             report.phase("moving")
-            report.total(_total_bytes(plans, wanted[1:]))
+            by_source = {rank: _by_source(plan, wanted[1:]) for rank, plan in plans.items()}
+            report.total(sum(counter.total() for counter in by_source.values()))
             published = [
                 replace(request, reference=sessions[0].publish(request.name, request.source).reference)
                 for request in wanted
@@ -114,7 +118,7 @@ def run_demo(
             _ask(destinations, "verify", published)
             verified = {rank.rank: cast("Verified", rank.answer()) for rank in destinations}
             releases = _releases(sessions[0], len(published))
-    return Outcome(plans, moved, verified, releases, _slowest(first), _slowest(moved), memcpy_rate)
+    return Outcome(plans, by_source, moved, verified, releases, _slowest(first), _slowest(moved), memcpy_rate)
 
 
 def _slowest(moved: dict[int, list[Moved]]) -> float:
@@ -220,12 +224,13 @@ class _Allocator:
         return blocks
 
 
-def _total_bytes(plans: dict[int, ReadPlan], requests: list[Request]) -> int:
-    return sum(
-        plan.expand(request.source, request.destination, (0, request.tokens)).total_bytes
-        for plan in plans.values()
-        for request in requests
-    )
+def _by_source(plan: ReadPlan, requests: list[Request]) -> Counter[int]:
+    """Bytes that a rank will read from each source rank."""
+    found: Counter[int] = Counter()
+    for request in requests:
+        for source in plan.expand(request.source, request.destination, (0, request.tokens)).sources:
+            found[source.source_rank] += source.total_bytes
+    return found
 
 
 def _memcpy_rate() -> float:

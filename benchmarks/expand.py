@@ -1,0 +1,276 @@
+"""What turning a request's block ids into descriptors costs: against the number of pieces, against a copy of the same
+arrays, and against NIXL's own making of a transfer from them.
+
+`python -m benchmarks.expand` prints the tables.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from benchmarks.tables import Table, seconds
+from kvferry import Blocks, EngineGeometry, Group, Interval, MemoryKind, Plane, RankGeometry
+from kvferry.descriptors import Descriptors, DescriptorTable, PreparedDescriptors
+from kvferry.expand import Expansion
+from kvferry.plan import ReadPlan, plan_read
+
+PLANES = 64
+HEADS = 8
+STATE_BYTES = 4
+BLOCKS = 8192
+"""The blocks of the aims: 131,072 tokens at 16 per block."""
+REPEATS = 9
+
+Ids = npt.NDArray[np.int32]
+
+
+def engine(
+    engine_id: str, ranks: int = 1, *, planes: int = PLANES, block_tokens: int = 16, num_blocks: int = 1, base: int = 0
+) -> EngineGeometry:
+    """Key and value apart, heads first, `HEADS` divided over the ranks; small states, since nothing is moved."""
+    held = HEADS // ranks
+    block = held * block_tokens * STATE_BYTES
+
+    def plane(index: int, rank: int) -> Plane:
+        return Plane(
+            layer=f"layers.{index // 2}",
+            component=("key", "value")[index % 2],
+            group="full",
+            format="plain",
+            dtype="bfloat16",
+            memory_kind=MemoryKind.DRAM,
+            device=0,
+            base=(base or (rank + 1) << 36) + index * num_blocks * block,
+            num_blocks=num_blocks,
+            block_stride=block,
+            page_tokens=block_tokens,
+            page_stride=0,
+            block_states=block_tokens,
+            unit_stride=block_tokens * STATE_BYTES,
+            token_stride=STATE_BYTES,
+            state_bytes=STATE_BYTES,
+            axis_size=HEADS,
+            units=Interval(rank * held, (rank + 1) * held),
+        )
+
+    made = tuple(RankGeometry(rank, tuple(plane(index, rank) for index in range(planes))) for rank in range(ranks))
+    return EngineGeometry(engine_id, (Group("full", block_tokens=block_tokens, num_blocks=num_blocks),), made)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A request: a plan and both sides' block ids, int32 as they come from an engine."""
+
+    label: str
+    plan: ReadPlan
+    source: Ids
+    destination: Ids
+
+    def expand(self) -> Expansion:
+        """The request, checks and all."""
+        tokens = min(
+            len(self.source) * self.plan.source.groups[0].block_tokens,
+            len(self.destination) * self.plan.destination.groups[0].block_tokens,
+        )
+        return self.plan.expand({"full": Blocks(self.source)}, {"full": Blocks(self.destination)}, (0, tokens))
+
+    def lists(self) -> list[Descriptors]:
+        """The descriptors of all sources."""
+        return [part for source in self.expand().sources for part in source.descriptors]
+
+
+def scattered(count: int, num_blocks: int, seed: int) -> Ids:
+    """Distinct block ids in no order."""
+    return np.random.default_rng(seed).permutation(num_blocks)[:count].astype(np.int32)
+
+
+def consecutive(count: int) -> Ids:
+    """Block ids in one run."""
+    return np.arange(count, dtype=np.int32)
+
+
+def plan_of(source: EngineGeometry, destination: EngineGeometry) -> ReadPlan:
+    """The plan of the destination's only rank."""
+    return plan_read(source, destination, 0)
+
+
+def copy_of(lists: Sequence[Descriptors]) -> Callable[[], object]:
+    """A plain copy of the arrays that an expansion returns: the least that making them could cost."""
+    arrays = [
+        array
+        for part in lists
+        for array in (
+            (part.source, part.destination)
+            if isinstance(part, PreparedDescriptors)
+            else (part.source, part.destination, part.length)
+        )
+    ]
+    return lambda: [array.copy() for array in arrays]
+
+
+def linear() -> Table:
+    """Time against the number of pieces, 10² to 10⁶."""
+    rows = []
+    for blocks in (2, 16, 160, 1600, 16_000):
+        plan = plan_of(engine("p", num_blocks=2 * blocks), engine("d", num_blocks=2 * blocks))
+        run = consecutive(blocks)
+        one_run = seconds(Case("", plan, run, run).expand, REPEATS)
+        case = Case("", plan, scattered(blocks, 2 * blocks, 1), scattered(blocks, 2 * blocks, 2))
+        found = case.expand()
+        taken, copied = seconds(case.expand, REPEATS), seconds(copy_of(case.lists()), REPEATS)
+        rows.append(
+            [
+                f"{found.pieces:,}",
+                f"{1e3 * one_run:.3f}",
+                f"{1e3 * taken:.3f}",
+                f"{1e9 * taken / found.pieces:.1f}",
+                f"{taken / copied:.1f}",
+            ]
+        )
+    columns = ["pieces", "one run, ms", "scattered, ms", "scattered, ns per piece", "scattered against a copy"]
+    return Table("Expanding a request, 64 planes, against a numpy copy of the arrays it returns", columns, rows)
+
+
+def cases() -> list[Case]:
+    """The requests of the aims, and harder ones."""
+    num_blocks = 2 * BLOCKS
+    equal = plan_of(engine("p", num_blocks=num_blocks), engine("d", num_blocks=num_blocks))
+    four = plan_of(engine("p", 4, planes=128, num_blocks=num_blocks), engine("d", planes=128, num_blocks=num_blocks))
+    recut = plan_of(
+        engine("p", planes=128, block_tokens=48, num_blocks=num_blocks),
+        engine("d", planes=128, block_tokens=32, num_blocks=num_blocks),
+    )
+    mixed = plan_of(
+        engine("p", 4, planes=128, block_tokens=48, num_blocks=num_blocks),
+        engine("d", planes=128, block_tokens=32, num_blocks=num_blocks),
+    )
+    run, theirs, mine = consecutive(BLOCKS), scattered(BLOCKS, num_blocks, 1), scattered(BLOCKS, num_blocks, 2)
+    third = BLOCKS // 3
+    return [
+        Case("64 planes, one run (aim: 0.3 ms)", equal, run, run),
+        Case("64 planes, scattered (aim: 6 ms)", equal, theirs, mine),
+        Case("128 planes from four sources, scattered", four, theirs, mine),
+        Case("128 planes, blocks of 48 to 32, one run", recut, run[: 2 * third], run[: 3 * third]),
+        Case("128 planes, blocks of 48 to 32, scattered", recut, theirs[: 2 * third], mine[: 3 * third]),
+        Case("the same from four sources", mixed, theirs[: 2 * third], mine[: 3 * third]),
+    ]
+
+
+def aims() -> Table:
+    """8,192 blocks."""
+    rows = []
+    for case in cases():
+        found = case.expand()
+        taken, copied = seconds(case.expand, REPEATS), seconds(copy_of(case.lists()), REPEATS)
+        rows.append(
+            [
+                case.label,
+                f"{found.pieces:,}",
+                f"{found.descriptors:,}",
+                f"{1e3 * taken:.2f}",
+                f"{1e9 * taken / found.descriptors:.1f}",
+                f"{taken / copied:.1f}",
+            ]
+        )
+    columns = ["8,192 blocks", "pieces", "descriptors", "ms", "ns per descriptor", "against a copy"]
+    return Table("Expanding long requests, checks included", columns, rows)
+
+
+class _Nixl:
+    """Two NIXL agents in this process, below kvferry: one has memory registered, the other makes transfers."""
+
+    def __init__(self, size: int) -> None:
+        from nixl._api import nixl_agent, nixl_agent_config
+
+        self.memory = mmap.mmap(-1, size), mmap.mmap(-1, size)
+        self.bases = tuple(int(np.frombuffer(area, np.uint8).ctypes.data) for area in self.memory)
+        config = nixl_agent_config(enable_prog_thread=False)
+        self.agents: tuple[Any, Any] = nixl_agent("bench-source", config), nixl_agent("bench-reader", config)
+        for agent, base in zip(self.agents, self.bases, strict=True):
+            agent.register_memory([(base, size, 0, "")], "DRAM")
+        self.peer = self.agents[1].add_remote_agent(self.agents[0].get_agent_metadata())
+        self._prepared: dict[int, tuple[Any, Any]] = {}
+
+    def make(self, lists: Sequence[Descriptors]) -> None:
+        """Make a transfer of each list and release it: nothing is posted."""
+        reader = self.agents[1]
+        for part in lists:
+            if isinstance(part, PreparedDescriptors):
+                mine, theirs = self.prepared(part.table)
+                handle = reader.make_prepped_xfer("READ", mine, part.destination, theirs, part.source)
+            else:
+                mine, theirs = (
+                    reader.get_xfer_descs(np.stack((side, part.length, np.zeros_like(part.length)), axis=1), "DRAM")
+                    for side in (part.destination, part.source)
+                )
+                handle = reader.initialize_xfer("READ", mine, theirs, self.peer)
+            handle.release()
+
+    def prepared(self, table: DescriptorTable) -> tuple[Any, Any]:
+        """A table's two lists, prepared once as for a peer."""
+        found = self._prepared.get(id(table))
+        if found is None:
+            reader = self.agents[1]
+            found = self._prepared[id(table)] = (
+                reader.prep_xfer_dlist("NIXL_INIT_AGENT", table.destination, "DRAM"),
+                reader.prep_xfer_dlist(self.peer, table.source, "DRAM"),
+            )
+        return found
+
+
+def against_nixl() -> Table:
+    """Expanding and making, against making alone."""
+    num_blocks = 2 * BLOCKS
+    nixl = _Nixl(PLANES * num_blocks * HEADS * 16 * STATE_BYTES)
+    plan = plan_of(
+        engine("p", num_blocks=num_blocks, base=nixl.bases[0]), engine("d", num_blocks=num_blocks, base=nixl.bases[1])
+    )
+    runs = [np.repeat(np.arange(0, num_blocks, 2 * run), run)[:BLOCKS] for run in (2, 16)]
+    ids = [
+        ("one run", consecutive(BLOCKS), consecutive(BLOCKS)),
+        *(
+            (f"runs of {run}", (starts + np.tile(np.arange(run), BLOCKS // run)).astype(np.int32), consecutive(BLOCKS))
+            for run, starts in zip((2, 16), runs, strict=True)
+        ),
+        ("scattered", scattered(BLOCKS, num_blocks, 1), scattered(BLOCKS, num_blocks, 2)),
+    ]
+    (table,) = plan.tables.tables
+    rows = []
+    for label, source, destination in ids:
+        case = Case(label, plan, source, destination)
+        # What one would hand to NIXL without a planner: every plane's row times every block.
+        plain = PreparedDescriptors(
+            table,
+            np.add.outer(table.source_first.astype(np.int32), source).ravel(),
+            np.add.outer(table.destination_first.astype(np.int32), destination).ravel(),
+        )
+        bare = seconds(partial(nixl.make, [plain]), REPEATS)
+        both = seconds(lambda case=case: nixl.make(case.lists()), REPEATS)  # type: ignore[misc]
+        rows.append(
+            [label, f"{case.expand().descriptors:,}", f"{1e3 * bare:.2f}", f"{1e3 * both:.2f}", f"{both / bare:.2f}"]
+        )
+    columns = ["64 planes, 8,192 blocks", "descriptors", "make, ms", "expand and make, ms", "ratio"]
+    title = "Expanding and making a transfer, against NIXL's making of all 524,288 pieces (aim: 1.15)"
+    return Table(title, columns, rows)
+
+
+def run() -> list[Table]:
+    """The tables; those that need NIXL only where it is installed."""
+    tables = [linear(), aims()]
+    try:
+        import nixl  # noqa: F401
+    except ImportError:
+        return tables
+    return [*tables, against_nixl()]
+
+
+if __name__ == "__main__":
+    for table in run():
+        print(table.markdown())
