@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from kvferry.covering import cover, planes_by_name
+from kvferry.covering import Coverer
 from kvferry.errors import Mismatch
 from kvferry.geometry import EngineGeometry, GroupKind
 
@@ -16,10 +16,9 @@ def diff(source: EngineGeometry, destination: EngineGeometry) -> tuple[Mismatch,
     block tables are read, planes by format, dtype and cut (`covering.COMPARED`), and every unit and token must be held.
     """
     found = dict.fromkeys(engine_mismatches(source, destination))
-    offered, readers = planes_by_name(source), planes_by_name(destination)
-    groups = {group.name: group for group in destination.groups}
+    coverer = Coverer(source, destination)
     for rank in destination.ranks:
-        found |= dict.fromkeys(cover(offered, readers, rank, groups).mismatches)
+        found |= dict.fromkeys(coverer.cover(rank).mismatches)
     return tuple(found)
 
 

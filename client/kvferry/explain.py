@@ -18,10 +18,11 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.codec import token_shard_to_proto
-from kvferry.covering import PlaneRead, Stripe
+from kvferry.covering import PlaneRead
 from kvferry.geometry import EngineGeometry, GroupKind, Interval, RankGeometry, TokenShard
 from kvferry.lanes import Lane
 from kvferry.plan import ReadPlan
+from kvferry.shares import Stripe
 from kvferry.tables import RECURRING_LIMIT
 from kvferry.v1 import introspection_pb2 as pb
 

@@ -15,11 +15,12 @@ from functools import cached_property
 from math import lcm
 from typing import TypeAlias
 
-from kvferry.covering import PlaneRead, Stripe
+from kvferry.covering import PlaneRead
 from kvferry.descriptors import MemoryPair
 from kvferry.geometry import Group, GroupKind, Plane
 from kvferry.line import Line, StateLayout
 from kvferry.rows import AlikePlanes, Cut, Rows, alike, rows_of
+from kvferry.shares import Stripe
 
 ROWS_KEPT = 1024
 """Cuts whose rows a lane keeps. Requests have few different ones, but a caller who asks for ever new token ranges must

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from kvferry.blocks import Blocks
 from kvferry.compat import engine_mismatches
-from kvferry.covering import PlaneRead, cover, planes_by_name
+from kvferry.covering import Coverer, PlaneRead
 from kvferry.errors import Incompatible, InvalidField
 from kvferry.expand import Expansion, expand
 from kvferry.geometry import EngineGeometry, Group, Plane, RankGeometry
@@ -109,8 +109,7 @@ def plan_read(source: EngineGeometry, destination: EngineGeometry, rank: int, *,
     mine = next((found for found in destination.ranks if found.rank == rank), None)
     if mine is None:
         raise InvalidField("rank", rank, f"one of {[found.rank for found in destination.ranks]}")
-    groups = {group.name: group for group in destination.groups}
-    covering = cover(planes_by_name(source), planes_by_name(destination), mine, groups, striping=striping)
+    covering = Coverer(source, destination, striping=striping).cover(mine)
     mismatches = (*engine_mismatches(source, destination), *covering.mismatches)
     if mismatches:
         raise Incompatible(mismatches)

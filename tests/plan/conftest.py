@@ -2,7 +2,7 @@
 
 import os
 
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import HealthCheck, settings
 
 EXAMPLES = int(os.environ.get("KVFERRY_EXAMPLES", "400"))
 
@@ -14,5 +14,4 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
     database=None,
     report_multiple_bugs=False,
-    phases=[Phase.explicit, Phase.generate] if "NOSHRINK" in os.environ else tuple(Phase),
 )

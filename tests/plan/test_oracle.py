@@ -12,7 +12,11 @@ from tests.plan.simulation import move
 from tests.plan.strategies import World, worlds
 
 
-@settings(settings.get_profile("plan"))
+PROFILE = settings.get_profile("plan")
+
+
+@pytest.mark.timeout(max(120, PROFILE.max_examples // 5))
+@settings(PROFILE)
 @given(world=worlds(), prepared=st.booleans())
 def test_every_byte_is_right_and_no_other_is_touched(world: World, prepared: bool) -> None:
     source, destination = world.source.geometry(), world.destination.geometry()

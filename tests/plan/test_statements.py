@@ -139,7 +139,7 @@ def test_13_labels_decide_nothing() -> None:
 def test_14_planner_and_executors_contain_no_model_branch() -> None:
     words = {"mla", "mamba", "deepseek", "llama", "ssm", "gqa", "latent", "indexer", "conv"}
     folder = Path(kvferry.__file__).parent
-    files = ["covering", "compat", "rows", "line", "lanes", "needed", "segments", "tables", "expand", "plan"]
+    files = ["shares", "covering", "compat", "rows", "line", "lanes", "needed", "segments", "tables", "expand", "plan"]
     executors = [name for name in ("agents", "reading", "transfers") if (folder / f"{name}.py").exists()]
     for name in [*files, *executors]:
         tree = ast.parse((folder / f"{name}.py").read_text())

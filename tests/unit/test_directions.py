@@ -18,7 +18,7 @@ LAYERS = [
     {"v1"},
     {"errors", "clock"},
     {"geometry", "sharding"},
-    {"blocks", "codec", "descriptors", "reference", "covering", "tensors", "formats", "geometry_file", "spec"},
+    {"blocks", "codec", "descriptors", "reference", "shares", "covering", "tensors", "formats", "geometry_file", "spec"},
     {"line", "rows", "lanes", "needed", "segments", "tables", "expand", "plan", "compat", "explain", "svg"},
     {"status", "channel", "leases", "defence", "nixl_options", "agents", "links", "reading", "tracking", "transfers"},
     {"control", "homes", "peers", "read", "reader", "renewals", "watching", "session", "cache"},

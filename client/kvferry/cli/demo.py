@@ -12,9 +12,9 @@ import typer
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from kvferry.covering import Stripe
     from kvferry.demo.run import Outcome
     from kvferry.geometry import EngineGeometry
+    from kvferry.shares import Stripe
 
 LLAMA_3_8B = {"layers": 32, "kv_heads": 8, "head_dim": 128, "dtype": "bfloat16", "attention": "gqa"}
 
