@@ -11,7 +11,6 @@ from kvferry.plan import plan_read
 from tests.plan.simulation import move
 from tests.plan.strategies import World, worlds
 
-
 PROFILE = settings.get_profile("plan")
 
 

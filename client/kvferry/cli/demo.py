@@ -57,7 +57,10 @@ def demo(
 
     console = Console(stderr=as_json)
     try:
-        engines = _geometry(source, "prefill", 4), _geometry(destination, "decode", 2)
+        engines = (
+            _geometry(source, default_geometry("prefill", 4), requests, tokens),
+            _geometry(destination, default_geometry("decode", 2), requests, tokens),
+        )
         _introduce(console, *engines)
         with _bar(console) as bar:
             task = bar.add_task("", total=None)
@@ -85,12 +88,26 @@ def demo(
         raise typer.Exit(1)
 
 
-def _geometry(file: Path | None, engine_id: str, tp_size: int) -> EngineGeometry:
+def _geometry(file: Path | None, default: dict[str, Any], requests: int, tokens: int) -> EngineGeometry:
     from kvferry import geometry_file
 
-    if file is not None:
-        return geometry_file.load(file)
-    return geometry_file.parse(default_geometry(engine_id, tp_size))
+    if file is None:
+        return geometry_file.parse(default)
+    geometry_file.load(file)  # says what is wrong with the file as it stands
+    return geometry_file.parse(_with_fewer_blocks(json.loads(file.read_text()), requests, tokens))
+
+
+def _with_fewer_blocks(document: dict[str, Any], requests: int, tokens: int) -> dict[str, Any]:
+    """No more blocks than the requests need: a real engine's cache would not fit the machine many times over."""
+    groups = document.get("groups", [])
+    sizes = [part["block_size"] for part in (document, *groups) if "block_size" in part]
+    # One request more for the first contact, a block more for each ragged end, and all groups may share one pool.
+    most = (requests + 1) * (-(-tokens // min(sizes, default=1)) + 2) * max(1, len(groups)) + 1
+
+    def capped(part: dict[str, Any]) -> dict[str, Any]:
+        return {**part, "num_blocks": min(part["num_blocks"], most)} if "num_blocks" in part else part
+
+    return {**capped(document), "groups": [capped(group) for group in groups]} if groups else capped(document)
 
 
 def _bar(console: Console) -> Any:

@@ -58,8 +58,10 @@ def expected(request: str, plane: Plane, blocks: range) -> Bytes:
     return np.ascontiguousarray(mixed).view(np.uint8)[..., : plane.state_bytes].reshape(shape)
 
 
-def wanted(plane: Plane, group: Group, tokens: int, blocks: range) -> tuple[Flags, Flags]:
+def wanted(plane: Plane, group: Group, tokens: int, blocks: range, held: int = 0) -> tuple[Flags, Flags]:
     """Which states of the blocks a read of `tokens` tokens must bring, and which it may write.
+
+    The first `held` tokens are there already, and are not read.
 
     Both ``bool[blocks, pages, page_tokens]``; they differ in the granules that `tokens` or a window's start cuts
     through.
@@ -69,7 +71,7 @@ def wanted(plane: Plane, group: Group, tokens: int, blocks: range) -> tuple[Flag
         everything = np.ones(shape, np.bool_)
         return everything, everything
     states = np.concatenate([held_states(plane, block) for block in blocks]).reshape(shape)
-    first_token = max(0, tokens - group.window_tokens + 1) if group.kind is GroupKind.WINDOW else 0
+    first_token = max(held, tokens - group.window_tokens + 1) if group.kind is GroupKind.WINDOW else held
     begin, end = int(first_token / plane.tokens_per_state), math.ceil(tokens / plane.tokens_per_state)
     step = plane.token_granule * plane.token_shard.count
     must = (states >= begin) & (states < end)
