@@ -11,7 +11,7 @@ from kvferry.blocks import Blocks
 from kvferry.clock import from_duration, now
 from kvferry.codec import group_to_proto, rank_to_proto, region_to_proto
 from kvferry.control import Control, retrying
-from kvferry.errors import Closed, InvalidField
+from kvferry.errors import Closed, InvalidField, KvferryError
 from kvferry.geometry import EngineGeometry, MemoryRegion, RankGeometry, check_rank, check_regions
 from kvferry.homes import Homes
 from kvferry.nixl_options import NixlOptions
@@ -85,7 +85,11 @@ class Cache:
         self._transport = Transport(regions, options, keep=keep)
         self._peers = Peers(spec, token.ref(), rank.rank, self._geometry, self._drop)
         self._reader = Reader(token.ref(), rank.rank, self._transport, self._peers, renewals, max_reads)
-        answer = self._register(timeout)
+        try:
+            answer = self._register(timeout)
+        except KvferryError:
+            self.close()
+            raise
         self.reuse_after = from_duration(answer.reuse_after)
         """Seconds from now for which no block of memory that survived a restart may be given out."""
         homes.known_as(answer.advertise)

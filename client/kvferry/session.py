@@ -203,7 +203,9 @@ class EngineSession:
                 left = deadline - now()
                 if left <= 0:
                     break
-                due = min((held.released_locally_at for held in self._held.values()), default=deadline)
+                # A publication that is being sent has no local deadline yet.
+                local = [held.released_locally_at for held in self._held.values() if held.released_locally_at > 0]
+                due = min(local, default=deadline)
                 self._news.wait(max(0.001, min(left, due - now())))
             found = list(self._released)
             self._released.clear()

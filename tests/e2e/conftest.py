@@ -74,11 +74,13 @@ class Engine:
                     return release
 
     def close(self) -> None:
+        """End its processes. Idempotent."""
         for rank in self.ranks:
             rank.close()
         self.client.close()
         for memory in self.memories:
             memory.close()
+        self.ranks, self.memories = [], []
 
 
 @pytest.fixture(scope="session")
