@@ -125,12 +125,8 @@ class Reader:
         """From the grant to the end; whatever happens, the home is told."""
         moved = 0
         try:
-            peer = self._peers.get(
-                request.home,
-                grant.source.engine_id,
-                grant.source.incarnation,
-                min(request.deadline, grant.lease.deadline),
-            )
+            # Renewals go on meanwhile; whether the lease lasted is judged at the end.
+            peer = self._peers.get(request.home, grant.source.engine_id, grant.source.incarnation, request.deadline)
             expansion = peer.plan.expand(grant.blocks, request.blocks, request.tokens)
             read._check_cancelled()
             transfer = self._transferred(request, read, grant, peer, expansion)
