@@ -232,10 +232,11 @@ class Reader:
             if error.retryable and request.deadline - now() < BACKOFF_FIRST:
                 # The source was heard, its blocks were not: the call's own deadline cut the stream.
                 error = self._timeout(request)
-            if not error.retryable:
+            cancelled = woken.is_set()
+            if cancelled or not error.retryable:
+                # The read is over, so the source need not wait for the lease to run out.
                 grant = _Grant(lease, source, request_id, {}, b"")
-                outcome = pb.RANK_OUTCOME_CANCELLED if woken.is_set() else pb.RANK_OUTCOME_FAILED
-                self._report(request, grant, outcome, 0)
+                self._report(request, grant, pb.RANK_OUTCOME_CANCELLED if cancelled else pb.RANK_OUTCOME_FAILED, 0)
             raise error from None
         finally:
             read._cancel_by(None)

@@ -9,12 +9,16 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import grpc
 import numpy as np
 import psutil
 import pytest
 
 from kvferry import AsyncClient, Blocks, Client, EngineSpec, Interval, MemoryKind, MemoryRegion
 from kvferry.errors import Closed
+from kvferry.v1 import introspection_pb2 as ipb
+from kvferry.v1 import kv_transfer_pb2 as pb
+from kvferry.v1.introspection_pb2_grpc import IntrospectionStub
 from tests.e2e.conftest import Engine
 from tests.e2e.servers import NodeServerProcess
 from tests.e2e.world import Model, expect, kv, shards, unique_id, write
@@ -133,6 +137,12 @@ async def test_cancelled_await_cancels_the_read(engine: MakeEngine, homes: tuple
             await waiting
         assert await asyncio.to_thread(read.wait_quiet, 10)
         assert read.state.value == "cancelled"
+    # The home was told, so the lease does not run out its time.
+    with grpc.insecure_channel(homes[0]) as channel:
+        request = ipb.ListTransfersRequest(engine_id=source.spec.engine_id)
+        (transfer,) = IntrospectionStub(channel).ListTransfers(request, timeout=5).transfers
+    assert [report.outcome for report in transfer.read.reports] == [pb.RANK_OUTCOME_CANCELLED]
+    assert transfer.lease_remaining.ToNanoseconds() == 0
 
 
 def test_closed_client_says_so(homes: tuple[str, str]) -> None:
