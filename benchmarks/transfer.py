@@ -15,7 +15,19 @@ import numpy.typing as npt
 
 import kvferry
 from benchmarks.tables import Table, seconds
-from kvferry import Blocks, Cache, Client, EngineSpec, Group, Interval, MemoryKind, MemoryRegion, NixlOptions, Plane
+from kvferry import (
+    Blocks,
+    Cache,
+    Client,
+    EngineSpec,
+    Group,
+    Interval,
+    MemoryKind,
+    MemoryRegion,
+    NixlOptions,
+    PathRule,
+    Plane,
+)
 from kvferry.agents import HandleState, ReadHandle, ReadingAgent
 from kvferry.clock import now
 from kvferry.control import Control
@@ -141,7 +153,7 @@ def handshaken(address: str, cache: Cache) -> Peer:
     """The source as the data plane needs it, to drive that without the rest."""
     reader = pb.EngineRef(engine_id=cache.spec.engine_id, incarnation=b"b" * 16)
     geometry = EngineGeometry(cache.spec.engine_id, cache.spec.groups, (cache.rank,))
-    peers = Peers(cache.spec, reader, 0, lambda _: geometry, lambda _: None)
+    peers = Peers(cache.spec, reader, 0, lambda _: geometry, PathRule(), lambda *_: None, lambda _: None)
     return peers.get(Control(address, None), "source", b"", now() + 10)
 
 

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from kvferry.geometry import RankGeometry as RankGeometry
     from kvferry.geometry import TokenShard as TokenShard
     from kvferry.nixl_options import NixlOptions as NixlOptions
+    from kvferry.paths import Costs as Costs
+    from kvferry.paths import PathRule as PathRule
     from kvferry.plan import ReadPlan as ReadPlan
     from kvferry.plan import plan_read as plan_read
     from kvferry.read import Read as Read
@@ -45,6 +47,7 @@ if TYPE_CHECKING:
     from kvferry.session import ReleaseOutcome as ReleaseOutcome
     from kvferry.spec import EngineSpec as EngineSpec
     from kvferry.spec import EngineToken as EngineToken
+    from kvferry.staging import StagingOptions as StagingOptions
 
 __version__ = "0.1.0"
 
@@ -53,6 +56,7 @@ _HOME_OF = {
     "Blocks": "blocks",
     "Cache": "cache",
     "Client": "client",
+    "Costs": "paths",
     "EngineGeometry": "geometry",
     "EngineSession": "session",
     "EngineSpec": "spec",
@@ -64,6 +68,7 @@ _HOME_OF = {
     "MemoryKind": "geometry",
     "MemoryRegion": "geometry",
     "NixlOptions": "nixl_options",
+    "PathRule": "paths",
     "Plane": "geometry",
     "Publication": "session",
     "RankGeometry": "geometry",
@@ -74,6 +79,7 @@ _HOME_OF = {
     "ReadState": "read",
     "Release": "session",
     "ReleaseOutcome": "session",
+    "StagingOptions": "staging",
     "TlsConfig": "channel",
     "TokenShard": "geometry",
     "diff": "compat",

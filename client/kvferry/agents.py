@@ -31,6 +31,7 @@ from kvferry.descriptors import Addresses, Descriptors, DescriptorTable, Prepare
 from kvferry.errors import BadAgentMetadata, Closed, InvalidField, NixlError, NixlMissing, WrongThread
 from kvferry.geometry import MemoryKind, MemoryRegion
 from kvferry.nixl_options import PROGRESS_DELAY_US, NixlOptions
+from kvferry.permute import Space
 
 __all__ = [
     "AgentInfo",
@@ -205,6 +206,8 @@ class ReadingAgent:
         self._agent, self._backend = _new_agent(self._nixl, name, options, progress_thread=False)
         start = self._scratch.ctypes.data
         self._scratch_region = MemoryRegion(MemoryKind.DRAM, 0, start, WARM_UP_BYTES)
+        self._spaces: list[Space] = []
+        """Staging memory; kept until the agent is gone, since what is stuck may still write."""
         _register(self._nixl, self._agent, self._backend, (*regions, self._scratch_region))
 
     @property
@@ -220,6 +223,14 @@ class ReadingAgent:
             )
         if self._agent is None:
             raise Closed(f"agent {self.name!r} was destroyed")
+
+    @_owned
+    def add_space(self, space: Space) -> None:
+        """Register more memory that is read into. Idempotent; raises `NixlError`."""
+        if space not in self._spaces:
+            _register(self._nixl, self._agent, self._backend, (space.region,))
+            self._spaces.append(space)
+            self._local = RegionMap(self._local.owner, (*self._local.regions, space.region))
 
     @_owned
     def add_peer(self, info: AgentInfo) -> None:

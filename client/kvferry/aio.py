@@ -7,7 +7,7 @@ that used it may still fork. A read is awaitable in either client.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -19,6 +19,7 @@ from kvferry.nixl_options import NixlOptions
 from kvferry.read import Read
 from kvferry.session import EngineSession, Publication, Release
 from kvferry.spec import EngineSpec
+from kvferry.staging import StagingOptions
 
 
 class AsyncClient:
@@ -34,9 +35,12 @@ class AsyncClient:
         tls: TlsConfig | None = None,
         allowed_homes: Sequence[str] = (),
         options: NixlOptions | None = None,
+        staging: StagingOptions | None = None,
         max_reads: int = 256,
     ) -> None:
-        self._client = Client(address, tls=tls, allowed_homes=allowed_homes, options=options, max_reads=max_reads)
+        self._client = Client(
+            address, tls=tls, allowed_homes=allowed_homes, options=options, staging=staging, max_reads=max_reads
+        )
 
     async def open_engine(self, spec: EngineSpec, **options: Any) -> AsyncSession:
         """See `Client.open_engine`."""
@@ -100,6 +104,7 @@ class AsyncCache:
         blocks: Mapping[str, Blocks],
         tokens: tuple[int, int] | None = None,
         *,
+        layers: Collection[str] | None = None,
         read_id: str | None = None,
         parties: int = 1,
         expected_reads: int = 0,
@@ -110,6 +115,7 @@ class AsyncCache:
             reference,
             blocks,
             tokens,
+            layers=layers,
             read_id=read_id,
             parties=parties,
             expected_reads=expected_reads,

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import secrets
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 
-from kvferry.agents import ServingAgent
+from kvferry.agents import AgentInfo, ServingAgent
 from kvferry.blocks import Blocks
 from kvferry.clock import from_duration, now
 from kvferry.codec import group_to_proto, rank_to_proto, region_to_proto
@@ -14,14 +16,19 @@ from kvferry.control import Control, retrying
 from kvferry.errors import Closed, InvalidField, KvferryError
 from kvferry.geometry import EngineGeometry, MemoryRegion, RankGeometry, check_rank, check_regions
 from kvferry.homes import Homes
+from kvferry.measuring import measure
 from kvferry.nixl_options import NixlOptions
+from kvferry.paths import Costs, PathRule
 from kvferry.peers import Peer, Peers, whole_engine
+from kvferry.permute import device_tensors
 from kvferry.read import Read
 from kvferry.reader import Reader, ReadRequest
 from kvferry.reference import parse_reference
 from kvferry.renewals import Renewals
 from kvferry.session import EngineSession
 from kvferry.spec import EngineSpec, EngineToken
+from kvferry.staging import StagingOptions
+from kvferry.tensors import Tensor
 from kvferry.transfers import Transport, TransportGauges
 from kvferry.v1 import geometry_pb2
 from kvferry.v1 import kv_transfer_pb2 as pb
@@ -49,6 +56,8 @@ class Cache:
         *,
         serve: bool,
         options: NixlOptions,
+        staging: StagingOptions,
+        tensors: Sequence[Tensor],
         max_reads: int,
         session: EngineSession | None,
         timeout: float,
@@ -82,8 +91,18 @@ class Cache:
             rank=rank_to_proto(rank),
             agent=_agent_to_proto(self._agent) if self._agent else None,
         )
-        self._transport = Transport(regions, options, keep=keep)
-        self._peers = Peers(spec, token.ref(), rank.rank, self._geometry, self._drop)
+        self._staging = staging
+        self._rules: dict[str, PathRule] = {}
+        self._transport = Transport(regions, options, staging=staging, tensors=tensors, keep=keep)
+        rule = PathRule(
+            path=staging.chosen,
+            costs=staging.costs or Costs(),
+            slot_bytes=staging.slot_bytes,
+            device_memory=frozenset(device_tensors(tensors)),
+        )
+        self._peers = Peers(
+            spec, token.ref(), rank.rank, self._geometry, rule, partial(self._measure, rule), self._drop
+        )
         self._reader = Reader(token.ref(), rank.rank, self._transport, self._peers, renewals, max_reads)
         try:
             answer = self._register(timeout)
@@ -107,6 +126,7 @@ class Cache:
         blocks: Mapping[str, Blocks],
         tokens: tuple[int, int] | None = None,
         *,
+        layers: Collection[str] | None = None,
         read_id: str | None = None,
         parties: int = 1,
         expected_reads: int = 0,
@@ -118,6 +138,8 @@ class Cache:
             reference: as it came with the request.
             blocks: local blocks by group; `Blocks.first_token` is the first token wanted.
             tokens: the tokens wanted, ``[a, b)``; None: all that was published.
+            layers: names of the layers wanted, some of this rank's; None: all. Reads of parts are reads of their own:
+                say how many with `expected_reads`.
             read_id: the same in every rank of one read; None: a random one, for an engine of one rank.
             parties: ranks that will report under this read_id.
             expected_reads: reads that will be made of the publication (n-way sampling); 0: what its source said.
@@ -140,12 +162,16 @@ class Cache:
             )
         if not timeout > 0:
             raise InvalidField("timeout", timeout, "more than 0 seconds")
+        unknown = sorted(set(layers or ()) - {plane.layer for plane in self.rank.planes})
+        if unknown:
+            raise InvalidField("layers", unknown, "layers of this rank")
         request = ReadRequest(
             home=self._homes.get(parsed.home),
             reference=parsed,
             text=reference,
             blocks=dict(blocks),
             tokens=tokens,
+            layers=None if layers is None else frozenset(layers),
             parties=parties,
             expected_reads=expected_reads,
             deadline=now() + timeout,
@@ -197,6 +223,23 @@ class Cache:
             with self._lock:
                 self._whole = whole
         return whole
+
+    def _measure(self, rule: PathRule, home: str, agent: AgentInfo, deadline: float) -> PathRule | None:
+        """The rule with constants measured from an agent behind this home; once, as its ranks are reached alike."""
+        if self._staging.costs is not None:
+            return None
+        with self._lock:
+            known = self._rules.get(home)
+        if known is None:
+            # The memory of a rank is of one kind, as far as costs go.
+            plane = self.rank.planes[0]
+            costs = measure(self._transport, agent, self._transport.pool(plane.memory_kind, plane.device), deadline)
+            if costs is None:
+                return None
+            known = replace(rule, costs=costs)
+            with self._lock:
+                self._rules[home] = known
+        return known
 
     def _drop(self, peer: Peer) -> None:
         for agent in peer.agents.values():

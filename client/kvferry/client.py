@@ -19,6 +19,7 @@ from kvferry.reference import parse_reference
 from kvferry.renewals import Renewals
 from kvferry.session import EngineSession
 from kvferry.spec import EngineSpec, EngineToken
+from kvferry.staging import StagingOptions
 from kvferry.tensors import Holding, Tensor, planes_of, regions_of
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry.watching import Watcher
@@ -40,6 +41,7 @@ class Client:
         tls: credentials for TCP connections.
         allowed_homes: shell patterns of ``host:port`` that references may name without TLS, beside loopback.
         options: NIXL's.
+        staging: how small pieces are read.
         max_reads: reads at once per cache.
     """
 
@@ -50,6 +52,7 @@ class Client:
         tls: TlsConfig | None = None,
         allowed_homes: Sequence[str] = (),
         options: NixlOptions | None = None,
+        staging: StagingOptions | None = None,
         max_reads: int = 256,
     ) -> None:
         if max_reads < 1:
@@ -58,6 +61,7 @@ class Client:
         self._homes = Homes(address, tls, allowed_homes)
         self._renewals = Renewals()
         self._options = options or NixlOptions()
+        self._staging = staging or StagingOptions()
         self._max_reads = max_reads
         self._lock = threading.Lock()
         self._sessions: dict[str, EngineSession] = {}
@@ -141,6 +145,8 @@ class Client:
             ranges,
             serve=serve,
             options=self._options,
+            staging=self._staging,
+            tensors=tuple((tensors or {}).values()),
             max_reads=self._max_reads,
             session=session,
             timeout=deadline - now(),

@@ -7,7 +7,7 @@ can be expressed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,6 +19,7 @@ from kvferry.lanes import Lane
 from kvferry.needed import Needed
 from kvferry.rows import Int64s
 from kvferry.segments import Segment, segments, span
+from kvferry.staged import StagedRead, staged_read
 from kvferry.tables import LaneTables
 
 RAW_MIN_RUN = 4
@@ -31,15 +32,16 @@ PREPARED_MIN_COUNT = 256
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SourceDescriptors:
-    """What is read from one source rank."""
+    """What is read from one source rank: straight into its destination, or through staging memory."""
 
     source_rank: int
     descriptors: tuple[Descriptors, ...]
+    staged: tuple[StagedRead, ...] = ()
 
     @property
     def total_bytes(self) -> int:
-        """Bytes read from the rank."""
-        return sum(part.total_bytes for part in self.descriptors)
+        """Bytes read from the rank that reach the destination's blocks."""
+        return sum(part.total_bytes for part in (*self.descriptors, *self.staged))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -62,12 +64,20 @@ class Expansion:
         return sum(source.total_bytes for source in self.sources)
 
 
-def expand(lanes: tuple[Lane, ...], tables: LaneTables, needed: Mapping[str, Needed]) -> Expansion:
-    """The descriptors of what is needed, by group; see `ReadPlan.expand`."""
+def expand(
+    lanes: tuple[Lane, ...], tables: LaneTables, staged: frozenset[int], needed: Mapping[str, Needed]
+) -> Expansion:
+    """The descriptors of what is needed, by group; see `ReadPlan.expand`. `staged`: indices of the lanes that go
+    through staging memory."""
     collector = _Collector(tables)
     for index, lane in enumerate(lanes):
         wanted = needed.get(lane.group.name)
-        if wanted is None or collector.add_stream(lane, wanted):
+        if wanted is None:
+            continue
+        if index in staged:
+            collector.add_staged(lane, segments(lane, wanted))
+            continue
+        if collector.add_stream(lane, wanted):
             continue
         for segment in segments(lane, wanted):
             collector.add(index, lane, segment)
@@ -81,8 +91,17 @@ class _Collector:
         self._tables = tables
         self._raw: dict[tuple[int, MemoryPair], list[tuple[Int64s, Int64s, Int64s]]] = {}
         self._prepared: dict[tuple[int, int], list[tuple[Indices, Indices]]] = {}
+        self._staged: dict[int, list[StagedRead]] = {}
         self.pieces = 0
         self.descriptors = 0
+
+    def add_staged(self, lane: Lane, found: Sequence[Segment]) -> None:
+        """Add a lane that goes through staging memory."""
+        read = staged_read(lane, found)
+        if read is not None:
+            self._staged.setdefault(lane.source_rank, []).append(read)
+            self.pieces += sum(lane.rows(segment.cut).unfused * len(segment.source) for segment in found)
+            self.descriptors += read.count
 
     def add_stream(self, lane: Lane, needed: Needed) -> bool:
         """Add a linear lane as runs that cross blocks of any size; False if it isn't one or its runs are short."""
@@ -183,7 +202,10 @@ class _Collector:
         for (rank, table), pairs in self._prepared.items():
             source, destination = (np.concatenate(c) if len(c) > 1 else c[0] for c in zip(*pairs, strict=True))
             found.setdefault(rank, []).append(PreparedDescriptors(self._tables.tables[table], source, destination))
-        sources = tuple(SourceDescriptors(rank, tuple(found[rank])) for rank in sorted(found))
+        sources = tuple(
+            SourceDescriptors(rank, tuple(found.get(rank, ())), tuple(self._staged.get(rank, ())))
+            for rank in sorted({*found, *self._staged})
+        )
         return Expansion(sources, self.pieces, self.descriptors)
 
 

@@ -21,6 +21,7 @@ from kvferry.codec import token_shard_to_proto
 from kvferry.covering import PlaneRead
 from kvferry.geometry import EngineGeometry, GroupKind, Interval, RankGeometry, TokenShard
 from kvferry.lanes import Lane
+from kvferry.paths import Path
 from kvferry.plan import ReadPlan
 from kvferry.shares import Stripe
 from kvferry.tables import RECURRING_LIMIT
@@ -44,7 +45,8 @@ class ReadLine:
         pieces_per_block: contiguous pieces of single planes per block of the destination, rounded up.
         descriptors_per_block: what is left of them after fusing, for one block alone.
         runs_merge: whether consecutive blocks become one descriptor.
-        path: ``direct``.
+        path: ``direct`` or ``staged``.
+        reason: why that path; several where the planes differ.
     """
 
     source_rank: int
@@ -60,7 +62,8 @@ class ReadLine:
     pieces_per_block: int
     descriptors_per_block: int
     runs_merge: bool
-    path: str = "direct"
+    path: str
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,28 +84,28 @@ class RankLines:
 
 def explain(plan: ReadPlan) -> RankLines:
     """The lines of a plan."""
-    gathered: dict[tuple[int, str, Interval, TokenShard, Stripe], dict[str, list[PlaneRead]]] = {}
+    gathered: dict[tuple[int, str, Interval, TokenShard, Stripe, Path], dict[str, list[PlaneRead]]] = {}
+    chosen = {id(read): choice for lane, choice in zip(plan.lanes, plan.paths, strict=True) for read in lane.reads}
     for read in plan.reads:
         tokens = read.source.token_shard if read.source.token_shard.count > 1 else read.destination.token_shard
-        key = (read.source_rank, read.destination.group, read.units, tokens, read.stripe)
+        key = (read.source_rank, read.destination.group, read.units, tokens, read.stripe, chosen[id(read)].path)
         gathered.setdefault(key, {}).setdefault(read.destination.component, []).append(read)
     labels = {rank.rank: rank.labels for rank in plan.source.ranks}
     lines = []
-    for (source_rank, group, units, tokens, stripe), components in gathered.items():
+    for (source_rank, group, units, tokens, stripe, path), components in gathered.items():
         by_layers: dict[tuple[str, ...], list[str]] = {}
         for component, reads in components.items():
             by_layers.setdefault(tuple(read.destination.layer for read in reads), []).append(component)
         for layers, names in by_layers.items():
             reads = [read for name in names for read in components[name]]
-            cost = _cost(plan, reads)
-            lines.append(
-                ReadLine(source_rank, labels[source_rank], group, layers, tuple(names), units, tokens, stripe, *cost)
-            )
+            planes = source_rank, labels[source_rank], group, layers, tuple(names), units, tokens, stripe
+            reasons = dict.fromkeys(chosen[id(read)].reason for read in reads)
+            lines.append(ReadLine(*planes, *_cost(plan, reads, path), path.value, "; ".join(reasons)))
     ordered = sorted(lines, key=lambda line: line.source_rank)
     return RankLines(plan.rank.rank, plan.rank.labels, tuple(ordered), plan.uncovered)
 
 
-def _cost(plan: ReadPlan, reads: Sequence[PlaneRead]) -> tuple[float, int, int, int, bool]:
+def _cost(plan: ReadPlan, reads: Sequence[PlaneRead], path: Path) -> tuple[float, int, int, int, bool]:
     """Bytes per token and per request, pieces and descriptors per block, and whether runs merge."""
     chosen = {id(read) for read in reads}
     per_token, per_request = Fraction(0), 0
@@ -117,9 +120,9 @@ def _cost(plan: ReadPlan, reads: Sequence[PlaneRead]) -> tuple[float, int, int, 
             share = Fraction(lane.stripe.end - lane.stripe.begin, lane.stripe.of)
             both = _common(lane.source.shard, lane.destination.shard)
             per_token += cells / lane.tokens_per_state * both * share
-        made, left = _per_block(lane)
+        made, left = _per_block(lane, path)
         piece_count, descriptor_count = piece_count + made, descriptor_count + left
-        merges = merges and _merges(lane)
+        merges = merges and _merges(lane, path)
     return float(per_token), per_request, piece_count, descriptor_count, merges
 
 
@@ -138,22 +141,27 @@ def _residues(shard: TokenShard, modulus: int) -> npt.NDArray[np.int64]:
     return np.bincount(held % modulus, minlength=modulus)
 
 
-def _per_block(lane: Lane) -> tuple[int, int]:
+def _per_block(lane: Lane, path: Path) -> tuple[int, int]:
     """Pieces and descriptors of one block of the destination: the mean, rounded up."""
     if lane.group.kind is GroupKind.STATE:
         rows = lane.rows(lane.whole_block)
-        return rows.unfused, len(rows)
+        return rows.unfused, len(rows) if path is Path.DIRECT else len(lane.extents)
     line = lane.line
     # Block sizes without a small common multiple: the first block stands for all.
     end = line.period if line.pieces_per_period <= RECURRING_LIMIT else line.destination_step
     found = [(lane.rows(alike.cut), len(alike.source_block)) for alike in line.pieces(0, end)]
     blocks = end // line.destination_step
     made = sum(rows.unfused * count for rows, count in found)
-    left = sum(len(rows) * count for rows, count in found)
+    if path is Path.STAGED:
+        left = len(lane.extents) * len(np.unique(np.concatenate([alike.source_block for alike in line.pieces(0, end)])))
+    else:
+        left = sum(len(rows) * count for rows, count in found)
     return -(-made // blocks), -(-left // blocks)
 
 
-def _merges(lane: Lane) -> bool:
+def _merges(lane: Lane, path: Path) -> bool:
+    if path is Path.STAGED:
+        return all(extent.length == lane.source.block_stride for extent in lane.extents)
     if lane.linear_bytes:
         return True
     if (
@@ -182,6 +190,7 @@ def plan_to_proto(plan: ReadPlan) -> pb.RankPlan:
             bytes_per_token=line.bytes_per_token,
             descriptors_per_block=line.descriptors_per_block,
             path=line.path,
+            path_reason=line.reason,
         )
         if line.tokens.count > 1:
             read.token_shard.CopyFrom(token_shard_to_proto(line.tokens))
@@ -232,6 +241,7 @@ def _read_json(line: ReadLine, order: Mapping[str, int]) -> dict[str, Any]:
         "descriptors_per_block": line.descriptors_per_block,
         "runs_merge": line.runs_merge,
         "path": line.path,
+        "path_reason": line.reason,
     }
     if not line.stripe.whole:
         found["stripe"] = {"begin": line.stripe.begin, "end": line.stripe.end, "of": line.stripe.of}
@@ -273,7 +283,7 @@ def to_text(plans: Sequence[ReadPlan]) -> str:
     order = layer_order(plans)
     explained = [explain(plan) for plan in plans]
     rows: list[tuple[str, ...]] = [
-        ("", "from", "group", "layers", "components", "units", "tokens", "blocks", "bytes", "descriptors/block")
+        ("", "from", "group", "layers", "components", "units", "tokens", "blocks", "bytes", "descriptors/block", "path")
     ]
     for lines in explained:
         name = rank_name(lines.rank, lines.labels)
@@ -281,7 +291,7 @@ def to_text(plans: Sequence[ReadPlan]) -> str:
             rows.append((name, *_cells(line, order)))
             name = ""
         if not lines.reads:
-            rows.append((name, "nothing", *[""] * 8))
+            rows.append((name, "nothing", *[""] * 9))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     text = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     totals = _totals(plans, explained)
@@ -293,7 +303,7 @@ def to_text(plans: Sequence[ReadPlan]) -> str:
         f"{_merging(explained)}"
     )
     text.append(f"imbalance    the busiest source rank serves {totals['imbalance']:.2f} times the mean")
-    text.append("path         direct: every descriptor is read straight into the destination's blocks")
+    text.extend(_paths(explained))
     for lines in explained:
         for plane in lines.uncovered:
             name = rank_name(lines.rank, lines.labels)
@@ -316,6 +326,7 @@ def _cells(line: ReadLine, order: Mapping[str, int]) -> tuple[str, ...]:
         "all" if stripe.whole else f"[{stripe.begin}, {stripe.end}) of {stripe.of}",
         _bytes(line.bytes_per_token, line.bytes_per_request),
         descriptors,
+        line.path,
     )
 
 
@@ -323,6 +334,13 @@ def _bytes(per_token: float, per_request: int) -> str:
     parts = [f"{per_token:,.0f} B/token" if per_token or not per_request else ""]
     parts.append(f"{per_request:,} B/request" if per_request else "")
     return " + ".join(part for part in parts if part)
+
+
+def _paths(explained: Iterable[RankLines]) -> list[str]:
+    """Every path that is taken, with its reasons."""
+    reads = (line for lines in explained for line in lines.reads)
+    reasons = dict.fromkeys((line.path, reason) for line in reads for reason in line.reason.split("; "))
+    return [f"path         {path}: {reason}" for path, reason in sorted(reasons)]
 
 
 def _merging(explained: Iterable[RankLines]) -> str:

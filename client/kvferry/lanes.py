@@ -19,7 +19,7 @@ from kvferry.covering import PlaneRead
 from kvferry.descriptors import MemoryPair
 from kvferry.geometry import Group, GroupKind, Plane
 from kvferry.line import Line, StateLayout
-from kvferry.rows import AlikePlanes, Cut, Rows, alike, rows_of
+from kvferry.rows import AlikePlanes, Cut, Extent, Rows, alike, extents_of, rows_of
 from kvferry.shares import Stripe
 
 ROWS_KEPT = 1024
@@ -66,6 +66,11 @@ class Lane:
     def planes(self) -> tuple[AlikePlanes, ...]:
         """The plane reads by their strides."""
         return alike(self.reads)
+
+    @cached_property
+    def extents(self) -> tuple[Extent, ...]:
+        """The rows of one source block, as they are read into staging memory."""
+        return extents_of(self.planes, self.source.held_per_block)
 
     @cached_property
     def linear_bytes(self) -> tuple[int, ...]:

@@ -9,12 +9,14 @@ import enum
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from kvferry.agents import AgentInfo, HandleState, NixlError, ReadHandle, ReadingAgent
 from kvferry.descriptors import Descriptors, chunks
 from kvferry.errors import KvferryError, TransferFailed
 from kvferry.nixl_options import NixlOptions
+from kvferry.permute import Space
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +60,14 @@ class Account(Protocol):
         """Judge the deadline, and run callbacks that are due."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Chunk:
+    """What one NIXL handle reads, and whose it is."""
+
+    descriptors: Descriptors
+    account: Account
+
+
 class Share:
     """What one transfer reads from one peer.
 
@@ -65,34 +75,43 @@ class Share:
         account: the transfer.
         info: the peer.
         since: when it began to wait for the peer's first answer.
+        spaces: memory that it is read into beside the rank's own.
     """
 
-    def __init__(self, account: Account, info: AgentInfo, descriptors: Sequence[Descriptors], since: float) -> None:
+    def __init__(
+        self,
+        account: Account,
+        info: AgentInfo,
+        descriptors: Sequence[Descriptors],
+        since: float,
+        spaces: Sequence[Space] = (),
+    ) -> None:
         self.account = account
         self.info = info
         self.since = since
+        self.spaces = tuple(spaces)
         self._descriptors = descriptors
         self._chunks: Iterator[Descriptors] | None = None
-        self._next: Descriptors | None = None
 
-    def peek(self, options: NixlOptions) -> Descriptors | None:
-        """The next chunk; None if there are no more."""
+    @property
+    def blocked(self) -> bool:
+        """`next` had nothing to give, but will have; the thread is woken then."""
+        return False
+
+    def next(self, options: NixlOptions) -> Chunk | None:
+        """The next chunk, to be posted now; None if there is none, at least for now."""
         if self._chunks is None:
-            self._chunks = self._divide(options)
-        if self._next is None:
-            self._next = next(self._chunks, None)
-        return self._next
+            self._chunks = (chunk for descriptors in self._descriptors for chunk in divide(descriptors, options))
+        chunk = next(self._chunks, None)
+        return None if chunk is None else Chunk(chunk, self.account)
 
-    def take(self) -> None:
-        """The peeked chunk was made."""
-        self._next = None
 
-    def _divide(self, options: NixlOptions) -> Iterator[Descriptors]:
-        for descriptors in self._descriptors:
-            if descriptors.count:
-                # Short descriptors cost by number, so that a chunk of a given size would hold up everything else.
-                mean = max(1, descriptors.total_bytes // descriptors.count)
-                yield from chunks(descriptors, min(options.chunk_bytes, mean * options.chunk_descriptors))
+def divide(descriptors: Descriptors, options: NixlOptions) -> Iterator[Descriptors]:
+    """Descriptors in chunks that suit the transport."""
+    if descriptors.count:
+        # Short descriptors cost by number, so that a chunk of a given size would hold up everything else.
+        mean = max(1, descriptors.total_bytes // descriptors.count)
+        yield from chunks(descriptors, min(options.chunk_bytes, mean * options.chunk_descriptors))
 
 
 class Flight:
@@ -205,23 +224,21 @@ class Link:
 
     def post_next(self) -> bool:
         """Post one chunk of the share whose turn it is. False: there was none, or no room."""
-        while self.state is LinkState.READY and self.shares:
-            share = self.shares[0]
+        for _ in range(len(self.shares)):
+            if self.state is not LinkState.READY:
+                return False
+            if len(self.flights) >= 2 and self._in_flight + self._options.chunk_bytes > self._options.bytes_in_flight:
+                return False
+            share = self.shares.popleft()
             if share.account.ended_at is not None:
-                self.shares.popleft()
                 share.account.settle(self._clock())
                 continue
-            chunk = share.peek(self._options)
-            if chunk is None:
-                self.shares.popleft()
-                continue
-            size = chunk.total_bytes
-            if len(self.flights) >= 2 and self._in_flight + size > self._options.bytes_in_flight:
-                return False
-            share.take()
-            self.shares.rotate(-1)
-            self._post(share.account, chunk, size)
-            return True
+            chunk = share.next(self._options)
+            if chunk is not None or share.blocked:
+                self.shares.append(share)
+            if chunk is not None:
+                self._post(chunk.account, chunk.descriptors, chunk.descriptors.total_bytes)
+                return True
         return False
 
     def poll(self, now: float) -> bool:

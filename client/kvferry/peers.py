@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvferry.agents import AgentInfo
 from kvferry.clock import now
@@ -12,10 +12,14 @@ from kvferry.codec import engine_from_proto, group_to_proto, rank_to_proto, regi
 from kvferry.control import Control, retrying
 from kvferry.errors import BadAgentMetadata, Unreachable
 from kvferry.geometry import EngineGeometry
+from kvferry.paths import PathRule
 from kvferry.plan import ReadPlan, plan_read
 from kvferry.spec import EngineSpec
 from kvferry.v1 import geometry_pb2
 from kvferry.v1 import kv_transfer_pb2 as pb
+
+PARTS_KEPT = 256
+"""Parts of a plan that are kept: one for each layer of a large model, with room."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -31,6 +35,18 @@ class Peer:
     geometry: EngineGeometry
     agents: dict[int, AgentInfo]
     plan: ReadPlan
+    _parts: dict[frozenset[str], ReadPlan] = field(default_factory=dict)
+
+    def plan_of(self, layers: frozenset[str] | None) -> ReadPlan:
+        """The plan, or that part of it which reads these layers; kept, since requests ask for the same few."""
+        if layers is None:
+            return self.plan
+        part = self._parts.get(layers)
+        if part is None:
+            if len(self._parts) >= PARTS_KEPT:
+                self._parts.clear()
+            part = self._parts[layers] = self.plan.only(lambda plane: plane.layer in layers)
+        return part
 
 
 @dataclass(slots=True)
@@ -48,6 +64,9 @@ class Peers:
         spec, reader: the destination engine.
         geometry: the whole destination engine, asked for at the first handshake, when all its ranks have registered.
         rank: this rank.
+        rule: how paths are chosen.
+        measure: called with a home, one of its agents and a deadline where the rule's constants are to be measured;
+            answers a rule with them, or None.
         drop: called with the agents of an incarnation that was replaced.
     """
 
@@ -57,12 +76,16 @@ class Peers:
         reader: pb.EngineRef,
         rank: int,
         geometry: Callable[[float], EngineGeometry],
+        rule: PathRule,
+        measure: Callable[[str, AgentInfo, float], PathRule | None],
         drop: Callable[[Peer], None],
     ) -> None:
         self._spec = spec
         self._reader = reader
         self._rank = rank
         self._geometry = geometry
+        self._rule = rule
+        self._measure = measure
         self._drop = drop
         self._lock = threading.Lock()
         self._slots: dict[tuple[str, str, bytes], _Slot] = {}
@@ -119,9 +142,13 @@ class Peers:
         )
         response = retrying(lambda left: home.handshake(request, left), deadline)
         source = engine_from_proto(response.geometry)
-        plan = plan_read(source, destination, self._rank)
-        agents = {rank.rank: agent for rank, agent in zip(source.ranks, response.agents, strict=False)}
-        return Peer(source, {rank: _agent(engine_id, rank, agents.get(rank)) for rank in plan.source_ranks}, plan)
+        plan = plan_read(source, destination, self._rank, rule=self._rule)
+        offered = {rank.rank: agent for rank, agent in zip(source.ranks, response.agents, strict=False)}
+        agents = {rank: _agent(engine_id, rank, offered.get(rank)) for rank in plan.source_ranks}
+        if any(choice.measurable for choice in plan.paths):
+            rule = self._measure(home.address, agents[plan.source_ranks[0]], deadline)
+            plan = plan if rule is None else plan.choose_paths(rule)
+        return Peer(source, agents, plan)
 
 
 def _agent(engine_id: str, rank: int, agent: geometry_pb2.Agent | None) -> AgentInfo:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from kvferry.blocks import Blocks
 from kvferry.compat import engine_mismatches
@@ -17,10 +18,11 @@ from kvferry.expand import Expansion, expand
 from kvferry.geometry import EngineGeometry, Group, Plane, RankGeometry
 from kvferry.lanes import Lane, build_lanes
 from kvferry.needed import needed
+from kvferry.paths import Path, PathChoice, PathRule, choose_path
 from kvferry.tables import LaneTables, prepare_tables
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class ReadPlan:
     """What one destination rank reads.
 
@@ -30,6 +32,8 @@ class ReadPlan:
         reads: one per plane and source; ordered as the destination's planes.
         uncovered: names of optional planes that the source does not hold.
         lanes: the same reads, gathered for expansion.
+        paths: the path of each lane's bytes, chosen by `rule`.
+        rule: how paths are chosen.
         tables: rows that NIXL prepares once per peer.
     """
 
@@ -39,7 +43,22 @@ class ReadPlan:
     reads: tuple[PlaneRead, ...]
     uncovered: tuple[str, ...]
     lanes: tuple[Lane, ...]
+    paths: tuple[PathChoice, ...]
+    rule: PathRule
     tables: LaneTables
+
+    @cached_property
+    def staged(self) -> frozenset[int]:
+        """Indices of the lanes that go through staging memory."""
+        return frozenset(index for index, choice in enumerate(self.paths) if choice.path is Path.STAGED)
+
+    def choose_paths(self, rule: PathRule) -> ReadPlan:
+        """The same plan with paths chosen anew."""
+        return self._of(self.reads, self.lanes, rule)
+
+    def _of(self, reads: tuple[PlaneRead, ...], lanes: tuple[Lane, ...], rule: PathRule) -> ReadPlan:
+        paths = tuple(choose_path(lane, rule) for lane in lanes)
+        return replace(self, reads=reads, lanes=lanes, paths=paths, rule=rule, tables=_tables(lanes, paths))
 
     @property
     def source_ranks(self) -> tuple[int, ...]:
@@ -58,9 +77,8 @@ class ReadPlan:
         Parts have tables of their own, so make them once. A rank that reads its layers in several parts gets each byte
         once.
         """
-        lanes = self.lanes_of(lambda read: wanted(read.destination))
         reads = tuple(read for read in self.reads if wanted(read.destination))
-        return replace(self, reads=reads, lanes=lanes, tables=prepare_tables(lanes))
+        return self._of(reads, self.lanes_of(lambda read: wanted(read.destination)), self.rule)
 
     def lanes_of(self, wanted: Callable[[PlaneRead], bool]) -> tuple[Lane, ...]:
         """Lanes of those reads only for which `wanted` is true."""
@@ -90,10 +108,19 @@ class ReadPlan:
             if name not in known:
                 raise InvalidField("group", name, f"one of {sorted(known)}")
         source_groups = {group.name: group for group in self.source.groups}
-        return expand(self.lanes, self.tables, needed(self.groups, source_groups, source, destination, tokens))
+        return expand(
+            self.lanes, self.tables, self.staged, needed(self.groups, source_groups, source, destination, tokens)
+        )
 
 
-def plan_read(source: EngineGeometry, destination: EngineGeometry, rank: int, *, striping: bool = True) -> ReadPlan:
+def plan_read(
+    source: EngineGeometry,
+    destination: EngineGeometry,
+    rank: int,
+    *,
+    striping: bool = True,
+    rule: PathRule | None = None,
+) -> ReadPlan:
     """Plan the reads of one destination rank.
 
     Args:
@@ -101,6 +128,7 @@ def plan_read(source: EngineGeometry, destination: EngineGeometry, rank: int, *,
         destination: the whole destination engine; its other ranks decide the stripes only.
         rank: the destination rank.
         striping: spread reads over replicas.
+        rule: how it is chosen what goes through staging memory; None: the defaults, see `PathRule`.
 
     Raises:
         Incompatible: the rank cannot read this engine's cache; every reason is named.
@@ -114,6 +142,8 @@ def plan_read(source: EngineGeometry, destination: EngineGeometry, rank: int, *,
     if mismatches:
         raise Incompatible(mismatches)
     lanes = _lanes(source, destination, covering.reads)
+    rule = rule or PathRule()
+    paths = tuple(choose_path(lane, rule) for lane in lanes)
     return ReadPlan(
         source=source,
         destination=destination,
@@ -121,8 +151,16 @@ def plan_read(source: EngineGeometry, destination: EngineGeometry, rank: int, *,
         reads=covering.reads,
         uncovered=covering.uncovered,
         lanes=lanes,
-        tables=prepare_tables(lanes),
+        paths=paths,
+        rule=rule,
+        tables=_tables(lanes, paths),
     )
+
+
+def _tables(lanes: tuple[Lane, ...], paths: tuple[PathChoice, ...]) -> LaneTables:
+    """Tables for what is read directly; staged rows are read by address."""
+    direct = frozenset(index for index, choice in enumerate(paths) if choice.path is Path.DIRECT)
+    return prepare_tables(lanes, direct)
 
 
 def _lanes(source: EngineGeometry, destination: EngineGeometry, reads: Iterable[PlaneRead]) -> tuple[Lane, ...]:

@@ -49,6 +49,7 @@ class ReadRequest:
     text: str
     blocks: Mapping[str, Blocks]
     tokens: tuple[int, int] | None
+    layers: frozenset[str] | None
     parties: int
     expected_reads: int
     deadline: float
@@ -127,7 +128,7 @@ class Reader:
         try:
             # Renewals go on meanwhile; whether the lease lasted is judged at the end.
             peer = self._peers.get(request.home, grant.source.engine_id, grant.source.incarnation, request.deadline)
-            expansion = peer.plan.expand(grant.blocks, request.blocks, request.tokens)
+            expansion = peer.plan_of(request.layers).expand(grant.blocks, request.blocks, request.tokens)
             read._check_cancelled()
             transfer = self._transferred(request, read, grant, peer, expansion)
             moved = transfer.progress().bytes_done
@@ -253,7 +254,9 @@ class Reader:
         self, request: ReadRequest, read: Read, grant: _Grant, peer: Peer, expansion: Expansion
     ) -> Transfer:
         """Move the bytes and wait for the end, at most until the read's own deadline."""
-        parts = [Part(peer.agents[source.source_rank], source.descriptors) for source in expansion.sources]
+        parts = [
+            Part(peer.agents[source.source_rank], source.descriptors, source.staged) for source in expansion.sources
+        ]
         transfer = self._transport.start(parts, deadline=grant.lease.deadline, label=read.read_id)
         read._moving(transfer)
         # A renewal may have been acknowledged between the two lines above.

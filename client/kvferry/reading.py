@@ -220,6 +220,12 @@ class ReadingThread:
         return bool(items)
 
     def _attach(self, agent: ReadingAgent, share: Share) -> None:
+        try:
+            for space in share.spaces:
+                agent.add_space(space)
+        except NixlError as error:
+            share.account.fail(error)
+            return
         link = self._links.get(share.info.name)
         if link is None:
             link = self._add(agent, share.info)

@@ -5,7 +5,7 @@ Rows are for block id 0 on both sides; a request adds ``id * block_stride``.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -109,6 +109,21 @@ class AlikePlanes:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """Contiguous bytes of a source block that hold all that is read of one plane, or of several whose bytes interleave.
+
+    Attributes:
+        source: address in block 0.
+        length: bytes.
+        planes: the planes in it, as (index of its `AlikePlanes`, index of the plane there).
+    """
+
+    source: int
+    length: int
+    planes: tuple[tuple[int, int], ...]
+
+
 def alike(reads: Iterable[PlaneRead]) -> tuple[AlikePlanes, ...]:
     """Gather plane reads by their strides."""
     gathered: dict[tuple[Strides, Strides, int, int], list[PlaneRead]] = {}
@@ -128,6 +143,30 @@ def alike(reads: Iterable[PlaneRead]) -> tuple[AlikePlanes, ...]:
 def first_address(plane: Plane, read: PlaneRead) -> int:
     """Where the first unit read begins, in block 0 of one of the read's planes."""
     return plane.base + (read.units.begin - plane.units.begin) * plane.unit_stride
+
+
+def extents_of(planes: Sequence[AlikePlanes], states: int) -> tuple[Extent, ...]:
+    """The extents of a source block of `states` held states. Planes whose bytes interleave share one; planes that only
+    touch do not, since they may be registered apart."""
+    found: list[Extent] = []
+    places = sorted(
+        (base, base + _length(members, states), alike, plane)
+        for alike, members in enumerate(planes)
+        for plane, base in enumerate(members.source_base.tolist())
+    )
+    for begin, end, alike, plane in places:
+        last = found[-1] if found else None
+        if last is not None and begin < last.source + last.length:
+            found[-1] = Extent(last.source, max(last.length, end - last.source), (*last.planes, (alike, plane)))
+        else:
+            found.append(Extent(begin, end - begin, ((alike, plane),)))
+    return tuple(found)
+
+
+def _length(members: AlikePlanes, states: int) -> int:
+    """Bytes from the first to one past the last of a block's bytes that are read of a plane."""
+    last = int(members.source.states(0, states).max())
+    return (members.units - 1) * members.source.unit_stride + last + members.state_bytes
 
 
 def rows_of(planes: Iterable[AlikePlanes], cut: Cut, *, across: bool) -> Rows:

@@ -106,13 +106,13 @@ class _Builder:
         return DescriptorTable(self.memory, source, destination, source_first, destination_first, self.entry_bytes)
 
 
-def prepare_tables(lanes: tuple[Lane, ...]) -> LaneTables:
-    """The tables of all lanes; flat indices are checked here, once."""
+def prepare_tables(lanes: tuple[Lane, ...], direct: frozenset[int]) -> LaneTables:
+    """The tables of those lanes whose indices are `direct`; flat indices are checked here, once."""
     builders: list[_Builder] = []
     current: dict[tuple[int, MemoryPair, int], int] = {}
     places: dict[tuple[int, Cut], tuple[TableRows, ...]] = {}
     for index, lane in enumerate(lanes):
-        for cut in recurring_cuts(lane):
+        for cut in recurring_cuts(lane) if index in direct else ():
             rows = lane.rows(cut)
             found = []
             for length in np.unique(rows.length).tolist():

@@ -181,6 +181,15 @@ class Transfer:
 
     # What follows is for the reading threads: see `kvferry.links.Account`.
 
+    def goes_on(self) -> bool:
+        """Something is about to be read, though not into the destination yet."""
+        with self._changed:
+            self._judge(self._clock())
+            if self._state.final:
+                return False
+            self._state = TransferState.MOVING
+            return True
+
     def begin(self) -> bool:
         """A chunk is about to be posted."""
         with self._changed:

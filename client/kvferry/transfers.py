@@ -14,16 +14,20 @@ import threading
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from kvferry.agents import AgentInfo
 from kvferry.clock import now
 from kvferry.defence import RegionMap, check_descriptors
 from kvferry.descriptors import Descriptors
 from kvferry.errors import Closed, InvalidField, KvferryError
-from kvferry.geometry import MemoryRegion
+from kvferry.geometry import MemoryKind, MemoryRegion
 from kvferry.links import Share
 from kvferry.nixl_options import NixlOptions
+from kvferry.permute import HostSpace, Space, TorchSpace, device_tensors
 from kvferry.reading import ReadingThread
+from kvferry.staged import StagedRead
+from kvferry.staging import StagedShare, StagingOptions, StagingPool
 from kvferry.tracking import Transfer, TransferProgress, TransferState
 
 __all__ = ["Part", "Transfer", "TransferProgress", "TransferState", "Transport", "TransportGauges"]
@@ -33,10 +37,19 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Part:
-    """What a transfer reads from one source rank."""
+    """What a transfer reads from one source rank.
+
+    Attributes:
+        peer: its agent.
+        descriptors: read straight into their destinations.
+        staged: read through staging memory.
+        spaces: memory that the descriptors read into beside the rank's own.
+    """
 
     peer: AgentInfo
-    descriptors: Sequence[Descriptors]
+    descriptors: Sequence[Descriptors] = ()
+    staged: Sequence[StagedRead] = ()
+    spaces: Sequence[Space] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +65,7 @@ class TransportGauges:
         agents: reading agents, the retired ones included.
         retired_agents: given up, and destroyed as soon as may be.
         peers: peers added to agents.
+        staging_slots: slots of staging memory in use, those of reads that are not quiet included.
     """
 
     active: int
@@ -62,6 +76,7 @@ class TransportGauges:
     agents: int
     retired_agents: int
     peers: int
+    staging_slots: int
 
 
 class Transport:
@@ -72,6 +87,8 @@ class Transport:
     Args:
         regions: the memory that is read into. Unmapped under a read that is not quiet, it crashes the process.
         options: how bytes move.
+        staging: how small pieces move.
+        tensors: of device memory among the regions; what lies in none of them is read directly.
         keep: what owns the regions. Referenced for as long as an agent may write to them, also when the transport is
             forgotten in the middle of a read.
         clock: seconds, monotonic; deadlines are on it.
@@ -82,12 +99,17 @@ class Transport:
         regions: Sequence[MemoryRegion],
         options: NixlOptions | None = None,
         *,
+        staging: StagingOptions | None = None,
+        tensors: Sequence[Any] = (),
         keep: object = None,
         clock: Callable[[], float] = now,
     ) -> None:
         self._regions = tuple(regions)
         self._map = RegionMap("this rank", self._regions)
         self._options = options or NixlOptions()
+        self._staging = staging or StagingOptions()
+        self._tensors = device_tensors(tensors)
+        self._pools: dict[tuple[MemoryKind, int], StagingPool] = {}
         self._keep = keep
         self._clock = clock
         self._lock = threading.Lock()
@@ -114,19 +136,21 @@ class Transport:
 
         Everything else is the transfer's `error`. Nothing is posted if this raises.
         """
-        peers: dict[str, tuple[AgentInfo, list[Descriptors]]] = {}
-        checked: dict[str, RegionMap] = {}
+        maps: dict[str, RegionMap] = {}
+        infos: dict[str, AgentInfo] = {}
         for part in parts:
-            info, descriptors = peers.setdefault(part.peer.name, (part.peer, []))
+            info = infos.setdefault(part.peer.name, part.peer)
             if info is not part.peer and info != part.peer:
                 raise InvalidField("parts", info.name, "one agent of a name")
-            if info.name not in checked:
+            if info.name not in maps:
                 info.check()
-                checked[info.name] = RegionMap(f"agent {info.name!r}", info.regions)
+                maps[info.name] = RegionMap(f"agent {info.name!r}", info.regions)
+            local = self._map
+            if part.spaces:
+                local = RegionMap("this rank", (*self._regions, *(space.region for space in part.spaces)))
             for some in part.descriptors:
-                check_descriptors(some, self._map, checked[info.name])
-                descriptors.append(some)
-        every = [some for _, descriptors in peers.values() for some in descriptors]
+                check_descriptors(some, local, maps[info.name])
+        every = [some for part in parts for some in (*part.descriptors, *part.staged)]
         transfer = Transfer(
             label,
             sum(some.total_bytes for some in every),
@@ -141,10 +165,30 @@ class Transport:
                 self._transfers.add(transfer)
         transfer.add_quiet_callback(self._forget)
         transfer.add_done_callback(self._ended)
-        for info, descriptors in peers.values():
-            if any(some.count for some in descriptors):
-                self._submit(Share(transfer, info, descriptors, self._clock()))
+        for part in parts:
+            self._submit_part(transfer, part)
         return transfer
+
+    def pool(self, kind: MemoryKind, device: int) -> StagingPool:
+        """The staging memory of an address space; made when it is first needed.
+
+        Raises:
+            InvalidField: no tensor of this device is known.
+        """
+        with self._lock:
+            pool = self._pools.get((kind, device))
+            if pool is None:
+                options = self._staging
+                size = options.slot_bytes * options.slots
+                space: Space
+                if kind is MemoryKind.DRAM:
+                    space = HostSpace(size)
+                elif device in self._tensors:
+                    space = TorchSpace(size, f"cuda:{device}", self._tensors[device])
+                else:
+                    raise InvalidField("device", device, f"one that a registered tensor lies on: {[*self._tensors]}")
+                pool = self._pools[kind, device] = StagingPool(space, options.slot_bytes, self._wake)
+            return pool
 
     def warm(self, peer: AgentInfo) -> None:
         """Connect to a peer ahead of the first read. A hint: returns at once, and what goes wrong shows in the read.
@@ -169,7 +213,7 @@ class Transport:
     def gauges(self) -> TransportGauges:
         """What it is doing."""
         with self._lock:
-            threads, transfers = tuple(self._living), tuple(self._transfers)
+            threads, transfers, pools = tuple(self._living), tuple(self._transfers), tuple(self._pools.values())
             moved, quiesced = self._moved_before, self._quiesced
         active = sum(not transfer.state.final for transfer in transfers)
         return TransportGauges(
@@ -181,6 +225,7 @@ class Transport:
             agents=len(threads),
             retired_agents=sum(thread.retired for thread in threads),
             peers=sum(thread.peers for thread in threads),
+            staging_slots=sum(pool.in_use for pool in pools),
         )
 
     def close(self, timeout: float = 10.0) -> bool:
@@ -209,6 +254,16 @@ class Transport:
     def _check_open(self) -> None:
         if self._closed:
             raise Closed("the transport was closed")
+
+    def _submit_part(self, transfer: Transfer, part: Part) -> None:
+        if any(some.count for some in part.descriptors):
+            self._submit(Share(transfer, part.peer, part.descriptors, self._clock(), part.spaces))
+        by_space: dict[tuple[MemoryKind, int], list[StagedRead]] = {}
+        for read in part.staged:
+            memory = read.lane.memory
+            by_space.setdefault((memory.destination_kind, memory.destination_device), []).append(read)
+        for space, reads in by_space.items():
+            self._submit(StagedShare(transfer, part.peer, reads, self.pool(*space), self._clock()))
 
     def _submit(self, share: Share) -> None:
         try:

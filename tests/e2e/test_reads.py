@@ -8,7 +8,14 @@ import numpy as np
 import pytest
 
 from kvferry import Blocks, Client, Release, ReleaseOutcome
-from kvferry.errors import BlocksShort, PublicationReleased, PublicationStale, PublicationTimeout, WrongKey
+from kvferry.errors import (
+    BlocksShort,
+    InvalidField,
+    PublicationReleased,
+    PublicationStale,
+    PublicationTimeout,
+    WrongKey,
+)
 from kvferry.reference import format_reference, parse_reference
 from tests.e2e.conftest import Engine
 from tests.e2e.world import Model, expect, kv, shards, write
@@ -74,6 +81,27 @@ def test_latent_cache_of_mla_is_read_whole_by_every_rank(engine: MakeEngine, hom
         assert np.array_equal(memory.cells, expect(memory, request, ours, (0, tokens)))
     # Both source ranks hold all of it; each serves one reader (the line rule), so that two links work.
     assert sorted(result.source_ranks for result in results) == [(0,), (1,)]
+
+
+def test_layers_can_be_read_one_part_after_the_other(one_to_one: Pair) -> None:
+    source, destination = one_to_one
+    model = source.model
+    tokens, theirs, ours = 48, [1, 2, 3], [4, 5, 6]
+    request = kv(model, 3, tokens)
+    write(source.memories[0], request, theirs)
+    (memory,), (rank,) = destination.memories, destination.ranks
+    names = list(dict.fromkeys(plane.layer for plane in model.planes(memory.units, 0)))
+    publication = source.session.publish("layers", {"full": Blocks(theirs)}, expected_reads=2)
+    first = {key: values for key, values in request.items() if f"layers.{key[0]}" in names[:1]}
+    assert 0 < len(first) < len(request)
+    rank.read(publication.reference, ours, (0, tokens), layers=names[:1])
+    assert np.array_equal(memory.cells, expect(memory, first, ours, (0, tokens)))
+    with pytest.raises(InvalidField, match="no-such-layer"):
+        rank.read(publication.reference, ours, (0, tokens), layers=["no-such-layer"])
+    rank.read(publication.reference, ours, (0, tokens), layers=names[1:])
+    assert np.array_equal(memory.cells, expect(memory, request, ours, (0, tokens)))
+    # The blocks were the reader's until both parts had been read.
+    assert source.release_of(publication).outcome is ReleaseOutcome.READ
 
 
 def test_read_may_come_before_the_publication(one_to_one: Pair) -> None:

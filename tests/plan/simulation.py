@@ -5,6 +5,7 @@ The oracle: every address here comes from the formula of a plane, one state at a
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
@@ -17,10 +18,15 @@ from kvferry.descriptors import Descriptors, PreparedDescriptors, RawDescriptors
 from kvferry.expand import Expansion
 from kvferry.geometry import EngineGeometry, Group, GroupKind, Plane
 from kvferry.plan import ReadPlan
+from kvferry.staged import StagedRead
 from tests.plan.worlds import Engine
 
 Bytes = npt.NDArray[np.uint8]
 
+SLOT = 1 << 30
+"""Address of the staging memory: below every rank's."""
+SLOT_ROOM = 100
+"""Bytes by which a slot is longer than the longest row, so that batches hold several rows, but not many."""
 POISON = 0xA5
 JUNK = 0x3C
 
@@ -144,9 +150,39 @@ def execute(expansion: Expansion, sources: list[Memory], destination: Memory) ->
                 assert length > 0
                 destination.at(mine, length)[:] = sources[source.source_rank].at(theirs, length)
                 written[mine - destination.base : mine - destination.base + length] += 1
+        for read in source.staged:
+            counted += read.count
+            _execute_staged(read, sources[source.source_rank], destination, written)
     assert counted == expansion.descriptors <= expansion.pieces
     assert written.max(initial=0) <= 1, "a destination byte is written twice"
     assert int(written.sum()) == expansion.total_bytes
+
+
+def _execute_staged(read: StagedRead, source: Memory, destination: Memory, written: npt.NDArray[np.uint8]) -> None:
+    """Batch after batch through one slot of staging memory, as DESIGN §5 describes it: rows in, then a permutation."""
+    slot_bytes = max(extent.length for extent in read.lane.extents) + SLOT_ROOM
+    moved = descriptors = 0
+    for batch in read.batches(slot_bytes):
+        slot = Memory.filled(SLOT, slot_bytes, POISON)
+        raw = batch.descriptors(SLOT, read.lane.memory)
+        descriptors += raw.count
+        for theirs, mine, length in copies(raw):
+            assert mine + length <= SLOT + batch.staged_bytes <= SLOT + slot_bytes
+            slot.at(mine, length)[:] = source.at(theirs, length)
+        before = moved
+        for copy in batch.copies(SLOT):
+            for place, block_id in zip(copy.places.tolist(), copy.ids.tolist(), strict=True):
+                for step in itertools.product(*(range(count) for count, _, _ in copy.axes)):
+                    theirs = copy.source + place * copy.source_stride
+                    theirs += sum(at * stride for at, (_, stride, _) in zip(step, copy.axes, strict=True))
+                    mine = copy.destination + block_id * copy.destination_stride
+                    mine += sum(at * stride for at, (_, _, stride) in zip(step, copy.axes, strict=True))
+                    destination.at(mine, copy.cell)[:] = slot.at(theirs, copy.cell)
+                    written[mine - destination.base : mine - destination.base + copy.cell] += 1
+                    moved += copy.cell
+        assert moved - before == batch.total_bytes
+    assert moved == read.total_bytes
+    assert descriptors >= read.count
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from kvferry.blocks import Blocks
 from kvferry.descriptors import PreparedDescriptors, RawDescriptors
 from kvferry.expand import Expansion
 from kvferry.geometry import EngineGeometry, Group, GroupKind
+from kvferry.paths import Path, PathRule
 from kvferry.plan import plan_read
 from tests.plan.worlds import (
     BLOCKS_FIRST,
@@ -31,9 +32,11 @@ LATENT = tensors(layers=LAYERS, components=["latent"], axis=1)
 SCATTERED = np.random.default_rng(7).permutation(200)[:96]
 
 
-def moved(source: EngineGeometry, destination: EngineGeometry, ids: object, own: object = None) -> Expansion:
+def moved(
+    source: EngineGeometry, destination: EngineGeometry, ids: object, own: object = None, path: Path = Path.DIRECT
+) -> Expansion:
     mine = ids if own is None else own
-    return plan_read(source, destination, 0).expand({"full": Blocks(ids)}, {"full": Blocks(mine)})  # type: ignore[arg-type]
+    return plan_read(source, destination, 0, rule=PathRule(path)).expand({"full": Blocks(ids)}, {"full": Blocks(mine)})  # type: ignore[arg-type]
 
 
 def made(layout: Layout, tp: int = 1, model: list[Tensor] = MODEL, block_tokens: int = 16) -> EngineGeometry:
@@ -105,6 +108,17 @@ def test_a_block_size_change_is_a_few_rows_per_plane() -> None:
     assert expansion.descriptors == 128 * 4 * LAYERS * 2
     lengths = sorted(part.table.entry_bytes for part in expansion.sources[0].descriptors)  # type: ignore[union-attr]
     assert lengths == [16 * 4, 32 * 4]
+
+
+@pytest.mark.parametrize(("layout", "pieces"), [(NHD, 16 * 4), (HND, 4)])
+def test_staging_reads_whole_rows_and_merges_them_over_blocks(layout: Layout, pieces: int) -> None:
+    ids, own = [*range(10, 50), *range(90, 130)], SCATTERED[:80]
+    source = made(layout)
+    expansion = moved(source, made(HND), ids, own, Path.STAGED)
+    # Two runs of source blocks per plane; that the destination's are scattered makes no difference.
+    assert expansion.descriptors == 2 * LAYERS * 2
+    assert expansion.pieces == 80 * LAYERS * 2 * (1 if layout is HND else pieces)
+    assert expansion.total_bytes == moved(source, made(HND), ids, own).total_bytes
 
 
 def test_planes_of_one_block_are_not_fused_since_they_may_be_tensors_of_their_own() -> None:

@@ -17,6 +17,8 @@ import pytest
 
 from kvferry.explain import explain, plan_to_proto, to_json, to_text
 from kvferry.geometry import Group, GroupKind, Interval, TokenShard
+from kvferry.paths import Path as ReadPath
+from kvferry.paths import PathRule
 from kvferry.plan import ReadPlan, plan_read
 from kvferry.svg import to_svg
 from tests.plan.worlds import CROSS_LAYER, Engine, Held, Rank, Tensor, engine, tensors, tp_ranks
@@ -202,7 +204,10 @@ def test_block_sizes_without_a_small_common_multiple_are_explained_by_one_block(
         engine("p", model, 1, block_tokens=1009, num_blocks=2), engine("d", model, 1, block_tokens=1013, num_blocks=2)
     )
     (line,) = explain(plan).reads
-    assert line.descriptors_per_block == 2 * 2 * 2
+    # Staged: a row for each plane of the two source blocks that the first block of the destination needs.
+    assert (line.path, line.descriptors_per_block) == ("staged", 2 * 2)
+    (line,) = explain(plan.choose_paths(PathRule(ReadPath.DIRECT))).reads
+    assert (line.path, line.descriptors_per_block) == ("direct", 2 * 2 * 2)
 
 
 def test_no_plans_are_nothing() -> None:

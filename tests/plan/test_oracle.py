@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry import expand
+from kvferry.paths import Path, PathRule
 from kvferry.plan import plan_read
 from tests.plan.simulation import move
 from tests.plan.strategies import World, worlds
@@ -16,10 +17,11 @@ PROFILE = settings.get_profile("plan")
 
 @pytest.mark.timeout(max(120, PROFILE.max_examples // 5))
 @settings(PROFILE)
-@given(world=worlds(), prepared=st.booleans())
-def test_every_byte_is_right_and_no_other_is_touched(world: World, prepared: bool) -> None:
+@given(world=worlds(), prepared=st.booleans(), path=st.sampled_from((None, Path.STAGED)))
+def test_every_byte_is_right_and_no_other_is_touched(world: World, prepared: bool, path: Path | None) -> None:
     source, destination = world.source.geometry(), world.destination.geometry()
-    plans = [plan_read(source, destination, rank, striping=world.striping) for rank in world.readers]
+    rule = PathRule(path=path)
+    plans = [plan_read(source, destination, rank, striping=world.striping, rule=rule) for rank in world.readers]
     with pytest.MonkeyPatch.context() as patch:
         if prepared:
             patch.setattr(expand, "PREPARED_MIN_COUNT", 1)

@@ -8,6 +8,7 @@ import pytest
 from kvferry.blocks import Blocks
 from kvferry.errors import BadBlock, BlocksShort, InvalidField, KvferryError
 from kvferry.geometry import Group, GroupKind, Interval, TokenShard
+from kvferry.paths import Path, PathRule
 from kvferry.plan import ReadPlan, plan_read
 from tests.plan.worlds import Engine, Held, Rank, Tensor, engine, tensors, tp_ranks
 
@@ -152,7 +153,8 @@ def test_huge_positions_do_not_wrap(plan: ReadPlan, huge: int) -> None:
 def test_positions_far_up_are_exact() -> None:
     # Block sizes without a small common multiple, at the end of what positions can be.
     source = engine("p", GQA, block_tokens=1009, num_blocks=4).geometry()
-    plan = plan_read(source, engine("d", GQA, block_tokens=1013, num_blocks=4).geometry(), 0)
+    destination = engine("d", GQA, block_tokens=1013, num_blocks=4).geometry()
+    plan = plan_read(source, destination, 0, rule=PathRule(Path.DIRECT))
     begin = (2**40 - 5000) // (1009 * 1013) * (1009 * 1013)
     near = plan.expand({"full": Blocks([1, 2])}, {"full": Blocks([3, 1])}, (0, 2018))
     far = plan.expand({"full": Blocks([1, 2], begin)}, {"full": Blocks([3, 1], begin)}, (begin, begin + 2018))

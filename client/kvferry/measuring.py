@@ -1,0 +1,113 @@
+"""The constants of the cost model (`kvferry.paths`), measured on the machine that will use them.
+
+Some milliseconds, once for each host that small pieces are read from: a few short and long reads of memory that the
+peer serves anyway, into staging memory, and a few copies within that.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+
+from kvferry.agents import AgentInfo
+from kvferry.clock import now
+from kvferry.descriptors import MemoryPair, RawDescriptors
+from kvferry.geometry import MemoryRegion
+from kvferry.paths import Costs
+from kvferry.staged import Copy
+from kvferry.staging import StagingPool
+from kvferry.transfers import Part, Transport
+
+logger = logging.getLogger(__name__)
+
+TIMES = 3
+"""Measurements of each kind; the fastest counts, since whatever disturbs one makes it slower."""
+
+SHORT_BYTES = 256
+SHORT_COUNT = 512
+LONG_BYTES = 64 << 10
+
+
+def measure(transport: Transport, peer: AgentInfo, pool: StagingPool, deadline: float) -> Costs | None:
+    """The constants for reads from one peer; None if they cannot be measured now. Waits, on the thread of a read."""
+    slot = pool.borrow()
+    if slot is None:
+        return None
+    region = max(peer.regions, key=lambda region: region.length)
+    # What was read before is in some cache, and would seem faster than it is: no byte is read twice.
+    count = min(pool.slot_bytes, region.length // (2 * TIMES)) // LONG_BYTES
+    if count == 0:
+        pool.release(slot)
+        return None
+    try:
+        copied = _copies(pool, slot)
+    except Exception:
+        logger.exception("copies in staging memory were not measured")
+        pool.release(slot)
+        return None
+    kinds = [(1, 64), (min(SHORT_COUNT, count * LONG_BYTES // (2 * SHORT_BYTES)), SHORT_BYTES), (count, LONG_BYTES)]
+    times: dict[tuple[int, int], list[float]] = {kind: [] for kind in kinds}
+    for turn in range(TIMES):
+        for kind in kinds:
+            reads = _reads(region, pool, slot, *kind, turn)
+            transfer = transport.start(
+                [Part(peer, (reads,), spaces=(pool.space,))], deadline=deadline, label="measuring"
+            )
+            began = now()
+            if not transfer.wait(max(0.0, deadline - began)) or transfer.error is not None:
+                transfer.cancel()
+                # Whatever went wrong will go wrong in the read, which says so.
+                transfer.add_quiet_callback(lambda _: pool.release(slot))
+                return None
+            times[kind].append((transfer.ended_at or now()) - began)
+    pool.release(slot)
+    empty, short, long = (min(times[kind]) for kind in kinds)
+    # Both kinds of read cost by number and by bytes: two equations.
+    (_, _), (many, few_bytes), (few, many_bytes) = kinds
+    short, long = max(0.0, short - empty), max(0.0, long - empty)
+    byte = max(1e-12, (long / few - short / many) / (many_bytes - few_bytes))
+    descriptor = max(1e-8, short / many - few_bytes * byte)
+    return replace(copied, descriptor=descriptor, byte=byte)
+
+
+def _reads(region: MemoryRegion, pool: StagingPool, slot: int, count: int, size: int, turn: int) -> RawDescriptors:
+    """`count` reads of `size` bytes each, spread over a region; of other bytes each turn."""
+    here = pool.space.region
+    step = region.length // (2 * count * TIMES) * 2
+    source = region.base + (np.arange(count, dtype=np.uint64) * np.uint64(TIMES) + np.uint64(turn)) * np.uint64(step)
+    destination = slot + np.arange(count, dtype=np.uint64) * np.uint64(size)
+    memory = MemoryPair(region.memory_kind, region.device, here.memory_kind, here.device)
+    return RawDescriptors(memory, source, destination, np.full(count, size, np.uint64))
+
+
+def _copies(pool: StagingPool, slot: int) -> Costs:
+    """What a permutation costs, by runs of two lengths."""
+    half = pool.slot_bytes // 2
+    found = []
+    for cell in (64, 1024):
+        rows = max(1, half // (cell * 32))
+        # 32 columns of `rows` cells each become `rows` rows of 32: no two runs stay together.
+        copy = Copy(
+            source=slot,
+            source_stride=cell,
+            places=np.arange(rows, dtype=np.int64),
+            destination=slot + half,
+            destination_stride=32 * cell,
+            ids=np.arange(rows, dtype=np.int32),
+            axes=((32, rows * cell, cell),),
+            cell=cell,
+        )
+        found.append((rows * 32, cell, min(_timed(pool.space.copy, [copy]) for _ in range(TIMES))))
+    (many, short, slow), (few, long, fast) = found
+    per_run, per_long_run = slow / many, fast / few
+    copied_byte = max(0.0, (per_long_run - per_run) / (long - short))
+    return Costs(cell=max(1e-10, per_run - short * copied_byte), copied_byte=copied_byte)
+
+
+def _timed(copy: Callable[[list[Copy]], None], copies: list[Copy]) -> float:
+    began = now()
+    copy(copies)
+    return now() - began

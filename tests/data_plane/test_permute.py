@@ -1,0 +1,97 @@
+"""Copies out of staging memory do what their definition says, with numpy and with torch."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvferry.errors import InvalidField
+from kvferry.permute import HostSpace, Space, TorchSpace
+from kvferry.staged import Copy
+
+SIZE = 1 << 16
+
+
+@st.composite
+def copies(draw: st.DrawFn) -> tuple[int, int, Copy]:
+    """A copy between places that do not overlap, at offsets into the staging memory and into the destination."""
+    cell = draw(st.sampled_from([1, 2, 3, 4, 6, 8, 16, 24, 56]))
+    counts = draw(st.lists(st.integers(1, 4), max_size=2))
+    spans, sides = [], []
+    for _ in range(2):
+        # Each side nests the axes in an order of its own, with padding of its own.
+        span, strides = cell, [0] * len(counts)
+        for axis in draw(st.permutations(range(len(counts)))):
+            strides[axis] = span + draw(st.integers(0, 5)) * draw(st.sampled_from([1, 8]))
+            span += strides[axis] * (counts[axis] - 1)
+        spans.append(span)
+        sides.append(strides)
+    axes = tuple(zip(counts, *sides, strict=True))
+    places = sorted(draw(st.sets(st.integers(0, 12), min_size=1, max_size=6)))
+    ids = draw(st.permutations(range(12)))[: len(places)]
+    stride, own_stride = (span + draw(st.integers(0, 9)) for span in spans)
+    offset, own_offset = draw(st.integers(0, 64)), draw(st.integers(0, 64))
+    copy = Copy(
+        offset,
+        stride,
+        np.array(places, np.int64),
+        own_offset,
+        own_stride,
+        np.array(ids, np.int32),
+        axes,
+        cell,
+    )
+    return offset, own_offset, copy
+
+
+def moved(copy: Copy, source: np.ndarray, destination: np.ndarray) -> None:
+    """The definition, cell by cell; addresses are offsets."""
+    for place, block in zip(copy.places.tolist(), copy.ids.tolist(), strict=True):
+        for step in itertools.product(*(range(count) for count, _, _ in copy.axes)):
+            theirs = copy.source + place * copy.source_stride
+            theirs += sum(at * stride for at, (_, stride, _) in zip(step, copy.axes, strict=True))
+            mine = copy.destination + block * copy.destination_stride
+            mine += sum(at * stride for at, (_, _, stride) in zip(step, copy.axes, strict=True))
+            destination[mine : mine + copy.cell] = source[theirs : theirs + copy.cell]
+
+
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+@settings(max_examples=300, deadline=None)
+@given(drawn=copies())
+def test_every_cell_goes_to_its_place(library: str, drawn: tuple[int, int, Copy]) -> None:
+    offset, own_offset, copy = drawn
+    # torch's own memory on both sides; numpy takes any address.
+    memory = torch.full((SIZE,), 0xA5, dtype=torch.uint8)
+    space: Space = HostSpace(SIZE) if library == "numpy" else TorchSpace(SIZE, "cpu", [memory])
+    staging = np.frombuffer((bytearray(range(251)) * (SIZE // 251 + 1))[:SIZE], np.uint8)
+    source = np.ctypeslib.as_array((ctypes.c_uint8 * SIZE).from_address(space.region.base))
+    source[:] = staging
+    expected = memory.numpy().copy()
+    moved(copy, staging, expected)
+    placed = Copy(
+        space.region.base + offset,
+        copy.source_stride,
+        copy.places,
+        memory.data_ptr() + own_offset,
+        copy.destination_stride,
+        copy.ids,
+        copy.axes,
+        copy.cell,
+    )
+    space.copy([placed])
+    assert np.array_equal(memory.numpy(), expected)
+
+
+def test_memory_of_no_tensor_is_refused() -> None:
+    space = TorchSpace(4096, "cpu", [torch.zeros(16)])
+    elsewhere = np.zeros(4096, np.uint8)
+    places, ids = np.zeros(1, np.int64), np.zeros(1, np.int32)
+    copy = Copy(space.region.base, 64, places, elsewhere.ctypes.data, 64, ids, (), 64)
+    with pytest.raises(InvalidField, match="a tensor on cpu"):
+        space.copy([copy])

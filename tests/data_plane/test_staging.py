@@ -1,0 +1,219 @@
+"""Reads through staging memory: right for many readers of little memory, and safe to abandon."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvferry.agents import NixlOptions
+from kvferry.blocks import Blocks
+from kvferry.clock import now
+from kvferry.errors import TransferExpired, TransferFailed
+from kvferry.geometry import EngineGeometry, Group, Interval, MemoryKind, Plane, RankGeometry
+from kvferry.measuring import measure
+from kvferry.paths import Costs, Path, PathRule
+from kvferry.plan import plan_read
+from kvferry.staging import StagingOptions
+from kvferry.transfers import Part, Transfer, TransferState, Transport
+from tests.data_plane.conftest import MakeSource
+from tests.data_plane.sources import SOON, Memory, Source
+
+HEADS, TOKENS, STATE, BLOCKS = 4, 16, 64, 64
+BLOCK_BYTES = HEADS * TOKENS * STATE
+GROUP = Group("full", block_tokens=TOKENS, num_blocks=BLOCKS)
+LAYERS = 4
+
+MakeStaged = Callable[..., Transport]
+
+
+@pytest.fixture
+def staged(memory: Memory) -> Iterator[MakeStaged]:
+    """Makes transports into `memory` with little staging memory."""
+    made: list[Transport] = []
+
+    def make(ucx_tls: str = "", *, slots: int = 2, slot_blocks: int = 3, **options: Any) -> Transport:
+        staging = StagingOptions(path="staged", slots=slots, slot_bytes=slot_blocks * BLOCK_BYTES)
+        made.append(Transport([memory.region], NixlOptions(ucx_tls=ucx_tls, **options), staging=staging))
+        return made[-1]
+
+    yield make
+    assert [one.close(SOON) for one in made] == [True] * len(made), "a transport did not become quiet"
+    assert [one.gauges().staging_slots for one in made] == [0] * len(made), "a slot was lost"
+
+
+def planes(base: int, *, heads_first: bool) -> tuple[Plane, ...]:
+    """`LAYERS` planes, one behind the other."""
+    unit, token = (TOKENS * STATE, STATE) if heads_first else (STATE, HEADS * STATE)
+    return tuple(
+        Plane(
+            layer=f"layers.{layer}",
+            component="key",
+            group="full",
+            format="plain",
+            dtype="",
+            memory_kind=MemoryKind.DRAM,
+            device=0,
+            base=base + layer * BLOCKS * BLOCK_BYTES,
+            num_blocks=BLOCKS,
+            block_stride=BLOCK_BYTES,
+            page_tokens=TOKENS,
+            page_stride=0,
+            block_states=TOKENS,
+            unit_stride=unit,
+            token_stride=token,
+            state_bytes=STATE,
+            axis_size=HEADS,
+            units=Interval(0, HEADS),
+        )
+        for layer in range(LAYERS)
+    )
+
+
+def part(source: Source, memory: Memory, theirs: list[int], mine: list[int], at: int = 0) -> Part:
+    """Blocks of the source, tokens first there and heads first here, `at` bytes into the memory; expected to arrive."""
+    rule = PathRule(Path.STAGED, slot_bytes=3 * BLOCK_BYTES)
+    sides = [
+        EngineGeometry(name, (GROUP,), (RankGeometry(0, planes(base, heads_first=first)),))
+        for name, base, first in (("p", source.base, False), ("d", memory.base + at, True))
+    ]
+    plan = plan_read(sides[0], sides[1], 0, rule=rule)
+    (found,) = plan.expand({"full": Blocks(theirs)}, {"full": Blocks(mine)}).sources
+    assert found.descriptors == ()
+    size = LAYERS * BLOCKS * BLOCK_BYTES
+    given = source.bytes[:size].reshape(LAYERS, BLOCKS, TOKENS, HEADS, STATE)
+    wanted = memory.expected[at : at + size].reshape(LAYERS, BLOCKS, HEADS, TOKENS, STATE)
+    wanted[:, mine] = given[:, theirs].transpose(0, 1, 3, 2, 4)
+    return Part(source.info, staged=found.staged)
+
+
+def ended(transfer: Transfer) -> TransferState:
+    assert transfer.wait(SOON)
+    return transfer.state
+
+
+def some(seed: int, count: int = 20) -> list[int]:
+    return [int(block) for block in np.random.default_rng(seed).permutation(BLOCKS)[:count]]
+
+
+def test_rows_are_read_and_permuted(ucx_tls: str, source: Source, memory: Memory, staged: MakeStaged) -> None:
+    read = staged(ucx_tls)
+    transfer = read.start([part(source, memory, some(1), some(2))], deadline=now() + SOON, label="staged")
+    assert ended(transfer) is TransferState.DONE
+    assert transfer.quiet
+    assert memory.right()
+    assert transfer.progress().bytes_done == 20 * LAYERS * BLOCK_BYTES
+
+
+@pytest.mark.parametrize("slots", [1, 3])
+def test_many_readers_share_little_memory(
+    ucx_tls: str, source: Source, new_source: MakeSource, memory: Memory, staged: MakeStaged, slots: int
+) -> None:
+    # Several transfers on two threads, batches of several chunks, and far fewer slots than would be wanted.
+    other = new_source(ucx_tls)
+    read = staged(ucx_tls, slots=slots, reading_agents=2, chunk_bytes=BLOCK_BYTES + 1000)
+    size = LAYERS * BLOCKS * BLOCK_BYTES
+    transfers = []
+    for index in range(memory.bytes.size // size):
+        theirs, mine = some(index), some(100 + index)
+        parts = [
+            part(source, memory, theirs[:9], mine[:9], index * size),
+            part(other, memory, theirs[9:], mine[9:], index * size),
+        ]
+        transfers.append(read.start(parts, deadline=now() + SOON, label=f"read {index}"))
+    assert [ended(transfer) for transfer in transfers] == [TransferState.DONE] * len(transfers)
+    assert memory.right()
+
+
+@pytest.mark.parametrize("chunk_bytes", [16 << 20, BLOCK_BYTES], ids=["a chunk per slot", "several chunks per slot"])
+def test_a_cancelled_read_is_quiet_at_once_and_its_slots_when_nothing_writes_to_them(
+    source: Source, new_source: MakeSource, memory: Memory, staged: MakeStaged, chunk_bytes: int
+) -> None:
+    stopped = new_source("tcp")
+    # Two chunks in flight at most: of several chunks per slot, some are not posted when the read is cancelled.
+    read = staged("tcp", slots=1 if chunk_bytes == BLOCK_BYTES else 2, chunk_bytes=chunk_bytes, bytes_in_flight=1)
+    for each in (source, stopped):
+        warm = read.start([part(each, memory, [0], [0])], deadline=now() + SOON, label="warm")
+        assert ended(warm) is TransferState.DONE
+    before = memory.bytes.copy()
+    stopped.stop()
+    transfer = read.start([part(stopped, memory, some(1), some(2))], deadline=now() + SOON, label="stopped")
+    wait_for(lambda: read.gauges().chunks_in_flight == 2)
+    # The engine's blocks were never NIXL's destination, so that the engine may use them now.
+    assert transfer.cancel()
+    assert transfer.quiet
+    # But the slots are still being written to: nobody else gets them.
+    other = read.start([part(source, memory, some(3), some(4))], deadline=now() + 0.3, label="other")
+    assert ended(other) is TransferState.EXPIRED
+    stopped.resume()
+    wait_for(lambda: read.gauges().staging_slots == 0)
+    assert np.array_equal(memory.bytes, before)
+    memory.expected[:] = before
+    last = read.start([part(source, memory, some(5), some(6))], deadline=now() + SOON, label="last")
+    assert ended(last) is TransferState.DONE
+    assert memory.right()
+
+
+def test_who_waits_for_a_slot_ends_at_its_deadline(
+    source: Source, new_source: MakeSource, memory: Memory, staged: MakeStaged
+) -> None:
+    stuck = new_source("tcp")
+    read = staged("tcp", slots=1, reading_agents=2)
+    for each in (source, stuck):
+        assert (
+            ended(read.start([part(each, memory, [0], [0])], deadline=now() + SOON, label="warm")) is TransferState.DONE
+        )
+    stuck.stop()
+    holder = read.start([part(stuck, memory, some(1), some(2))], deadline=None, label="holder")
+    wait_for(lambda: read.gauges().staging_slots == 1)
+    waiting = read.start([part(source, memory, some(3), some(4))], deadline=now() + 0.3, label="waiting")
+    assert ended(waiting) is TransferState.EXPIRED
+    assert isinstance(waiting.error, TransferExpired)
+    assert waiting.quiet
+    # The slot goes on to the next one, though the first in the queue is gone.
+    next_one = read.start([part(source, memory, some(5), some(6))], deadline=now() + SOON, label="next")
+    stuck.resume()
+    assert [ended(holder), ended(next_one)] == [TransferState.DONE] * 2
+
+
+def test_a_killed_source_fails_the_read_and_keeps_no_slot(
+    ucx_tls: str, new_source: MakeSource, memory: Memory, staged: MakeStaged
+) -> None:
+    source = new_source(ucx_tls)
+    read = staged(ucx_tls, fence_time=0.1)
+    assert (
+        ended(read.start([part(source, memory, [0], [0])], deadline=now() + SOON, label="warm")) is TransferState.DONE
+    )
+    parts = [part(source, memory, some(1), some(2))]
+    source.kill()
+    transfer = read.start(parts, deadline=now() + SOON, label="killed")
+    assert ended(transfer) is TransferState.FAILED
+    assert isinstance(transfer.error, TransferFailed)
+    assert transfer.quiet
+    wait_for(lambda: read.gauges().staging_slots == 0)
+
+
+def test_constants_are_measured_and_the_slot_given_back(ucx_tls: str, source: Source, staged: MakeStaged) -> None:
+    read = staged(ucx_tls, slots=1, slot_blocks=256)
+    costs = measure(read, source.info, read.pool(MemoryKind.DRAM, 0), now() + SOON)
+    assert costs is not None
+    # Neither the defaults nor nonsense: reads and copies of this machine take some time, and less than a millisecond.
+    assert all(0 < cost < 1e-3 for cost in (costs.descriptor, costs.byte, costs.cell))
+    assert costs.descriptor != Costs().descriptor
+
+
+def test_constants_of_a_dead_source_are_not_waited_for(new_source: MakeSource, staged: MakeStaged) -> None:
+    source = new_source()
+    info = source.info
+    source.kill()
+    read = staged(fence_time=0.1, slot_blocks=256)
+    assert measure(read, info, read.pool(MemoryKind.DRAM, 0), now() + SOON) is None
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    """Poll something that other threads bring about."""
+    until = now() + SOON
+    while not condition():
+        assert now() < until, "it did not come about in time"
