@@ -14,10 +14,12 @@ from collections.abc import Callable, Iterator
 from typing import Protocol, TypeVar, cast
 
 import grpc
+from google.protobuf.message import Message
 
+from kvferry.breaker import Breaker
 from kvferry.channel import TlsConfig, connect
 from kvferry.clock import now
-from kvferry.errors import KvferryError
+from kvferry.errors import KvferryError, Unreachable
 from kvferry.status import from_notification_error, from_rpc_error
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry.v1.kv_transfer_pb2_grpc import KVTransferStub
@@ -29,6 +31,11 @@ Message_co = TypeVar("Message_co", covariant=True)
 
 CALL_TIMEOUT = 5.0
 """Seconds for a unary call to a node server that is alive."""
+
+BREAKER_THRESHOLD = 3
+BREAKER_FIRST = 0.1
+BREAKER_LAST = 1.0
+"""A node server that restarts is back within seconds, so attempts to reach it never get rarer than one a second."""
 
 BACKOFF_FIRST = 0.02
 BACKOFF_LAST = 1.0
@@ -50,6 +57,12 @@ class Control:
         self._lock = threading.Lock()
         self._channel: grpc.Channel | None = None
         self._stub: KVTransferStub | None = None
+        self._breaker = Breaker(BREAKER_THRESHOLD, BREAKER_FIRST, BREAKER_LAST)
+
+    @property
+    def unreachable_for(self) -> float:
+        """Seconds for which no attempt has reached it; 0.0 while it answers."""
+        return self._breaker.failing_for(now())
 
     def register_cache(self, request: pb.RegisterCacheRequest, timeout: float) -> pb.RegisterCacheResponse:
         """Register a rank."""
@@ -78,6 +91,7 @@ class Control:
 
         def on_done(_: object) -> None:
             failure = future.exception()
+            self._judge(failure)
             if failure is None:
                 answered(list(future.result().results))
             else:
@@ -96,8 +110,11 @@ class Control:
     def typed(self, stream: Stream[Answer]) -> Iterator[Answer]:
         """The messages of a stream, its failure as a `KvferryError`."""
         try:
-            yield from stream
+            for message in stream:
+                self._judge(None)
+                yield message
         except grpc.RpcError as error:
+            self._judge(error)
             raise from_rpc_error(error, self.address) from None
 
     def close(self) -> None:
@@ -108,15 +125,34 @@ class Control:
             channel.close()
 
     def _call(self, call: Callable[[KVTransferStub], Answer]) -> Answer:
+        pause = self._breaker.ask(now())
+        if pause > 0:
+            message = f"{self.address} cannot be reached; the next attempt is due in {pause:.1f} s"
+            raise Unreachable(message, retry_after=pause, address=self.address)
         with self._lock:
             if self._stub is None:
                 self._channel = connect(self.address, self._tls)
                 self._stub = KVTransferStub(self._channel)
             stub = self._stub
         try:
-            return call(stub)
+            answer = call(stub)
         except grpc.RpcError as error:
+            self._judge(error)
             raise from_rpc_error(error, self.address) from None
+        if isinstance(answer, Message):
+            self._judge(None)
+        return answer
+
+    def _judge(self, failure: BaseException | None) -> None:
+        """Tell the breaker how an attempt ended. A deadline that passed proves nothing: it may have been short."""
+        if failure is None:
+            self._breaker.succeeded()
+        elif isinstance(failure, grpc.RpcError) and isinstance(failure, grpc.Call):
+            unreachable = isinstance(from_rpc_error(failure, self.address), Unreachable)
+            if unreachable and failure.code() is grpc.StatusCode.UNAVAILABLE:
+                self._breaker.failed(now())
+            elif not unreachable:
+                self._breaker.succeeded()
 
 
 def retrying(call: Callable[[float], Answer], deadline: float, wait: Callable[[float], object] = time.sleep) -> Answer:

@@ -25,6 +25,9 @@ POLL_LAST = 1e-3
 POLL_ABANDONED = 10e-3
 """Between two polls while only reads are under way that nobody waits for any more."""
 
+STALLED = 0.25
+"""Seconds without a chunk that arrives after which a peer counts as stalled."""
+
 RATE_FIRST = 1e9
 """Bytes per second that a peer is believed to give before anything was measured."""
 
@@ -168,6 +171,10 @@ class Link:
         self._busy_since = 0.0
         self._pause = POLL_FIRST
         self._poll_at = 0.0
+
+    def flowing(self, now: float) -> int:
+        """Bytes that are posted and arriving. Those of a peer that has stalled take no room from others (R10)."""
+        return self._in_flight if now < self._busy_since + STALLED else 0
 
     @property
     def lost(self) -> bool:

@@ -29,6 +29,8 @@ class NixlOptions:
         chunk_bytes: bytes per NIXL handle. Deadlines, cancelling and fairness act between chunks. 16 MiB cost 3 %.
         chunk_descriptors: descriptors per NIXL handle; each costs 3 microseconds, on TCP 10.
         bytes_in_flight: posted and unfinished bytes per peer; at least two chunks are always allowed.
+        bytes_in_flight_total: the same over all peers, so that many sources do not flood one destination; each reading
+            agent has its part, and one chunk is always allowed.
         warm_up_timeout: seconds for a new peer to answer a first read of a few bytes.
         fence_time: seconds after the end of a transfer until a chunk of it that is still under way counts as stuck, and
             its agent is given up. Destroying an agent under way was seen to kill the source on TCP, so this is long.
@@ -44,6 +46,7 @@ class NixlOptions:
     chunk_bytes: int = 16 << 20
     chunk_descriptors: int = 8192
     bytes_in_flight: int = 64 << 20
+    bytes_in_flight_total: int = 256 << 20
     warm_up_timeout: float = 5.0
     fence_time: float = 60.0
     retired_agents: int = 8
@@ -52,7 +55,8 @@ class NixlOptions:
     def __post_init__(self) -> None:
         if "," in self.ucx_tls or "=" in self.ucx_tls:
             raise InvalidField("ucx_tls", self.ucx_tls, "one UCX transport; set UCX_TLS for a list")
-        for field in ("tcp_segment", "reading_agents", "chunk_bytes", "chunk_descriptors", "bytes_in_flight"):
+        at_least_one = ("tcp_segment", "reading_agents", "chunk_bytes", "chunk_descriptors")
+        for field in (*at_least_one, "bytes_in_flight", "bytes_in_flight_total"):
             if getattr(self, field) < 1:
                 raise InvalidField(field, getattr(self, field), "at least 1")
         for field in ("tcp_user_timeout", "warm_up_timeout", "fence_time", "retired_agents"):

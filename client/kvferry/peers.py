@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvferry.agents import AgentInfo
+from kvferry.breaker import Breaker
 from kvferry.clock import now
 from kvferry.codec import engine_from_proto, group_to_proto, rank_to_proto, region_from_proto
 from kvferry.control import Control, retrying
@@ -17,6 +18,14 @@ from kvferry.plan import ReadPlan, plan_read
 from kvferry.spec import EngineSpec
 from kvferry.v1 import geometry_pb2
 from kvferry.v1 import kv_transfer_pb2 as pb
+
+BREAKER_THRESHOLD = 3
+BREAKER_FIRST = 0.5
+BREAKER_LAST = 8.0
+"""A rank that cannot be read from costs each read a connection attempt of seconds."""
+
+PEER_IDLE = 600.0
+"""Seconds without a read after which an engine is dropped; the next read handshakes again."""
 
 PARTS_KEPT = 256
 """Parts of a plan that are kept: one for each layer of a large model, with room."""
@@ -53,8 +62,10 @@ class Peer:
 class _Slot:
     """One handshake at a time per engine; others wait for its result, and handshakes with other engines go on."""
 
-    lock: threading.Lock
+    lock: threading.Lock = field(default_factory=threading.Lock)
     peer: Peer | None = None
+    breaker: Breaker = field(default_factory=lambda: Breaker(BREAKER_THRESHOLD, BREAKER_FIRST, BREAKER_LAST))
+    used_at: float = 0.0
 
 
 class Peers:
@@ -101,11 +112,18 @@ class Peers:
         Raises:
             Incompatible: its cache cannot be read, and why.
             PeerRestarted: it is not this incarnation any more.
-            Unavailable: it was not complete by the deadline.
+            Unavailable: it was not complete by the deadline, or reads from it failed again and again and the next
+                attempt is not due.
         """
         key = (home.address, engine_id, incarnation)
         with self._lock:
-            slot = self._slots.setdefault(key, _Slot(threading.Lock()))
+            slot = self._slots.setdefault(key, _Slot())
+            slot.used_at = now()
+        self._drop_idle()
+        pause = slot.breaker.ask(now())
+        if pause > 0:
+            message = f"reads from engine {engine_id!r} keep failing; the next attempt is due in {pause:.1f} s"
+            raise Unreachable(message, retry_after=pause, address=home.address)
         if not slot.lock.acquire(timeout=max(0.0, deadline - now())):
             raise Unreachable(f"the handshake with engine {engine_id!r} did not end in time", address=home.address)
         try:
@@ -116,18 +134,40 @@ class Peers:
         finally:
             slot.lock.release()
 
-    def forget(self, home: str, engine_id: str, incarnation: bytes) -> None:
-        """Handshake anew next time: something at the peer turned out not to be as it was."""
+    def failed(self, home: str, engine_id: str, incarnation: bytes) -> None:
+        """A transfer from it failed: handshake anew next time, and after several failures not at once."""
         with self._lock:
-            self._slots.pop((home, engine_id, incarnation), None)
+            slot = self._slots.get((home, engine_id, incarnation))
+            if slot is not None:
+                slot.peer = None
+                slot.breaker.failed(now())
 
-    def _drop_replaced(self, key: tuple[str, str, bytes]) -> None:
+    def succeeded(self, home: str, engine_id: str, incarnation: bytes) -> None:
+        """A transfer from it ended well."""
         with self._lock:
-            old = [other for other in self._slots if other[1] == key[1] and other[2] != key[2]]
-            dropped = [self._slots.pop(other).peer for other in old]
+            slot = self._slots.get((home, engine_id, incarnation))
+        if slot is not None:
+            slot.breaker.succeeded()
+
+    def gone(self, engine_id: str, incarnation: bytes) -> None:
+        """Its home says that this incarnation is no more: drop it as soon as it is quiet."""
+        self._drop_where(lambda key, _: key[1:] == (engine_id, incarnation))
+
+    def _drop_idle(self) -> None:
+        """Drop engines that nothing was read from for a long time: those that vanished for good say nothing."""
+        before = now() - PEER_IDLE
+        self._drop_where(lambda _, slot: slot.used_at < before)
+
+    def _drop_where(self, chosen: Callable[[tuple[str, str, bytes], _Slot], bool]) -> None:
+        with self._lock:
+            keys = [key for key, slot in self._slots.items() if chosen(key, slot)]
+            dropped = [self._slots.pop(key).peer for key in keys]
         for peer in dropped:
             if peer is not None:
                 self._drop(peer)
+
+    def _drop_replaced(self, key: tuple[str, str, bytes]) -> None:
+        self._drop_where(lambda other, _: other[1] == key[1] and other[2] != key[2])
 
     def _handshake(self, home: Control, engine_id: str, incarnation: bytes, deadline: float) -> Peer:
         destination = self._geometry(deadline)

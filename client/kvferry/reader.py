@@ -17,14 +17,17 @@ from kvferry.clock import from_duration, now, to_duration
 from kvferry.control import BACKOFF_FIRST, BACKOFF_LAST, Control, retrying
 from kvferry.errors import (
     BlocksShort,
+    EngineUnknown,
     KvferryError,
     LimitReached,
+    PeerRestarted,
     PublicationAborted,
     PublicationTimeout,
     TransferCancelled,
     TransferExpired,
     TransferFailed,
     TransferStuck,
+    Unreachable,
 )
 from kvferry.expand import Expansion
 from kvferry.leases import ReaderLease
@@ -35,6 +38,10 @@ from kvferry.transfers import Part, Transfer, TransferState, Transport
 from kvferry.v1 import kv_transfer_pb2 as pb
 
 logger = logging.getLogger(__name__)
+
+HOME_PATIENCE = 15.0
+"""Seconds after which a read gives up a home that cannot be reached: longer than one that restarts, or an engine that
+counts as dead, takes; the engine can recompute instead of waiting for the read's whole timeout."""
 
 VERDICT_TIMEOUT = 1.0
 """Seconds for the home's verdict; without one the reader's own deadline decides (PROTOCOL, Endings)."""
@@ -111,6 +118,8 @@ class Reader:
         try:
             grant = self._granted(request, read)
         except KvferryError as error:
+            if isinstance(error, (PeerRestarted, EngineUnknown)):
+                self._peers.gone(request.reference.engine_id, request.reference.incarnation)
             self._ended(read, None, error)
             return
         except Exception as error:
@@ -179,6 +188,8 @@ class Reader:
                 read._check_cancelled()
                 pause = max(error.retry_after or 0.0, backoff)
                 if not error.retryable or now() + pause >= request.deadline:
+                    raise
+                if isinstance(error, Unreachable) and request.home.unreachable_for > HOME_PATIENCE:
                     raise
             woken.wait(pause)
             backoff = min(2 * backoff, BACKOFF_LAST)
@@ -271,9 +282,10 @@ class Reader:
             # Judged here again, by the process that holds the lease (PROTOCOL, Leases 4).
             if transfer.ended_at is not None and not grant.lease.live(transfer.ended_at):
                 raise TransferExpired(f"read {read.read_id} ended after its lease", read_id=read.read_id)
+            self._peers.succeeded(request.home.address, grant.source.engine_id, grant.source.incarnation)
             return
         if transfer.state is TransferState.FAILED:
-            self._peers.forget(request.home.address, grant.source.engine_id, grant.source.incarnation)
+            self._peers.failed(request.home.address, grant.source.engine_id, grant.source.incarnation)
         raise transfer.error or TransferFailed(f"read {read.read_id} failed", quiet=transfer.quiet)
 
     def _report(

@@ -189,9 +189,13 @@ class ReadingThread:
                 if link.state is LinkState.NEW:
                     link.open()
                     busy = True
-                busy |= link.post_next()
+                busy |= self._room() and link.post_next()
                 busy |= link.poll(now)
                 self.moved += link.moved - before
+            if len(self._links) > 1:
+                # Another peer is the first to be asked next time, in case there is room for one only.
+                first = next(iter(self._links))
+                self._links[first] = self._links.pop(first)
             self._news |= busy
             now = self._clock()
             if now >= self._settle_at:
@@ -202,6 +206,13 @@ class ReadingThread:
                     return
             elif not busy:
                 self._sleep(now)
+
+    def _room(self) -> bool:
+        """Whether one more chunk keeps within this agent's part of what may be in flight to this destination."""
+        now = self._clock()
+        flying = sum(link.flowing(now) for link in self._links.values())
+        most = self._options.bytes_in_flight_total // self._options.reading_agents
+        return flying == 0 or flying + self._options.chunk_bytes <= most
 
     def _take_inbox(self, agent: ReadingAgent) -> bool:
         with self._changed:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -253,6 +253,24 @@ class _Commands:
         before = time.process_time()
         threading.Event().wait(seconds)
         return time.process_time() - before
+
+    reads: ClassVar[list[Any]] = []
+
+    @classmethod
+    def start_reads(cls, cache: Any, reference: str, blocks: Any, count: int, **options: Any) -> int:
+        """Start several reads and wait for none."""
+        cls.reads += [cache.read(reference, blocks, **options) for _ in range(count)]
+        return count
+
+    @classmethod
+    def cancel_reads(cls, cache: Any) -> list[str]:
+        """Cancel the reads that were started: the states that they were in."""
+        reads, cls.reads = cls.reads, []
+        states = [read.state.name for read in reads]
+        for read in reads:
+            read.cancel()
+            read.exception(timeout=60)
+        return states
 
     @staticmethod
     def gauges(cache: Any) -> Any:

@@ -60,7 +60,7 @@ LAYERS = [
         "staging",
         "measuring",
     },
-    {"control", "homes", "peers", "read", "reader", "renewals", "watching", "session", "cache"},
+    {"breaker", "control", "homes", "peers", "read", "reader", "renewals", "watching", "session", "cache"},
     {"client", "aio", "embed"},
     {"demo", "cli"},
 ]
