@@ -19,7 +19,7 @@ from kvferry.covering import PlaneRead
 from kvferry.descriptors import MemoryPair
 from kvferry.geometry import Group, GroupKind, Plane
 from kvferry.line import Line, StateLayout
-from kvferry.rows import AlikePlanes, Cut, Extent, Rows, alike, extents_of, rows_of
+from kvferry.rows import AlikePlanes, Cut, Extent, Loop, Rows, alike, extents_of, loops_of, rows_of
 from kvferry.shares import Stripe
 
 ROWS_KEPT = 1024
@@ -101,6 +101,19 @@ class Lane:
             across = min(self.source.num_blocks, self.destination.num_blocks) > 1
             rows = self._rows[cut] = rows_of(self.planes, cut, across=across)
         return rows
+
+    @cached_property
+    def _loops(self) -> dict[tuple[int, Cut], tuple[Loop, ...]]:
+        return {}
+
+    def loops(self, alike: int, cut: Cut) -> tuple[Loop, ...]:
+        """The loops that copy a cut of the planes in ``planes[alike]``; kept, as rows are."""
+        found = self._loops.get((alike, cut))
+        if found is None:
+            if len(self._loops) >= ROWS_KEPT:
+                self._loops.clear()
+            found = self._loops[alike, cut] = loops_of(self.planes[alike], cut)
+        return found
 
 
 def _is_linear(plane: Plane, units: int) -> bool:

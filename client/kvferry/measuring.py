@@ -15,6 +15,7 @@ import numpy as np
 from kvferry.agents import AgentInfo
 from kvferry.clock import now
 from kvferry.descriptors import MemoryPair, RawDescriptors
+from kvferry.errors import KvferryError
 from kvferry.geometry import MemoryRegion
 from kvferry.paths import Costs
 from kvferry.staged import Copy
@@ -23,11 +24,12 @@ from kvferry.transfers import Part, Transport
 
 logger = logging.getLogger(__name__)
 
-TIMES = 3
+TIMES = 5
 """Measurements of each kind; the fastest counts, since whatever disturbs one makes it slower."""
 
 SHORT_BYTES = 256
 SHORT_COUNT = 512
+CLUSTER = 16
 LONG_BYTES = 64 << 10
 
 
@@ -52,10 +54,12 @@ def measure(transport: Transport, peer: AgentInfo, pool: StagingPool, deadline: 
     times: dict[tuple[int, int], list[float]] = {kind: [] for kind in kinds}
     for turn in range(TIMES):
         for kind in kinds:
-            reads = _reads(region, pool, slot, *kind, turn)
-            transfer = transport.start(
-                [Part(peer, (reads,), spaces=(pool.space,))], deadline=deadline, label="measuring"
-            )
+            part = Part(peer, (_reads(region, pool, slot, *kind, turn),), spaces=(pool.space,))
+            try:
+                transfer = transport.start([part], deadline=deadline, label="measuring")
+            except KvferryError:
+                pool.release(slot)
+                raise
             began = now()
             if not transfer.wait(max(0.0, deadline - began)) or transfer.error is not None:
                 transfer.cancel()
@@ -76,8 +80,11 @@ def measure(transport: Transport, peer: AgentInfo, pool: StagingPool, deadline: 
 def _reads(region: MemoryRegion, pool: StagingPool, slot: int, count: int, size: int, turn: int) -> RawDescriptors:
     """`count` reads of `size` bytes each, spread over a region; of other bytes each turn."""
     here = pool.space.region
-    step = region.length // (2 * count * TIMES) * 2
-    source = region.base + (np.arange(count, dtype=np.uint64) * np.uint64(TIMES) + np.uint64(turn)) * np.uint64(step)
+    # Short pieces come in clusters, as those of one block do.
+    cluster = CLUSTER if size == SHORT_BYTES else 1
+    group, within = np.divmod(np.arange(count), cluster)
+    step = region.length // (TIMES * (int(group[-1]) + 1))
+    source = (region.base + (group * TIMES + turn) * step + within * 2 * size).astype(np.uint64)
     destination = slot + np.arange(count, dtype=np.uint64) * np.uint64(size)
     memory = MemoryPair(region.memory_kind, region.device, here.memory_kind, here.device)
     return RawDescriptors(memory, source, destination, np.full(count, size, np.uint64))

@@ -180,6 +180,51 @@ def rows_of(planes: Iterable[AlikePlanes], cut: Cut, *, across: bool) -> Rows:
     return Rows(source, destination, length, sum(part.unfused for part in parts))
 
 
+@dataclass(frozen=True, slots=True)
+class Loop:
+    """Cells of one plane that lie in equal steps on both sides.
+
+    Attributes:
+        source, destination: offset of the first cell.
+        axes: (count, source stride, destination stride), the longest steps of the destination first.
+        cell: contiguous bytes.
+    """
+
+    source: int
+    destination: int
+    axes: tuple[tuple[int, int, int], ...]
+    cell: int
+
+
+def loops_of(members: AlikePlanes, cut: Cut) -> tuple[Loop, ...]:
+    """The cells of a cut: one loop, unless pages lie apart."""
+    source = members.source.states(cut.source, cut.count)
+    destination = members.destination.states(cut.destination, cut.count)
+    steps = list(zip(np.diff(source).tolist(), np.diff(destination).tolist(), strict=True))
+    found = []
+    first = 0
+    while first < cut.count:
+        last = first
+        while last + 1 < cut.count and steps[last] == steps[first]:
+            last += 1
+        count, cell = last - first + 1, members.state_bytes
+        axes: list[tuple[int, int, int]] = []
+        step = steps[first] if count > 1 else (cell, cell)
+        if step == (cell, cell):
+            cell *= count
+        else:
+            axes.append((count, *step))
+        units = (members.units, members.source.unit_stride, members.destination.unit_stride)
+        if members.units > 1 and not axes and units[1:] == (cell, cell):
+            cell *= members.units
+        elif members.units > 1:
+            axes.append(units)
+        axes.sort(key=lambda axis: -axis[2])
+        found.append(Loop(int(source[first]), int(destination[first]), tuple(axes), cell))
+        first = last + 1
+    return tuple(found)
+
+
 def _fuse(source: Int64s, destination: Int64s, length: Int64s) -> tuple[Int64s, Int64s, Int64s]:
     """Pieces by rising source address, those that touch on both sides made one."""
     if bool((source[1:] < source[:-1]).any()):

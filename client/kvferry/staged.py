@@ -161,16 +161,16 @@ class Batch:
                     members = lane.planes[alike]
                     source = slot + rows.offset + int(members.source_base[plane]) - rows.extent.source
                     destination = int(members.destination_base[plane])
-                    for source_at, destination_at, axes, cell in _loops(members, piece.cut):
+                    for loop in lane.loops(alike, piece.cut):
                         yield Copy(
-                            source + source_at,
+                            source + loop.source,
                             rows.extent.length,
                             places,
-                            destination + destination_at,
+                            destination + loop.destination,
                             lane.destination.block_stride,
                             ids,
-                            axes,
-                            cell,
+                            loop.axes,
+                            loop.cell,
                         )
 
 
@@ -202,34 +202,3 @@ def _runs(blocks: BlockIds, lane: Lane, extent: Extent) -> Int64s:
     if extent.length != lane.source.block_stride:
         return np.arange(len(blocks), dtype=np.int64)
     return np.concatenate((np.zeros(1, np.int64), np.flatnonzero(np.diff(blocks) != 1) + 1))
-
-
-def _loops(members: AlikePlanes, cut: Cut) -> Iterator[tuple[int, int, tuple[tuple[int, int, int], ...], int]]:
-    """The cells of a cut as loops of equal steps: offsets on both sides, axes, contiguous bytes.
-
-    The states of a cut are one loop, unless pages lie apart.
-    """
-    source = members.source.states(cut.source, cut.count)
-    destination = members.destination.states(cut.destination, cut.count)
-    steps = np.stack((np.diff(source), np.diff(destination)), axis=1)
-    first = 0
-    while first < cut.count:
-        last = first
-        while last + 1 < cut.count and bool((steps[last] == steps[first]).all()):
-            last += 1
-        count, cell = last - first + 1, members.state_bytes
-        axes: list[tuple[int, int, int]] = []
-        step = tuple(steps[first].tolist()) if count > 1 else (cell, cell)
-        if step == (cell, cell):
-            cell *= count
-        else:
-            axes.append((count, *step))
-        units = (members.units, members.source.unit_stride, members.destination.unit_stride)
-        if members.units > 1 and not axes and units[1:] == (cell, cell):
-            cell *= members.units
-        elif members.units > 1:
-            axes.append(units)
-        # The innermost loop is that of the shortest steps on the side that is written.
-        axes.sort(key=lambda axis: -axis[2])
-        yield int(source[first]), int(destination[first]), tuple(axes), cell
-        first = last + 1
