@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 
+from kvferry.acquiring import Cancellation
 from kvferry.errors import KvferryError, TransferCancelled
 from kvferry.transfers import Transfer
 
@@ -76,8 +77,7 @@ class Read:
         self._result: ReadResult | None = None
         self._error: KvferryError | None = None
         self._transfer: Transfer | None = None
-        self._cancel: Callable[[], None] | None = None
-        self._cancelled = False
+        self._cancellation = Cancellation(read_id)
         self._callbacks: list[Callable[[Read], None]] = []
 
     @property
@@ -135,12 +135,10 @@ class Read:
 
     def cancel(self) -> bool:
         """Stop; returns at once, whether the blocks are quiet already. A read that has ended stays as it is."""
+        if not self.done():
+            self._cancellation.cancel()
         with self._condition:
-            if not self.done():
-                self._cancelled = True
-            cancel, transfer = self._cancel, self._transfer
-        if cancel is not None:
-            cancel()
+            transfer = self._transfer
         if transfer is not None and not self.done():
             transfer.cancel()
         return transfer is None or transfer.quiet
@@ -176,18 +174,6 @@ class Read:
 
     # What follows is for the thread that runs the read.
 
-    def _check_cancelled(self) -> None:
-        if self._cancelled:
-            raise TransferCancelled(f"read {self.read_id} was cancelled", read_id=self.read_id)
-
-    def _cancel_by(self, cancel: Callable[[], None] | None) -> None:
-        """How to interrupt what the read's thread waits for now."""
-        with self._condition:
-            self._cancel = cancel
-            cancelled = self._cancelled
-        if cancelled and cancel is not None:
-            cancel()
-
     def _extend(self, deadline: float) -> None:
         """The lease was renewed."""
         transfer = self._transfer
@@ -198,8 +184,7 @@ class Read:
         with self._condition:
             self._transfer = transfer
             self._state = ReadState.READING
-            cancelled = self._cancelled
-        if cancelled:
+        if self._cancellation.cancelled:
             transfer.cancel()
 
     def _end(self, result: ReadResult | None, error: KvferryError | None) -> None:

@@ -1,0 +1,250 @@
+"""From a reference to a grant: a lease, and the blocks it covers. Blocks, so it runs on a thread of its caller's."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvferry.blocks import Blocks, blocks_from_proto
+from kvferry.clock import from_duration, now, to_duration
+from kvferry.control import BACKOFF_FIRST, BACKOFF_LAST, Control
+from kvferry.errors import (
+    BlocksShort,
+    KvferryError,
+    PublicationAborted,
+    PublicationTimeout,
+    TransferCancelled,
+    Unreachable,
+)
+from kvferry.leases import ReaderLease
+from kvferry.renewals import Renewals
+from kvferry.reporting import Reporter
+from kvferry.v1 import kv_transfer_pb2 as pb
+
+HOME_PATIENCE = 15.0
+"""Seconds after which a read gives up a home that cannot be reached: longer than one that restarts, or an engine that
+counts as dead, takes; the engine can recompute instead of waiting for the read's whole timeout."""
+
+
+class Cancellation:
+    """Whether somebody no longer wants something, and how to interrupt what waits for it. Thread-safe."""
+
+    def __init__(self, read_id: str) -> None:
+        self._read_id = read_id
+        self._lock = threading.Lock()
+        self._cancelled = False
+        self._interrupt: Callable[[], None] | None = None
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether it was cancelled."""
+        return self._cancelled
+
+    def cancel(self) -> None:
+        """Cancel it; interrupts what waits. Idempotent."""
+        with self._lock:
+            self._cancelled = True
+            interrupt = self._interrupt
+        if interrupt is not None:
+            interrupt()
+
+    def check(self) -> None:
+        """Raise `TransferCancelled` if it was cancelled."""
+        if self._cancelled:
+            raise TransferCancelled(f"read {self._read_id} was cancelled", read_id=self._read_id)
+
+    def interrupt_by(self, interrupt: Callable[[], None] | None) -> None:
+        """How to interrupt what waits from now on."""
+        with self._lock:
+            self._interrupt = interrupt
+            cancelled = self._cancelled
+        if cancelled and interrupt is not None:
+            interrupt()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AcquireRequest:
+    """One read of one publication.
+
+    Attributes:
+        home: the source's home.
+        reference: the parsed reference.
+        text: the reference as it came.
+        read_id: the same in every rank of the read.
+        parties: ranks that will report.
+        expected_reads: reads that will be made; 0: what the source said.
+        deadline: on `kvferry.clock`, until when to wait for the publication.
+    """
+
+    home: Control
+    reference: pb.Reference
+    text: str
+    read_id: str
+    parties: int
+    expected_reads: int
+    deadline: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Granted:
+    """A lease, and the blocks it covers.
+
+    Attributes:
+        lease: renewed until it is dropped from the renewals.
+        source: the source engine, as it lives now.
+        request_id: at the source.
+        blocks: by group.
+        payload: opaque bytes from the source.
+    """
+
+    lease: ReaderLease
+    source: pb.EngineRef
+    request_id: str
+    blocks: dict[str, Blocks]
+    payload: bytes
+
+
+class Acquirer:
+    """Acquires publications for one engine.
+
+    Args:
+        reader: the engine.
+        renewals: keeps the leases alive from their acceptance on.
+        reporter: tells homes of leases that are not needed any more.
+        rank: in whose name failures are reported.
+    """
+
+    def __init__(self, reader: pb.EngineRef, renewals: Renewals, reporter: Reporter, rank: int) -> None:
+        self._reader = reader
+        self._renewals = renewals
+        self._reporter = reporter
+        self._rank = rank
+
+    def acquire(
+        self, request: AcquireRequest, cancellation: Cancellation, extended: Callable[[float], None]
+    ) -> Granted:
+        """Ask until there is an answer that repeating would not change.
+
+        Args:
+            request: what to read.
+            cancellation: interrupts the wait.
+            extended: called with the new deadline after each acknowledged renewal.
+
+        Raises:
+            TransferCancelled: it was cancelled.
+            PublicationTimeout: the publication was not complete in time.
+            PublicationAborted: the source no longer offers it.
+            KvferryError: what the home answered.
+        """
+        backoff = BACKOFF_FIRST
+        woken = threading.Event()
+        cancellation.interrupt_by(woken.set)
+        while True:
+            cancellation.check()
+            try:
+                return self._ask(request, cancellation, extended, woken)
+            except KvferryError as error:
+                cancellation.check()
+                pause = max(error.retry_after or 0.0, backoff)
+                if not error.retryable or now() + pause >= request.deadline:
+                    raise
+                if isinstance(error, Unreachable) and request.home.unreachable_for > HOME_PATIENCE:
+                    raise
+            woken.wait(pause)
+            backoff = min(2 * backoff, BACKOFF_LAST)
+
+    def _ask(
+        self,
+        request: AcquireRequest,
+        cancellation: Cancellation,
+        extended: Callable[[float], None],
+        woken: threading.Event,
+    ) -> Granted:
+        """One ReadBlocks call, up to Complete. The stream is then left: losing it ends nothing (PROTOCOL, Leases 5)."""
+        left = max(0.001, request.deadline - now())
+        sent_at = now()
+        call = pb.ReadBlocksRequest(
+            reference=request.text,
+            reader=self._reader,
+            read_id=request.read_id,
+            parties=request.parties,
+            expected_reads=request.expected_reads,
+            wait=to_duration(left),
+        )
+        stream = request.home.read_blocks(call, left)
+
+        def interrupt() -> None:
+            woken.set()
+            stream.cancel()
+
+        cancellation.interrupt_by(interrupt)
+        lease: ReaderLease | None = None
+        steps: list[pb.Blocks] = []
+        source, request_id = pb.EngineRef(), request.reference.request_id
+        try:
+            for message in request.home.typed(stream):
+                kind = message.WhichOneof("message")
+                if kind == "accepted":
+                    accepted = message.accepted
+                    source, request_id = accepted.source, accepted.request_id or request_id
+                    remaining, every = from_duration(accepted.remaining), from_duration(accepted.renew_every)
+                    lease = ReaderLease(accepted.lease_id, sent_at, remaining, every)
+                    self._renewals.keep(lease, request.home, self._reader, extended)
+                elif kind == "blocks":
+                    steps.append(message.blocks)
+                elif kind == "revoked":
+                    reason = pb.RevokeReason.Name(message.revoked.reason).removeprefix("REVOKE_REASON_")
+                    raise PublicationAborted(
+                        f"the source no longer offers {request_id!r}: {reason}",
+                        engine_id=request.reference.engine_id,
+                        publication=request.reference.publication,
+                    )
+                elif kind == "complete" and lease is not None:
+                    return Granted(lease, source, request_id, joined(steps), message.complete.payload)
+            raise _timeout(request)
+        except KvferryError as error:
+            if lease is None:
+                raise
+            self._renewals.drop(lease)
+            if error.retryable and request.deadline - now() < BACKOFF_FIRST:
+                # The source was heard, its blocks were not: the call's own deadline cut the stream.
+                error = _timeout(request)
+            cancelled = woken.is_set()
+            if cancelled or not error.retryable:
+                # The read is over, so the source need not wait for the lease to run out.
+                outcome = pb.RANK_OUTCOME_CANCELLED if cancelled else pb.RANK_OUTCOME_FAILED
+                self._reporter.report(request.home, lease, [pb.RankReport(rank=self._rank, outcome=outcome)])
+            raise error from None
+        finally:
+            cancellation.interrupt_by(None)
+            stream.cancel()
+
+
+def _timeout(request: AcquireRequest) -> PublicationTimeout:
+    return PublicationTimeout(
+        "the publication was not complete in time",
+        engine_id=request.reference.engine_id,
+        publication=request.reference.publication,
+    )
+
+
+def joined(steps: list[pb.Blocks]) -> dict[str, Blocks]:
+    """The steps of a publication as one list per group; each step goes on where the one before ended."""
+    pieces: dict[str, list[pb.GroupBlocks]] = {}
+    for step in sorted(steps, key=lambda step: step.step):
+        for group in step.groups:
+            pieces.setdefault(group.group, []).append(group)
+    joined = {}
+    for name, parts in pieces.items():
+        whole = pb.GroupBlocks()
+        whole.CopyFrom(parts[0])
+        for part in parts[1:]:
+            if part.first_token != whole.end_token:
+                asked, available = f"tokens from {whole.end_token}", f"tokens from {part.first_token}"
+                raise BlocksShort(name, "source", asked, available)
+            whole.end_token = part.end_token
+            whole.run_starts.extend(part.run_starts)
+            whole.run_counts.extend(part.run_counts)
+        joined[name] = blocks_from_proto(whole)
+    return joined

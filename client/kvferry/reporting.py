@@ -1,0 +1,47 @@
+"""The reports of a reader to the home that holds its lease."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from kvferry.control import Control, retrying
+from kvferry.errors import KvferryError
+from kvferry.leases import ReaderLease
+from kvferry.v1 import kv_transfer_pb2 as pb
+
+logger = logging.getLogger(__name__)
+
+VERDICT_TIMEOUT = 1.0
+"""Seconds for the home's verdict; without one the reader's own deadline decides (PROTOCOL, Endings)."""
+
+
+class Reporter:
+    """Speaks for one engine. Thread-safe; its calls block."""
+
+    def __init__(self, reader: pb.EngineRef) -> None:
+        self._reader = reader
+
+    def report(
+        self, home: Control, lease: ReaderLease, reports: Sequence[pb.RankReport]
+    ) -> pb.Verdict.ValueType | None:
+        """Tell how shares ended; the home's verdict, or None if it did not answer in time."""
+        try:
+            return self._tell(home, lease, reports, VERDICT_TIMEOUT)
+        except KvferryError as error:
+            logger.info("report to %s not answered: %s", home.address, error)
+            return None
+
+    def report_until_answered(self, home: Control, lease: ReaderLease, reports: Sequence[pb.RankReport]) -> None:
+        """The engine has its result; the source still waits for this, for as long as the lease runs."""
+        try:
+            retrying(lambda left: self._tell(home, lease, reports, left), lease.deadline)
+        except KvferryError as error:
+            logger.info("report to %s given up: %s", home.address, error)
+
+    def _tell(
+        self, home: Control, lease: ReaderLease, reports: Sequence[pb.RankReport], timeout: float
+    ) -> pb.Verdict.ValueType:
+        done = pb.ReadDone(lease_id=lease.lease_id, reports=reports)
+        notify = pb.NotifyRequest(sender=self._reader, notifications=[pb.Notification(read_done=done)])
+        return home.notify_one(notify, timeout).read_ended.verdict
