@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvferry.blocks import Blocks, blocks_from_proto
+from kvferry.blocks import MAX_BLOCKS, Blocks, blocks_from_proto
 from kvferry.clock import from_duration, now, to_duration
-from kvferry.control import BACKOFF_FIRST, BACKOFF_LAST, Control
+from kvferry.control import BACKOFF_FIRST, BACKOFF_LAST, Control, retrying
 from kvferry.errors import (
     BlocksShort,
+    InvalidField,
     KvferryError,
     PublicationAborted,
     PublicationTimeout,
@@ -21,6 +23,8 @@ from kvferry.leases import ReaderLease
 from kvferry.renewals import Renewals
 from kvferry.reporting import Reporter
 from kvferry.v1 import kv_transfer_pb2 as pb
+
+logger = logging.getLogger(__name__)
 
 HOME_PATIENCE = 15.0
 """Seconds after which a read gives up a home that cannot be reached: longer than one that restarts, or an engine that
@@ -190,11 +194,13 @@ class Acquirer:
                     source, request_id = accepted.source, accepted.request_id or request_id
                     remaining, every = from_duration(accepted.remaining), from_duration(accepted.renew_every)
                     lease = ReaderLease(accepted.lease_id, sent_at, remaining, every)
-                    self._renewals.keep(lease, request.home, self._reader, extended)
+                    self._keep(request, lease, extended)
                 elif kind == "blocks":
                     steps.append(message.blocks)
                 elif kind == "revoked":
-                    reason = pb.RevokeReason.Name(message.revoked.reason).removeprefix("REVOKE_REASON_")
+                    number = message.revoked.reason
+                    known = number in pb.RevokeReason.values()
+                    reason = pb.RevokeReason.Name(number).removeprefix("REVOKE_REASON_") if known else f"{number}"
                     raise PublicationAborted(
                         f"the source no longer offers {request_id!r}: {reason}",
                         engine_id=request.reference.engine_id,
@@ -220,6 +226,37 @@ class Acquirer:
             cancellation.interrupt_by(None)
             stream.cancel()
 
+    def _keep(self, request: AcquireRequest, lease: ReaderLease, extended: Callable[[float], None]) -> None:
+        def lost() -> None:
+            name = f"kvferry-reacquire-{request.read_id}"
+            threading.Thread(
+                target=self._acquire_again, args=(request, lease, extended), name=name, daemon=True
+            ).start()
+
+        self._renewals.keep(lease, request.home, self._reader, extended, lost)
+
+    def _acquire_again(self, request: AcquireRequest, lease: ReaderLease, extended: Callable[[float], None]) -> None:
+        """The home restarted. Ask for the same read again, so that a transfer under way need not start anew."""
+
+        def ask(left: float) -> None:
+            sent_at = now()
+            call = pb.ReadBlocksRequest(
+                reference=request.text, reader=self._reader, read_id=request.read_id, parties=request.parties
+            )
+            stream = request.home.read_blocks(call, left)
+            try:
+                accepted = next(request.home.typed(stream)).accepted
+            finally:
+                stream.cancel()
+            if lease.acquired_again(accepted.lease_id, sent_at, now(), from_duration(accepted.remaining)):
+                self._keep(request, lease, extended)
+                extended(lease.deadline)
+
+        try:
+            retrying(ask, lease.deadline)
+        except KvferryError as error:
+            logger.info("read %s was not acquired again: %s", request.read_id, error)
+
 
 def _timeout(request: AcquireRequest) -> PublicationTimeout:
     return PublicationTimeout(
@@ -235,6 +272,10 @@ def joined(steps: list[pb.Blocks]) -> dict[str, Blocks]:
     for step in sorted(steps, key=lambda step: step.step):
         for group in step.groups:
             pieces.setdefault(group.group, []).append(group)
+    # Before any is written out: a few bytes of runs are as many ids as their sender likes, in each group.
+    count = sum(sum(part.run_counts) for parts in pieces.values() for part in parts)
+    if count > MAX_BLOCKS:
+        raise InvalidField("blocks of all groups", count, f"at most {MAX_BLOCKS}")
     joined = {}
     for name, parts in pieces.items():
         whole = pb.GroupBlocks()

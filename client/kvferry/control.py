@@ -87,7 +87,11 @@ class Control:
         self, request: pb.NotifyRequest, timeout: float, answered: Callable[[list[pb.NotificationResult]], None]
     ) -> None:
         """Send a batch without waiting; `answered` is called on gRPC's thread, and not at all if the call fails."""
-        future = self._call(lambda stub: stub.Notify.future(request, timeout=timeout))
+        try:
+            future = self._call(lambda stub: stub.Notify.future(request, timeout=timeout))
+        except Unreachable as error:
+            logger.info("notifications to %s not sent: %s", self.address, error)
+            return
 
         def on_done(_: object) -> None:
             failure = future.exception()

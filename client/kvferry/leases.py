@@ -27,12 +27,19 @@ class ReaderLease:
     """
 
     def __init__(self, lease_id: bytes, sent_at: float, remaining: float, renew_every: float) -> None:
-        self.lease_id = lease_id
+        self._lease_id = lease_id
         self.renew_every = renew_every
         self._deadline = deadline_after(sent_at, remaining)
         self._next_renewal = sent_at + renew_every
         self._renewable = True
+        self._ended = False
         self._lock = threading.Lock()
+
+    @property
+    def lease_id(self) -> bytes:
+        """The home's name of it; another one once it was acquired again."""
+        with self._lock:
+            return self._lease_id
 
     @property
     def deadline(self) -> float:
@@ -68,3 +75,24 @@ class ReaderLease:
             self._renewable = more and remaining > 0
             if now < self._deadline:
                 self._deadline = max(self._deadline, deadline_after(sent_at, remaining))
+
+    def end(self) -> None:
+        """The read has ended: nobody needs the lease any more."""
+        with self._lock:
+            self._ended = True
+
+    def acquired_again(self, lease_id: bytes, sent_at: float, now: float, remaining: float) -> bool:
+        """The home lost its record of the lease, and granted the same read anew.
+
+        Returns:
+            Whether the read may go on: only if the new grant came before the old deadline. Else the source may have
+            changed its blocks in between, and everything is read again (PROTOCOL, Home restart).
+        """
+        with self._lock:
+            if self._ended or now >= self._deadline:
+                return False
+            self._lease_id = lease_id
+            self._deadline = max(self._deadline, deadline_after(sent_at, remaining))
+            self._next_renewal = sent_at + self.renew_every
+            self._renewable = True
+            return True

@@ -11,6 +11,7 @@ from kvferry.clock import from_duration, now
 from kvferry.control import Control
 from kvferry.leases import ReaderLease
 from kvferry.v1 import kv_transfer_pb2 as pb
+from kvferry.v1.errors_pb2 import ERROR_REASON_LEASE_ENDED
 
 RENEW_TIMEOUT = 2.0
 
@@ -21,6 +22,7 @@ class _Kept:
     home: Control
     sender: pb.EngineRef
     extended: Callable[[float], None]
+    lost: Callable[[], None]
 
 
 class Renewals:
@@ -33,17 +35,33 @@ class Renewals:
         self._thread: threading.Thread | None = None
         self._closed = False
 
-    def keep(self, lease: ReaderLease, home: Control, sender: pb.EngineRef, extended: Callable[[float], None]) -> None:
-        """Renew a lease from now on; `extended(deadline)` is called after each acknowledged renewal."""
+    def keep(
+        self,
+        lease: ReaderLease,
+        home: Control,
+        sender: pb.EngineRef,
+        extended: Callable[[float], None],
+        lost: Callable[[], None],
+    ) -> None:
+        """Renew a lease from now on.
+
+        Args:
+            lease: the lease.
+            home: who granted it.
+            sender: the reader.
+            extended: called with the new deadline after each acknowledged renewal.
+            lost: called once if the home has no record of the lease, which is renewed no more then. Neither may block.
+        """
         with self._changed:
-            self._kept[lease.lease_id] = _Kept(lease, home, sender, extended)
+            self._kept[lease.lease_id] = _Kept(lease, home, sender, extended, lost)
             if self._thread is None and not self._closed:
                 self._thread = threading.Thread(target=self._run, name="kvferry-renewals", daemon=True)
                 self._thread.start()
             self._changed.notify()
 
     def drop(self, lease: ReaderLease) -> None:
-        """Renew it no more."""
+        """Renew it no more: its read has ended."""
+        lease.end()
         with self._changed:
             self._kept.pop(lease.lease_id, None)
 
@@ -86,6 +104,11 @@ class Renewals:
 
     def _answered(self, due: list[_Kept], sent_at: float, results: list[pb.NotificationResult]) -> None:
         for kept, result in zip(due, results, strict=False):
+            if result.WhichOneof("kind") == "error" and result.error.reason == ERROR_REASON_LEASE_ENDED:
+                with self._changed:
+                    known = self._kept.pop(kept.lease.lease_id, None) is not None
+                if known:
+                    kept.lost()
             if result.WhichOneof("kind") != "renewed":
                 continue
             remaining = from_duration(result.renewed.remaining)

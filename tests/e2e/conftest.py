@@ -41,9 +41,9 @@ class Engine:
         folder: Path,
         *,
         engine_id: str = "",
-        ucx_tls: str = "",
         serve: bool = True,
         identity: dict[str, str] | None = None,
+        **options: object,
     ) -> None:
         self.model = model
         self.spec = EngineSpec(
@@ -54,7 +54,7 @@ class Engine:
         self.memories = [Memory(model, held, folder / f"memory-{uuid.uuid4().hex}") for held in units]
         token = str(self.session.token)
         self.ranks = [
-            RankProcess(address, self.spec, rank, memory, token, ucx_tls=ucx_tls, serve=serve)
+            RankProcess(address, self.spec, rank, memory, token, serve=serve, **options)
             for rank, memory in enumerate(self.memories)
         ]
 

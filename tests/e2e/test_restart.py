@@ -9,14 +9,28 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvferry import Blocks, ReleaseOutcome
+from kvferry import Blocks, Client, EngineSpec, Group, ReleaseOutcome
+from kvferry.acquiring import Acquirer, AcquireRequest, Cancellation
+from kvferry.clock import now
+from kvferry.control import Control
 from kvferry.errors import PeerRestarted, PublicationReleased, PublicationStale
+from kvferry.reference import parse_reference
+from kvferry.renewals import Renewals
+from kvferry.reporting import Reporter
+from kvferry.v1 import kv_transfer_pb2 as pb
 from tests.e2e.conftest import Engine
 from tests.e2e.servers import NodeServerProcess
-from tests.e2e.world import POISON, Model, expect, kv, shards, write
+from tests.e2e.world import POISON, Model, expect, kv, shards, unique_id, write
 
 MakeEngine = Callable[..., Engine]
 MODEL = Model()
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Wait for something that another process does."""
+    end = now() + 30
+    while not condition():
+        assert now() < end, "it did not come about"
 
 
 def test_killed_home_is_refilled_and_a_reference_from_before_still_reads(tmp_path: Path, engine: MakeEngine) -> None:
@@ -57,6 +71,49 @@ def test_killed_home_is_refilled_and_a_reference_from_before_still_reads(tmp_pat
         assert source.session.unreleased() == ()
         assert source.session.released() == []
     finally:
+        server.stop()
+
+
+def test_a_lease_is_acquired_again_at_a_home_that_restarted(tmp_path: Path) -> None:
+    server = NodeServerProcess(tmp_path / "home", tcp=True, engine_ttl=20, ttl=9, max_ttl=9).start()
+    group = Group("full", block_tokens=16, num_blocks=8)
+    axes = ("kv", "block", "head", "token", "content")
+    renewals = Renewals()
+    try:
+        with Client(server.address) as client:
+            caches = [
+                client.register_cache(
+                    EngineSpec(unique_id(name), (group,)),
+                    tensors={"layers.0": np.zeros((2, 8, 1, 16, 8), np.uint8)},
+                    axes=axes,
+                    serve=False,
+                )
+                for name in ("source", "reader")
+            ]
+            publication = caches[0].session.publish("request", {"full": Blocks([1, 2])})
+            reader, home = caches[1].session.token.ref(), Control(server.address, None)
+            acquirer = Acquirer(reader, renewals, Reporter(reader), 0)
+            text = publication.reference
+            request = AcquireRequest(home, parse_reference(text), text, "read", 1, 0, now() + 30)
+            deadlines: list[float] = []
+            granted = acquirer.acquire(request, Cancellation("read"), deadlines.append)
+            first, first_deadline = granted.lease.lease_id, granted.lease.deadline
+
+            server.stop(signal.SIGKILL)
+            server.start()
+
+            # Renewed on the way, and granted anew by the home that knows nothing of the old lease.
+            until(lambda: granted.lease.lease_id != first)
+            assert granted.lease.deadline > first_deadline
+            assert granted.lease.deadline in deadlines
+            done = [pb.RankReport(rank=0, outcome=pb.RANK_OUTCOME_DONE)]
+            assert Reporter(reader).report(home, granted.lease, done) == pb.VERDICT_VALID
+            renewals.drop(granted.lease)
+            (release,) = caches[0].session.released(timeout=30)
+            assert (release.publication, release.outcome) == (publication.number, ReleaseOutcome.READ)
+            assert [summary.read_id for summary in release.reads] == ["read"]
+    finally:
+        renewals.close()
         server.stop()
 
 

@@ -7,6 +7,7 @@ and checks the destination's with its own indexing, from the definition of a pla
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import multiprocessing
 import uuid
@@ -153,11 +154,19 @@ class RankProcess:
     """A rank in a process of its own. Calls are answered with a value or the exception that they raised there."""
 
     def __init__(
-        self, address: str, spec: EngineSpec, rank: int, memory: Memory, token: str, *, ucx_tls: str, serve: bool
+        self,
+        address: str,
+        spec: EngineSpec,
+        rank: int,
+        memory: Memory,
+        token: str,
+        *,
+        serve: bool,
+        **options: Any,
     ) -> None:
         context = multiprocessing.get_context("spawn")
         self.pipe, theirs = context.Pipe()
-        job = (address, spec, rank, memory.model, memory.units, str(memory.path), token, ucx_tls, serve)
+        job = (address, spec, rank, memory.model, memory.units, str(memory.path), token, options, serve)
         self.process: BaseProcess = context.Process(target=_run, args=(job, theirs), daemon=True)
         self.process.start()
         theirs.close()
@@ -208,12 +217,12 @@ class RankProcess:
 def _run(job: tuple[Any, ...], pipe: Connection) -> None:
     from kvferry import Client, MemoryRegion, NixlOptions
 
-    address, spec, rank, model, units, path, token, ucx_tls, serve = job
+    address, spec, rank, model, units, path, token, nixl, serve = job
     with Path(path).open("r+b") as file:
         mapped = mmap.mmap(file.fileno(), 0)
     cells = np.frombuffer(mapped, np.uint8)
     base = cells.ctypes.data
-    with Client(address, options=NixlOptions(ucx_tls=ucx_tls)) as client:
+    with Client(address, options=NixlOptions(**nixl)) as client:
         cache = client.register_cache(
             spec,
             rank,
@@ -263,9 +272,12 @@ class _Commands:
         return count
 
     @classmethod
-    def cancel_reads(cls, cache: Any) -> list[str]:
-        """Cancel the reads that were started: the states that they were in."""
+    def cancel_reads(cls, cache: Any, wait: float = 0.0) -> list[str]:
+        """Cancel the reads that were started, after `wait` seconds at most: the states that they were in."""
         reads, cls.reads = cls.reads, []
+        for read in reads:
+            with contextlib.suppress(TimeoutError):
+                read.exception(timeout=wait)
         states = [read.state.name for read in reads]
         for read in reads:
             read.cancel()
