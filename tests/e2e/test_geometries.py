@@ -7,20 +7,34 @@ Destinations are poisoned first, and every byte that nobody asked for must still
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
 import pytest
 
-from kvferry import Blocks, Cache, Client, EngineSpec, Group, GroupKind, MemoryKind, MemoryRegion, NixlOptions, Read
+from kvferry import (
+    Blocks,
+    Cache,
+    Client,
+    EngineSpec,
+    Group,
+    GroupKind,
+    MemoryKind,
+    MemoryRegion,
+    NixlOptions,
+    Read,
+    StagingOptions,
+)
 from kvferry.demo.pattern import POISON, Bytes, blocks_view, expected, wanted
 from kvferry.errors import Incompatible
 from kvferry.geometry import EngineGeometry, RankGeometry
 from kvferry.geometry_file import parse, rank_bytes, rebase
+from tests.e2e import pairwise
 from tests.e2e.world import unique_id
 
 GQA = {"layers": 4, "kv_heads": 8, "head_dim": 16, "dtype": "bfloat16", "attention": "gqa"}
@@ -69,7 +83,7 @@ class Case:
     tokens: int = 75
     held: int = 0
     ucx_tls: str = ""
-    both: dict[str, Any] = field(default_factory=dict)
+    path: str = "auto"
 
 
 CASES = {
@@ -163,9 +177,11 @@ def numbers(group: Group, blocks: Blocks) -> range:
 class HeldRanks:
     """All ranks of an engine in this process, each with memory of its own."""
 
-    def __init__(self, address: str, engine: EngineGeometry, ucx_tls: str, *, serve: bool) -> None:
+    def __init__(self, address: str, engine: EngineGeometry, ucx_tls: str, *, serve: bool, path: str = "auto") -> None:
         self.engine = engine
-        self.client = Client(address, options=NixlOptions(ucx_tls=ucx_tls))
+        # Slots that hold a few blocks only, so that reads take many batches.
+        staging = StagingOptions(path=path, slot_bytes=16 << 10, slots=3)
+        self.client = Client(address, options=NixlOptions(ucx_tls=ucx_tls), staging=staging)
         self.spec = EngineSpec(unique_id("engine"), engine.groups, len(engine.ranks))
         self.session = self.client.open_engine(self.spec)
         self.ranks: list[tuple[Cache, Bytes, RankGeometry]] = []
@@ -240,13 +256,35 @@ def sources(homes: tuple[str, str]) -> Iterator[Connection]:
     process.join(20)
 
 
+ROWS = pairwise.rows()
+COVER = [Case(*pairwise.documents(row), *pairwise.tokens(row), path=row["path"]) for row in ROWS]
+
+
+def test_the_cover_has_every_pair_of_levels_that_can_be() -> None:
+    levels = {
+        (a, x, b, y) for (a, xs), (b, ys) in itertools.combinations(pairwise.FACTORS.items(), 2) for x in xs for y in ys
+    }
+    covered = set().union(*(pairwise.pairs(row) for row in ROWS))
+    assert levels - covered == set(pairwise.INFEASIBLE)
+
+
+@pytest.mark.parametrize("case", COVER, ids=[" ".join(row.values()).replace(" ", "_") for row in ROWS])
+def test_pair_of_the_cover_is_moved_exactly(sources: Connection, homes: tuple[str, str], case: Case) -> None:
+    move(sources, homes, case)
+
+
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_pair_of_geometries_is_moved_exactly(sources: Connection, homes: tuple[str, str], case: Case) -> None:
+    move(sources, homes, case)
+
+
+def move(sources: Connection, homes: tuple[str, str], case: Case) -> None:
+    """One request from one engine to the other."""
     source, destination = document(case.source), document(case.destination)
     theirs = allocate(source, case.tokens, 0, 1)
     mine = allocate(destination, case.tokens, case.held, 2)
     sources.send((source, "request", theirs, case.ucx_tls))
-    held = HeldRanks(homes[1], destination, case.ucx_tls, serve=False)
+    held = HeldRanks(homes[1], destination, case.ucx_tls, serve=False, path=case.path)
     try:
         reference = sources.recv()
         reads: list[Read] = [
@@ -256,6 +294,8 @@ def test_pair_of_geometries_is_moved_exactly(sources: Connection, homes: tuple[s
         results = [read.result(30) for read in reads]
         assert held.faults("request", mine, case.tokens, case.held) == []
         assert all(result.confirmed for result in results)
+        if case.path != "auto":
+            assert [r.staged_bytes for r in results] == [r.bytes if case.path == "staged" else 0 for r in results]
     finally:
         held.close()
         sources.send("done")
