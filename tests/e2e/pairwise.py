@@ -33,6 +33,9 @@ INFEASIBLE: dict[tuple[str, str, str, str], str] = {
     ("tp", "equal", "replicas", "destination"): "the same",
     ("tp", "more readers", "replicas", "source"): "more readers than sources replicate what the sources do",
     ("tp", "fewer readers", "replicas", "destination"): "fewer readers than sources replicate nothing else",
+    ("layout", "HND-NHD", "kind", "mla"): "there is one latent: what has no heads has no order of heads and tokens",
+    ("layout", "NHD-HND", "kind", "mla"): "the same",
+    ("layout", "NHD-NHD", "kind", "mla"): "the same",
     ("kind", "state", "dcp", "source"): "a state has no tokens to shard",
     ("kind", "state", "dcp", "destination"): "the same",
     ("kind", "state", "dcp", "both"): "the same",
@@ -47,12 +50,13 @@ SIZES = {
     ("fewer readers", "none"): (4, 2, 4),
     ("fewer readers", "source"): (4, 2, 2),
     ("fewer readers", "both"): (4, 2, 1),
-    ("indivisible", "none"): (3, 2, 6),
+    ("indivisible", "none"): (3, 2, 5),
     ("indivisible", "source"): (3, 2, 2),
     ("indivisible", "destination"): (2, 3, 2),
     ("indivisible", "both"): (3, 2, 1),
 }
-"""Ranks that share the heads out on both sides, and heads, by relation and replicas."""
+"""Ranks that share the heads out on both sides, and pairs of heads, by relation and replicas. In pairs, so that a rank
+never has one head only: HND and NHD would be the same bytes."""
 
 LATENT_SIZES = {
     ("equal", "none"): (1, 1),
@@ -71,8 +75,13 @@ COUNT = 2
 
 def feasible(row: Row) -> bool:
     """Whether there are such engines."""
-    sizes = LATENT_SIZES if row["kind"] == "mla" else SIZES
-    return (row["tp"], row["replicas"]) in sizes and (row["kind"] != "state" or row["dcp"] == "none")
+    latent = row["kind"] == "mla"
+    sizes = LATENT_SIZES if latent else SIZES
+    return (
+        (row["tp"], row["replicas"]) in sizes
+        and (row["kind"] != "state" or row["dcp"] == "none")
+        and (row["layout"] == "HND-HND" or not latent)
+    )
 
 
 def rows(seed: int = 1) -> list[dict[str, str]]:
@@ -116,7 +125,6 @@ def documents(row: Row) -> tuple[dict[str, Any], dict[str, Any]]:
     found = []
     latent = row["kind"] == "mla"
     key = row["tp"], row["replicas"]
-    heads = 1 if latent else SIZES[key][2]
     sizes = LATENT_SIZES[key] if latent else SIZES[key][:2]
     for side, name in enumerate(("source", "destination")):
         sharded = row["dcp"] in (name, "both")
@@ -126,16 +134,19 @@ def documents(row: Row) -> tuple[dict[str, Any], dict[str, Any]]:
             "engine_id": name,
             "tp_size": sizes[side] * (COUNT if sharded else 1),
             "layout": layout,
+            "kv": kv,
             "block_size": int(block),
             "num_blocks": 2048 // int(block),
             "model": (
                 {"layers": 4, "dtype": "bfloat16", "attention": "mla", "latent_dim": 64, "rope_dim": 16}
                 if latent
-                else {"layers": 4, "kv_heads": heads, "head_dim": 16, "dtype": "bfloat16", "attention": "gqa"}
+                else {"layers": 4, "kv_heads": 2 * SIZES[key][2], "head_dim": 16, "dtype": "bfloat16"}
             ),
         }
         if not latent:
-            engine["kv"] = kv
+            # Ranks that shard tokens hold the same heads.
+            shards = _pairs_of_heads(sizes[side], SIZES[key][2])
+            engine["shards"] = [shard for shard in shards for _ in range(COUNT if sharded else 1)]
         if sharded:
             engine["token_shard"] = {"count": COUNT, "interleave": 1 if side else 4}
         if staged:
@@ -147,6 +158,15 @@ def documents(row: Row) -> tuple[dict[str, Any], dict[str, Any]]:
             engine["groups"] = [{**group, "token_shard": shard} for group in engine["groups"]]
         found.append(engine)
     return found[0], found[1]
+
+
+def _pairs_of_heads(ranks: int, count: int) -> list[list[int]]:
+    """Heads by rank: pairs r·n // ranks to (r + 1)·n // ranks, one pair where that is none."""
+    found = []
+    for rank in range(ranks):
+        begin, end = rank * count // ranks, (rank + 1) * count // ranks
+        found.append([2 * begin, 2 * max(end, begin + 1)])
+    return found
 
 
 def _groups(kind: str) -> dict[str, Any]:

@@ -28,4 +28,4 @@ def test_linked_file_exists(path: str) -> None:
 @pytest.mark.parametrize(("name", "path"), TESTS)
 def test_named_test_is_in_its_file(name: str, path: str) -> None:
     module = ast.parse((DOCS / path).read_text())
-    assert name in {node.name for node in ast.walk(module) if isinstance(node, ast.FunctionDef)}
+    assert name in {node.name for node in ast.walk(module) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
