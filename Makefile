@@ -15,7 +15,7 @@ CODE := $(wildcard client server tests benchmarks examples)
 VENV := .venv/.installed
 NODE := tests/node/node_modules/.installed
 
-.PHONY: help setup node demo test lint format proto proto-check bench clean
+.PHONY: help setup node demo test test-vllm lint format proto proto-check bench clean
 
 help: ## Show this help
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -51,6 +51,18 @@ demo: setup ## Move KV cache between two engines on this machine (SOURCE=, DESTI
 test: setup node ## Run the tests (PYTEST_ARGS=)
 	@.venv/bin/pytest $(PYTEST_ARGS)
 
+# Beside vLLM, whose pins are its own: in another environment, and not part of `make test`.
+VLLM_VENV := .venv-vllm/.installed
+
+$(VLLM_VENV): pyproject.toml scripts/setup_vllm.sh
+	@echo "Setting up .venv-vllm (vLLM for CPU: some minutes, 4 GB)"
+	@PYTHON=$(PYTHON) scripts/setup_vllm.sh
+	@touch $@
+
+# Warnings are those of vLLM and its dependencies.
+test-vllm: $(VLLM_VENV) ## Run the tests that need a real vLLM (PYTEST_ARGS=)
+	@.venv-vllm/bin/python -m pytest -W ignore tests/vllm $(PYTEST_ARGS)
+
 lint: setup $(NODE) proto-check ## Check style, types, the protos and the generated code
 	.venv/bin/ruff check
 	.venv/bin/ruff format --check
@@ -71,6 +83,6 @@ bench: setup ## Run the benchmarks
 	@.venv/bin/python -m benchmarks
 
 clean: ## Remove everything that make has set up or left
-	rm -rf .venv .venv-proto tests/node/node_modules build dist
+	rm -rf .venv .venv-proto .venv-vllm tests/node/node_modules build dist
 	rm -rf .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find client server tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -19,6 +19,7 @@ from benchmarks.tables import Table, seconds
 from kvferry import Blocks, EngineGeometry, Group, Interval, MemoryKind, Plane, RankGeometry
 from kvferry.descriptors import Descriptors, DescriptorTable, PreparedDescriptors
 from kvferry.expand import Expansion
+from kvferry.paths import Path, PathRule
 from kvferry.plan import ReadPlan, plan_read
 
 PLANES = 64
@@ -82,8 +83,15 @@ class Case:
         return self.plan.expand({"full": Blocks(self.source)}, {"full": Blocks(self.destination)}, (0, tokens))
 
     def lists(self) -> list[Descriptors]:
-        """The descriptors of all sources."""
-        return [part for source in self.expand().sources for part in source.descriptors]
+        """The descriptors of all sources, those of every batch of staging memory included."""
+        found: list[Descriptors] = []
+        for source in self.expand().sources:
+            found += source.descriptors
+            for read in source.staged:
+                found += [
+                    batch.descriptors(1 << 40, read.lane.memory) for batch in read.batches(self.plan.rule.slot_bytes)
+                ]
+        return found
 
 
 def scattered(count: int, num_blocks: int, seed: int) -> Ids:
@@ -96,9 +104,9 @@ def consecutive(count: int) -> Ids:
     return np.arange(count, dtype=np.int32)
 
 
-def plan_of(source: EngineGeometry, destination: EngineGeometry) -> ReadPlan:
+def plan_of(source: EngineGeometry, destination: EngineGeometry, path: Path = Path.DIRECT) -> ReadPlan:
     """The plan of the destination's only rank."""
-    return plan_read(source, destination, 0)
+    return plan_read(source, destination, 0, rule=PathRule(path))
 
 
 def copy_of(lists: Sequence[Descriptors]) -> Callable[[], object]:
@@ -147,9 +155,13 @@ def cases() -> list[Case]:
         engine("p", planes=128, block_tokens=48, num_blocks=num_blocks),
         engine("d", planes=128, block_tokens=32, num_blocks=num_blocks),
     )
-    mixed = plan_of(
-        engine("p", 4, planes=128, block_tokens=48, num_blocks=num_blocks),
-        engine("d", planes=128, block_tokens=32, num_blocks=num_blocks),
+    mixed, staged = (
+        plan_of(
+            engine("p", 4, planes=128, block_tokens=48, num_blocks=num_blocks),
+            engine("d", planes=128, block_tokens=32, num_blocks=num_blocks),
+            path,
+        )
+        for path in Path
     )
     run, theirs, mine = consecutive(BLOCKS), scattered(BLOCKS, num_blocks, 1), scattered(BLOCKS, num_blocks, 2)
     third = BLOCKS // 3
@@ -160,6 +172,7 @@ def cases() -> list[Case]:
         Case("128 planes, blocks of 48 to 32, one run", recut, run[: 2 * third], run[: 3 * third]),
         Case("128 planes, blocks of 48 to 32, scattered", recut, theirs[: 2 * third], mine[: 3 * third]),
         Case("the same from four sources", mixed, theirs[: 2 * third], mine[: 3 * third]),
+        Case("and through staging memory", staged, theirs[: 2 * third], mine[: 3 * third]),
     ]
 
 
@@ -168,7 +181,7 @@ def aims() -> Table:
     rows = []
     for case in cases():
         found = case.expand()
-        taken, copied = seconds(case.expand, REPEATS), seconds(copy_of(case.lists()), REPEATS)
+        taken, copied = seconds(case.lists, REPEATS), seconds(copy_of(case.lists()), REPEATS)
         rows.append(
             [
                 case.label,

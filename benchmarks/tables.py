@@ -33,9 +33,11 @@ class Table:
 def seconds(action: Callable[[], object], repeats: int) -> float:
     """Median time of an action, after one that does not count."""
     action()
-    taken = []
-    for _ in range(repeats):
-        began = time.perf_counter()
-        action()
-        taken.append(time.perf_counter() - began)
-    return statistics.median(taken)
+    return statistics.median(once(action) for _ in range(repeats))
+
+
+def once(action: Callable[[], object]) -> float:
+    """The time that an action takes now."""
+    began = time.perf_counter()
+    action()
+    return time.perf_counter() - began

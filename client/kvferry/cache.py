@@ -33,6 +33,9 @@ from kvferry.transfers import Transport, TransportGauges
 from kvferry.v1 import geometry_pb2
 from kvferry.v1 import kv_transfer_pb2 as pb
 
+MEASURE_TIMEOUT = 2.0
+"""Seconds for measuring what reads cost; a peer that takes longer is not measured, and its first read does not wait."""
+
 READ_TIMEOUT = 120.0
 """Seconds a read may take unless it says otherwise, its wait for the publication included."""
 
@@ -233,7 +236,8 @@ class Cache:
         if known is None:
             # The memory of a rank is of one kind, as far as costs go.
             plane = self.rank.planes[0]
-            costs = measure(self._transport, agent, self._transport.pool(plane.memory_kind, plane.device), deadline)
+            pool = self._transport.pool(plane.memory_kind, plane.device)
+            costs = measure(self._transport, agent, pool, min(deadline, now() + MEASURE_TIMEOUT))
             if costs is None:
                 return None
             known = replace(rule, costs=costs)

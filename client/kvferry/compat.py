@@ -14,6 +14,9 @@ def diff(source: EngineGeometry, destination: EngineGeometry) -> tuple[Mismatch,
 
     The destination may hold just the ranks that ask. Identity is compared key by key, groups by what decides how their
     block tables are read, planes by format, dtype and cut (`covering.COMPARED`), and every unit and token must be held.
+
+    Raises:
+        BadGeometry: a destination rank declares a byte in two planes that a read writes.
     """
     found = dict.fromkeys(engine_mismatches(source, destination))
     coverer = Coverer(source, destination)

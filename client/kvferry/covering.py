@@ -13,6 +13,7 @@ from typing import Any
 
 from kvferry.errors import Mismatch
 from kvferry.geometry import EngineGeometry, GroupKind, Interval, Plane, RankGeometry
+from kvferry.overlaps import check_apart
 from kvferry.shares import Holding, Share, Stripe, shares
 
 MAX_CELLS = 1 << 20
@@ -101,6 +102,7 @@ class Coverer:
             striping: spread reads over replicas; else the line rule chooses one replica for a reader's whole read.
         """
         self._striping = striping
+        self._groups = destination.groups
         self._group_kinds = {group.name: group.kind for group in destination.groups}
         known: dict[object, Any] = {}
         self._offered = _by_name(source, known)
@@ -109,7 +111,11 @@ class Coverer:
         self._shared: dict[tuple[object, ...], tuple[tuple[Share, ...], tuple[Interval, ...]]] = {}
 
     def cover(self, rank: RankGeometry) -> Covering:
-        """Cover the planes of one destination rank."""
+        """Cover the planes of one destination rank.
+
+        Raises:
+            BadGeometry: two planes that would be written share a byte.
+        """
         reads: list[PlaneRead] = []
         uncovered: list[str] = []
         mismatches: list[Mismatch] = []
@@ -132,6 +138,8 @@ class Coverer:
             reads.extend(
                 PlaneRead(share.rank, offered.planes[share.rank], plane, share.units, share.stripe) for share in found
             )
+        left = set(uncovered)
+        check_apart(self._groups, rank.rank, (plane for plane in rank.planes if plane.name not in left))
         return Covering(tuple(reads), tuple(uncovered), tuple(mismatches))
 
     def _differing(self, offered: _Named, plane: Plane) -> list[Mismatch]:

@@ -188,6 +188,7 @@ def plan_to_proto(plan: ReadPlan) -> pb.RankPlan:
             unit_begin=line.units.begin,
             unit_end=line.units.end,
             bytes_per_token=line.bytes_per_token,
+            bytes_per_request=line.bytes_per_request,
             descriptors_per_block=line.descriptors_per_block,
             path=line.path,
             path_reason=line.reason,

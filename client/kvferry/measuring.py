@@ -7,7 +7,6 @@ peer serves anyway, into staging memory, and a few copies within that.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -31,6 +30,8 @@ SHORT_BYTES = 256
 SHORT_COUNT = 512
 CLUSTER = 16
 LONG_BYTES = 64 << 10
+CELLS = (64, 1024)
+COLUMNS = 32
 
 
 def measure(transport: Transport, peer: AgentInfo, pool: StagingPool, deadline: float) -> Costs | None:
@@ -93,28 +94,39 @@ def _reads(region: MemoryRegion, pool: StagingPool, slot: int, count: int, size:
 def _copies(pool: StagingPool, slot: int) -> Costs:
     """What a permutation costs, by runs of two lengths."""
     half = pool.slot_bytes // 2
-    found = []
-    for cell in (64, 1024):
-        rows = max(1, half // (cell * 32))
-        # 32 columns of `rows` cells each become `rows` rows of 32: no two runs stay together.
-        copy = Copy(
-            source=slot,
-            source_stride=cell,
-            places=np.arange(rows, dtype=np.int64),
-            destination=slot + half,
-            destination_stride=32 * cell,
-            ids=np.arange(rows, dtype=np.int32),
-            axes=((32, rows * cell, cell),),
-            cell=cell,
-        )
-        found.append((rows * 32, cell, min(_timed(pool.space.copy, [copy]) for _ in range(TIMES))))
-    (many, short, slow), (few, long, fast) = found
-    per_run, per_long_run = slow / many, fast / few
+    others = []
+    while (other := pool.borrow()) is not None:
+        others.append(other)
+    try:
+        # Into other slots in turn, as far as they are free: an engine's blocks are in no cache either.
+        found = [
+            (cell, min(_copied(pool, slot, others or [slot + half], cell) for _ in range(TIMES))) for cell in CELLS
+        ]
+    finally:
+        for other in others:
+            pool.release(other)
+    (short, per_run), (long, per_long_run) = found
     copied_byte = max(0.0, (per_long_run - per_run) / (long - short))
     return Costs(cell=max(1e-10, per_run - short * copied_byte), copied_byte=copied_byte)
 
 
-def _timed(copy: Callable[[list[Copy]], None], copies: list[Copy]) -> float:
+def _copied(pool: StagingPool, slot: int, targets: list[int], cell: int) -> float:
+    """Seconds per run of `cell` bytes, copied from a slot to the beginning of each target."""
+    rows = max(1, pool.slot_bytes // 2 // (cell * COLUMNS))
+    copies = [
+        # Columns of `rows` runs each become rows of `COLUMNS`: no two runs stay together.
+        Copy(
+            source=slot,
+            source_stride=cell,
+            places=np.arange(rows, dtype=np.int64),
+            destination=target,
+            destination_stride=COLUMNS * cell,
+            ids=np.arange(rows, dtype=np.int32),
+            axes=((COLUMNS, rows * cell, cell),),
+            cell=cell,
+        )
+        for target in targets
+    ]
     began = now()
-    copy(copies)
-    return now() - began
+    pool.space.copy(copies)
+    return (now() - began) / (len(copies) * rows * COLUMNS)

@@ -132,6 +132,7 @@ def plan_read(
 
     Raises:
         Incompatible: the rank cannot read this engine's cache; every reason is named.
+        BadGeometry: the rank declares a byte in two planes that the read would write.
         InvalidField: the destination has no such rank.
     """
     mine = next((found for found in destination.ranks if found.rank == rank), None)

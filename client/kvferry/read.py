@@ -39,6 +39,7 @@ class ReadResult:
         request_id: the request at its source.
         payload: opaque bytes from the source.
         bytes: bytes read by this rank.
+        staged_bytes: those of them that went through staging memory.
         descriptors: descriptors after fusing and merging.
         pieces: contiguous pieces of single planes and blocks before it.
         source_ranks: ranks read from.
@@ -48,6 +49,7 @@ class ReadResult:
     request_id: str
     payload: bytes
     bytes: int
+    staged_bytes: int
     descriptors: int
     pieces: int
     source_ranks: tuple[int, ...]

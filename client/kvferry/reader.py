@@ -150,6 +150,7 @@ class Reader:
             request_id=grant.request_id,
             payload=grant.payload,
             bytes=moved,
+            staged_bytes=sum(staged.total_bytes for source in expansion.sources for staged in source.staged),
             descriptors=expansion.descriptors,
             pieces=expansion.pieces,
             source_ranks=tuple(source.source_rank for source in expansion.sources),

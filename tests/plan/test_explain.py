@@ -195,7 +195,8 @@ def test_proto_says_the_same(pair: str) -> None:
             assert (read.unit_begin, read.unit_end) == (line.units.begin, line.units.end)
             assert read.HasField("token_shard") == (line.tokens.count > 1)
             assert read.stripe_of == (0 if line.stripe.whole else line.stripe.of)
-            assert read.bytes_per_token == line.bytes_per_token
+            assert (read.bytes_per_token, read.bytes_per_request) == (line.bytes_per_token, line.bytes_per_request)
+            assert (read.path, read.path_reason) == (line.path, line.reason)
 
 
 def test_block_sizes_without_a_small_common_multiple_are_explained_by_one_block() -> None:

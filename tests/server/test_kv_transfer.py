@@ -15,6 +15,7 @@ from kvferry.codec import engine_from_proto, rank_to_proto
 from kvferry.errors import (
     BadAgentMetadata,
     BadBlock,
+    BadGeometry,
     BadReference,
     CacheDiffers,
     EngineIdInUse,
@@ -297,6 +298,9 @@ async def test_a_big_rank_registers_and_is_handshaken(node: Node) -> None:
             plane.layer = f"layers.{layer}"
             request.rank.planes.append(plane)
     await node.kv.RegisterCache(request, timeout=TIMEOUT)
+    # Layers may share their memory at a source, but not where they are read into.
+    for index, plane in enumerate(request.rank.planes):
+        plane.base += index << 27
     answer = await node.kv.Handshake(handshake_request(rank=request.rank), timeout=TIMEOUT)
     assert len(answer.geometry.ranks[0].planes) == 400
 
@@ -324,6 +328,14 @@ async def test_what_cannot_be_read_is_refused_before_any_metadata(ready: Node) -
     fields = {(mismatch.kind, mismatch.source, mismatch.destination) for mismatch in error.mismatches}
     assert ("identity", "m", "another") in fields
     assert any(kind == "format" for kind, _, _ in fields)
+
+
+async def test_a_reader_that_declares_a_byte_twice_is_refused(ready: Node) -> None:
+    request = handshake_request()
+    request.rank.planes[1].base = request.rank.planes[0].base
+    error = await raised(ready.kv.Handshake(request, timeout=TIMEOUT))
+    assert isinstance(error, BadGeometry)
+    assert error.values["where"] == "rank 0, planes layers.0/key and layers.0/value"
 
 
 async def test_an_engine_that_handshakes_with_itself_learns_its_geometry_without_agents(node: Node) -> None:

