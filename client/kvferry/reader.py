@@ -27,6 +27,7 @@ from kvferry.errors import (
     TransferStuck,
 )
 from kvferry.expand import Expansion
+from kvferry.judgement import Judgement, judge
 from kvferry.peers import Peer, Peers
 from kvferry.read import Read, ReadResult
 from kvferry.renewals import Renewals
@@ -130,7 +131,7 @@ class Reader:
             read._cancellation.check()
             transfer = self._transferred(request, read, grant, peer, expansion)
             moved = transfer.progress().bytes_done
-            self._raise_unless_done(request, read, grant, transfer)
+            ended_at = self._ended_well(request, read, grant, transfer)
         except KvferryError as error:
             self._ended(read, None, error)
             self._report(request, grant, _OUTCOMES.get(type(error), pb.RANK_OUTCOME_FAILED), moved)
@@ -142,7 +143,8 @@ class Reader:
             return
         verdict = self._report(request, grant, pb.RANK_OUTCOME_DONE, moved)
         unanswered = verdict is None
-        if verdict == pb.VERDICT_EXPIRED:
+        judgement = judge(ended_at, grant.lease.deadline, verdict)
+        if judgement is Judgement.EXPIRED:
             message = f"read {read.read_id}: the home says that the lease had expired"
             self._ended(read, None, TransferExpired(message, read_id=read.read_id))
             return
@@ -154,7 +156,7 @@ class Reader:
             descriptors=expansion.descriptors,
             pieces=expansion.pieces,
             source_ranks=tuple(source.source_rank for source in expansion.sources),
-            confirmed=verdict == pb.VERDICT_VALID,
+            confirmed=judgement is Judgement.CONFIRMED,
         )
         self._ended(read, result, None)
         if unanswered:
@@ -182,13 +184,15 @@ class Reader:
             raise TransferStuck(f"read {read.read_id} did not end in time", quiet=transfer.quiet, read_id=read.read_id)
         return transfer
 
-    def _raise_unless_done(self, request: ReadRequest, read: Read, grant: Granted, transfer: Transfer) -> None:
+    def _ended_well(self, request: ReadRequest, read: Read, grant: Granted, transfer: Transfer) -> float:
+        """When the transfer's last part ended, within the lease; raises if it did not."""
         if transfer.state is TransferState.DONE:
+            ended_at = now() if transfer.ended_at is None else transfer.ended_at
             # Judged here again, by the process that holds the lease (PROTOCOL, Leases 4).
-            if transfer.ended_at is not None and not grant.lease.live(transfer.ended_at):
+            if judge(ended_at, grant.lease.deadline, None) is Judgement.EXPIRED:
                 raise TransferExpired(f"read {read.read_id} ended after its lease", read_id=read.read_id)
             self._peers.succeeded(request.home.address, grant.source.engine_id, grant.source.incarnation)
-            return
+            return ended_at
         if transfer.state is TransferState.FAILED:
             self._peers.failed(request.home.address, grant.source.engine_id, grant.source.incarnation)
         raise transfer.error or TransferFailed(f"read {read.read_id} failed", quiet=transfer.quiet)

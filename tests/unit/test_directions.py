@@ -50,6 +50,8 @@ LAYERS = [
         "status",
         "channel",
         "leases",
+        "judgement",
+        "offers",
         "defence",
         "nixl_options",
         "agents",
