@@ -124,8 +124,9 @@ def blocks_from_proto(message: pb.GroupBlocks) -> Blocks:
             raise InvalidField(where, int(starts.max()), "block ids below 2**31")
         total = int(counts.sum())
         signed = counts.astype(np.int64)
-        offset = np.arange(total) - np.repeat(np.cumsum(signed) - signed, signed)
-        ids = (np.repeat(starts.astype(np.int64), signed) + offset).astype(np.int32)
+        before = np.cumsum(signed) - signed
+        ids = np.arange(total, dtype=np.int32)
+        ids += np.repeat((starts.astype(np.int64) - before).astype(np.int32), signed)
     if message.end_token < message.first_token or message.end_token >= 2**62:
         raise InvalidField(where, (message.first_token, message.end_token), "0 <= first_token <= end_token < 2**62")
     return Blocks(ids, message.first_token, message.end_token, message.state_token)

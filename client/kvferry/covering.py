@@ -13,11 +13,19 @@ from typing import Any
 
 from kvferry.errors import Mismatch
 from kvferry.geometry import EngineGeometry, GroupKind, Interval, Plane, RankGeometry
-from kvferry.shares import Holding, Share, Stripe, shares
+from kvferry.shares import Holding, Share, Stripe, effort, shares
 
 MAX_CELLS = 1 << 20
 """Units times states of a block of one plane: what is enumerated to find its contiguous rows. 128 heads of 8,192 tokens
 fit; whoever declares more would fill our memory."""
+
+MAX_RANK_CELLS = 1 << 23
+"""The same of all planes that one rank reads together. 1,056 tokens of 8 heads in 96 layers, keys and values, need a fifth
+of it."""
+
+MAX_EFFORT = 1 << 21
+"""Steps of sharing out one rank's planes, some of them a microsecond. A thousand ranks that hold a unit each need half of
+it."""
 
 COMPARED = ("group", "format", "dtype", "state_bytes", "axis_size", "tokens_per_state", "token_granule", "units_divide")
 """Fields of a plane that must be equal on both sides, whatever its shard and layout."""
@@ -107,12 +115,14 @@ class Coverer:
         self._readers = _by_name(destination, known)
         self._fine: set[tuple[int, object]] = set()
         self._shared: dict[tuple[object, ...], tuple[tuple[Share, ...], tuple[Interval, ...]]] = {}
+        self._effort = 0
 
     def cover(self, rank: RankGeometry) -> Covering:
         """Cover the planes of one destination rank."""
         reads: list[PlaneRead] = []
         uncovered: list[str] = []
         mismatches: list[Mismatch] = []
+        self._effort = cells = 0
         for plane in rank.planes:
             offered = self._offered.get(plane.name)
             if offered is None:
@@ -125,13 +135,22 @@ class Coverer:
             if differing:
                 mismatches.extend(differing)
                 continue
-            found, missing = self._shares(offered, rank.rank, plane)
+            shared = self._shares(offered, rank.rank, plane)
+            if shared is None:
+                what = f"to share {plane.name} out among {len(offered.holdings)} holders takes more than {MAX_EFFORT} steps"
+                mismatches.append(_too_large(plane, what))
+                break
+            found, missing = shared
             if missing:
                 mismatches.append(_uncovered(plane, missing, offered.holdings))
                 continue
-            reads.extend(
-                PlaneRead(share.rank, offered.planes[share.rank], plane, share.units, share.stripe) for share in found
-            )
+            made = [PlaneRead(share.rank, offered.planes[share.rank], plane, share.units, share.stripe) for share in found]
+            cells += sum(len(read.units) * max(read.source.block_states, plane.block_states) for read in made)
+            if cells > MAX_RANK_CELLS:
+                what = f"up to {plane.name}, blocks have {cells} units times states, more than {MAX_RANK_CELLS}"
+                mismatches.append(_too_large(plane, what))
+                break
+            reads.extend(made)
         return Covering(tuple(reads), tuple(uncovered), tuple(mismatches))
 
     def _differing(self, offered: _Named, plane: Plane) -> list[Mismatch]:
@@ -143,12 +162,18 @@ class Coverer:
             self._fine.add(key)
         return found
 
-    def _shares(self, offered: _Named, rank: int, plane: Plane) -> tuple[tuple[Share, ...], tuple[Interval, ...]]:
+    def _shares(
+        self, offered: _Named, rank: int, plane: Plane
+    ) -> tuple[tuple[Share, ...], tuple[Interval, ...]] | None:
+        """See `shares`; None if it takes too long."""
         wanted = self._readers[plane.name].holdings
         me = Holding(rank, plane.units, plane.token_shard)
         key = (id(offered.holdings), id(wanted), me, plane.units_divide)
         found = self._shared.get(key)
         if found is None:
+            self._effort += effort(offered.holdings, wanted, me, divide=plane.units_divide)
+            if self._effort > MAX_EFFORT:
+                return None
             found = self._shared[key] = shares(
                 offered.holdings, wanted, me, divide=plane.units_divide, striping=self._striping
             )
@@ -171,8 +196,11 @@ def _too_many_cells(plane: Plane) -> list[Mismatch]:
     cells = plane.block_states * len(plane.units)
     if cells <= MAX_CELLS:
         return []
-    message = f"{plane.name}: a block has {cells} units times states, more than {MAX_CELLS}"
-    return [Mismatch("too_large", plane.name, "block_states", "", str(plane.block_states), message)]
+    return [_too_large(plane, f"{plane.name}: a block has {cells} units times states, more than {MAX_CELLS}")]
+
+
+def _too_large(plane: Plane, message: str) -> Mismatch:
+    return Mismatch("too_large", plane.name, "block_states", "", str(plane.block_states), message)
 
 
 def _mismatches(offered: Iterable[tuple[int, Plane]], wanted: Plane, kind: GroupKind) -> Iterator[Mismatch]:

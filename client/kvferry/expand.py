@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from kvferry.blocks import BlockIds
 from kvferry.descriptors import Descriptors, Indices, MemoryPair, PreparedDescriptors, RawDescriptors
+from kvferry.errors import InvalidField
 from kvferry.lanes import Lane
 from kvferry.needed import Needed
 from kvferry.rows import Int64s
@@ -28,6 +29,10 @@ RAW_MIN_RUN = 4
 
 PREPARED_MIN_COUNT = 256
 """Fewer short descriptors than this are not worth preparing a table at the peer."""
+
+
+MAX_DESCRIPTORS = 1 << 25
+"""Descriptors of one read: 800 MB of arrays, and more than a minute for NIXL."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -151,10 +156,17 @@ class _Collector:
             if len(starts) * RAW_MIN_RUN <= blocks:
                 self._add_raw(lane, segment.source[starts], segment.destination[starts], segment, streams, counts)
                 rest = ~streams
+        self._check_room(int(np.count_nonzero(rest)) * blocks)
         if bool(rest.any()) and int(np.count_nonzero(rest)) * blocks >= PREPARED_MIN_COUNT:
             rest = self._add_prepared(index, lane, segment, rest)
         if bool(rest.any()):
             self._add_raw(lane, segment.source, segment.destination, segment, rest, np.ones(1, np.int64))
+
+    def _check_room(self, more: int) -> None:
+        """Before they are made: blocks times rows of each are soon more than memory holds."""
+        if self.descriptors + more > MAX_DESCRIPTORS:
+            expected = f"at most {MAX_DESCRIPTORS}: fewer tokens at a time, or staging memory"
+            raise InvalidField("descriptors of one read", self.descriptors + more, expected)
 
     def _add_prepared(
         self, index: int, lane: Lane, segment: Segment, rest: npt.NDArray[np.bool_]

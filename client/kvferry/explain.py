@@ -24,8 +24,12 @@ from kvferry.lanes import Lane
 from kvferry.paths import Path
 from kvferry.plan import ReadPlan
 from kvferry.shares import Stripe
-from kvferry.tables import RECURRING_LIMIT
+from kvferry.tables import RECURRING_LIMIT, sample
 from kvferry.v1 import introspection_pb2 as pb
+
+
+PIECES = 1 << 16
+"""Pieces that all lines of a plan together are estimated by."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +96,7 @@ def explain(plan: ReadPlan) -> RankLines:
         gathered.setdefault(key, {}).setdefault(read.destination.component, []).append(read)
     labels = {rank.rank: rank.labels for rank in plan.source.ranks}
     lines = []
+    most = min(RECURRING_LIMIT, 1 + PIECES // len(plan.reads)) if plan.reads else 0
     for (source_rank, group, units, tokens, stripe, path), components in gathered.items():
         by_layers: dict[tuple[str, ...], list[str]] = {}
         for component, reads in components.items():
@@ -100,18 +105,18 @@ def explain(plan: ReadPlan) -> RankLines:
             reads = [read for name in names for read in components[name]]
             planes = source_rank, labels[source_rank], group, layers, tuple(names), units, tokens, stripe
             reasons = dict.fromkeys(chosen[id(read)].reason for read in reads)
-            lines.append(ReadLine(*planes, *_cost(plan, reads, path), path.value, "; ".join(reasons)))
+            lines.append(ReadLine(*planes, *_cost(plan, reads, path, most), path.value, "; ".join(reasons)))
     ordered = sorted(lines, key=lambda line: line.source_rank)
     return RankLines(plan.rank.rank, plan.rank.labels, tuple(ordered), plan.uncovered)
 
 
-def _cost(plan: ReadPlan, reads: Sequence[PlaneRead], path: Path) -> tuple[float, int, int, int, bool]:
-    """Bytes per token and per request, pieces and descriptors per block, and whether runs merge."""
-    chosen = {id(read) for read in reads}
+def _cost(plan: ReadPlan, reads: Sequence[PlaneRead], path: Path, most: int) -> tuple[float, int, int, int, bool]:
+    """Bytes per token and per request, pieces and descriptors per block, and whether runs merge. `most`: pieces that are
+    looked at."""
     per_token, per_request = Fraction(0), 0
     piece_count = descriptor_count = 0
     merges = True
-    for lane in plan.lanes_of(lambda read: id(read) in chosen):
+    for lane in plan.lanes_of(reads):
         cells = sum(len(read.units) * read.source.state_bytes for read in lane.reads)
         if lane.group.kind is GroupKind.STATE:
             begin, end = lane.stripe.blocks(1)
@@ -120,7 +125,7 @@ def _cost(plan: ReadPlan, reads: Sequence[PlaneRead], path: Path) -> tuple[float
             share = Fraction(lane.stripe.end - lane.stripe.begin, lane.stripe.of)
             both = _common(lane.source.shard, lane.destination.shard)
             per_token += cells / lane.tokens_per_state * both * share
-        made, left = _per_block(lane, path)
+        made, left = _per_block(lane, path, most)
         piece_count, descriptor_count = piece_count + made, descriptor_count + left
         merges = merges and _merges(lane, path)
     return float(per_token), per_request, piece_count, descriptor_count, merges
@@ -141,22 +146,20 @@ def _residues(shard: TokenShard, modulus: int) -> npt.NDArray[np.int64]:
     return np.bincount(held % modulus, minlength=modulus)
 
 
-def _per_block(lane: Lane, path: Path) -> tuple[int, int]:
-    """Pieces and descriptors of one block of the destination: the mean, rounded up."""
+def _per_block(lane: Lane, path: Path, most: int) -> tuple[int, int]:
+    """Pieces and descriptors of one block of the destination: the mean of a part of at most `most` pieces, rounded up."""
     if lane.group.kind is GroupKind.STATE:
         rows = lane.rows(lane.whole_block)
         return rows.unfused, len(rows) if path is Path.DIRECT else len(lane.extents)
-    line = lane.line
-    # Block sizes without a small common multiple: the first block stands for all.
-    end = line.period if line.pieces_per_period <= RECURRING_LIMIT else line.destination_step
-    found = [(lane.rows(alike.cut), len(alike.source_block)) for alike in line.pieces(0, end)]
-    blocks = end // line.destination_step
+    end, step = sample(lane, most), lane.line.destination_step
+    pieces = lane.line.pieces(0, end)
+    found = [(lane.rows(alike.cut), len(alike.source_block)) for alike in pieces]
     made = sum(rows.unfused * count for rows, count in found)
     if path is Path.STAGED:
-        left = len(lane.extents) * len(np.unique(np.concatenate([alike.source_block for alike in line.pieces(0, end)])))
+        left = len(lane.extents) * len(np.unique(np.concatenate([alike.source_block for alike in pieces])))
     else:
         left = sum(len(rows) * count for rows, count in found)
-    return -(-made // blocks), -(-left // blocks)
+    return -(-made * step // end), -(-left * step // end)
 
 
 def _merges(lane: Lane, path: Path) -> bool:

@@ -212,10 +212,12 @@ class Plane:
         for attribute in at_least_one:
             if getattr(self, attribute) < 1:
                 return f"{attribute} is {getattr(self, attribute)}, not at least 1"
-        not_negative = ("device", "base", "block_stride", "page_stride", "unit_stride", "token_stride")
-        for attribute in not_negative:
-            if getattr(self, attribute) < 0:
-                return f"{attribute} is {getattr(self, attribute)}, negative"
+        # Also strides that are never stepped by: whatever is declared fits numpy's int64, and the length of an interval
+        # fits what `len` may answer.
+        bounded = ("axis_size", "device", "base", "block_stride", "page_stride", "unit_stride", "token_stride")
+        for attribute in bounded:
+            if not 0 <= getattr(self, attribute) < ADDRESS_LIMIT:
+                return f"{attribute} is {getattr(self, attribute)}, not in 0 ... 2**63 - 1"
         if self.num_blocks >= 1 << 31:
             return f"num_blocks is {self.num_blocks}, not below 2**31"
         if self.units.end > self.axis_size:

@@ -126,6 +126,11 @@ class Line:
         steps = {self.source_step, self.destination_step, *(turn.interleave for turn in turns if turn.count > 1)}
         return tuple(sorted(steps))
 
+    @property
+    def shortest_step(self) -> int:
+        """No piece is longer than this many states."""
+        return self._steps[0]
+
     @cached_property
     def pieces_per_period(self) -> int:
         """An upper bound, known without making them."""

@@ -18,7 +18,7 @@ from kvferry.geometry import GroupKind, MemoryKind
 from kvferry.lanes import Lane
 from kvferry.line import Pieces
 from kvferry.rows import Int64s
-from kvferry.tables import RECURRING_LIMIT
+from kvferry.tables import sample
 
 
 class Path(enum.Enum):
@@ -89,7 +89,7 @@ class PathChoice:
 class _Work:
     """What both paths do for the same blocks of a lane."""
 
-    blocks: int
+    blocks: float
     bytes: int
     descriptors: int
     runs: int
@@ -138,14 +138,13 @@ def choose_path(lane: Lane, rule: PathRule) -> PathChoice:
 
 
 def _work(lane: Lane) -> _Work:
-    """The work of one period of a lane, or of one of its blocks where the period is long."""
+    """The work of a part of a lane that stands for all of it."""
     found: tuple[Pieces, ...]
     if lane.group.kind is GroupKind.STATE:
-        found, blocks = (Pieces(lane.whole_block, _NOUGHT, _NOUGHT),), 1
+        found, blocks = (Pieces(lane.whole_block, _NOUGHT, _NOUGHT),), 1.0
     else:
-        line = lane.line
-        end = line.period if line.pieces_per_period <= RECURRING_LIMIT else line.destination_step
-        found, blocks = line.pieces(0, end), end // line.destination_step
+        end = sample(lane)
+        found, blocks = lane.line.pieces(0, end), end / lane.line.destination_step
     rows = [(lane.rows(alike.cut), len(alike.source_block)) for alike in found]
     sources = len(np.unique(np.concatenate([alike.source_block for alike in found]))) if found else 0
     return _Work(

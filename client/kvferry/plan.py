@@ -13,13 +13,16 @@ from functools import cached_property
 from kvferry.blocks import Blocks
 from kvferry.compat import engine_mismatches
 from kvferry.covering import Coverer, PlaneRead
-from kvferry.errors import Incompatible, InvalidField
+from kvferry.errors import Incompatible, InvalidField, Mismatch
 from kvferry.expand import Expansion, expand
 from kvferry.geometry import EngineGeometry, Group, Plane, RankGeometry
 from kvferry.lanes import Lane, build_lanes
 from kvferry.needed import needed
 from kvferry.paths import Path, PathChoice, PathRule, choose_path
-from kvferry.tables import LaneTables, prepare_tables
+from kvferry.tables import RECURRING_LIMIT, LaneTables, prepare_tables
+
+MAX_SIZE = 1 << 14
+"""Lanes of a plan and pieces of their periods, together. One rank that reads alike from 4,096 ranks counts half of it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,11 +81,15 @@ class ReadPlan:
         once.
         """
         reads = tuple(read for read in self.reads if wanted(read.destination))
-        return self._of(reads, self.lanes_of(lambda read: wanted(read.destination)), self.rule)
+        return self._of(reads, self.lanes_of(reads), self.rule)
 
-    def lanes_of(self, wanted: Callable[[PlaneRead], bool]) -> tuple[Lane, ...]:
-        """Lanes of those reads only for which `wanted` is true."""
-        return _lanes(self.source, self.destination, (read for read in self.reads if wanted(read)))
+    def lanes_of(self, reads: Iterable[PlaneRead]) -> tuple[Lane, ...]:
+        """Lanes of these reads only."""
+        return build_lanes(reads, *self._groups)
+
+    @cached_property
+    def _groups(self) -> tuple[Mapping[str, Group], Mapping[str, Group]]:
+        return _by_name(self.source), _by_name(self.destination)
 
     def expand(
         self,
@@ -101,7 +108,8 @@ class ReadPlan:
         Raises:
             BadBlock: an id out of range, the null block where a token is needed, or a destination block given twice.
             BlocksShort: one side's blocks do not hold the asked tokens, or states stand at different tokens.
-            InvalidField: groups that this engine does not have, or a start inside what may not be cut.
+            InvalidField: groups that this engine does not have, a start inside what may not be cut, or more descriptors
+                than one read may have.
         """
         known = {group.name for group in self.destination.groups}
         for name in destination:
@@ -141,7 +149,8 @@ def plan_read(
     mismatches = (*engine_mismatches(source, destination), *covering.mismatches)
     if mismatches:
         raise Incompatible(mismatches)
-    lanes = _lanes(source, destination, covering.reads)
+    lanes = build_lanes(covering.reads, _by_name(source), _by_name(destination))
+    _check_size(lanes)
     rule = rule or PathRule()
     paths = tuple(choose_path(lane, rule) for lane in lanes)
     return ReadPlan(
@@ -163,6 +172,13 @@ def _tables(lanes: tuple[Lane, ...], paths: tuple[PathChoice, ...]) -> LaneTable
     return prepare_tables(lanes, direct)
 
 
-def _lanes(source: EngineGeometry, destination: EngineGeometry, reads: Iterable[PlaneRead]) -> tuple[Lane, ...]:
-    source_groups, groups = ({group.name: group for group in engine.groups} for engine in (source, destination))
-    return build_lanes(reads, source_groups, groups)
+def _by_name(engine: EngineGeometry) -> dict[str, Group]:
+    return {group.name: group for group in engine.groups}
+
+
+def _check_size(lanes: tuple[Lane, ...]) -> None:
+    """Raise `Incompatible` for a read that falls into so many parts that planning it would take seconds."""
+    size = sum(1 + min(lane.line.pieces_per_period, RECURRING_LIMIT) for lane in lanes)
+    if size > MAX_SIZE:
+        message = f"the read falls into {len(lanes)} parts, which with their pieces count {size}, more than {MAX_SIZE}"
+        raise Incompatible((Mismatch("too_large", "", "", "", "", message),))

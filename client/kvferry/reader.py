@@ -27,12 +27,15 @@ from kvferry.errors import (
     TransferStuck,
 )
 from kvferry.expand import Expansion
+from kvferry.integrity import Verification
+from kvferry.judgement import Judgement, judge
 from kvferry.peers import Peer, Peers
 from kvferry.read import Read, ReadResult
 from kvferry.renewals import Renewals
 from kvferry.reporting import Reporter
 from kvferry.transfers import Part, Transfer, TransferState, Transport
 from kvferry.v1 import kv_transfer_pb2 as pb
+from kvferry.verifying import Arrived, Verifier
 
 logger = logging.getLogger(__name__)
 
@@ -62,10 +65,18 @@ class Reader:
         peers: source engines.
         renewals: keeps leases alive.
         max_reads: reads at once; more are refused, since each holds a thread.
+        verifier: compares what has arrived; None: integrity mode is off.
     """
 
     def __init__(
-        self, reader: pb.EngineRef, rank: int, transport: Transport, peers: Peers, renewals: Renewals, max_reads: int
+        self,
+        reader: pb.EngineRef,
+        rank: int,
+        transport: Transport,
+        peers: Peers,
+        renewals: Renewals,
+        max_reads: int,
+        verifier: Verifier | None = None,
     ) -> None:
         self._rank = rank
         self._transport = transport
@@ -75,6 +86,7 @@ class Reader:
         self._acquirer = Acquirer(reader, renewals, self._reporter, rank)
         self._lock = threading.Lock()
         self._max_reads = max_reads
+        self._verifier = verifier
         self._running: set[Read] = set()
 
     def start(self, request: ReadRequest, read_id: str) -> Read:
@@ -130,7 +142,8 @@ class Reader:
             read._cancellation.check()
             transfer = self._transferred(request, read, grant, peer, expansion)
             moved = transfer.progress().bytes_done
-            self._raise_unless_done(request, read, grant, transfer)
+            ended_at = self._ended_well(request, read, grant, transfer)
+            verification = self._verified(request, read, grant, peer)
         except KvferryError as error:
             self._ended(read, None, error)
             self._report(request, grant, _OUTCOMES.get(type(error), pb.RANK_OUTCOME_FAILED), moved)
@@ -142,7 +155,8 @@ class Reader:
             return
         verdict = self._report(request, grant, pb.RANK_OUTCOME_DONE, moved)
         unanswered = verdict is None
-        if verdict == pb.VERDICT_EXPIRED:
+        judgement = judge(ended_at, grant.lease.deadline, verdict)
+        if judgement is Judgement.EXPIRED:
             message = f"read {read.read_id}: the home says that the lease had expired"
             self._ended(read, None, TransferExpired(message, read_id=read.read_id))
             return
@@ -153,7 +167,8 @@ class Reader:
             descriptors=expansion.descriptors,
             pieces=expansion.pieces,
             source_ranks=tuple(source.source_rank for source in expansion.sources),
-            confirmed=verdict == pb.VERDICT_VALID,
+            confirmed=judgement is Judgement.CONFIRMED,
+            verification=verification,
         )
         self._ended(read, result, None)
         if unanswered:
@@ -181,16 +196,35 @@ class Reader:
             raise TransferStuck(f"read {read.read_id} did not end in time", quiet=transfer.quiet, read_id=read.read_id)
         return transfer
 
-    def _raise_unless_done(self, request: ReadRequest, read: Read, grant: Granted, transfer: Transfer) -> None:
+    def _ended_well(self, request: ReadRequest, read: Read, grant: Granted, transfer: Transfer) -> float:
+        """When the transfer's last part ended, within the lease; raises if it did not."""
         if transfer.state is TransferState.DONE:
+            ended_at = now() if transfer.ended_at is None else transfer.ended_at
             # Judged here again, by the process that holds the lease (PROTOCOL, Leases 4).
-            if transfer.ended_at is not None and not grant.lease.live(transfer.ended_at):
+            if judge(ended_at, grant.lease.deadline, None) is Judgement.EXPIRED:
                 raise TransferExpired(f"read {read.read_id} ended after its lease", read_id=read.read_id)
             self._peers.succeeded(request.home.address, grant.source.engine_id, grant.source.incarnation)
-            return
+            return ended_at
         if transfer.state is TransferState.FAILED:
             self._peers.failed(request.home.address, grant.source.engine_id, grant.source.incarnation)
         raise transfer.error or TransferFailed(f"read {read.read_id} failed", quiet=transfer.quiet)
+
+    def _verified(self, request: ReadRequest, read: Read, grant: Granted, peer: Peer) -> Verification | None:
+        """What integrity mode says of the bytes; raises `DataLoss`."""
+        if self._verifier is None:
+            return None
+        arrived = Arrived(
+            home=request.home,
+            lease=grant.lease,
+            publication=request.reference.publication,
+            plan=peer.plan_of(request.layers),
+            granted=grant.blocks,
+            blocks=request.blocks,
+            tokens=request.tokens,
+            deadline=request.deadline,
+            check=read._cancellation.check,
+        )
+        return self._verifier.verify(arrived)
 
     def _report(
         self, request: ReadRequest, grant: Granted, outcome: pb.RankOutcome.ValueType, moved: int

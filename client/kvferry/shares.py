@@ -84,6 +84,14 @@ def shares(
     return tuple(_joined(found)), tuple(missing)
 
 
+def effort(held: tuple[Holding, ...], wanted: tuple[Holding, ...], me: Holding, *, divide: bool) -> int:
+    """About how many steps `shares` takes."""
+    pieces = len(_elementary(held, wanted, me)) if divide else 1
+    families = {(holder.tokens.count, holder.tokens.interleave) for holder in held}
+    asked = len({reader.tokens for reader in wanted})
+    return pieces * (len(held) + len(wanted) + asked * sum(count for count, _ in families))
+
+
 def _elementary(held: tuple[Holding, ...], wanted: tuple[Holding, ...], me: Holding) -> list[Interval]:
     """My units, cut at every boundary that any holder or reader declares."""
     cuts = {me.units.begin, me.units.end}

@@ -23,6 +23,12 @@ RECURRING_LIMIT = 512
 """Pieces per period up to which a lane's cuts get table rows; block sizes with more of them (lcm far above both) stay
 raw."""
 
+RECURRING_CELLS = 1 << 23
+"""States times units per period, over all planes of a lane, up to which the same holds."""
+
+RECURRING_BLOCKS = 1 << 22
+"""Blocks per plane up to which the same holds: of more, a table has room for less than 512 rows."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TableRows:
@@ -134,6 +140,20 @@ def recurring_cuts(lane: Lane) -> tuple[Cut, ...]:
     """The cuts that whole blocks of a long request are made of; empty if there are too many of them."""
     if lane.group.kind is GroupKind.STATE:
         return (lane.whole_block,)
-    if lane.line.pieces_per_period > RECURRING_LIMIT:
+    if not _recurs(lane) or max(lane.source.num_blocks, lane.destination.num_blocks) > RECURRING_BLOCKS:
         return ()
     return tuple(alike.cut for alike in lane.line.period_pieces)
+
+
+def sample(lane: Lane, most: int = RECURRING_LIMIT) -> int:
+    """The end of the stretch of a lane's line that stands for all of it: a period, or where that is long a block of the
+    destination, or where even that has more than `most` pieces its beginning."""
+    line = lane.line
+    if _recurs(lane) and line.pieces_per_period <= most:
+        return line.period
+    return min(line.destination_step, most * line.shortest_step)
+
+
+def _recurs(lane: Lane) -> bool:
+    cells = lane.line.period * sum(len(read.units) for read in lane.reads)
+    return lane.line.pieces_per_period <= RECURRING_LIMIT and cells <= RECURRING_CELLS

@@ -13,8 +13,9 @@ import asyncio
 import contextlib
 import logging
 import secrets
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias, cast
 
 import grpc
@@ -85,11 +86,10 @@ class Guard(grpc.aio.ServerInterceptor):
             return _unary(self._guarded_call(method, _not_offered(method), None))
         decode, encode = handler.request_deserializer, handler.response_serializer
         if handler.stream_stream is not None:
-            # Reflection. gRPC decodes its requests as the handler reads them.
-            guarded = self._guarded_stream(method, handler.stream_stream, None)
-            return grpc.stream_stream_rpc_method_handler(guarded, decode, encode)
+            guarded = self._guarded_stream(method, handler.stream_stream, partial(_decoded_each, decode))
+            return grpc.stream_stream_rpc_method_handler(guarded, None, encode)
         if handler.unary_stream is not None:
-            guarded = self._guarded_stream(method, handler.unary_stream, decode)
+            guarded = self._guarded_stream(method, handler.unary_stream, partial(_decoded, decode))
             return grpc.unary_stream_rpc_method_handler(guarded, None, encode)
         if handler.unary_unary is not None:
             guarded = self._guarded_call(method, handler.unary_unary, decode)
@@ -126,13 +126,13 @@ class Guard(grpc.aio.ServerInterceptor):
 
         return call
 
-    def _guarded_stream(self, method: str, behaviour: Behaviour, decode: Decode | None) -> Behaviour:
+    def _guarded_stream(self, method: str, behaviour: Behaviour, decode: Decode) -> Behaviour:
         async def stream(raw: Any, context: Context) -> None:
             task = cast("asyncio.Task[Any]", asyncio.current_task())
             self._streams.add(task)
             try:
                 self._check(method, context, "streams", len(self._streams), self._limits.streams)
-                await _drive(behaviour(_decoded(decode, raw), context), context)
+                await _drive(behaviour(decode(raw), context), context)
             except asyncio.CancelledError:
                 # Either the client left, and nobody is there to hear of it, or we end our own streams.
                 if not self._ending:
@@ -179,6 +179,11 @@ def _decoded(decode: Decode | None, raw: Any) -> Any:
         # protobuf's own DecodeError, or whatever else its C code makes of garbage.
         name = getattr(getattr(decode, "__self__", None), "__name__", "message")
         raise InvalidField("request", f"{len(raw)} bytes", f"an encoded {name}") from error
+
+
+async def _decoded_each(decode: Decode | None, raws: AsyncIterable[Any]) -> AsyncGenerator[Any, None]:
+    async for raw in raws:
+        yield _decoded(decode, raw)
 
 
 async def _abort(context: Context, method: str, error: Exception) -> None:

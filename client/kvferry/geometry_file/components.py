@@ -11,6 +11,8 @@ from kvferry.geometry_file.fields import MISSING, Fields, indices
 from kvferry.sharding import shards
 
 MAX_LAYERS = 4096
+MAX_COMPONENTS = 64
+"""Of one group."""
 
 DTYPE_BYTES = {
     "bfloat16": 2,
@@ -96,6 +98,8 @@ def read_components(
         if defaults.attention == "mla":
             names = ["latent", "rope"] if defaults.rope_dim else ["latent"]
         return tuple(reader.read(Fields({"name": name}, fields.path)) for name in names)
+    if len(items) > MAX_COMPONENTS:
+        raise InvalidField(fields.at("components"), f"{len(items)} components", f"at most {MAX_COMPONENTS}")
     components = tuple(reader.read(Fields(item, path)) for path, item in items)
     for (path, _), component in zip(items, components, strict=True):
         strange = (component.layers or frozenset()) - set(layers)

@@ -13,6 +13,11 @@ from kvferry.geometry_file.layout import AXES, axis_order, state_order
 from kvferry.sharding import shards
 
 MAX_RANKS = 4096
+MAX_GROUPS = 256
+MAX_PLANES = 1 << 16
+"""Of all ranks together. No message could carry more."""
+MAX_RANK_LAYERS = 1 << 20
+"""Ranks times layers of all groups, held or not."""
 KINDS = {"full": GroupKind.TOKENS, "window": GroupKind.WINDOW, "state": GroupKind.STATE}
 _MEMORY = {"dram": MemoryKind.DRAM, "vram": MemoryKind.VRAM}
 LAYER_NAME = "layers.{}"
@@ -111,6 +116,12 @@ def read_document(value: object) -> Document:
     device = fields.integer("device", 0, 0, 1 << 16)
     groups = _read_groups(fields, defaults, layers, pp_size)
     fields.finish()
+    planes = tp_size * sum(len(part.layers) * len(part.components) for part in groups)
+    if planes > MAX_PLANES:
+        raise InvalidField("model.layers", layers, f"layers that make at most {MAX_PLANES} planes, not {planes}")
+    looked_at = tp_size * pp_size * sum(len(part.layers) for part in groups)
+    if looked_at > MAX_RANK_LAYERS:
+        raise InvalidField("pp_size", pp_size, f"ranks times layers of at most {MAX_RANK_LAYERS}, not {looked_at}")
     return Document(engine_id, identity, tp_size, pp_size, stages, memory_kind, device, groups)
 
 
@@ -180,6 +191,8 @@ def _read_groups(fields: Fields, defaults: Defaults, layers: int, pp_size: int) 
         # What a group says of itself, the file says of its only one.
         return (_read_group(fields, defaults, layers, pp_size),)
     fields.refuse(_GROUP_ONLY, 'beside "groups": each group says it for itself')
+    if len(items) > MAX_GROUPS:
+        raise InvalidField("groups", f"{len(items)} groups", f"at most {MAX_GROUPS}")
     parts = []
     for path, item in items:
         group = Fields(item, path)

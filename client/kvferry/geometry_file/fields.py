@@ -192,7 +192,7 @@ def checked_interval(value: object, path: str, high: int) -> Interval:
 
 def indices(items: Sequence[tuple[str, object]], high: int) -> tuple[int, ...]:
     """Indices below `high`, given one by one or as intervals; in the order given, each once."""
-    found: list[int] = []
+    found: dict[int, None] = {}
     for path, item in items:
         if isinstance(item, list):
             interval = checked_interval(item, path, high)
@@ -200,10 +200,10 @@ def indices(items: Sequence[tuple[str, object]], high: int) -> tuple[int, ...]:
         else:
             index = checked_integer(item, path, 0, high - 1, f"an index below {high}, or [begin, end]")
             more = range(index, index + 1)
-        twice = set(found) & set(more)
+        twice = [index for index in more if index in found]
         if twice:
             raise InvalidField(path, short(item), f"each index once; {min(twice)} is given twice")
-        found.extend(more)
+        found.update(dict.fromkeys(more))
     return tuple(found)
 
 

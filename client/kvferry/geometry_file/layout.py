@@ -127,8 +127,11 @@ def _lay(axes: tuple[str, ...], pieces: tuple[Piece, ...], blocking: Blocking) -
     if axis in _KEYS:
         size = 0
         key = _KEYS[axis]
-        for name in dict.fromkeys(key(piece) for piece in pieces):
-            part, inner = _lay(rest, tuple(piece for piece in pieces if key(piece) == name), blocking)
+        named: dict[str, list[Piece]] = {}
+        for piece in pieces:
+            named.setdefault(key(piece), []).append(piece)
+        for members in named.values():
+            part, inner = _lay(rest, tuple(members), blocking)
             places.update({piece: Place(size + found.offset, found.strides) for piece, found in inner.items()})
             size += part
         return size, places

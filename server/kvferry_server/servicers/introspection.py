@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeAlias
 
 import grpc.aio
 
 from kvferry.codec import engine_from_proto, engine_to_proto
-from kvferry.errors import InvalidField
+from kvferry.errors import InvalidField, LimitReached
 from kvferry.explain import plan_to_proto
 from kvferry.geometry import EngineGeometry
 from kvferry.plan import plan_read
@@ -26,14 +29,17 @@ from kvferry_server.servicers.paging import Key, number_key, page, text_key
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
+PLAN_SECONDS = 5
+"""For the ranks of one PlanRead together: a tool may ask for engines that take minutes."""
+
 
 class Introspection(IntrospectionServicer):
     """The service over one home, on the home's event loop."""
 
     def __init__(self, home: Home) -> None:
         self._home = home
-        # One plan at a time: a tool's big question must not take the threads from handshakes.
-        self._planning = asyncio.Lock()
+        # A thread of its own: a tool's big questions must not take those of handshakes.
+        self._planner = ThreadPoolExecutor(1, "kvferry-plan")
 
     async def ListEngines(self, request: ipb.ListEnginesRequest, context: Context) -> ipb.ListEnginesResponse:
         """See the contract."""
@@ -82,15 +88,26 @@ class Introspection(IntrospectionServicer):
         source = self._geometry("source", request.source_engine_id, request)
         destination = self._geometry("destination", request.destination_engine_id, request)
 
+        left = threading.Event()
+
         def answer() -> ipb.PlanReadResponse:
+            until = time.monotonic() + PLAN_SECONDS
             read_from = source or engine_from_proto(request.source_geometry)
             read_into = destination or engine_from_proto(request.destination_geometry)
             ranks = sorted(set(request.ranks)) or [rank.rank for rank in read_into.ranks]
-            plans = [plan_to_proto(plan_read(read_from, read_into, rank)) for rank in ranks]
-            return ipb.PlanReadResponse(home_epoch=self._home.epoch, ranks=plans)
+            response = ipb.PlanReadResponse(home_epoch=self._home.epoch)
+            for rank in ranks:
+                if left.is_set() or time.monotonic() > until:
+                    message = f"planning {len(ranks)} ranks takes longer than {PLAN_SECONDS} s; ask for fewer"
+                    raise LimitReached(message, limit="plan_seconds", value=PLAN_SECONDS)
+                response.ranks.append(plan_to_proto(plan_read(read_from, read_into, rank)))
+            return response
 
-        async with self._planning:
-            return await asyncio.to_thread(answer)
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._planner, answer)
+        finally:
+            # A thread cannot be cancelled; it looks whether somebody still waits for it.
+            left.set()
 
     def _geometry(self, side: str, engine_id: str, request: ipb.PlanReadRequest) -> EngineGeometry | None:
         """Geometry of an engine here; None if the request brings one."""

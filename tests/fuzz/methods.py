@@ -1,0 +1,45 @@
+"""Every method that a node server offers, from the descriptors: a new one is fuzzed without being named here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from google.protobuf import descriptor_pool, message_factory
+from google.protobuf.descriptor import Descriptor
+from google.protobuf.message import Message
+from grpc_health.v1.health import SERVICE_NAME as HEALTH
+from grpc_reflection.v1alpha.reflection import SERVICE_NAME as REFLECTION
+
+from kvferry_server.server import SERVICES
+
+OFFERED = (*SERVICES, HEALTH, REFLECTION)
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """A method; `path` is what goes into ``:path``."""
+
+    path: str
+    request: Descriptor
+    client_streams: bool
+    server_streams: bool
+
+    def __str__(self) -> str:
+        return self.path.rpartition(".")[2]
+
+    @property
+    def request_class(self) -> type[Message]:
+        """The class of its requests."""
+        return message_factory.GetMessageClass(self.request)
+
+
+def _methods(service: str) -> list[Method]:
+    found: Any = descriptor_pool.Default().FindServiceByName(service)
+    return [
+        Method(f"/{service}/{method.name}", method.input_type, method.client_streaming, method.server_streaming)
+        for method in found.methods
+    ]
+
+
+METHODS = tuple(method for service in OFFERED for method in _methods(service))

@@ -1,0 +1,145 @@
+"""What a reader decodes and plans when the source, or a tool that asks for a plan, is hostile: a typed error or a plan, in
+bounded time and memory."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvferry.acquiring import joined
+from kvferry.blocks import Blocks, blocks_to_proto
+from kvferry.codec import engine_from_proto, engine_to_proto
+from kvferry.compat import diff
+from kvferry.errors import BadGeometry, KvferryError, LimitReached
+from kvferry.explain import plan_to_proto
+from kvferry.geometry import EngineGeometry
+from kvferry.paths import Path as BytesPath
+from kvferry.paths import PathRule
+from kvferry.plan import plan_read
+from kvferry.reference import PREFIX, format_reference, parse_reference
+from kvferry.v1 import geometry_pb2
+from kvferry.v1 import introspection_pb2 as ipb
+from kvferry.v1 import kv_transfer_pb2 as pb
+from kvferry_server.servicers import introspection
+from tests.fuzz.bounded import bounded
+from tests.fuzz.conftest import FUZZ
+from tests.fuzz.hostile import CASES
+from tests.fuzz.messages import edit
+from tests.fuzz.methods import METHODS
+from tests.fuzz.target import CPU_PER_LARGE_MESSAGE, Target, encoded
+from tests.plan.strategies import World, worlds
+from tests.server.node import TIMEOUT, raised, running
+
+TOKENS = 1000
+every_case = pytest.mark.parametrize("case", CASES)
+PLAN_READ = next(method for method in METHODS if method.path.endswith("/PlanRead"))
+
+
+def read(source: EngineGeometry, destination: EngineGeometry, rule: PathRule | None = None) -> None:
+    """All that is done with a source's geometry, up to the descriptors of a request of 1,000 tokens."""
+    for rank in destination.ranks[:2]:
+        # As the source's home does in the rank's handshake.
+        diff(source, replace(destination, ranks=(rank,)))
+        plan = plan_read(source, destination, rank.rank, rule=rule)
+        plan.expand(request(source), request(destination), (0, TOKENS))
+
+
+def request(engine: EngineGeometry) -> dict[str, Blocks]:
+    found = {}
+    for group in engine.groups:
+        count = -(-TOKENS // group.block_tokens) if group.block_tokens else 1
+        found[group.name] = Blocks(range(1, count + 1))
+    return found
+
+
+@every_case
+def test_a_hostile_source_costs_its_reader_little(case: str) -> None:
+    with suppress(BadGeometry):
+        source, destination = map(engine_from_proto, CASES[case]())
+        for path in (None, *BytesPath):
+            with bounded(), suppress(KvferryError):
+                read(source, destination, PathRule(path))
+
+
+def question(case: str) -> ipb.PlanReadRequest:
+    source, destination = CASES[case]()
+    return ipb.PlanReadRequest(source_geometry=source, destination_geometry=destination)
+
+
+@pytest.mark.parametrize("case", sorted({*CASES} - {"many readers"}))
+def test_a_plan_of_hostile_engines_costs_the_server_little(target: Target, case: str) -> None:
+    with target.unharmed():
+        target.send(PLAN_READ, encoded(question(case)), cpu=CPU_PER_LARGE_MESSAGE)
+
+
+async def test_a_plan_that_takes_long_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(introspection, "PLAN_SECONDS", 0)
+    async with running(tmp_path) as node:
+        error = await raised(node.introspection.PlanRead(question("many readers"), timeout=TIMEOUT))
+        assert isinstance(error, LimitReached)
+        assert not error.retryable
+
+
+async def test_a_plan_that_nobody_waits_for_keeps_no_other_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would take minutes."""
+    monkeypatch.setattr(introspection, "PLAN_SECONDS", 3600)
+    async with running(tmp_path) as node:
+        await raised(node.introspection.PlanRead(question("many readers"), timeout=0.5))
+        planned = await node.introspection.PlanRead(question("addresses at the limit"), timeout=TIMEOUT)
+        assert len(planned.ranks) == 1
+
+
+@FUZZ
+@given(world=worlds(), data=st.data())
+def test_a_source_with_strange_fields(world: World, data: st.DataObject) -> None:
+    source = engine_to_proto(world.source.geometry())
+    edit(source, data.draw, most=4)
+    destination = world.destination.geometry()
+    with bounded(), suppress(KvferryError):
+        decoded = engine_from_proto(geometry_pb2.EngineGeometry.FromString(encoded(source)))
+        for rank in world.readers:
+            plan = plan_read(decoded, destination, rank, striping=world.striping)
+            plan_to_proto(plan)
+            plan.expand(world.source_blocks, world.destination_blocks, world.tokens)
+
+
+@FUZZ
+@given(world=worlds(), data=st.data())
+def test_blocks_with_strange_fields(world: World, data: st.DataObject) -> None:
+    """What a home says of a publication, expanded by the plan of engines that are what they say."""
+    plan = plan_read(world.source.geometry(), world.destination.geometry(), world.readers[0])
+    tokens = {group.name: group.block_tokens for group in world.source.groups}
+    groups = [blocks_to_proto(name, blocks, tokens[name]) for name, blocks in world.source_blocks.items()]
+    step = pb.Blocks(groups=groups)
+    edit(step, data.draw, most=3)
+    later = pb.Blocks(step=data.draw(st.sampled_from([0, 1, 2**32 - 1])), groups=[*step.groups][:1])
+    with bounded(), suppress(KvferryError):
+        granted = joined([step, later] if data.draw(st.booleans()) else [step])
+        plan.expand(granted, world.destination_blocks, world.tokens)
+
+
+def test_runs_of_many_groups_stay_short() -> None:
+    """A few bytes each, which would be 64 MiB of block ids each."""
+    groups = [pb.GroupBlocks(group=f"{n}", run_starts=[0], run_counts=[1 << 24], end_token=1 << 24) for n in range(100)]
+    with bounded(), pytest.raises(KvferryError):
+        joined([pb.Blocks(groups=groups)])
+
+
+@FUZZ
+@given(data=st.data())
+def test_references(data: st.DataObject) -> None:
+    message = pb.Reference(home="h:1", engine_id="e", incarnation=b"i" * 16, publication=1, request_id="r", key=b"k" * 16)
+    edit(message, data.draw)
+    text = format_reference(message)
+    at = data.draw(st.integers(0, len(text)))
+    strange = data.draw(st.sampled_from(["", "=", "\0", "\ud800", "é", "A" * 5000, PREFIX]) | st.text(max_size=4))
+    for reference in (text, text[:at] + strange + text[at + 1 :], strange + text, PREFIX + strange):
+        with bounded(), suppress(KvferryError):
+            parse_reference(reference)

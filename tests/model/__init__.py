@@ -1,0 +1,1 @@
+"""A model check of the protocol: see `machine`."""

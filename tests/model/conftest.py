@@ -1,0 +1,22 @@
+"""How much the state machine does: `KVFERRY_MODEL_EXAMPLES=20000` for a long run, from another seed every time."""
+
+from __future__ import annotations
+
+import os
+
+from hypothesis import HealthCheck, Phase, settings
+
+EXAMPLES = int(os.environ.get("KVFERRY_MODEL_EXAMPLES", "300"))
+
+MODEL = settings(
+    max_examples=EXAMPLES,
+    stateful_step_count=60,
+    derandomize="KVFERRY_MODEL_EXAMPLES" not in os.environ,
+    deadline=None,
+    database=None,
+    suppress_health_check=list(HealthCheck),
+    report_multiple_bugs=False,
+)
+
+CAUGHT = settings(MODEL, max_examples=2000, phases=[Phase.generate], derandomize=True)
+"""For a sabotage: found is enough, it need not be explained."""

@@ -1,0 +1,139 @@
+"""The home as it is shipped: domain, streams and the notifications' servicer, without a network and an event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from kvferry.clock import from_duration, to_duration
+from kvferry.errors import KvferryError
+from kvferry.v1 import kv_transfer_pb2 as pb
+from kvferry_server.home import Home
+from kvferry_server.registrations import Registration
+from kvferry_server.servicers import decode, encode
+from kvferry_server.servicers.notify import notify
+from kvferry_server.streams import read_blocks, watch
+from kvferry_server.times import Times
+from kvferry_server.wakeups import Waker, Wakeups
+from tests.model.clocks import PartyClock
+
+if TYPE_CHECKING:
+    from tests.model.network import Pipe
+
+T = TypeVar("T")
+
+ADVERTISE = "home.example:7423"
+TIMES = Times(ttl=3, max_ttl=4, engine_ttl=1, hold=2.5, final=12, max_wait=4, retire=40)
+
+
+class _Parked:
+    def __await__(self) -> Iterator[None]:
+        yield
+
+
+class _ParkedWaker(Waker):
+    async def wait(self, seconds: float | None = None) -> None:
+        await _Parked()
+
+
+class _ParkedWakeups(Wakeups):
+    """A stream that waits is looked at again whenever the home has done something."""
+
+    @contextmanager
+    def watching(self, topic: object) -> Iterator[Waker]:
+        yield _ParkedWaker()
+
+
+class Pulled(Generic[T]):
+    """A server stream that is pulled by hand instead of by an event loop."""
+
+    def __init__(self, stream: AsyncGenerator[Any, None], encoded: Callable[[Any], T]) -> None:
+        self._stream = stream
+        self._encoded = encoded
+        self._step: Any = None
+        self.ended = False
+        self.error: KvferryError | None = None
+
+    def pull(self) -> T | None:
+        """The next message; None if the stream waits for something, or has ended."""
+        if self.ended:
+            return None
+        if self._step is None:
+            self._step = self._stream.__anext__()
+        try:
+            self._step.send(None)
+        except StopIteration as message:
+            self._step = None
+            return self._encoded(message.value)
+        except StopAsyncIteration:
+            self.ended = True
+        except KvferryError as error:
+            self.ended, self.error = True, error
+        return None
+
+    def close(self) -> None:
+        """As gRPC does: where the stream waits, it is cancelled."""
+        if self.ended:
+            return
+        self.ended = True
+        try:
+            if self._step is not None:
+                self._step.throw(asyncio.CancelledError())
+            else:
+                self._stream.aclose().send(None)
+        except (StopIteration, asyncio.CancelledError):
+            return
+
+
+class Host:
+    """One start of the node server."""
+
+    def __init__(self, clock: PartyClock) -> None:
+        self.clock = clock
+        self.home = Home(clock, TIMES, ADVERTISE)
+        self.home.wakeups = _ParkedWakeups()
+
+    def tick(self) -> None:
+        """The timer fires."""
+        with self.home.turn():
+            pass
+
+    def notify(self, request: pb.NotifyRequest) -> pb.NotifyResponse:
+        return notify(self.home, request)
+
+    def register(self, registration: Registration, secret: bytes) -> float:
+        """As the servicer does; seconds of `reuse_after`."""
+        home = self.home
+        home.check_taking()
+        with home.turn():
+            home.register(registration, secret)
+            return from_duration(to_duration(home.reuse_after(registration.engine)))
+
+    def read_blocks(self, request: pb.ReadBlocksRequest) -> Pulled[pb.ReadBlocksResponse]:
+        home, ask = self.home, decode.ask(request, self.home.limits.ranks)
+        wait = min(from_duration(request.wait) or TIMES.max_wait, TIMES.max_wait)
+        return Pulled(
+            read_blocks(home, ask, wait),
+            lambda message: encode.read_message(home.epoch, message, home.times, home.clock.now()),
+        )
+
+    def watch(self, request: pb.WatchRequest) -> Pulled[pb.WatchResponse]:
+        home = self.home
+        stream = watch(
+            home, decode.process(request), request.session_secret, request.resume_epoch, request.resume_sequence
+        )
+        return Pulled(stream, lambda message: encode.watch_message(home.epoch, message, home.times, home.advertise))
+
+    def pump(self, pipes: list[Pipe[Any]]) -> None:
+        """Streams send what they have. Nothing is settled late: a turn ends with all of them told."""
+        for pipe in list(pipes):
+            server = pipe.server
+            if server is None or pipe.ended:
+                continue
+            while (message := server.pull()) is not None:
+                if pipe.listening:
+                    pipe.messages.append(message)
+            if server.ended:
+                pipe.ended, pipe.error = True, server.error

@@ -1,0 +1,207 @@
+"""The state machine: what may happen to a `World`, in any order.
+
+A rule is drawn as often as any other, so rules group what happens: most of what is drawn has to lead somewhere for the
+disasters to hit something.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from tests.model.clocks import RATES
+from tests.model.network import Packet
+from tests.model.readers import Share
+from tests.model.source import Offered
+from tests.model.world import World
+
+PICK = st.integers(min_value=0, max_value=1 << 16)
+"""Which of the things there are."""
+
+SECONDS = st.sampled_from((0.02, 0.1, 0.3, 0.3, 0.7, 1.1, 1.1, 1.5, 2.1, 2.7, 3.2, 4.2))
+LONG = st.sampled_from((0.3, 1.1, 2.1, 2.7, 6.0, 13.0))
+
+Trouble = Literal["lost", "repeated", "overtaken", "timeout", "heard", "cut", "noticed"]
+Disaster = Literal[
+    "home restarts", "home is away", "home drains", "source restarts", "reader dies", "reader pauses", "clock leaps"
+]
+
+
+class Machine(RuleBasedStateMachine):
+    """Every rule is a thing that can happen in a fleet on a bad day; after a calm one, all is well for a moment."""
+
+    world: World
+
+    @initialize(
+        home=st.sampled_from(RATES),
+        source=st.sampled_from(RATES),
+        readers=st.tuples(st.sampled_from(RATES), st.sampled_from(RATES)),
+    )
+    def begin(self, home: float, source: float, readers: tuple[float, float]) -> None:
+        self.world = World(home, source, readers)
+        self.world.flow()
+        self.world.pass_time(4.5)  # A home that has just started lets nobody use memory that may be leased.
+
+    @rule(repeated=st.booleans())
+    def all_is_well(self, repeated: bool) -> None:
+        self.world.flow(repeated=repeated)
+
+    @rule(seconds=SECONDS, calm=st.booleans())
+    def time_passes(self, seconds: float, calm: bool) -> None:
+        self.world.pass_time(seconds)
+        self._calm(calm)
+
+    # The source.
+
+    @precondition(lambda self: self.world.source.can_publish)
+    @rule(count=st.integers(1, 2), last=st.sampled_from((True, True, False)), expected=st.integers(1, 2), calm=PICK)
+    def publish(self, count: int, last: bool, expected: int, calm: int) -> None:
+        self.world.publish(count, last=last, expected_reads=expected)
+        self._calm(bool(calm % 4))
+
+    @precondition(lambda self: self.world.source.can_publish)
+    @rule(reader=st.integers(0, 1), ranks=st.integers(1, 3), scheduled=st.booleans(), repeated=st.booleans())
+    def publish_and_read(self, reader: int, ranks: int, scheduled: bool, repeated: bool) -> None:
+        self.world.publish(1, last=True, expected_reads=1)
+        self.world.read(self.world.readers[reader], self.world.offered[-1], ranks, scheduled=scheduled)
+        self.world.flow(repeated=repeated)
+
+    @precondition(lambda self: self._extensible())
+    @rule(pick=PICK, last=st.booleans(), calm=st.booleans())
+    def publish_more(self, pick: int, last: bool, calm: bool) -> None:
+        found = self._extensible()
+        self.world.source.publish_more(found[pick % len(found)], 1, last=last)
+        self._calm(calm)
+
+    @precondition(lambda self: self._held())
+    @rule(what=st.sampled_from(("abort", "decline", "give up")), pick=PICK, calm=st.booleans())
+    def think_better_of_it(self, what: str, pick: int, calm: bool) -> None:
+        found, sendings = self._held(), self.world.source.sendings
+        if what == "decline":
+            self.world.decline(self.world.offered[pick % len(self.world.offered)])
+        elif what == "abort":
+            self.world.source.abort(found[pick % len(found)])
+        elif sendings:
+            self.world.source.disown(sendings[pick % len(sendings)])
+        self._calm(calm)
+
+    # The readers.
+
+    @precondition(lambda self: self.world.offered)
+    @rule(reader=st.integers(0, 1), pick=PICK, ranks=st.integers(1, 3), scheduled=st.booleans(), calm=PICK)
+    def read(self, reader: int, pick: int, ranks: int, scheduled: bool, calm: int) -> None:
+        offered = self.world.offered[-3:]
+        self.world.read(self.world.readers[reader], offered[pick % len(offered)], ranks, scheduled=scheduled)
+        self._calm(bool(calm % 4))
+
+    @precondition(lambda self: self._copying())
+    @rule(pick=PICK, count=st.integers(1, 3), calm=st.booleans())
+    def copy(self, pick: int, count: int, calm: bool) -> None:
+        for _ in range(count):
+            if copying := self._copying():
+                share, rank = copying[pick % len(copying)]
+                share.copy(rank)
+        self._calm(calm)
+
+    @precondition(lambda self: self._copying())
+    @rule(renew=st.booleans(), calm=st.booleans())
+    def copy_all(self, renew: bool, calm: bool) -> None:
+        if renew:
+            self._renew()
+        while copying := self._copying():
+            share, rank = copying[0]
+            share.copy(rank)
+        self._calm(calm)
+
+    @precondition(lambda self: any(share.relies for share in self.world.shares))
+    @rule(what=st.sampled_from(("renew", "renew", "renew", "cancel", "stop")), pick=PICK, calm=st.booleans())
+    def renew_or_stop(self, what: str, pick: int, calm: bool) -> None:
+        if what == "renew":
+            self._renew()
+        else:
+            found = [share for share in self.world.shares if share.relies]
+            found[pick % len(found)].give_up(cancel=what == "cancel")
+        self._calm(calm)
+
+    # The network.
+
+    @precondition(lambda self: self.world.network.packets)
+    @rule(pick=PICK)
+    def packet_arrives(self, pick: int) -> None:
+        self.world.network.arrive(self._packet(pick), self.world.host)
+        self.world.settle()
+
+    @rule(what=st.sampled_from(Trouble.__args__), pick=PICK)  # type: ignore[attr-defined]
+    def network_misbehaves(self, what: Trouble, pick: int) -> None:
+        network = self.world.network
+        if network.packets and what in ("lost", "repeated", "overtaken"):
+            packet = self._packet(pick)
+            if what == "lost":
+                network.lose(packet)
+            else:
+                network.arrive(packet, self.world.host, again=what == "repeated")
+        elif network.calls and what == "timeout":
+            network.give_up(network.calls[pick % len(network.calls)])
+        elif network.pipes:
+            pipe = network.pipes[pick % len(network.pipes)]
+            {"heard": network.receive, "cut": network.cut}.get(what, network.notice)(pipe)
+        self.world.settle()
+
+    # Disasters.
+
+    @rule(what=st.sampled_from(Disaster.__args__), reader=st.integers(0, 1), seconds=LONG, calm=PICK)  # type: ignore[attr-defined]
+    def disaster(self, what: Disaster, reader: int, seconds: float, calm: int) -> None:
+        world, victim = self.world, self.world.readers[reader]
+        if what == "source restarts":
+            world.restart_source()
+        elif what == "reader dies":
+            world.kill(victim)
+        elif what == "reader pauses":
+            # Only ever the second: the first is held to its own clock.
+            world.pause(world.readers[1], seconds)
+        elif what == "clock leaps":
+            victim.clock.leap(seconds)
+        elif what == "home drains" and calm % 2:
+            world.drain()
+        else:
+            world.stop_home()
+            world.pass_time(seconds if what == "home is away" else 0.0)
+            world.start_home()
+        self._calm(calm % 4 > 0)
+
+    def teardown(self) -> None:
+        if hasattr(self, "world"):
+            try:
+                self.world.check_bounded()
+            finally:
+                self.world.close()
+
+    # What there is.
+
+    def _calm(self, calm: bool) -> None:
+        if calm:
+            self.world.flow()
+
+    def _packet(self, pick: int) -> Packet:
+        packets = self.world.network.packets
+        return packets[pick % len(packets)]
+
+    def _renew(self) -> None:
+        for share in self.world.shares:
+            share.renew()
+
+    def _copying(self) -> list[tuple[Share, int]]:
+        return [(share, rank) for share in self.world.shares for rank in share.copying()]
+
+    def _held(self) -> list[Offered]:
+        source = self.world.source
+        return [offered for offered in self.world.offered if offered.source is source and not offered.free]
+
+    def _extensible(self) -> list[Offered]:
+        source = self.world.source
+        if not source.free or not source.ready:
+            return []
+        sending = {sending.offered for sending in source.sendings}
+        return [offered for offered in self._held() if not offered.complete and offered not in sending]

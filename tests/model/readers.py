@@ -1,0 +1,297 @@
+"""Destination engines: the shipped lease and judgement, and around them what `Acquirer`, `Renewals` and `Reader` do, call
+by call. Their ranks copy block by block, whenever the machine says so."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import cast
+
+from kvferry.clock import from_duration, to_duration
+from kvferry.errors import KvferryError, LeaseEnded, Unreachable
+from kvferry.judgement import Judgement, judge
+from kvferry.leases import ReaderLease
+from kvferry.status import from_notification_error
+from kvferry.v1 import kv_transfer_pb2 as pb
+from tests.model.clocks import PartyClock, Violation
+from tests.model.network import Network, Pipe
+from tests.model.source import Memory, Offered
+
+PATIENCE = 6.0
+"""Seconds that a reader waits for a publication."""
+
+
+class Reader:
+    """One destination engine; `fell_behind`: its clock was paused once, so that only the home's answer counts."""
+
+    def __init__(self, name: str, clock: PartyClock) -> None:
+        self.engine = pb.EngineRef(engine_id=name, incarnation=name.encode().ljust(16, b"."))
+        self.clock = clock
+        self.fell_behind = False
+
+
+@dataclass(eq=False)
+class Share:
+    """What one process of a reader does: a rank by itself, or a scheduler that speaks for all ranks.
+
+    Attributes:
+        ranks: whose copies it reports.
+        blocks: granted, in order.
+        copies: what each rank has copied of them so far.
+        granted: all blocks are known.
+        ended_at: when its last copy ended.
+        over: it does not rely on the lease any more: judged, given up or dead.
+        good: its engine was given the bytes.
+    """
+
+    reader: Reader
+    offered: Offered
+    read_id: str
+    parties: int
+    ranks: tuple[int, ...]
+    network: Network
+    memory: Memory
+    lease: ReaderLease | None = None
+    blocks: list[int] = field(default_factory=list)
+    copies: dict[int, list[int]] = field(default_factory=dict)
+    granted: bool = False
+    ended_at: float | None = None
+    over: bool = False
+    good: bool = False
+    _pipe: Pipe[pb.ReadBlocksResponse] | None = None
+    _ask_after: float = 0.0
+    _deadline: float = 0.0
+    _again_after: float | None = None
+    _reported: bool = False
+
+    def start(self) -> None:
+        self._deadline = self.reader.clock.now() + PATIENCE
+        self._ask()
+
+    @property
+    def relies(self) -> bool:
+        """Whether it believes that it has a live lease, and has not said that it is done."""
+        return not (self.over or self._reported) and self.lease is not None and self.lease.live(self.reader.clock.now())
+
+    # What its threads do by themselves.
+
+    def step(self) -> bool:
+        """The next thing, if there is one that does not wait for anything."""
+        now = self.reader.clock.now()
+        if self.over or self._reported:
+            return False
+        if self.lease is not None and self.lease.next_renewal is not None and self.lease.next_renewal <= now:
+            self.renew()
+            return True
+        if self.lease is not None and self._again_after is not None and self._again_after <= now:
+            self._acquire_again(self.lease)
+            return True
+        if self.granted:
+            if self.ended_at is None:
+                return False
+            self._finish()
+            return True
+        if self._pipe is None and self._ask_after <= now:
+            self._ask()
+            return True
+        return False
+
+    def copy(self, rank: int) -> None:
+        """A rank copies its next block."""
+        copied = self.copies[rank]
+        copied.append(self.memory.contents[self.blocks[len(copied)]])
+        if all(len(copies) == len(self.blocks) for copies in self.copies.values()):
+            self.ended_at = self.reader.clock.now()
+
+    def copying(self) -> list[int]:
+        """Ranks that have something left to copy."""
+        if self.over or not self.granted:
+            return []
+        return [rank for rank, copied in self.copies.items() if len(copied) < len(self.blocks)]
+
+    def renew(self) -> None:
+        lease = self.lease
+        if lease is None or lease.next_renewal is None or self.over:
+            return
+        sent_at = self.reader.clock.now()
+        lease.renewing(sent_at)
+        lease_id = lease.lease_id
+
+        def answered(answer: object) -> None:
+            result = _result(answer)
+            if isinstance(result, LeaseEnded) and not self.over and lease is self.lease:
+                self._acquire_again(lease)
+            if isinstance(result, KvferryError) or self.over:
+                return
+            remaining = from_duration(result.renewed.remaining)
+            more = result.renewed.revoked == pb.REVOKE_REASON_UNSPECIFIED
+            lease.renewed(sent_at, self.reader.clock.now(), remaining, more=more)
+
+        self._notify(pb.Notification(renew=pb.Renew(lease_id=lease_id)), answered)
+
+    def give_up(self, *, cancel: bool) -> None:
+        """It wants the bytes no longer."""
+        if self.over:
+            return
+        self._end()
+        if self.lease is None or self._reported:
+            return
+        if cancel and len(self.ranks) == self.parties:
+            self._notify(pb.Notification(cancel=pb.CancelRead(lease_id=self.lease.lease_id)), lambda _: None)
+        else:
+            self._report(pb.RANK_OUTCOME_CANCELLED, lambda _: None)
+
+    def die(self) -> None:
+        self._end()
+        self.network.abandon(self)
+
+    # Asking.
+
+    def _ask(self) -> None:
+        now = self.reader.clock.now()
+        sent_at, left = now, self._deadline - now
+        if left <= 0:
+            self.give_up(cancel=False)
+            return
+        if self.lease is not None:
+            self.lease.end()
+        self.lease, self.blocks, self._again_after = None, [], None
+
+        def on_message(message: pb.ReadBlocksResponse) -> None:
+            kind = message.WhichOneof("message")
+            if kind == "accepted":
+                accepted = message.accepted
+                remaining, every = from_duration(accepted.remaining), from_duration(accepted.renew_every)
+                self.lease = ReaderLease(accepted.lease_id, sent_at, remaining, every)
+            elif kind == "blocks":
+                for group in message.blocks.groups:
+                    self.blocks += group.run_starts
+            elif kind == "revoked":
+                self._leave(pipe)
+                self.give_up(cancel=False)
+            elif kind == "complete":
+                self._leave(pipe)
+                self.granted = True
+                self.copies = {rank: [] for rank in self.ranks}
+                if not self.blocks:
+                    self.ended_at = self.reader.clock.now()
+
+        def on_end(error: KvferryError | None) -> None:
+            if self._pipe is not pipe:
+                return
+            self._pipe = None
+            if error is not None and not error.retryable:
+                self.give_up(cancel=False)
+            else:
+                self._ask_after = self.reader.clock.now() + max(0.02, (error.retry_after or 0) if error else 0)
+
+        pipe = self._pipe = Pipe[pb.ReadBlocksResponse](on_message, on_end)
+        request = self._request(to_duration(left))
+        self.network.open(self, lambda host: host.read_blocks(request), pipe)
+
+    def _leave(self, pipe: Pipe[pb.ReadBlocksResponse]) -> None:
+        """Losing the stream ends nothing."""
+        self._pipe = None
+        self.network.cut(pipe)
+
+    def _acquire_again(self, lease: ReaderLease) -> None:
+        """The home has restarted: until the old deadline, ask for the same read again."""
+        sent_at, self._again_after = self.reader.clock.now(), None
+
+        def on_message(message: pb.ReadBlocksResponse) -> None:
+            accepted, now = message.accepted, self.reader.clock.now()
+            lease.acquired_again(accepted.lease_id, sent_at, now, from_duration(accepted.remaining))
+            pipe.on_end = lambda _: None
+            self.network.cut(pipe)
+
+        def on_end(error: KvferryError | None) -> None:
+            now = self.reader.clock.now()
+            if lease is self.lease and lease.live(now) and error is not None and error.retryable:
+                self._again_after = now + max(0.02, error.retry_after or 0.0)
+
+        pipe = Pipe[pb.ReadBlocksResponse](on_message, on_end)
+        request = self._request(None)
+        self.network.open(self, lambda host: host.read_blocks(request), pipe)
+
+    def _request(self, wait: object) -> pb.ReadBlocksRequest:
+        return pb.ReadBlocksRequest(
+            reference=self.offered.publication.reference,
+            reader=self.reader.engine,
+            read_id=self.read_id,
+            parties=self.parties,
+            wait=wait,  # type: ignore[arg-type]
+        )
+
+    # The end.
+
+    def _finish(self) -> None:
+        """As `Reader._move` after its transfer is done."""
+        lease, ended_at = cast(ReaderLease, self.lease), cast(float, self.ended_at)
+        if judge(ended_at, lease.deadline, None) is Judgement.EXPIRED:
+            self._report(pb.RANK_OUTCOME_EXPIRED, lambda _: None)
+            self._end()
+            return
+
+        def answered(answer: object) -> None:
+            result = _result(answer)
+            verdict = None if isinstance(result, KvferryError) else result.read_ended.verdict
+            if self.over:
+                return
+            judgement = judge(ended_at, lease.deadline, verdict)
+            if judgement is not Judgement.EXPIRED:
+                self._check_good(judgement, ended_at, lease.deadline)
+            self._end()
+            if verdict is None:
+                self._report(pb.RANK_OUTCOME_DONE, lambda _: None)
+
+        self._reported = True
+        self._report(pb.RANK_OUTCOME_DONE, answered)
+
+    def _check_good(self, judgement: Judgement, ended_at: float, deadline: float) -> None:
+        """R1: what the engine is given is what was published."""
+        self.good = True
+        if self.reader.fell_behind and judgement is Judgement.TRUSTED:
+            return
+        if ended_at >= deadline:
+            raise Violation(f"R1: a read that ended at {ended_at} counts, its deadline was {deadline}")
+        published = [self.offered.contents[block] for block in self.blocks]
+        if len(published) != len(self.offered.contents):
+            raise Violation(f"R1: {len(published)} blocks count, {len(self.offered.contents)} were published")
+        for rank, copied in self.copies.items():
+            if copied != published:
+                raise Violation(f"R1: rank {rank} was given {copied}, published was {published}")
+
+    def _report(self, outcome: pb.RankOutcome.ValueType, end: object) -> None:
+        lease = cast(ReaderLease, self.lease)
+        reports = [pb.RankReport(rank=rank, outcome=outcome) for rank in self.ranks]
+        done = pb.ReadDone(lease_id=lease.lease_id, reports=reports)
+        self._notify(pb.Notification(read_done=done), end)
+
+    def _notify(self, notification: pb.Notification, end: object) -> None:
+        request = pb.NotifyRequest(sender=self.reader.engine, notifications=[notification])
+        self.network.call(self, lambda host: host.notify(request), end)  # type: ignore[arg-type]
+
+    def _end(self) -> None:
+        self.over = True
+        if self.lease is not None:
+            self.lease.end()
+        if self._pipe is not None:
+            self._leave(self._pipe)
+
+
+def shares(
+    reader: Reader, offered: Offered, read_id: str, ranks: int, scheduled: bool, at: tuple[Network, Memory]
+) -> Sequence[Share]:
+    """The processes of one read: one that speaks for all ranks, or each rank by itself."""
+    network, memory = at
+    groups = [tuple(range(ranks))] if scheduled else [(rank,) for rank in range(ranks)]
+    return [Share(reader, offered, read_id, ranks, group, network, memory) for group in groups]
+
+
+def _result(answer: object) -> pb.NotificationResult | KvferryError:
+    if isinstance(answer, KvferryError):
+        return answer
+    (result,) = cast(pb.NotifyResponse, answer).results
+    if result.WhichOneof("kind") == "error":
+        return from_notification_error(result.error)
+    return result

@@ -1,0 +1,378 @@
+"""The source engine: the shipped book of offers, and around it what `EngineSession` and `Watcher` do, call by call.
+
+Its engine is the least careful one that keeps the contract: it overwrites blocks in the moment they are released.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import cast
+
+from kvferry.clock import from_duration
+from kvferry.control import BACKOFF_FIRST
+from kvferry.errors import KvferryError, PeerRestarted, WrongSession
+from kvferry.offers import Offers, Publication, leaves_open
+from kvferry.status import from_notification_error
+from kvferry.v1 import kv_transfer_pb2 as pb
+from kvferry_server.identity import EngineRef
+from kvferry_server.registrations import Registration
+from tests.model.clocks import PartyClock, Violation
+from tests.model.host import ADVERTISE, Host, Pulled
+from tests.model.network import Call, Network, Pipe
+from tests.server.parties import BLOCK, registration
+
+ENGINE_ID = "prefill"
+BLOCKS = 6
+KEY = b"k" * 16
+BATCH = 2
+"""Notifications per call of a snapshot: small, so that it takes several."""
+
+
+@lru_cache(maxsize=256)
+def registered(ref: EngineRef) -> Registration:
+    return registration(ref)
+
+
+class Memory:
+    """Contents of the source's blocks: a number that changes with every write."""
+
+    def __init__(self) -> None:
+        self.contents = {block: 0 for block in range(1, BLOCKS + 1)}
+        self._writes = 0
+
+    def write(self, block: int) -> None:
+        self._writes += 1
+        self.contents[block] = self._writes
+
+
+@dataclass(eq=False)
+class Offered:
+    """A publication as its engine, and the checks, know it."""
+
+    source: Source
+    publication: Publication
+    contents: dict[int, int] = field(default_factory=dict)
+    complete: bool = False
+    releases: int = 0
+    free: bool = False
+    """Its engine has its blocks back: released, or never offered."""
+    aborted: bool = False
+    """The home has taken note of its engine's abort."""
+
+    @property
+    def number(self) -> int:
+        return self.publication.number
+
+
+@dataclass(eq=False)
+class Sending:
+    """One run of `EngineSession._send_step`."""
+
+    offered: Offered
+    step: pb.Publish
+    blocks: tuple[int, ...]
+    call: Call | None = None
+    after: float = 0.0
+
+
+BeforeWrite = Callable[[Offered | None, Sequence[int]], None]
+"""Told which blocks are about to be written, and whose they were: a publication's all, when it is released; some that
+never were offered (None)."""
+
+
+class Source:
+    """One incarnation.
+
+    Args:
+        before_write: see there.
+    """
+
+    def __init__(
+        self,
+        ref: EngineRef,
+        clock: PartyClock,
+        network: Network,
+        memory: Memory,
+        before_write: BeforeWrite,
+    ) -> None:
+        self.ref = ref
+        self.engine = pb.EngineRef(engine_id=ref.engine_id, incarnation=ref.incarnation)
+        self.clock = clock
+        self.network = network
+        self.memory = memory
+        self.offers = Offers(self.engine)
+        self.offered: dict[int, Offered] = {}
+        self.free: list[int] = []
+        self.alive = True
+        self.sendings: list[Sending] = []
+        self.pipe: Pipe[pb.WatchResponse] | None = None
+        self.watch_request = pb.WatchRequest(engine=self.engine, role=pb.WATCH_ROLE_SCHEDULER)
+        self._before_write = before_write
+        self._secret = b""
+        self._registered = False
+        self._usable_at: float | None = None
+        self._busy = False
+        self._watch_after = 0.0
+
+    # The engine.
+
+    @property
+    def ready(self) -> bool:
+        """Whether it can publish: registered, and its memory is its own."""
+        return self.alive and self._registered and self._usable_at is None
+
+    @property
+    def can_publish(self) -> bool:
+        """Whether it can publish now: one first step at a time, into free blocks."""
+        first = any(sending.step.step == 0 for sending in self.sendings)
+        return self.ready and bool(self.free) and not first
+
+    def publish(self, count: int, *, last: bool, expected_reads: int) -> Offered:
+        blocks = self._written(count)
+        step = pb.Publish(
+            request_id="request", key=KEY, groups=[_group(0, blocks)], last=last, expected_reads=expected_reads
+        )
+        offered = Offered(self, self.offers.publish(ADVERTISE, step))
+        self.offered[offered.number] = offered
+        self._send(offered, step, blocks)
+        return offered
+
+    def publish_more(self, offered: Offered, count: int, *, last: bool) -> None:
+        blocks = self._written(count)
+        step = pb.Publish(groups=[_group(len(offered.contents), blocks)], last=last)
+        self.offers.publish_more(offered.number, step)
+        self._send(offered, step, blocks)
+
+    def abort(self, offered: Offered) -> None:
+        def answered(answer: object) -> None:
+            offered.aborted |= not isinstance(answer, KvferryError) and _error_of(cast(pb.NotifyResponse, answer)) is None
+
+        self.offers.abort(offered.number)
+        self._notify([pb.Notification(abort=pb.Abort(publication=offered.number))], answered)
+
+    def poll(self) -> None:
+        """The engine asks what was released, and reuses it at once."""
+        now = self.clock.now()
+        self.offers.advance(now)
+        for release in self.offers.take_released():
+            offered = self.offered[release.publication]
+            offered.releases += 1
+            if offered.releases > 1 or offered.free:
+                raise Violation(f"R3: publication {offered.number} was released {offered.releases} times")
+            self._take(offered, tuple(offered.contents))
+        if self._usable_at is not None and now >= self._usable_at:
+            self._usable_at = None
+            self._take(None, tuple(self.memory.contents))
+
+    def end(self) -> None:
+        """The process is gone; its memory stays as it is."""
+        self.alive = False
+        self.network.abandon(self)
+        if self.pipe is not None:
+            self.network.cut(self.pipe)
+
+    # Its session.
+
+    def step(self) -> bool:
+        """Do what the session's threads would do next by themselves; whether there was something."""
+        if not self.alive:
+            return False
+        now = self.clock.now()
+        if self.pipe is None and not self._busy and self._watch_after <= now:
+            self._open_watch()
+            return True
+        idle = [sending for sending in self.sendings if sending.call is None and sending.after <= now]
+        for sending in idle:
+            self._attempt(sending)
+        return bool(idle)
+
+    def disown(self, sending: Sending) -> None:
+        """The step's time is up."""
+        if sending.call is not None:
+            self.network.give_up(sending.call)
+        if sending in self.sendings:
+            self._given_up(sending)
+
+    def _open_watch(self) -> None:
+        request = pb.WatchRequest()
+        request.CopyFrom(self.watch_request)
+        pipe = Pipe[pb.WatchResponse](self._on_message, self._on_watch_end, lambda: not self._busy)
+        self.pipe = pipe
+        self.network.open(self, lambda host: host.watch(request), pipe)
+
+    def late_watch(self) -> Callable[[Host], Pulled[pb.WatchResponse]]:
+        """The Watch that a process tried to open before it ended, for a network that kept it."""
+        request = pb.WatchRequest()
+        request.CopyFrom(self.watch_request)
+        return lambda host: host.watch(request)
+
+    def _on_watch_end(self, error: KvferryError | None) -> None:
+        self.pipe = None
+        self._check_not_evicted(error)
+        self._watch_after = self.clock.now() + _pause(error)
+
+    def _on_message(self, message: pb.WatchResponse) -> None:
+        kind = message.WhichOneof("event")
+        if kind == "opened":
+            opened = message.opened
+            self._secret = self.watch_request.session_secret = opened.session_secret or self._secret
+            self.offers.final = max(from_duration(opened.times.final), from_duration(opened.times.max_ttl))
+            if not self._registered and not opened.resumed:
+                self._register(lambda: None)
+        elif kind == "released":
+            self.offers.released(message.released)
+            ack = pb.ReleasedAck(publications=[message.released.publication])
+            self._notify([pb.Notification(released_ack=ack)], lambda _: None)
+            self.poll()
+        if self.watch_request.resume_epoch != message.home_epoch:
+            self.watch_request.resume_epoch = message.home_epoch
+            self.watch_request.resume_sequence = 0
+        self.watch_request.resume_sequence = max(message.sequence, self.watch_request.resume_sequence)
+        if kind == "synced" and message.synced.need_resync:
+            # The watch's thread hears nothing else until the home has been told all.
+            self._busy = True
+            self._register(self._refill)
+
+    def _register(self, then: Callable[[], None]) -> None:
+        secret, ref = self._secret, self.ref
+
+        def answered(answer: object) -> None:
+            if isinstance(answer, KvferryError):
+                self._check_not_evicted(answer)
+                self._watch_anew()
+                return
+            if not self._registered:
+                self._registered = True
+                self._usable_at = self.clock.now() + cast(float, answer)
+            then()
+
+        self.network.call(self, lambda host: host.register(registered(ref), secret), answered)
+
+    def _refill(self) -> None:
+        snapshot = self.offers.snapshot()
+        rest = list(snapshot.notifications)
+
+        def done() -> None:
+            self.offers.snapshot_sent(snapshot, self.clock.now())
+            self._busy = False
+
+        def answered(answer: object) -> None:
+            if isinstance(answer, KvferryError):
+                self._check_not_evicted(answer)
+                done()
+                self._watch_anew()
+            else:
+                proceed()
+
+        def proceed() -> None:
+            if not rest:
+                done()
+                return
+            batch, rest[:BATCH] = rest[:BATCH], []
+            self._notify(batch, answered)
+
+        proceed()
+
+    def _watch_anew(self) -> None:
+        self._busy = False
+        if self.pipe is not None:
+            self.network.cut(self.pipe)
+
+    # Its publishes.
+
+    def _send(self, offered: Offered, step: pb.Publish, blocks: tuple[int, ...]) -> None:
+        offered.contents |= {block: self.memory.contents[block] for block in blocks}
+        offered.complete = step.last
+        sending = Sending(offered, step, blocks)
+        self.sendings.append(sending)
+        self._attempt(sending)
+
+    def _attempt(self, sending: Sending) -> None:
+        def answered(answer: object) -> None:
+            sending.call = None
+            if not isinstance(answer, KvferryError):
+                answer = _error_of(cast(pb.NotifyResponse, answer))
+            if answer is None:
+                self._sent(sending)
+                return
+            self._check_not_evicted(answer)
+            if leaves_open(answer):
+                self.offers.unanswered(sending.step)
+            if answer.retryable:
+                # `step` tries again, `disown` gives up.
+                sending.after = self.clock.now() + _pause(answer)
+                return
+            if self.offers.refused(sending.step):
+                self._never_was(sending)
+            else:
+                self._given_up(sending)
+
+        notification = pb.Notification(publish=sending.step)
+        sending.call = self._notify([notification], answered)
+
+    def _never_was(self, sending: Sending) -> None:
+        offered = sending.offered
+        self.sendings.remove(sending)
+        self.offers.sent(offered.number, self.clock.now())
+        offered.complete = False
+        for block in sending.blocks:
+            del offered.contents[block]
+        self._take(None, sending.blocks)
+        offered.free = offered.number not in {held.number for held in self.offers.unreleased()}
+
+    def _given_up(self, sending: Sending) -> None:
+        self.sendings.remove(sending)
+        number = sending.offered.number
+        self.offers.abort(number)
+        abort = pb.Notification(abort=pb.Abort(publication=number))
+        self._notify([abort], lambda _: self.offers.sent(number, self.clock.now()))
+
+    def _sent(self, sending: Sending) -> None:
+        self.sendings.remove(sending)
+        self.offers.sent(sending.offered.number, self.clock.now())
+
+    def _written(self, count: int) -> tuple[int, ...]:
+        blocks = tuple(self.free[:count])
+        del self.free[:count]
+        for block in blocks:
+            self.memory.write(block)
+        return blocks
+
+    def _take(self, offered: Offered | None, blocks: Sequence[int]) -> None:
+        """Blocks are the engine's again, which writes to them at once."""
+        if offered is not None:
+            offered.free = True
+        self._before_write(offered, blocks)
+        for block in blocks:
+            self.memory.write(block)
+        self.free += blocks
+
+    def _notify(self, notifications: Sequence[pb.Notification], end: Callable[[object], None]) -> Call:
+        request = pb.NotifyRequest(sender=self.engine, session_secret=self._secret, notifications=notifications)
+        return self.network.call(self, lambda host: host.notify(request), end)
+
+    def _check_not_evicted(self, error: KvferryError | None) -> None:
+        if self.alive and isinstance(error, (PeerRestarted, WrongSession)):
+            raise Violation(f"the living incarnation was evicted: {error}")
+
+
+def _pause(error: KvferryError | None) -> float:
+    return max(BACKOFF_FIRST, (error.retry_after or 0.0) if error else 0.0)
+
+
+def _group(first: int, blocks: Sequence[int]) -> pb.GroupBlocks:
+    """Whole blocks of a request, from its block `first` on."""
+    return pb.GroupBlocks(
+        group="full",
+        first_token=first * BLOCK,
+        end_token=(first + len(blocks)) * BLOCK,
+        run_starts=blocks,
+        run_counts=[1] * len(blocks),
+    )
+
+
+def _error_of(response: pb.NotifyResponse) -> KvferryError | None:
+    (result,) = response.results
+    return from_notification_error(result.error) if result.WhichOneof("kind") == "error" else None

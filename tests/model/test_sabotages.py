@@ -1,0 +1,18 @@
+"""The model check is worth what it catches: each mistake the protocol is written against breaks a rule in it."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis.stateful import run_state_machine_as_test
+
+from tests.model.clocks import Violation
+from tests.model.conftest import CAUGHT
+from tests.model.machine import Machine
+from tests.model.sabotages import SABOTAGES
+
+
+@pytest.mark.parametrize("name", SABOTAGES)
+def test_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    SABOTAGES[name](monkeypatch)
+    with pytest.raises(Violation):
+        run_state_machine_as_test(Machine, settings=CAUGHT)

@@ -1,0 +1,202 @@
+"""One home, one source engine at a time, two reader engines, and what always holds between them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+from kvferry.v1 import kv_transfer_pb2 as pb
+from kvferry_server.identity import EngineRef
+from tests.model.clocks import PartyClock, RealTime, Violation
+from tests.model.host import TIMES, Host
+from tests.model.network import Network, Packet, Pipe
+from tests.model.readers import Reader, Share, shares
+from tests.model.source import ENGINE_ID, Memory, Offered, Source
+
+BOUNDED = 30.0
+"""Seconds of a network that loses nothing within which everything published is released: the longest of hold and final,
+and of a local release, after a restart of home and source, and some for the steps in which time passes here."""
+
+
+class World:
+    """All parties, and the rules R1 to R3 as far as they are not checked where they would be broken."""
+
+    def __init__(self, home_rate: float, source_rate: float, reader_rates: Sequence[float]) -> None:
+        self.time = RealTime()
+        self.network = Network(self.time)
+        self.memory = Memory()
+        self.home_clock = PartyClock(self.time, 1000.0, home_rate)
+        self.source_clock = PartyClock(self.time, 50.0, source_rate)
+        self.readers = [
+            Reader(f"decode-{index}", PartyClock(self.time, 7000.0, rate)) for index, rate in enumerate(reader_rates)
+        ]
+        self.host: Host | None = Host(self.home_clock)
+        self.offered: list[Offered] = []
+        self.shares: list[Share] = []
+        self._numbers = itertools.count(1)
+        self._revoked: dict[bytes, float] = {}
+        self.source = self._new_source()
+
+    # What the parties do.
+
+    def publish(self, count: int, *, last: bool, expected_reads: int) -> None:
+        self.offered.append(self.source.publish(count, last=last, expected_reads=expected_reads))
+
+    def read(self, reader: Reader, offered: Offered, ranks: int, *, scheduled: bool) -> None:
+        found = shares(
+            reader, offered, f"read-{next(self._numbers)}", ranks, scheduled, (self.network, self.memory)
+        )
+        self.shares += found
+        for share in found:
+            share.start()
+
+    def decline(self, offered: Offered) -> None:
+        """A router gives up."""
+        decline = pb.Decline(reference=offered.publication.reference)
+        request = pb.NotifyRequest(notifications=[pb.Notification(decline=decline)])
+        self.network.call(self, lambda host: host.notify(request), lambda _: None)
+
+    def restart_source(self) -> None:
+        """The engine starts again over the same memory; the network keeps the last Watch of the old process."""
+        old, self.source = self.source, self._new_source(self.source)
+        late = old.late_watch()
+        self.network.open(self, late, Pipe[pb.WatchResponse](lambda _: None, lambda _: None, listening=False))
+
+    def stop_home(self) -> None:
+        self.host = None
+        self.network.home_gone()
+
+    def start_home(self) -> None:
+        self.host = Host(self.home_clock)
+
+    def drain(self) -> None:
+        if self.host is not None:
+            self.host.home.drain()
+        self.settle()
+
+    def kill(self, reader: Reader) -> None:
+        for share in self.shares:
+            if share.reader is reader and not share.over:
+                share.die()
+
+    def pause(self, reader: Reader, seconds: float) -> None:
+        """A virtual machine is stopped, and its clock with it."""
+        reader.fell_behind = True
+        self.pass_time(seconds)
+        reader.clock.leap(-seconds)
+
+    def pass_time(self, seconds: float) -> None:
+        self.time.now += seconds
+        self.network.expire()
+        self.settle()
+
+    def settle(self) -> None:
+        """Timers fire, engines look."""
+        if self.host is not None:
+            self.host.tick()
+            self.host.pump(self.network.pipes)
+        self.source.poll()
+        self.check_home()
+        self.check_beliefs()
+
+    # What happens by itself.
+
+    def work(self) -> bool:
+        """Every party does what it would do next; whether any did."""
+        worked = self.source.step()
+        for share in self.shares:
+            worked |= share.step()
+        return worked
+
+    def flow(self, *, repeated: bool = False, rounds: int = 40) -> None:
+        """All that is under way arrives, and what it leads to, as on a good day.
+
+        Args:
+            repeated: of each request another copy stays under way.
+            rounds: how far it goes at most.
+        """
+        late: set[Packet] = set()
+        for _ in range(rounds):
+            moved = self.work()
+            for packet in list(self.network.packets):
+                if packet in self.network.packets and packet not in late:
+                    self.network.arrive(packet, self.host, again=repeated)
+                    late.add(packet)
+                    moved = True
+            for pipe in list(self.network.pipes):
+                while self.network.receive(pipe):
+                    moved = True
+                if not pipe.listening:
+                    self.network.notice(pipe)
+            if not moved:
+                break
+        self.settle()
+
+    # What always holds.
+
+    def before_write(self, offered: Offered | None, blocks: Sequence[int]) -> None:
+        """R2: nobody who believes in a live lease reads what is written now."""
+        for share in self.shares:
+            if share.reader.fell_behind or not share.relies:
+                continue
+            if share.offered is offered or set(blocks) & set(share.blocks):
+                raise Violation(f"R2: blocks {blocks} change under a live lease of {share.reader.engine.engine_id}")
+
+    def check_home(self) -> None:
+        """What the home holds: nothing revived, and no end that is put off."""
+        host = self.host
+        if host is None:
+            return
+        lessor, now = host.home.lessor, host.clock.now()
+        over = {(one.source.ref, one.number) for one in self.offered if one.free or one.aborted}
+        for publication in lessor.publications():
+            key = (publication.source, publication.number)
+            if publication.offered:
+                if key in over and not lessor.recovering(publication.source):
+                    raise Violation(f"{publication} was released or aborted, and is offered again")
+            for lease in publication.leases:
+                revoked = self._revoked.setdefault(lease.lease_id, now) if lease.revoked else now
+                if lease.expires > revoked + TIMES.max_ttl:
+                    raise Violation(f"R3: a lease on {publication}, revoked at {revoked}, lives until {lease.expires}")
+
+    def check_beliefs(self) -> None:
+        """R1: who believes in a live lease has one, if its home lives."""
+        if self.host is None:
+            return
+        held = {lease.lease_id: lease for lease in self.host.home.lessor.leases()}
+        for share in self.shares:
+            if share.lease is None or share.reader.fell_behind or not share.relies:
+                continue
+            lease = held.get(share.lease.lease_id)
+            if lease is not None and not lease.live:
+                raise Violation(f"R1: {share.read_id} believes in a lease that is {lease.state.name}")
+
+    def check_bounded(self) -> None:
+        """R3: with readers gone and nothing lost any more, everything published is released, once, in bounded time."""
+        for share in self.shares:
+            if not share.over:
+                share.die()
+        if self.host is None or self.host.home.draining:
+            self.stop_home()
+            self.start_home()
+        until = self.time.now + BOUNDED
+        source = self.source
+        while source.offers.unreleased() or source.sendings:
+            if self.time.now > until:
+                numbers = [held.number for held in source.offers.unreleased()]
+                raise Violation(f"R3: publications {numbers} are not released after {BOUNDED} s")
+            self.flow()
+            self.pass_time(0.75)
+        for offered in self.offered:
+            if offered.source is source and not offered.free:
+                raise Violation(f"R3: publication {offered.number} was never released")
+
+    def close(self) -> None:
+        self.network.close()
+
+    def _new_source(self, before: Source | None = None) -> Source:
+        if before is not None:
+            before.end()
+        ref = EngineRef(ENGINE_ID, next(self._numbers).to_bytes(16, "big"))
+        return Source(ref, self.source_clock, self.network, self.memory, self.before_write)
+
