@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from kvferry.geometry import Plane as Plane
     from kvferry.geometry import RankGeometry as RankGeometry
     from kvferry.geometry import TokenShard as TokenShard
+    from kvferry.integrity import IntegrityOptions as IntegrityOptions
+    from kvferry.integrity import Verification as Verification
     from kvferry.nixl_options import NixlOptions as NixlOptions
     from kvferry.paths import Costs as Costs
     from kvferry.paths import PathRule as PathRule
@@ -63,6 +65,7 @@ _HOME_OF = {
     "EngineToken": "spec",
     "Group": "geometry",
     "GroupKind": "geometry",
+    "IntegrityOptions": "integrity",
     "Interval": "geometry",
     "KvferryError": "errors",
     "MemoryKind": "geometry",
@@ -82,6 +85,7 @@ _HOME_OF = {
     "StagingOptions": "staging",
     "TlsConfig": "channel",
     "TokenShard": "geometry",
+    "Verification": "integrity",
     "diff": "compat",
     "plan_read": "plan",
     "serve": "embed",

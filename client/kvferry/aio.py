@@ -15,6 +15,7 @@ from kvferry.blocks import Blocks
 from kvferry.cache import READ_TIMEOUT, Cache
 from kvferry.channel import TlsConfig
 from kvferry.client import Client
+from kvferry.integrity import IntegrityOptions
 from kvferry.nixl_options import NixlOptions
 from kvferry.read import Read
 from kvferry.session import EngineSession, Publication, Release
@@ -36,10 +37,17 @@ class AsyncClient:
         allowed_homes: Sequence[str] = (),
         options: NixlOptions | None = None,
         staging: StagingOptions | None = None,
+        integrity: IntegrityOptions | None = None,
         max_reads: int = 256,
     ) -> None:
         self._client = Client(
-            address, tls=tls, allowed_homes=allowed_homes, options=options, staging=staging, max_reads=max_reads
+            address,
+            tls=tls,
+            allowed_homes=allowed_homes,
+            options=options,
+            staging=staging,
+            integrity=integrity,
+            max_reads=max_reads,
         )
 
     async def open_engine(self, spec: EngineSpec, **options: Any) -> AsyncSession:
@@ -121,6 +129,10 @@ class AsyncCache:
             expected_reads=expected_reads,
             timeout=timeout,
         )
+
+    async def checksum(self, publication: int, blocks: Mapping[str, Blocks], **options: Any) -> int:
+        """Sum blocks, and wait until the sums are at the home. See `Cache.checksum`."""
+        return await asyncio.wrap_future(self.sync.checksum(publication, blocks, **options))
 
     async def close(self) -> None:
         """See `Cache.close`."""

@@ -5,17 +5,20 @@ from __future__ import annotations
 import secrets
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 
 from kvferry.agents import AgentInfo, ServingAgent
 from kvferry.blocks import Blocks
+from kvferry.checksumming import Checksummer
 from kvferry.clock import from_duration, now
 from kvferry.codec import group_to_proto, rank_to_proto, region_to_proto
 from kvferry.control import Control, retrying
 from kvferry.errors import Closed, InvalidField, KvferryError
 from kvferry.geometry import EngineGeometry, MemoryRegion, RankGeometry, check_rank, check_regions
 from kvferry.homes import Homes
+from kvferry.integrity import IntegrityOptions
 from kvferry.measuring import measure
 from kvferry.nixl_options import NixlOptions
 from kvferry.paths import Costs, PathRule
@@ -28,10 +31,12 @@ from kvferry.renewals import Renewals
 from kvferry.session import EngineSession
 from kvferry.spec import EngineSpec, EngineToken
 from kvferry.staging import StagingOptions
+from kvferry.summing import Summers
 from kvferry.tensors import Tensor
 from kvferry.transfers import Transport, TransportGauges
 from kvferry.v1 import geometry_pb2
 from kvferry.v1 import kv_transfer_pb2 as pb
+from kvferry.verifying import Verifier
 
 MEASURE_TIMEOUT = 2.0
 """Seconds for measuring what reads cost; a peer that takes longer is not measured, and its first read does not wait."""
@@ -60,6 +65,7 @@ class Cache:
         serve: bool,
         options: NixlOptions,
         staging: StagingOptions,
+        integrity: IntegrityOptions,
         tensors: Sequence[Tensor],
         max_reads: int,
         session: EngineSession | None,
@@ -106,7 +112,10 @@ class Cache:
         self._peers = Peers(
             spec, token.ref(), rank.rank, self._geometry, rule, partial(self._measure, rule), self._drop
         )
-        self._reader = Reader(token.ref(), rank.rank, self._transport, self._peers, renewals, max_reads)
+        summers = Summers(tensors)
+        self._checksummer = Checksummer(homes.own, spec, token, rank, summers, integrity)
+        verifier = Verifier(token.ref(), summers, integrity) if integrity.share else None
+        self._reader = Reader(token.ref(), rank.rank, self._transport, self._peers, renewals, max_reads, verifier)
         try:
             answer = self._register(timeout)
         except KvferryError:
@@ -181,6 +190,30 @@ class Cache:
         )
         return self._reader.start(request, read_id or secrets.token_hex(8))
 
+    def checksum(
+        self, publication: int, blocks: Mapping[str, Blocks], *, last: bool = True, timeout: float = READ_TIMEOUT
+    ) -> Future[int]:
+        """Sum this rank's part of published blocks, and send the sums to the home for readers in integrity mode.
+
+        Returns at once; the work is done on a thread of the cache, on the device that holds the memory. Does nothing
+        where the client's integrity mode is off.
+
+        Args:
+            publication: its number, `Publication.number`. Publish with ``checksums=True``, or readers do not wait.
+            blocks: as they were published; those of one step of a progressive publication.
+            last: no more blocks of this publication will be summed.
+            timeout: seconds to keep trying.
+
+        Returns:
+            How many sums were sent, once they are at the home. Raises there what the home refused.
+
+        Raises:
+            BadBlock, InvalidField: the blocks are not ones of this engine, or lie in device memory that no tensor says.
+            ForkedClient, Closed: this cache cannot be used any more.
+        """
+        self._check_open()
+        return self._checksummer.submit(publication, blocks, last=last, timeout=timeout)
+
     def gauges(self) -> TransportGauges:
         """What the data plane of this rank is doing."""
         return self._transport.gauges()
@@ -200,6 +233,7 @@ class Cache:
             read.cancel()
         for read in self._reader.running():
             read.wait_quiet(max(0.0, deadline - now()))
+        self._checksummer.close()
         self._transport.close(max(0.0, deadline - now()))
         if self._agent is not None:
             self._agent.close()

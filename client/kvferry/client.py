@@ -14,6 +14,7 @@ from kvferry.control import CALL_TIMEOUT, retrying
 from kvferry.errors import Closed, ForkedClient, InvalidField
 from kvferry.geometry import MemoryRegion, Plane, RankGeometry
 from kvferry.homes import Homes
+from kvferry.integrity import IntegrityOptions
 from kvferry.nixl_options import NixlOptions
 from kvferry.reference import parse_reference
 from kvferry.renewals import Renewals
@@ -42,6 +43,7 @@ class Client:
         allowed_homes: shell patterns of ``host:port`` that references may name without TLS, beside loopback.
         options: NIXL's.
         staging: how small pieces are read.
+        integrity: whether what is published is summed, and what is read compared; off by default.
         max_reads: reads at once per cache.
     """
 
@@ -53,6 +55,7 @@ class Client:
         allowed_homes: Sequence[str] = (),
         options: NixlOptions | None = None,
         staging: StagingOptions | None = None,
+        integrity: IntegrityOptions | None = None,
         max_reads: int = 256,
     ) -> None:
         if max_reads < 1:
@@ -62,6 +65,7 @@ class Client:
         self._renewals = Renewals()
         self._options = options or NixlOptions()
         self._staging = staging or StagingOptions()
+        self._integrity = integrity or IntegrityOptions()
         self._max_reads = max_reads
         self._lock = threading.Lock()
         self._sessions: dict[str, EngineSession] = {}
@@ -146,6 +150,7 @@ class Client:
             serve=serve,
             options=self._options,
             staging=self._staging,
+            integrity=self._integrity,
             tensors=tuple((tensors or {}).values()),
             max_reads=self._max_reads,
             session=session,

@@ -72,6 +72,10 @@ class Control:
         """Ask for an engine."""
         return self._call(lambda stub: stub.Handshake(request, timeout=timeout))
 
+    def read_checksums(self, request: pb.ReadChecksumsRequest, timeout: float) -> pb.ReadChecksumsResponse:
+        """Ask for sums of blocks."""
+        return self._call(lambda stub: stub.ReadChecksums(request, timeout=timeout))
+
     def notify(self, request: pb.NotifyRequest, timeout: float = CALL_TIMEOUT) -> list[pb.NotificationResult]:
         """Send a batch; results may be errors."""
         return list(self._call(lambda stub: stub.Notify(request, timeout=timeout)).results)

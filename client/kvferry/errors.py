@@ -38,7 +38,8 @@
     │   ├── TransferFailed
     │   ├── TransferExpired
     │   ├── TransferCancelled
-    │   └── TransferStuck
+    │   ├── TransferStuck
+    │   └── DataLoss                   integrity mode: bytes are not those that the source had summed
     ├── NixlError                      NIXL refused or lost something
     ├── NixlMissing                    NIXL is not installed
     ├── WrongThread                    a reading agent was used by a thread that does not own it
@@ -66,6 +67,7 @@ __all__ = [
     "BlocksShort",
     "CacheDiffers",
     "Closed",
+    "DataLoss",
     "DeadlineRequired",
     "EngineIdInUse",
     "EngineIncomplete",
@@ -467,6 +469,14 @@ class TransferCancelled(TransferError):
 
 class TransferStuck(TransferError):
     """The read did not end by its deadline (R5)."""
+
+
+class DataLoss(TransferError):
+    """Bytes that were read are not those that the source had summed (integrity mode). Values: plane, source_rank,
+    place, unit, source_block, destination_blocks, expected, computed: of the first mismatch; mismatches: how many."""
+
+    reason = "DATA_LOSS"
+    code = "DATA_LOSS"
 
 
 class NixlMissing(KvferryError):

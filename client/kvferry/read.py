@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from kvferry.acquiring import Cancellation
 from kvferry.errors import KvferryError, TransferCancelled
+from kvferry.integrity import Verification
 from kvferry.transfers import Transfer
 
 logger = logging.getLogger(__name__)
@@ -44,6 +45,7 @@ class ReadResult:
         pieces: contiguous pieces of single planes and blocks before it.
         source_ranks: ranks read from.
         confirmed: the home answered VALID; False: it did not answer, and the reader's own deadline decided.
+        verification: what integrity mode compared; None where it is off.
     """
 
     request_id: str
@@ -54,6 +56,7 @@ class ReadResult:
     pieces: int
     source_ranks: tuple[int, ...]
     confirmed: bool
+    verification: Verification | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,7 @@ from kvferry.errors import (
     TransferStuck,
 )
 from kvferry.expand import Expansion
+from kvferry.integrity import Verification
 from kvferry.judgement import Judgement, judge
 from kvferry.peers import Peer, Peers
 from kvferry.read import Read, ReadResult
@@ -34,6 +35,7 @@ from kvferry.renewals import Renewals
 from kvferry.reporting import Reporter
 from kvferry.transfers import Part, Transfer, TransferState, Transport
 from kvferry.v1 import kv_transfer_pb2 as pb
+from kvferry.verifying import Arrived, Verifier
 
 logger = logging.getLogger(__name__)
 
@@ -63,10 +65,18 @@ class Reader:
         peers: source engines.
         renewals: keeps leases alive.
         max_reads: reads at once; more are refused, since each holds a thread.
+        verifier: compares what has arrived; None: integrity mode is off.
     """
 
     def __init__(
-        self, reader: pb.EngineRef, rank: int, transport: Transport, peers: Peers, renewals: Renewals, max_reads: int
+        self,
+        reader: pb.EngineRef,
+        rank: int,
+        transport: Transport,
+        peers: Peers,
+        renewals: Renewals,
+        max_reads: int,
+        verifier: Verifier | None = None,
     ) -> None:
         self._rank = rank
         self._transport = transport
@@ -76,6 +86,7 @@ class Reader:
         self._acquirer = Acquirer(reader, renewals, self._reporter, rank)
         self._lock = threading.Lock()
         self._max_reads = max_reads
+        self._verifier = verifier
         self._running: set[Read] = set()
 
     def start(self, request: ReadRequest, read_id: str) -> Read:
@@ -132,6 +143,7 @@ class Reader:
             transfer = self._transferred(request, read, grant, peer, expansion)
             moved = transfer.progress().bytes_done
             ended_at = self._ended_well(request, read, grant, transfer)
+            verification = self._verified(request, read, grant, peer)
         except KvferryError as error:
             self._ended(read, None, error)
             self._report(request, grant, _OUTCOMES.get(type(error), pb.RANK_OUTCOME_FAILED), moved)
@@ -157,6 +169,7 @@ class Reader:
             pieces=expansion.pieces,
             source_ranks=tuple(source.source_rank for source in expansion.sources),
             confirmed=judgement is Judgement.CONFIRMED,
+            verification=verification,
         )
         self._ended(read, result, None)
         if unanswered:
@@ -196,6 +209,23 @@ class Reader:
         if transfer.state is TransferState.FAILED:
             self._peers.failed(request.home.address, grant.source.engine_id, grant.source.incarnation)
         raise transfer.error or TransferFailed(f"read {read.read_id} failed", quiet=transfer.quiet)
+
+    def _verified(self, request: ReadRequest, read: Read, grant: Granted, peer: Peer) -> Verification | None:
+        """What integrity mode says of the bytes; raises `DataLoss`."""
+        if self._verifier is None:
+            return None
+        arrived = Arrived(
+            home=request.home,
+            lease=grant.lease,
+            publication=request.reference.publication,
+            plan=peer.plan_of(request.layers),
+            granted=grant.blocks,
+            blocks=request.blocks,
+            tokens=request.tokens,
+            deadline=request.deadline,
+            check=read._cancellation.check,
+        )
+        return self._verifier.verify(arrived)
 
     def _report(
         self, request: ReadRequest, grant: Granted, outcome: pb.RankOutcome.ValueType, moved: int

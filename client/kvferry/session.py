@@ -59,6 +59,7 @@ class EngineSession:
         last: bool = True,
         expected_reads: int = 1,
         payload: bytes = b"",
+        checksums: bool = False,
         timeout: float = CALL_TIMEOUT,
     ) -> Publication:
         """Offer a request's blocks. From now until `released` the source neither changes nor frees them (R2).
@@ -69,6 +70,7 @@ class EngineSession:
             last: no more blocks will follow; else `publish_more`.
             expected_reads: reads that will be made (n-way sampling).
             payload: opaque bytes for the readers, at most 64 KiB.
+            checksums: every rank will call `Cache.checksum`, so that readers in integrity mode wait for the sums.
             timeout: seconds to keep trying.
 
         Raises:
@@ -81,7 +83,13 @@ class EngineSession:
         groups = self._encode(blocks)
         key = secrets.token_bytes(16)
         step = pb.Publish(
-            request_id=request_id, key=key, groups=groups, last=last, expected_reads=expected_reads, payload=payload
+            request_id=request_id,
+            key=key,
+            groups=groups,
+            last=last,
+            expected_reads=expected_reads,
+            payload=payload,
+            checksums=checksums,
         )
         # One at a time: the home takes a number below the highest it has seen for a stale one.
         with self._publishing:

@@ -43,6 +43,7 @@ class Book:
         recovering: this home has lost its record of the engine, whose snapshot is not complete yet.
         snapshot: numbers seen since the snapshot began; None outside of one.
         size: bytes that the unreleased publications take.
+        checksum_bytes: bytes that their sums take.
     """
 
     source: EngineRef
@@ -55,6 +56,7 @@ class Book:
     skipped: dict[int, float] = field(default_factory=dict)
     snapshot: set[int] | None = None
     size: int = 0
+    checksum_bytes: int = 0
 
     def check_may_come(self, number: int, not_before: float) -> None:
         """Raise `PublicationStale` unless a publication that is not here can still come.

@@ -158,6 +158,7 @@ class Endings:
         publication.stage = Stage.RELEASED
         book.size -= publication.size
         publication.steps.clear()
+        book.checksum_bytes -= publication.checksums.clear()
         if book.standing is Standing.REPLACED:
             # Its memory is the new incarnation's, which `reuse_after` held back; nobody acknowledges.
             self.forget(publication)

@@ -26,6 +26,7 @@ from kvferry.errors import (
 )
 from kvferry.geometry import Group
 from kvferry_server.books import Book, Standing
+from kvferry_server.checksums import Page
 from kvferry_server.clock import Clock
 from kvferry_server.endings import Changed, Endings, Released
 from kvferry_server.identity import EngineRef
@@ -185,6 +186,50 @@ class Lessor:
             if publication is not None and publication.stage is Stage.RELEASED:
                 self._endings.forget(publication)
 
+    def offered(self, source: EngineRef, number: int) -> Publication:
+        """A publication that somebody may be reading.
+
+        Raises:
+            PublicationStale, PublicationReleased: there is none of this number.
+            HomeRecovering: it may be in the source's snapshot.
+        """
+        self.advance()
+        book = self._endings.book(source)
+        publication = book.publications.get(number)
+        if publication is None or publication.stage is Stage.AWAITED:
+            if book.recovering:
+                waits = f"this home restarted and waits for the snapshot of {source}"
+                raise HomeRecovering(waits, engine_id=source.engine_id)
+            message = f"publication {number} of {source} is gone, or never was"
+            raise PublicationStale(message, engine_id=source.engine_id, publication=number)
+        if publication.stage is Stage.RELEASED:
+            raise publication.refusal()
+        return publication
+
+    def add_checksums(self, source: EngineRef, number: int, rank: int, pages: Iterable[Page], *, last: bool) -> None:
+        """Keep sums of a publication's blocks until it is released. Idempotent.
+
+        Args:
+            source, number: the publication; errors as `offered`.
+            rank: whose blocks were summed.
+            pages: of planes and blocks that there are.
+            last: the rank sends no more.
+
+        Raises:
+            InvalidField: a page contradicts another one.
+            LimitReached: the engine has too many.
+        """
+        publication = self.offered(source, number)
+        book = self._endings.book(source)
+        new = publication.checksums.new(pages)
+        size = sum(page.size for page in new)
+        most = self._limits.checksum_bytes
+        check_limit("checksum_bytes", book.checksum_bytes + size, most, self._times.ttl)
+        publication.checksums.add(new)
+        book.checksum_bytes += size
+        if last:
+            publication.checksums.done.add(rank)
+
     def begin_snapshot(self, source: EngineRef) -> None:
         """The source starts to tell all it holds published."""
         self.advance()
@@ -267,6 +312,18 @@ class Lessor:
             if lease.expires == publication.final_at:
                 self._endings.revoke(publication, RevokeReason.FINAL_DEADLINE)
         return Renewal(lease.remaining(now), lease.revoked)
+
+    def leased(self, lease_id: bytes, reader: EngineRef) -> Publication:
+        """What a live lease is on.
+
+        Raises:
+            LeaseEnded: there is no such lease, or it has ended.
+        """
+        self.advance()
+        lease = self._endings.leases.get(lease_id)
+        if lease is None or lease.ask.read.reader != reader or not lease.live:
+            raise LeaseEnded("the lease is not live", lease_id=lease_id.hex())
+        return lease.publication
 
     def report(self, lease_id: bytes, reader: EngineRef, reports: Iterable[RankReport]) -> Judgement:
         """Take reports of ranks that ended their share, and judge them. Replays are answered alike.

@@ -20,6 +20,8 @@ class Limits:
     """Publications of one engine, until their release is acknowledged."""
     publication_bytes: int = 1 << 30
     """Bytes that the unreleased publications of one engine take, payloads and block lists together."""
+    checksum_bytes: int = 1 << 28
+    """Bytes that the sums of the unreleased publications of one engine take."""
     reads: int = 1024
     """Reads of one publication, ended ones included."""
     leases: int = 262_144

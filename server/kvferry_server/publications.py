@@ -17,6 +17,7 @@ from kvferry.errors import (
 )
 from kvferry.geometry import Group, GroupKind
 from kvferry_server.agenda import NEVER
+from kvferry_server.checksums import Checksums
 from kvferry_server.identity import EngineRef
 from kvferry_server.leases import Lease
 
@@ -89,6 +90,7 @@ class Offer:
         last: no step follows.
         expected_reads: reads that will be made.
         payload: for the readers; with the last step only.
+        checksums: every rank will send the sums of its blocks.
     """
 
     number: int
@@ -99,6 +101,7 @@ class Offer:
     last: bool = True
     expected_reads: int = 1
     payload: bytes = field(default=b"", repr=False)
+    checksums: bool = False
 
     @property
     def size(self) -> int:
@@ -130,6 +133,7 @@ class Publication:
         declined_with: keys it was declined with before it came, so unchecked.
         awaited_until: until when such a decline is remembered.
         tell_again_at: when its source is told of the release again, if it has not acknowledged it.
+        checksums: of its blocks; dropped when it is released.
     """
 
     source: EngineRef
@@ -152,6 +156,7 @@ class Publication:
     declined_with: set[bytes] = field(default_factory=set)
     awaited_until: float = NEVER
     tell_again_at: float = NEVER
+    checksums: Checksums = field(default_factory=Checksums)
     scheduled: float = NEVER
 
     @property
@@ -168,6 +173,12 @@ class Publication:
     def size(self) -> int:
         """About as many bytes as it takes in memory."""
         return sum(offer.size for offer in self.steps)
+
+    @property
+    def awaits_checksums(self) -> bool:
+        """Whether its source has said that its ranks send sums. What was sent to this home's predecessor is not sent
+        again."""
+        return self.release_floor == 0.0 and any(offer.checksums for offer in self.steps)
 
     def due(self) -> float:
         """When it ends, is released or forgotten, or its source is told again."""

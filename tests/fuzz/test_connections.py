@@ -7,6 +7,7 @@ import gzip
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 
@@ -45,9 +46,7 @@ def test_calls_that_are_reset_at_once(target: Target, method: Method) -> None:
     request = message(encoded(seed(method, target.victim)))
     with attacked(target), Connection(target.address) as peer:
         for stream in range(1, 2001, 2):
-            peer.send(
-                headers(stream, method.path), *data(stream, request), frame(http2.RST, 0, stream, b"\0\0\0\x08")
-            )
+            peer.send(headers(stream, method.path), *data(stream, request), frame(http2.RST, 0, stream, b"\0\0\0\x08"))
         peer.send(headers(2001, LIST_ENGINES), *data(2001, message(b"")))
         assert peer.ended(2001)
 
@@ -125,7 +124,8 @@ STRANGE_HEADERS: dict[str, dict[str, bytes | None]] = {
 @pytest.mark.parametrize("case", STRANGE_HEADERS)
 def test_strange_headers(target: Target, case: str) -> None:
     with attacked(target), Connection(target.address) as peer:
-        peer.send(headers(1, LIST_ENGINES, **STRANGE_HEADERS[case])[:16_000_000], *data(1, message(b"")))
+        strange: dict[str, Any] = STRANGE_HEADERS[case]
+        peer.send(headers(1, LIST_ENGINES, **strange)[:16_000_000], *data(1, message(b"")))
         assert peer.ended(1)
 
 

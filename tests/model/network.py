@@ -45,7 +45,7 @@ class Packet:
 
     call: Call
     first: bool = True
-    answer: object = None
+    answer: Any = None
 
 
 @dataclass(eq=False)
@@ -91,7 +91,7 @@ class Network:
                 self.pipes.append(Pipe(lambda _: None, lambda _: None, server=server, listening=False))  # type: ignore[arg-type]
             return None
 
-        def failed(answer: object) -> None:
+        def failed(answer: Any) -> None:
             if isinstance(answer, KvferryError):
                 self.cut(pipe, answer)
 

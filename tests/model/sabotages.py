@@ -103,6 +103,10 @@ def publication_is_revived(patch: pytest.MonkeyPatch) -> None:
 
 @sabotage
 def incarnation_is_evicted_by_a_delayed_message(patch: pytest.MonkeyPatch) -> None:
+    def replace(self: engines.Registry, engine: engines.Engine, now: float) -> None:
+        self._forget(engine)
+
+    patch.setattr(engines.Registry, "_replace", replace)
     patch.setattr(engines.Registry, "_is_retired", lambda self, ref: False)
 
 
@@ -162,26 +166,6 @@ def own_deadline_is_not_judged(patch: pytest.MonkeyPatch) -> None:
         return judgement.Judgement.EXPIRED if expired else judgement.Judgement.TRUSTED
 
     patch.setattr(readers, "judge", judge)
-
-
-@sabotage
-def late_grant_continues_a_read(patch: pytest.MonkeyPatch) -> None:
-    original = leases.ReaderLease.acquired_again
-
-    def acquired_again(self: leases.ReaderLease, lease_id: bytes, sent_at: float, now: float, remaining: float) -> bool:
-        return original(self, lease_id, sent_at, -1.0, remaining)
-
-    patch.setattr(leases.ReaderLease, "acquired_again", acquired_again)
-
-
-@sabotage
-def late_renewal_revives_a_lease(patch: pytest.MonkeyPatch) -> None:
-    original = leases.ReaderLease.renewed
-
-    def renewed(self: leases.ReaderLease, sent_at: float, now: float, remaining: float, *, more: bool) -> None:
-        original(self, sent_at, -1.0, remaining, more=more)
-
-    patch.setattr(leases.ReaderLease, "renewed", renewed)
 
 
 def _end_leases(self: lessor.Lessor, publication: Publication, now: float) -> None:

@@ -58,6 +58,8 @@ class Offered:
     releases: int = 0
     free: bool = False
     """Its engine has its blocks back: released, or never offered."""
+    aborted: bool = False
+    """The home has taken note of its engine's abort."""
 
     @property
     def number(self) -> int:
@@ -144,8 +146,13 @@ class Source:
         self._send(offered, step, blocks)
 
     def abort(self, offered: Offered) -> None:
+        def answered(answer: object) -> None:
+            offered.aborted |= (
+                not isinstance(answer, KvferryError) and _error_of(cast(pb.NotifyResponse, answer)) is None
+            )
+
         self.offers.abort(offered.number)
-        self._notify([pb.Notification(abort=pb.Abort(publication=offered.number))], lambda _: None)
+        self._notify([pb.Notification(abort=pb.Abort(publication=offered.number))], answered)
 
     def poll(self) -> None:
         """The engine asks what was released, and reuses it at once."""

@@ -9,7 +9,7 @@ from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry_server.identity import EngineRef
 from tests.model.clocks import PartyClock, RealTime, Violation
 from tests.model.host import TIMES, Host
-from tests.model.network import Network, Pipe
+from tests.model.network import Network, Packet, Pipe
 from tests.model.readers import Reader, Share, shares
 from tests.model.source import ENGINE_ID, Memory, Offered, Source
 
@@ -95,6 +95,7 @@ class World:
             self.host.pump(self.network.pipes)
         self.source.poll()
         self.check_home()
+        self.check_beliefs()
 
     # What happens by itself.
 
@@ -105,13 +106,20 @@ class World:
             worked |= share.step()
         return worked
 
-    def flow(self, rounds: int = 40) -> None:
-        """All that is under way arrives, and what it leads to, as on a good day."""
+    def flow(self, *, repeated: bool = False, rounds: int = 40) -> None:
+        """All that is under way arrives, and what it leads to, as on a good day.
+
+        Args:
+            repeated: of each request another copy stays under way.
+            rounds: how far it goes at most.
+        """
+        late: set[Packet] = set()
         for _ in range(rounds):
             moved = self.work()
             for packet in list(self.network.packets):
-                if packet in self.network.packets:
-                    self.network.arrive(packet, self.host)
+                if packet in self.network.packets and packet not in late:
+                    self.network.arrive(packet, self.host, again=repeated)
+                    late.add(packet)
                     moved = True
             for pipe in list(self.network.pipes):
                 while self.network.receive(pipe):
@@ -138,15 +146,27 @@ class World:
         if host is None:
             return
         lessor, now = host.home.lessor, host.clock.now()
-        free = {(one.source.ref, one.number) for one in self.offered if one.free}
+        over = {(one.source.ref, one.number) for one in self.offered if one.free or one.aborted}
         for publication in lessor.publications():
             key = (publication.source, publication.number)
-            if publication.offered and key in free and not lessor.recovering(publication.source):
-                raise Violation(f"{publication} was released, and is offered again")
+            if publication.offered and key in over and not lessor.recovering(publication.source):
+                raise Violation(f"{publication} was released or aborted, and is offered again")
             for lease in publication.leases:
                 revoked = self._revoked.setdefault(lease.lease_id, now) if lease.revoked else now
                 if lease.expires > revoked + TIMES.max_ttl:
                     raise Violation(f"R3: a lease on {publication}, revoked at {revoked}, lives until {lease.expires}")
+
+    def check_beliefs(self) -> None:
+        """R1: who believes in a live lease has one, if its home lives."""
+        if self.host is None:
+            return
+        held = {lease.lease_id: lease for lease in self.host.home.lessor.leases()}
+        for share in self.shares:
+            if share.lease is None or share.reader.fell_behind or not share.relies:
+                continue
+            lease = held.get(share.lease.lease_id)
+            if lease is not None and not lease.live:
+                raise Violation(f"R1: {share.read_id} believes in a lease that is {lease.state.name}")
 
     def check_bounded(self) -> None:
         """R3: with readers gone and nothing lost any more, everything published is released, once, in bounded time."""

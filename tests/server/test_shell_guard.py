@@ -60,6 +60,9 @@ class Servicer(KVTransferServicer):
     async def RegisterCache(self, request: pb.RegisterCacheRequest, context: Any) -> pb.RegisterCacheResponse:
         raise NotImplementedError
 
+    async def ReadChecksums(self, request: pb.ReadChecksumsRequest, context: Any) -> pb.ReadChecksumsResponse:
+        raise NotImplementedError
+
     async def _behave(self, how: str) -> None:
         if how == "typed":
             raise EngineUnknown("no engine 'x'", engine_id="x")

@@ -38,7 +38,9 @@ def test_reflection_lists_all_services_and_their_files(tmp_path: Path) -> None:
             "grpc.reflection.v1alpha.ServerReflection",
         }
         found = DescriptorPool(database).FindServiceByName("kvferry.v1.KVTransfer")
-        assert {"RegisterCache", "Handshake", "ReadBlocks", "Notify", "Watch"} == set(found.methods_by_name)
+        assert {"RegisterCache", "Handshake", "ReadBlocks", "ReadChecksums", "Notify", "Watch"} == set(
+            found.methods_by_name
+        )
 
 
 def test_a_second_server_is_refused_and_the_first_unharmed(tmp_path: Path) -> None:

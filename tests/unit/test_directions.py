@@ -45,6 +45,8 @@ LAYERS = [
         "svg",
         "staged",
         "paths",
+        "checksums",
+        "integrity",
     },
     {
         "status",
@@ -60,11 +62,14 @@ LAYERS = [
         "tracking",
         "transfers",
         "permute",
+        "summing",
         "staging",
         "measuring",
     },
     {
         "breaker",
+        "checksumming",
+        "verifying",
         "reporting",
         "acquiring",
         "control",

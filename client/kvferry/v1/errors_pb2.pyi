@@ -94,6 +94,10 @@ class _ErrorReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     """DATA_LOSS: agent metadata whose digest, name or regions are not what was announced. Metadata: engine_id, rank, problem."""
     ERROR_REASON_PUBLICATION_ABORTED: _ErrorReason.ValueType  # 29
     """FAILED_PRECONDITION: the publication was aborted by its source. Metadata: engine_id, publication."""
+    ERROR_REASON_DATA_LOSS: _ErrorReason.ValueType  # 30
+    """DATA_LOSS: bytes that were read are not those that the source had summed. Metadata: plane, source_rank, place, unit,
+    source_block, destination_blocks, expected, computed, mismatches. Raised by readers; the read counts as failed.
+    """
 
 class ErrorReason(_ErrorReason, metaclass=_ErrorReasonEnumTypeWrapper):
     """ErrorReason is the machine-readable reason of an error. The comment gives the status code and the metadata keys."""
@@ -164,4 +168,8 @@ ERROR_REASON_BAD_AGENT_METADATA: ErrorReason.ValueType  # 28
 """DATA_LOSS: agent metadata whose digest, name or regions are not what was announced. Metadata: engine_id, rank, problem."""
 ERROR_REASON_PUBLICATION_ABORTED: ErrorReason.ValueType  # 29
 """FAILED_PRECONDITION: the publication was aborted by its source. Metadata: engine_id, publication."""
+ERROR_REASON_DATA_LOSS: ErrorReason.ValueType  # 30
+"""DATA_LOSS: bytes that were read are not those that the source had summed. Metadata: plane, source_rank, place, unit,
+source_block, destination_blocks, expected, computed, mismatches. Raised by readers; the read counts as failed.
+"""
 global___ErrorReason = ErrorReason

@@ -871,6 +871,7 @@ class Notification(google.protobuf.message.Message):
     READ_DONE_FIELD_NUMBER: builtins.int
     CANCEL_FIELD_NUMBER: builtins.int
     DECLINE_FIELD_NUMBER: builtins.int
+    CHECKSUMS_FIELD_NUMBER: builtins.int
     @property
     def publish(self) -> global___Publish:
         """publish blocks (source)."""
@@ -903,6 +904,10 @@ class Notification(google.protobuf.message.Message):
     def decline(self) -> global___Decline:
         """decline a reference (router, or a reader that never asked)."""
 
+    @property
+    def checksums(self) -> global___PublishChecksums:
+        """checksums of a rank's blocks (source)."""
+
     def __init__(
         self,
         *,
@@ -914,10 +919,11 @@ class Notification(google.protobuf.message.Message):
         read_done: global___ReadDone | None = ...,
         cancel: global___CancelRead | None = ...,
         decline: global___Decline | None = ...,
+        checksums: global___PublishChecksums | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["abort", b"abort", "cancel", b"cancel", "decline", b"decline", "kind", b"kind", "publish", b"publish", "read_done", b"read_done", "released_ack", b"released_ack", "renew", b"renew", "resync", b"resync"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["abort", b"abort", "cancel", b"cancel", "decline", b"decline", "kind", b"kind", "publish", b"publish", "read_done", b"read_done", "released_ack", b"released_ack", "renew", b"renew", "resync", b"resync"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["kind", b"kind"]) -> typing.Literal["publish", "abort", "released_ack", "resync", "renew", "read_done", "cancel", "decline"] | None: ...
+    def HasField(self, field_name: typing.Literal["abort", b"abort", "cancel", b"cancel", "checksums", b"checksums", "decline", b"decline", "kind", b"kind", "publish", b"publish", "read_done", b"read_done", "released_ack", b"released_ack", "renew", b"renew", "resync", b"resync"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["abort", b"abort", "cancel", b"cancel", "checksums", b"checksums", "decline", b"decline", "kind", b"kind", "publish", b"publish", "read_done", b"read_done", "released_ack", b"released_ack", "renew", b"renew", "resync", b"resync"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["kind", b"kind"]) -> typing.Literal["publish", "abort", "released_ack", "resync", "renew", "read_done", "cancel", "decline", "checksums"] | None: ...
 
 global___Notification = Notification
 
@@ -937,6 +943,7 @@ class Publish(google.protobuf.message.Message):
     LAST_FIELD_NUMBER: builtins.int
     EXPECTED_READS_FIELD_NUMBER: builtins.int
     PAYLOAD_FIELD_NUMBER: builtins.int
+    CHECKSUMS_FIELD_NUMBER: builtins.int
     publication: builtins.int
     """publication number, from 1, rising per incarnation, one per request."""
     request_id: builtins.str
@@ -951,6 +958,8 @@ class Publish(google.protobuf.message.Message):
     """expected_reads is the number of reads that will be made. 0 means 1."""
     payload: builtins.bytes
     """payload for the readers, opaque, at most 64 KiB. With the last step only."""
+    checksums: builtins.bool
+    """checksums says that every rank will send the sums of its blocks (PublishChecksums), so that readers wait for them."""
     @property
     def groups(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___GroupBlocks]:
         """groups that gain blocks."""
@@ -966,10 +975,103 @@ class Publish(google.protobuf.message.Message):
         last: builtins.bool = ...,
         expected_reads: builtins.int = ...,
         payload: builtins.bytes = ...,
+        checksums: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["expected_reads", b"expected_reads", "groups", b"groups", "key", b"key", "last", b"last", "payload", b"payload", "publication", b"publication", "request_id", b"request_id", "step", b"step"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["checksums", b"checksums", "expected_reads", b"expected_reads", "groups", b"groups", "key", b"key", "last", b"last", "payload", b"payload", "publication", b"publication", "request_id", b"request_id", "step", b"step"]) -> None: ...
 
 global___Publish = Publish
+
+@typing.final
+class Checksums(google.protobuf.message.Message):
+    """Checksums are the sums of some blocks of one plane. The sum of (plane, block, unit) is that of the bytes of the unit's
+    published states in the block, in rising order of the states, each state_bytes long, wherever they lie.
+
+    The bytes, padded with zeros to little-endian signed words of 64 bits, have the sum T >> 32, where, modulo 2**64, T =
+    mix(2**64 - 1 - length) + sum over words i of (word[i] * mix(2i + 1) + (word[i] >> 32) * mix(2i + 2)), with an arithmetic
+    shift of the word, and mix(x) is the finaliser of splitmix64 of x * 0x9E3779B97F4A7C15. A block whose published tokens
+    begin or end inside a state or a granule has no sum.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RANK_FIELD_NUMBER: builtins.int
+    PLANE_FIELD_NUMBER: builtins.int
+    UNIT_BEGIN_FIELD_NUMBER: builtins.int
+    UNIT_END_FIELD_NUMBER: builtins.int
+    PLACE_STARTS_FIELD_NUMBER: builtins.int
+    PLACE_COUNTS_FIELD_NUMBER: builtins.int
+    SUMS_FIELD_NUMBER: builtins.int
+    rank: builtins.int
+    """rank of the source that holds the plane."""
+    plane: builtins.str
+    """plane as "layer/component"."""
+    unit_begin: builtins.int
+    """unit_begin of the units summed."""
+    unit_end: builtins.int
+    """unit_end of the units summed."""
+    @property
+    def place_starts(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """place_starts are the first places of runs of consecutive blocks. The place of a block is where it stands in the
+        request: the block that holds token t of its group has the place t / block_tokens; that of a state has the place 0.
+        """
+
+    @property
+    def place_counts(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """place_counts are the lengths of the runs, at least 1, as many as place_starts. Places rise."""
+
+    @property
+    def sums(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """sums of the blocks in order, and for each block of its units in order."""
+
+    def __init__(
+        self,
+        *,
+        rank: builtins.int = ...,
+        plane: builtins.str = ...,
+        unit_begin: builtins.int = ...,
+        unit_end: builtins.int = ...,
+        place_starts: collections.abc.Iterable[builtins.int] | None = ...,
+        place_counts: collections.abc.Iterable[builtins.int] | None = ...,
+        sums: collections.abc.Iterable[builtins.int] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["place_counts", b"place_counts", "place_starts", b"place_starts", "plane", b"plane", "rank", b"rank", "sums", b"sums", "unit_begin", b"unit_begin", "unit_end", b"unit_end"]) -> None: ...
+
+global___Checksums = Checksums
+
+@typing.final
+class PublishChecksums(google.protobuf.message.Message):
+    """PublishChecksums is a page of the sums of one rank, for blocks that were published. Idempotent: the same page again
+    changes nothing; a page that overlaps another one is INVALID_FIELD. A home holds a limited number of sums per engine
+    (LIMIT), and none of a publication that is released.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PUBLICATION_FIELD_NUMBER: builtins.int
+    CHECKSUMS_FIELD_NUMBER: builtins.int
+    RANK_FIELD_NUMBER: builtins.int
+    LAST_FIELD_NUMBER: builtins.int
+    publication: builtins.int
+    """publication number."""
+    rank: builtins.int
+    """rank that speaks."""
+    last: builtins.bool
+    """last says that the rank sends no more sums of this publication."""
+    @property
+    def checksums(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Checksums]:
+        """checksums of the page, all of one rank, at most 131072 sums together."""
+
+    def __init__(
+        self,
+        *,
+        publication: builtins.int = ...,
+        checksums: collections.abc.Iterable[global___Checksums] | None = ...,
+        rank: builtins.int = ...,
+        last: builtins.bool = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["checksums", b"checksums", "last", b"last", "publication", b"publication", "rank", b"rank"]) -> None: ...
+
+global___PublishChecksums = PublishChecksums
 
 @typing.final
 class Abort(google.protobuf.message.Message):
@@ -1140,6 +1242,111 @@ class Decline(google.protobuf.message.Message):
 global___Decline = Decline
 
 @typing.final
+class ReadChecksumsRequest(google.protobuf.message.Message):
+    """ReadChecksumsRequest asks for sums."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    READER_FIELD_NUMBER: builtins.int
+    LEASE_ID_FIELD_NUMBER: builtins.int
+    QUERIES_FIELD_NUMBER: builtins.int
+    lease_id: builtins.bytes
+    """lease_id from Accepted."""
+    @property
+    def reader(self) -> global___EngineRef:
+        """reader is the engine that reads."""
+
+    @property
+    def queries(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ChecksumQuery]:
+        """queries, together for at most 524288 sums."""
+
+    def __init__(
+        self,
+        *,
+        reader: global___EngineRef | None = ...,
+        lease_id: builtins.bytes = ...,
+        queries: collections.abc.Iterable[global___ChecksumQuery] | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["reader", b"reader"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["lease_id", b"lease_id", "queries", b"queries", "reader", b"reader"]) -> None: ...
+
+global___ReadChecksumsRequest = ReadChecksumsRequest
+
+@typing.final
+class ChecksumQuery(google.protobuf.message.Message):
+    """ChecksumQuery asks for the sums of the same blocks and units of some planes of one rank."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RANK_FIELD_NUMBER: builtins.int
+    PLANES_FIELD_NUMBER: builtins.int
+    UNIT_BEGIN_FIELD_NUMBER: builtins.int
+    UNIT_END_FIELD_NUMBER: builtins.int
+    PLACE_STARTS_FIELD_NUMBER: builtins.int
+    PLACE_COUNTS_FIELD_NUMBER: builtins.int
+    rank: builtins.int
+    """rank of the source."""
+    unit_begin: builtins.int
+    """unit_begin of the units asked."""
+    unit_end: builtins.int
+    """unit_end of the units asked."""
+    @property
+    def planes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """planes as "layer/component"."""
+
+    @property
+    def place_starts(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """place_starts, see Checksums."""
+
+    @property
+    def place_counts(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """place_counts, see Checksums."""
+
+    def __init__(
+        self,
+        *,
+        rank: builtins.int = ...,
+        planes: collections.abc.Iterable[builtins.str] | None = ...,
+        unit_begin: builtins.int = ...,
+        unit_end: builtins.int = ...,
+        place_starts: collections.abc.Iterable[builtins.int] | None = ...,
+        place_counts: collections.abc.Iterable[builtins.int] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["place_counts", b"place_counts", "place_starts", b"place_starts", "planes", b"planes", "rank", b"rank", "unit_begin", b"unit_begin", "unit_end", b"unit_end"]) -> None: ...
+
+global___ChecksumQuery = ChecksumQuery
+
+@typing.final
+class ReadChecksumsResponse(google.protobuf.message.Message):
+    """ReadChecksumsResponse answers what is there."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    HOME_EPOCH_FIELD_NUMBER: builtins.int
+    CHECKSUMS_FIELD_NUMBER: builtins.int
+    PENDING_RANKS_FIELD_NUMBER: builtins.int
+    home_epoch: builtins.bytes
+    """home_epoch of the node server, 16 bytes."""
+    @property
+    def checksums(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Checksums]:
+        """checksums of blocks and units that were asked; what the home does not have is missing."""
+
+    @property
+    def pending_ranks(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """pending_ranks are those of the ranks asked that will send more sums of this publication, as far as the home knows."""
+
+    def __init__(
+        self,
+        *,
+        home_epoch: builtins.bytes = ...,
+        checksums: collections.abc.Iterable[global___Checksums] | None = ...,
+        pending_ranks: collections.abc.Iterable[builtins.int] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["checksums", b"checksums", "home_epoch", b"home_epoch", "pending_ranks", b"pending_ranks"]) -> None: ...
+
+global___ReadChecksumsResponse = ReadChecksumsResponse
+
+@typing.final
 class NotifyResponse(google.protobuf.message.Message):
     """NotifyResponse answers a batch."""
 
@@ -1180,7 +1387,7 @@ class NotificationResult(google.protobuf.message.Message):
 
     @property
     def done(self) -> global___Acknowledged:
-        """done answers abort, released_ack, resync, cancel and decline."""
+        """done answers abort, released_ack, resync, cancel, decline and checksums."""
 
     @property
     def renewed(self) -> global___Renewed:

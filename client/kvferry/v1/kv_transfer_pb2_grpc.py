@@ -35,6 +35,11 @@ class KVTransferStub(object):
                 request_serializer=kvferry_dot_v1_dot_kv__transfer__pb2.NotifyRequest.SerializeToString,
                 response_deserializer=kvferry_dot_v1_dot_kv__transfer__pb2.NotifyResponse.FromString,
                 )
+        self.ReadChecksums = channel.unary_unary(
+                '/kvferry.v1.KVTransfer/ReadChecksums',
+                request_serializer=kvferry_dot_v1_dot_kv__transfer__pb2.ReadChecksumsRequest.SerializeToString,
+                response_deserializer=kvferry_dot_v1_dot_kv__transfer__pb2.ReadChecksumsResponse.FromString,
+                )
         self.Watch = channel.unary_stream(
                 '/kvferry.v1.KVTransfer/Watch',
                 request_serializer=kvferry_dot_v1_dot_kv__transfer__pb2.WatchRequest.SerializeToString,
@@ -91,6 +96,17 @@ class KVTransferServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ReadChecksums(self, request, context):
+        """ReadChecksums answers the sums of blocks that a reader has read, for just what it asks. Called at the source's home
+        while the lease lives, after the bytes have arrived. Sums that the home does not have are left out: their blocks are
+        unverified, not wrong.
+
+        Idempotent; changes nothing at the server.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Watch(self, request, context):
         """Watch is the liveness of one process of an engine at its own node server, and its stream of events: the full state
         first, ended by Synced, then changes. The first Watch of an incarnation opens it.
@@ -123,6 +139,11 @@ def add_KVTransferServicer_to_server(servicer, server):
                     servicer.Notify,
                     request_deserializer=kvferry_dot_v1_dot_kv__transfer__pb2.NotifyRequest.FromString,
                     response_serializer=kvferry_dot_v1_dot_kv__transfer__pb2.NotifyResponse.SerializeToString,
+            ),
+            'ReadChecksums': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReadChecksums,
+                    request_deserializer=kvferry_dot_v1_dot_kv__transfer__pb2.ReadChecksumsRequest.FromString,
+                    response_serializer=kvferry_dot_v1_dot_kv__transfer__pb2.ReadChecksumsResponse.SerializeToString,
             ),
             'Watch': grpc.unary_stream_rpc_method_handler(
                     servicer.Watch,
@@ -205,6 +226,23 @@ class KVTransfer(object):
         return grpc.experimental.unary_unary(request, target, '/kvferry.v1.KVTransfer/Notify',
             kvferry_dot_v1_dot_kv__transfer__pb2.NotifyRequest.SerializeToString,
             kvferry_dot_v1_dot_kv__transfer__pb2.NotifyResponse.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def ReadChecksums(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(request, target, '/kvferry.v1.KVTransfer/ReadChecksums',
+            kvferry_dot_v1_dot_kv__transfer__pb2.ReadChecksumsRequest.SerializeToString,
+            kvferry_dot_v1_dot_kv__transfer__pb2.ReadChecksumsResponse.FromString,
             options, channel_credentials,
             insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
 

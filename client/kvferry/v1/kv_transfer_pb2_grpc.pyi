@@ -80,6 +80,17 @@ class KVTransferStub:
     Idempotent, notification by notification; see each.
     """
 
+    ReadChecksums: grpc.UnaryUnaryMultiCallable[
+        kvferry.v1.kv_transfer_pb2.ReadChecksumsRequest,
+        kvferry.v1.kv_transfer_pb2.ReadChecksumsResponse,
+    ]
+    """ReadChecksums answers the sums of blocks that a reader has read, for just what it asks. Called at the source's home
+    while the lease lives, after the bytes have arrived. Sums that the home does not have are left out: their blocks are
+    unverified, not wrong.
+
+    Idempotent; changes nothing at the server.
+    """
+
     Watch: grpc.UnaryStreamMultiCallable[
         kvferry.v1.kv_transfer_pb2.WatchRequest,
         kvferry.v1.kv_transfer_pb2.WatchResponse,
@@ -136,6 +147,17 @@ class KVTransferAsyncStub:
     fails does not stop the others. The call itself fails only if its sender cannot be accepted.
 
     Idempotent, notification by notification; see each.
+    """
+
+    ReadChecksums: grpc.aio.UnaryUnaryMultiCallable[
+        kvferry.v1.kv_transfer_pb2.ReadChecksumsRequest,
+        kvferry.v1.kv_transfer_pb2.ReadChecksumsResponse,
+    ]
+    """ReadChecksums answers the sums of blocks that a reader has read, for just what it asks. Called at the source's home
+    while the lease lives, after the bytes have arrived. Sums that the home does not have are left out: their blocks are
+    unverified, not wrong.
+
+    Idempotent; changes nothing at the server.
     """
 
     Watch: grpc.aio.UnaryStreamMultiCallable[
@@ -202,6 +224,19 @@ class KVTransferServicer(metaclass=abc.ABCMeta):
         fails does not stop the others. The call itself fails only if its sender cannot be accepted.
 
         Idempotent, notification by notification; see each.
+        """
+
+    @abc.abstractmethod
+    def ReadChecksums(
+        self,
+        request: kvferry.v1.kv_transfer_pb2.ReadChecksumsRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[kvferry.v1.kv_transfer_pb2.ReadChecksumsResponse, collections.abc.Awaitable[kvferry.v1.kv_transfer_pb2.ReadChecksumsResponse]]:
+        """ReadChecksums answers the sums of blocks that a reader has read, for just what it asks. Called at the source's home
+        while the lease lives, after the bytes have arrived. Sums that the home does not have are left out: their blocks are
+        unverified, not wrong.
+
+        Idempotent; changes nothing at the server.
         """
 
     @abc.abstractmethod

@@ -102,6 +102,7 @@ def offer(message: pb.Publish) -> Offer:
         last=message.last,
         expected_reads=message.expected_reads or 1,
         payload=message.payload,
+        checksums=message.checksums,
     )
 
 

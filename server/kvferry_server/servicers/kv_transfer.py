@@ -18,6 +18,7 @@ from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry.v1.kv_transfer_pb2_grpc import KVTransferServicer
 from kvferry_server.home import Home
 from kvferry_server.servicers import checks, decode, encode
+from kvferry_server.servicers.checksums import read_checksums
 from kvferry_server.servicers.notify import notify
 from kvferry_server.streams import read_blocks, watch
 
@@ -103,6 +104,10 @@ class KVTransfer(KVTransferServicer):
     async def Notify(self, request: pb.NotifyRequest, context: Context) -> pb.NotifyResponse:
         """See the contract."""
         return notify(self._home, request)
+
+    async def ReadChecksums(self, request: pb.ReadChecksumsRequest, context: Context) -> pb.ReadChecksumsResponse:
+        """See the contract."""
+        return await read_checksums(self._home, request)
 
     async def Watch(self, request: pb.WatchRequest, context: Context) -> AsyncGenerator[pb.WatchResponse, None]:
         """See the contract."""

@@ -9,10 +9,11 @@ from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry_server.home import Home
 from kvferry_server.identity import EngineRef
 from kvferry_server.servicers import checks, decode, encode
+from kvferry_server.servicers.checksums import publish_checksums
 
 MAX_NOTIFICATIONS = 1024
 
-OF_A_SOURCE = frozenset({"publish", "abort", "released_ack", "resync"})
+OF_A_SOURCE = frozenset({"publish", "abort", "released_ack", "resync", "checksums"})
 """Said in an engine's name, so its session secret is needed."""
 
 
@@ -63,6 +64,9 @@ def _from_source(home: Home, sender: EngineRef, kind: str, notification: pb.Noti
                 final_remaining=to_duration(publication.final_at - now),
             )
         return pb.NotificationResult(published=published)
+    if kind == "checksums":
+        publish_checksums(home, sender, notification.checksums)
+        return _done()
     with home.turn():
         if kind == "abort":
             home.lessor.abort(sender, checks.positive("abort.publication", notification.abort.publication))

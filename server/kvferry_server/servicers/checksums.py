@@ -1,0 +1,127 @@
+"""Sums of blocks in messages: taken from ranks (Notify checksums), answered to readers (ReadChecksums)."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvferry.checksums import places_of, runs_of
+from kvferry.errors import InvalidField
+from kvferry.geometry import Interval
+from kvferry.v1 import kv_transfer_pb2 as pb
+from kvferry_server.checksums import Page, Query, answers, check_places
+from kvferry_server.home import Home
+from kvferry_server.identity import EngineRef
+from kvferry_server.servicers import checks
+
+MAX_PAGE_SUMS = 1 << 17
+"""Sums of one notification."""
+
+MAX_ASKED_SUMS = 1 << 19
+"""Sums of one answer: 2 MiB."""
+
+MAX_ASKED_PLANES = 4096
+"""Planes named in one call; each is looked up."""
+
+
+def publish_checksums(home: Home, sender: EngineRef, message: pb.PublishChecksums) -> None:
+    """Take a page of a source's rank.
+
+    Raises:
+        InvalidField: a rank, plane, unit or block that does not exist, or a page that contradicts another one.
+        PublicationStale, PublicationReleased: nobody needs sums of this publication any more.
+        LimitReached: the engine has too many.
+    """
+    number = checks.positive("checksums.publication", message.publication)
+    if sum(len(part.sums) for part in message.checksums) > MAX_PAGE_SUMS:
+        raise InvalidField("checksums", "more sums", f"at most {MAX_PAGE_SUMS}")
+    pages = [_page(part) for part in message.checksums]
+    with home.turn():
+        engine = home.engines.find(sender)
+        registration = engine.ranks.get(message.rank)
+        if registration is None:
+            raise InvalidField("checksums.rank", message.rank, "a rank that has registered")
+        planes = {plane.name: plane for plane in registration.geometry.planes}
+        groups = {group.name: group for group in registration.groups}
+        steps = home.lessor.offered(sender, number).steps
+        for page in pages:
+            plane = planes.get(page.plane) if page.rank == message.rank else None
+            if plane is None:
+                raise InvalidField("checksums.plane", page.plane, f"a plane of rank {message.rank}")
+            if page.units.intersect(plane.units) != page.units:
+                raise InvalidField(f"checksums of {page.plane}", f"units {page.units}", f"units in {plane.units}")
+            check_places(groups[plane.group], steps, page)
+        home.lessor.add_checksums(sender, number, message.rank, pages, last=message.last)
+
+
+async def read_checksums(home: Home, request: pb.ReadChecksumsRequest) -> pb.ReadChecksumsResponse:
+    """Answer a reader.
+
+    Raises:
+        InvalidField: a malformed query, or more than one answer holds.
+        LeaseEnded: the lease is not live.
+    """
+    reader = checks.engine_ref("reader", request.reader)
+    lease_id = checks.random_bytes("lease_id", request.lease_id)
+    queries = _queries(request)
+    with home.turn():
+        publication = home.lessor.leased(lease_id, reader)
+        found = [(query, publication.checksums.pages(query)) for query in queries]
+        done = publication.checksums.done
+        pending = {query.rank for query in queries} - done if publication.awaits_checksums else set()
+    size = sum(page.size for _, pages in found for page in pages)
+
+    def answer() -> pb.ReadChecksumsResponse:
+        parts = [_to_proto(part) for query, pages in found for part in answers(query, pages)]
+        return pb.ReadChecksumsResponse(home_epoch=home.epoch, checksums=parts, pending_ranks=sorted(pending))
+
+    return await checks.offloaded(size, answer)
+
+
+def _queries(request: pb.ReadChecksumsRequest) -> list[Query]:
+    planes = sums = 0
+    for message in request.queries:
+        blocks = sum(message.place_counts)
+        planes += len(message.planes)
+        sums += len(message.planes) * blocks * max(0, message.unit_end - message.unit_begin)
+        # Before any is written out: a few bytes of runs are as many places as their sender likes.
+        if sums > MAX_ASKED_SUMS or planes > MAX_ASKED_PLANES or blocks > MAX_ASKED_SUMS:
+            limits = f"at most {MAX_ASKED_SUMS} sums of {MAX_ASKED_PLANES} planes"
+            raise InvalidField("queries", f"{sums} sums of {planes} planes", limits)
+    return [
+        Query(
+            message.rank,
+            tuple(dict.fromkeys(message.planes)),
+            _units(message.unit_begin, message.unit_end),
+            places_of(message.place_starts, message.place_counts, MAX_ASKED_SUMS),
+        )
+        for message in request.queries
+    ]
+
+
+def _page(message: pb.Checksums) -> Page:
+    units = _units(message.unit_begin, message.unit_end)
+    places = places_of(message.place_starts, message.place_counts, MAX_PAGE_SUMS)
+    if len(places) * len(units) != len(message.sums):
+        expected = f"{len(places)} blocks of {len(units)} units"
+        raise InvalidField(f"checksums of {message.plane}", f"{len(message.sums)} sums", expected)
+    sums = np.array(message.sums, np.uint32).reshape(len(places), len(units))
+    return Page(message.rank, checks.text("checksums.plane", message.plane), units, places, sums)
+
+
+def _units(begin: int, end: int) -> Interval:
+    if not begin < end:
+        raise InvalidField("units", f"[{begin}, {end})", "at least one")
+    return Interval(begin, end)
+
+
+def _to_proto(page: Page) -> pb.Checksums:
+    starts, counts = runs_of(page.places)
+    return pb.Checksums(
+        rank=page.rank,
+        plane=page.plane,
+        unit_begin=page.units.begin,
+        unit_end=page.units.end,
+        place_starts=starts.tolist(),
+        place_counts=counts.tolist(),
+        sums=page.sums.ravel().tolist(),
+    )

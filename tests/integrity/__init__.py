@@ -1,0 +1,1 @@
+"""Integrity mode: sums of blocks, made by the source and compared by the reader."""

@@ -1,0 +1,171 @@
+"""Engines whose source is a process of its own, whose blocks a test may damage after they were summed."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvferry import Blocks, Cache, Client, EngineSpec, IntegrityOptions, MemoryKind, MemoryRegion, NixlOptions
+from kvferry.demo.pattern import POISON, Bytes, blocks_view, expected
+from kvferry.geometry import EngineGeometry, RankGeometry
+from kvferry.geometry_file import rank_bytes, rebase
+from tests.e2e.servers import NodeServerProcess
+from tests.e2e.test_geometries import allocate, numbers
+from tests.e2e.world import unique_id
+
+
+@dataclass(frozen=True)
+class Order:
+    """What a source is to publish.
+
+    Attributes:
+        engine: its geometry.
+        tokens: of the request.
+        integrity: of its client.
+        announce: whether the publish says that sums will come.
+        sum_ranks: ranks that sum; None: all.
+        late: whether the ranks sum only when the test says so, by `Sources.sum_now`.
+        damage: (rank, plane, block in the request, unit, state, byte) to overwrite, after the blocks were summed.
+    """
+
+    engine: EngineGeometry
+    tokens: int
+    integrity: IntegrityOptions = field(default_factory=lambda: IntegrityOptions("full"))
+    announce: bool = True
+    sum_ranks: tuple[int, ...] | None = None
+    late: bool = False
+    damage: tuple[int, str, int, int, int, int] | None = None
+    ucx_tls: str = ""
+
+
+class Held:
+    """All ranks of an engine in one process."""
+
+    def __init__(
+        self, address: str, engine: EngineGeometry, integrity: IntegrityOptions | None, ucx_tls: str, *, serve: bool
+    ) -> None:
+        self.engine = engine
+        self.client = Client(address, options=NixlOptions(ucx_tls=ucx_tls), integrity=integrity)
+        self.spec = EngineSpec(unique_id("engine"), engine.groups, len(engine.ranks))
+        self.session = self.client.open_engine(self.spec)
+        self.ranks: list[tuple[Cache, Bytes, RankGeometry]] = []
+        for rank in engine.ranks:
+            cells = np.full(rank_bytes(rank), POISON, np.uint8)
+            placed = rebase(rank, cells.ctypes.data)
+            region = MemoryRegion(MemoryKind.DRAM, 0, cells.ctypes.data, cells.nbytes)
+            cache = self.client.register_cache(
+                self.spec,
+                rank.rank,
+                planes=placed.planes,
+                regions=[region],
+                keep=cells,
+                labels=rank.labels,
+                serve=serve,
+            )
+            self.ranks.append((cache, cells, placed))
+
+    def fill(self, blocks: dict[str, Blocks]) -> None:
+        """Write a request's bytes."""
+        for _, cells, rank in self.ranks:
+            for plane in rank.planes:
+                listed = blocks[plane.group]
+                which = numbers(self.engine.group(plane.group), listed)
+                blocks_view(cells, cells.ctypes.data, plane)[listed.ids] = expected("request", plane, which)
+
+    def damage(self, blocks: dict[str, Blocks], what: tuple[int, str, int, int, int, int]) -> int:
+        """Overwrite a byte; returns the id of the block it is in."""
+        rank, name, block, unit, state, byte = what
+        _, cells, placed = self.ranks[rank]
+        plane = next(plane for plane in placed.planes if plane.name == name)
+        block_id = int(blocks[plane.group].ids[block])
+        view = blocks_view(cells, cells.ctypes.data, plane)
+        page, at = divmod(state, plane.page_tokens)
+        view[block_id, page, at, unit - plane.units.begin, byte] ^= 0xFF
+        return block_id
+
+
+@dataclass(frozen=True)
+class Published:
+    """What a source answers."""
+
+    reference: str
+    sums: tuple[int, ...]
+    damaged_block: int
+
+
+def hold_source(address: str, pipe: Connection) -> None:
+    """The process of a source: one engine after another, each until it is told to go on."""
+    while True:
+        try:
+            order: Order = pipe.recv()
+        except EOFError:
+            return
+        held = Held(address, order.engine, order.integrity, order.ucx_tls, serve=True)
+        blocks = allocate(order.engine, order.tokens, 0, 1)
+        held.fill(blocks)
+        publication = held.session.publish("request", blocks, checksums=order.announce)
+        chosen = range(len(held.ranks)) if order.sum_ranks is None else order.sum_ranks
+        if order.late:
+            pipe.send(Published(publication.reference, (), -1))
+            pipe.recv()
+        sums = tuple(held.ranks[rank][0].checksum(publication.number, blocks).result(30) for rank in chosen)
+        damaged = held.damage(blocks, order.damage) if order.damage else -1
+        pipe.send(Published(publication.reference, sums, damaged))
+        pipe.recv()
+        held.client.close()
+
+
+@dataclass(frozen=True)
+class Sources:
+    """The process of the sources, and the server that is the home of all."""
+
+    server: NodeServerProcess
+    pipe: Connection
+
+    @contextmanager
+    def publish(self, order: Order) -> Iterator[Published]:
+        """Have something published, until the end of the block."""
+        self.pipe.send(order)
+        yield self.pipe.recv()
+        self.pipe.send("done")
+
+    def sum_now(self) -> Published:
+        """Let the ranks of a late order sum."""
+        self.pipe.send("sum")
+        answer: Published = self.pipe.recv()
+        return answer
+
+    @contextmanager
+    def destination(self, engine: EngineGeometry, integrity: IntegrityOptions | None, **options: Any) -> Iterator[Held]:
+        """A destination in this process."""
+        held = Held(self.server.address, engine, integrity, options.get("ucx_tls", ""), serve=False)
+        try:
+            yield held
+        finally:
+            held.client.close()
+
+
+@contextmanager
+def sources_at(server: NodeServerProcess) -> Iterator[Sources]:
+    """A process of sources at a server."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=hold_source, args=(server.address, theirs), daemon=True)
+    process.start()
+    theirs.close()
+    yield Sources(server, ours)
+    ours.close()
+    process.join(20)
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sources]:
+    with NodeServerProcess(tmp_path_factory.mktemp("home"), tcp=True) as server, sources_at(server) as found:
+        yield found
