@@ -65,18 +65,19 @@ CASES = {
     "window": Case({"tp_size": 2, "groups": WINDOWED}, {"groups": WINDOWED}, [(4 * 8 * 10 + 4 * 8 * 3, 4 * 8)], 150),
     # 2 layers of attention, 5 blocks; 2 layers with 64 + 16 + 8 units of state in one block.
     "state": Case({"tp_size": 2, "groups": STATE}, {"groups": STATE}, [(4 * 8 * 5 + 2 * 88, 0)]),
-    # 3 layers of latent and rope; 4 shards of the tokens; 130 tokens are 3 blocks of 64.
+    # 3 layers of latent and rope; 4 shards of the tokens; of the third block of 64, 2 hold one of 130 tokens.
     "dcp-to-whole": Case(
         {"tp_size": 4, "model": MLA, "block_size": 64, "token_shard": {"count": 4, "interleave": 1}},
         {"model": MLA},
-        [(6 * 4 * 3, 0)],
+        [(6 * (4 + 4 + 2), 0)],
         130,
     ),
-    # Each rank holds every fourth token of blocks that were summed whole: 130 tokens are 9 blocks of 16.
+    # Each rank holds every fourth token of blocks that were summed whole: 130 tokens are 9 blocks of 16,
+    # the last of which holds 2, both of rank 0.
     "whole-to-dcp": Case(
         {"model": MLA},
         {"tp_size": 4, "model": MLA, "block_size": 64, "token_shard": {"count": 4, "interleave": 4}},
-        [(0, 6 * 9), (0, 6 * 8), (0, 6 * 8), (0, 6 * 8)],
+        [(6, 6 * 8), (0, 6 * 8), (0, 6 * 8), (0, 6 * 8)],
         130,
     ),
     "mla-striped-over-replicas": Case({"tp_size": 4, "model": MLA}, {"model": MLA}, [(6 * 19, 0)], 300),
