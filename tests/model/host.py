@@ -94,6 +94,8 @@ class Host:
         self.clock = clock
         self.home = Home(clock, TIMES, ADVERTISE)
         self.home.wakeups = _ParkedWakeups()
+        self.renewed_at: dict[bytes, float] = {}
+        """When a renewal of each lease was heard."""
 
     def tick(self) -> None:
         """The timer fires."""
@@ -101,6 +103,9 @@ class Host:
             pass
 
     def notify(self, request: pb.NotifyRequest) -> pb.NotifyResponse:
+        for notification in request.notifications:
+            if notification.WhichOneof("kind") == "renew":
+                self.renewed_at[notification.renew.lease_id] = self.clock.now()
         return notify(self.home, request)
 
     def register(self, registration: Registration, secret: bytes) -> float:

@@ -133,6 +133,19 @@ class Machine(RuleBasedStateMachine):
         self.world.network.arrive(self._packet(pick), self.world.host)
         self.world.settle()
 
+    @rule(seconds=SECONDS, calm=PICK)
+    def answers_come_late(self, seconds: float, calm: int) -> None:
+        self.world.answer_late(seconds)
+        self._calm(calm % 4 == 0)
+
+    @rule(pick=PICK, seconds=SECONDS)
+    def stragglers_arrive(self, pick: int, seconds: float) -> None:
+        self.world.pass_time(seconds)
+        network = self.world.network
+        for packet in [packet for packet in network.packets if packet.straggles][pick % 3 :]:
+            network.arrive(packet, self.world.host)
+        self.world.settle()
+
     @rule(what=st.sampled_from(Trouble.__args__), pick=PICK)  # type: ignore[attr-defined]
     def network_misbehaves(self, what: Trouble, pick: int) -> None:
         network = self.world.network

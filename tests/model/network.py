@@ -47,6 +47,11 @@ class Packet:
     first: bool = True
     answer: Any = None
 
+    @property
+    def straggles(self) -> bool:
+        """A request that was heard before: another copy, which may come much later."""
+        return self.answer is None and not self.first
+
 
 @dataclass(eq=False)
 class Pipe(Generic[T]):
@@ -122,7 +127,7 @@ class Network:
             return
         if not again:
             self.packets.remove(packet)
-        if host is None or (call.closed_at is not None and self._time.now > call.closed_at + LIFE):
+        if host is None or not self._heard(call):
             return
         packet.first = False
         try:
@@ -145,6 +150,7 @@ class Network:
         for call in [call for call in self.calls if self._time.now > call.sent_at + CALL_TIMEOUT]:
             if call.open:
                 self.give_up(call)
+        self.packets = [one for one in self.packets if one.answer is not None or self._heard(one.call)]
 
     def receive(self, pipe: Pipe[T]) -> bool:
         """The client hears the next of a stream; whether there was something."""
@@ -180,6 +186,9 @@ class Network:
         for pipe in self.pipes:
             if pipe.server is not None:
                 pipe.server.close()
+
+    def _heard(self, call: Call) -> bool:
+        return call.closed_at is None or self._time.now <= call.closed_at + LIFE
 
     def _end(self, call: Call, answer: Any) -> None:
         if call.open:

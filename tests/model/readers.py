@@ -42,6 +42,7 @@ class Share:
         ended_at: when its last copy ended.
         over: it does not rely on the lease any more: judged, given up or dead.
         good: its engine was given the bytes.
+        read_after_release: a rank copied a block when its source had it back.
     """
 
     reader: Reader
@@ -56,6 +57,7 @@ class Share:
     copies: dict[int, list[int]] = field(default_factory=dict)
     granted: bool = False
     ended_at: float | None = None
+    read_after_release: bool = False
     over: bool = False
     good: bool = False
     _pipe: Pipe[pb.ReadBlocksResponse] | None = None
@@ -99,6 +101,7 @@ class Share:
     def copy(self, rank: int) -> None:
         """A rank copies its next block."""
         copied = self.copies[rank]
+        self.read_after_release |= self.offered.free
         copied.append(self.memory.contents[self.blocks[len(copied)]])
         if all(len(copies) == len(self.blocks) for copies in self.copies.values()):
             self.ended_at = self.reader.clock.now()
@@ -254,6 +257,8 @@ class Share:
             return
         if ended_at >= deadline:
             raise Violation(f"R1: a read that ended at {ended_at} counts, its deadline was {deadline}")
+        if self.read_after_release:
+            raise Violation("R1: a read counts that copied blocks after they were released")
         published = [self.offered.contents[block] for block in self.blocks]
         if len(published) != len(self.offered.contents):
             raise Violation(f"R1: {len(published)} blocks count, {len(self.offered.contents)} were published")

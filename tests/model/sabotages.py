@@ -124,11 +124,6 @@ def aborts_are_forgotten_by_the_snapshot(patch: pytest.MonkeyPatch) -> None:
 
 
 @sabotage
-def refused_step_is_taken_back_though_another_attempt_was_not_answered(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(offers.Offers, "unanswered", lambda self, step: None)
-
-
-@sabotage
 def released_locally_while_a_home_is_told_again(patch: pytest.MonkeyPatch) -> None:
     original = offers.Offers.snapshot
 

@@ -9,7 +9,7 @@ from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry_server.identity import EngineRef
 from tests.model.clocks import PartyClock, RealTime, Violation
 from tests.model.host import TIMES, Host
-from tests.model.network import Network, Packet, Pipe
+from tests.model.network import Network, Pipe
 from tests.model.readers import Reader, Share, shares
 from tests.model.source import ENGINE_ID, Memory, Offered, Source
 
@@ -34,6 +34,7 @@ class World:
         self.offered: list[Offered] = []
         self.shares: list[Share] = []
         self._numbers = itertools.count(1)
+        self._granted: dict[bytes, float] = {}
         self._revoked: dict[bytes, float] = {}
         self.source = self._new_source()
 
@@ -59,6 +60,7 @@ class World:
         old, self.source = self.source, self._new_source(self.source)
         late = old.late_watch()
         self.network.open(self, late, Pipe[pb.WatchResponse](lambda _: None, lambda _: None, listening=False))
+        self.network.packets[-1].first = False
 
     def stop_home(self) -> None:
         self.host = None
@@ -107,19 +109,17 @@ class World:
         return worked
 
     def flow(self, *, repeated: bool = False, rounds: int = 40) -> None:
-        """All that is under way arrives, and what it leads to, as on a good day.
+        """All that is under way arrives but stragglers, and what it leads to, as on a good day.
 
         Args:
-            repeated: of each request another copy stays under way.
+            repeated: of each request another copy straggles.
             rounds: how far it goes at most.
         """
-        late: set[Packet] = set()
         for _ in range(rounds):
             moved = self.work()
             for packet in list(self.network.packets):
-                if packet in self.network.packets and packet not in late:
+                if packet in self.network.packets and not packet.straggles:
                     self.network.arrive(packet, self.host, again=repeated)
-                    late.add(packet)
                     moved = True
             for pipe in list(self.network.pipes):
                 while self.network.receive(pipe):
@@ -128,6 +128,17 @@ class World:
                     self.network.notice(pipe)
             if not moved:
                 break
+        self.settle()
+
+    def answer_late(self, seconds: float) -> None:
+        """Readers renew; the home hears all that is under way at once, and its answers take that long."""
+        for share in self.shares:
+            share.renew()
+        for packet in [packet for packet in self.network.packets if packet.answer is None]:
+            self.network.arrive(packet, self.host)
+        self.pass_time(seconds)
+        for packet in [packet for packet in self.network.packets if packet.answer is not None]:
+            self.network.arrive(packet, self.host)
         self.settle()
 
     # What always holds.
@@ -152,6 +163,9 @@ class World:
             if publication.offered and key in over and not lessor.recovering(publication.source):
                 raise Violation(f"{publication} was released or aborted, and is offered again")
             for lease in publication.leases:
+                extended = max(self._granted.setdefault(lease.lease_id, now), host.renewed_at.get(lease.lease_id, 0))
+                if lease.expires > extended + TIMES.ttl:
+                    raise Violation(f"R3: a lease on {publication}, last renewed at {extended}, was extended")
                 revoked = self._revoked.setdefault(lease.lease_id, now) if lease.revoked else now
                 if lease.expires > revoked + TIMES.max_ttl:
                     raise Violation(f"R3: a lease on {publication}, revoked at {revoked}, lives until {lease.expires}")
