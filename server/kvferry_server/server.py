@@ -15,7 +15,7 @@ from grpc_health.v1.health import aio as health_aio
 from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
 from grpc_reflection.v1alpha import reflection
 
-from kvferry.channel import SERVER_OPTIONS, Address, server_credentials
+from kvferry.channel import SERVER_OPTIONS, Address, parse_address, server_credentials
 from kvferry.errors import InternalError
 from kvferry.v1 import introspection_pb2, kv_transfer_pb2
 from kvferry_server.clock import BootClock, Clock
@@ -38,6 +38,9 @@ STREAMS_END = 0.5
 
 LEASES_LOOK = 0.05
 """Seconds between looks at whether leases are still live, during a drain."""
+
+LISTEN_LOOK = 2.0
+"""Seconds between looks at whether we are listened for at all."""
 
 
 class NodeServer:
@@ -94,11 +97,16 @@ class NodeServer:
         """Wait until the server cannot go on.
 
         Raises:
-            InternalError: always. The home's timers have stopped, so that nothing would be released any more.
+            InternalError: always. The home's timers have stopped, so that nothing would be released any more; or gRPC
+                has stopped serving, as grpcio 1.85 does when a request's path is not UTF-8.
         """
         if self._driver is None:
             raise InternalError("the server was not started")
-        await asyncio.wait([self._driver])
+        refused = asyncio.create_task(self._refused())
+        await asyncio.wait([self._driver, refused], return_when=asyncio.FIRST_COMPLETED)
+        if not self._driver.done():
+            raise InternalError("gRPC has stopped serving")
+        refused.cancel()
         cause = None if self._driver.cancelled() else self._driver.exception()
         raise InternalError("the home has stopped") from cause
 
@@ -126,6 +134,23 @@ class NodeServer:
             await asyncio.wait([self._driver])
         if self._unix is not None:
             self._unix.close()
+
+    async def _refused(self) -> None:
+        """Wait until nobody listens at our own address any more: gRPC does not tell us when its loop dies."""
+        address = parse_address(self.addresses[0])
+        while True:
+            await asyncio.sleep(LISTEN_LOOK)
+            try:
+                if address.is_unix:
+                    _, writer = await asyncio.open_unix_connection(address.path)
+                else:
+                    _, writer = await asyncio.open_connection(address.host, address.port)
+            except (ConnectionRefusedError, FileNotFoundError):
+                return
+            except OSError:
+                # A shortage of ours, which says nothing.
+                continue
+            writer.close()
 
     async def _leases_end(self, grace: float) -> float:
         """Wait until no lease is live, at most `grace` seconds; the seconds that are left."""

@@ -81,6 +81,14 @@ class NodeServerProcess:
         self._process = None
         return code
 
+    def ended(self) -> int:
+        """Wait until it ends by itself; its exit code."""
+        if self._process is None:
+            raise RuntimeError("the server is not running")
+        code = self._process.wait(START_TIMEOUT)
+        self._process = None
+        return code
+
     def __enter__(self) -> NodeServerProcess:
         return self.start()
 

@@ -23,7 +23,7 @@ def header_block(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
     return b"".join(b"\0" + _string(name) + _string(value) for name, value in headers)
 
 
-def request_headers(path: str, **changed: bytes | None) -> bytes:
+def request_headers(path: str, /, **changed: bytes | None) -> bytes:
     """The headers of a gRPC request; a name with underscores in `changed` replaces a value, None leaves it out."""
     headers: dict[str, bytes | None] = {
         ":method": b"POST",

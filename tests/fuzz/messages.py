@@ -151,7 +151,9 @@ class Place:
         first = type(items[0])() if len(items) else items.add()
         if len(items):
             first.CopyFrom(items[0])
-        named = next((field for field in first.DESCRIPTOR.fields if field.type == F.TYPE_STRING), None)
+        named = next(
+            (field for field in first.DESCRIPTOR.fields if field.type == F.TYPE_STRING and not field.is_repeated), None
+        )
         numbered = next((field for field in first.DESCRIPTOR.fields if field.name in ("rank", "publication")), None)
         del items[:]
         size = 0

@@ -222,6 +222,7 @@ class Target:
         self.victim, self.bystander = Party(self.channel, "victim"), Party(self.channel, "bystander")
         self._process = psutil.Process(self._server.pid)
         self.bystander.live()
+        self.victim.live()
         return self
 
     def __exit__(self, *_: object) -> None:

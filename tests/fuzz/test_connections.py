@@ -7,11 +7,13 @@ import gzip
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvferry.channel import MAX_MESSAGE_BYTES
+from tests.e2e.servers import NodeServerProcess
 from tests.fuzz import http2
 from tests.fuzz.conftest import EXAMPLES
 from tests.fuzz.http2 import Connection, data, frame, message, request_headers
@@ -36,7 +38,7 @@ def attacked(target: Target) -> Iterator[None]:
         assert target.cpu() - before < CPU_PER_CONNECTION
 
 
-def headers(stream: int, path: str, *, end: bool = False, **changed: bytes | None) -> bytes:
+def headers(stream: int, path: str, /, *, end: bool = False, **changed: bytes | None) -> bytes:
     flags = http2.END_HEADERS | (http2.END_STREAM if end else 0)
     return frame(http2.HEADERS, flags, stream, request_headers(path, **changed))
 
@@ -80,7 +82,8 @@ def test_calls_that_stop_halfway(target: Target, method: Method) -> None:
 )
 def test_bodies_that_are_no_message(target: Target, method: Method, body: bytes) -> None:
     with attacked(target), Connection(target.address) as peer:
-        peer.send(headers(1, method.path), *data(1, body))
+        # A server that waits for the rest of it waits until then.
+        peer.send(headers(1, method.path, grpc_timeout=b"200m"), *data(1, body))
         assert peer.ended(1)
 
 
@@ -99,7 +102,7 @@ STRANGE_HEADERS: dict[str, dict[str, bytes | None]] = {
     "no method": {"method": None},
     "get": {"method": b"GET"},
     "long path": {"path": b"/" + b"x" * 8000},
-    "path of bytes": {"path": bytes(range(256))},
+    "path of bytes": {"path": bytes(range(128))},
     "path that leaves": {"path": b"/../../etc/passwd"},
     "no timeout": {"grpc_timeout": None},
     "endless timeout": {"grpc_timeout": b"99999999H"},
@@ -190,3 +193,14 @@ def test_connections_that_are_reset(target: Target) -> None:
             peer = Connection(target.address)
             peer.send(headers(1, LIST_ENGINES), *data(1, message(b"")))
             peer.reset()
+
+
+def test_a_path_that_is_no_text_ends_the_server_and_is_noticed(tmp_path: Path) -> None:
+    """grpcio's asyncio server dies of it, in native code, where nothing can be caught. A server that serves nobody must
+    not stay: whoever supervises it starts it again, and its engines refill it."""
+    with NodeServerProcess(tmp_path, tcp=True) as server:
+        with Connection(server.address) as peer:
+            peer.send(headers(1, LIST_ENGINES, path=b"/\xff"), *data(1, message(b"")))
+            assert peer.ended(1)
+        assert server.ended() == 1
+        assert "gRPC has stopped serving" in (tmp_path / "log").read_text()
