@@ -94,6 +94,7 @@ class Cache:
         self._registration = pb.RegisterCacheRequest(
             engine=token.ref(),
             session_secret=token.session_secret,
+            home=token.home,
             num_ranks=spec.num_ranks,
             identity=spec.identity,
             groups=[group_to_proto(group) for group in spec.groups],
@@ -113,7 +114,7 @@ class Cache:
             spec, token.ref(), rank.rank, self._geometry, rule, partial(self._measure, rule), self._drop
         )
         summers = Summers(tensors)
-        self._checksummer = Checksummer(homes.own, spec, token, rank, summers, integrity)
+        self._checksummer = Checksummer(homes.home_of(token), spec, token, rank, summers, integrity)
         verifier = Verifier(token.ref(), summers, integrity) if integrity.share else None
         self._reader = Reader(token.ref(), rank.rank, self._transport, self._peers, renewals, max_reads, verifier)
         try:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import grpc
@@ -67,6 +68,10 @@ SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.http2.min_ping_interval_without_data_ms", 2_000),
 )
 """Options of every server."""
+
+
+LOOPBACK = ("unix:*", "localhost:*", "127.*", "[[]::1]:*")
+"""Shell patterns of addresses on the same host."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +145,11 @@ def parse_address(text: str, field: str = "address") -> Address:
     if not (port.isascii() and port.isdigit() and int(port) < 65536):
         raise InvalidField(field, text, f"{expected}, with a port from 0 to 65535")
     return Address(host=host, port=int(port))
+
+
+def is_loopback(address: str) -> bool:
+    """Whether nothing that is sent to an address leaves the host."""
+    return any(fnmatchcase(address, pattern) for pattern in LOOPBACK)
 
 
 def connect(address: str, tls: TlsConfig | None = None) -> grpc.Channel:

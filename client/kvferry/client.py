@@ -216,7 +216,11 @@ class Client:
     def _watch(self, token: EngineToken, rank: int, timeout: float) -> None:
         """This process's liveness, where the scheduler's Watch is another process's."""
         request = pb.WatchRequest(
-            engine=token.ref(), session_secret=token.session_secret, role=pb.WATCH_ROLE_RANK, rank=rank
+            engine=token.ref(),
+            session_secret=token.session_secret,
+            role=pb.WATCH_ROLE_RANK,
+            rank=rank,
+            home=token.home,
         )
 
         def on_event(message: pb.WatchResponse) -> None:

@@ -139,4 +139,5 @@ class EmbeddedServer:
             await server.stop(0)
             failed.result()
         failed.cancel()
+        await asyncio.wait([failed])
         await server.stop()

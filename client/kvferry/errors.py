@@ -397,7 +397,8 @@ class Unavailable(KvferryError):
 
 
 class EngineIncomplete(Unavailable):
-    """Not all ranks are registered (yet, or any more). Values: engine_id, missing_ranks."""
+    """Not all ranks are registered (yet, or any more). Values: engine_id, missing_ranks; nodes, the node servers that
+    relayed for some of them."""
 
     reason = "ENGINE_INCOMPLETE"
 

@@ -11,12 +11,10 @@ import threading
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 
-from kvferry.channel import TlsConfig
+from kvferry.channel import TlsConfig, is_loopback
 from kvferry.control import Control
 from kvferry.errors import HomeNotAllowed
-
-LOOPBACK = ("unix:*", "localhost:*", "127.*", "[[]::1]:*")
-"""Always allowed: nothing leaves the host."""
+from kvferry.spec import EngineToken
 
 
 class Homes:
@@ -31,7 +29,7 @@ class Homes:
     def __init__(self, own: str, tls: TlsConfig | None, allowed: Sequence[str]) -> None:
         self.own = Control(own, tls)
         self._tls = tls
-        self._allowed = (own, *LOOPBACK, *allowed)
+        self._allowed = (own, *allowed)
         self._lock = threading.Lock()
         self._controls: dict[str, Control] = {own: self.own}
 
@@ -45,12 +43,18 @@ class Homes:
         with self._lock:
             control = self._controls.get(address)
             if control is None:
-                if self._tls is None and not any(fnmatchcase(address, pattern) for pattern in self._allowed):
+                allowed = self._tls is not None or is_loopback(address)
+                if not allowed and not any(fnmatchcase(address, pattern) for pattern in self._allowed):
                     raise HomeNotAllowed(
                         f"home {address!r} is neither on this client's allow-list nor covered by TLS", home=address
                     )
                 control = self._controls[address] = Control(address, self._tls)
             return control
+
+    def home_of(self, token: EngineToken) -> Control:
+        """The home of an engine of ours, which its scheduler names and nobody from outside."""
+        with self._lock:
+            return self._controls.setdefault(token.home, Control(token.home, self._tls))
 
     def close(self) -> None:
         """Close all connections."""

@@ -49,7 +49,7 @@ class EngineSession:
     @property
     def token(self) -> EngineToken:
         """What the engine's other processes need. Secret."""
-        return EngineToken(self._engine.engine_id, self._engine.incarnation, self._secret)
+        return EngineToken(self._engine.engine_id, self._engine.incarnation, self._secret, self.advertise)
 
     def publish(
         self,

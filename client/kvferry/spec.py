@@ -21,17 +21,19 @@ class EngineToken:
         engine_id: the engine.
         incarnation: 16 bytes, chosen once per start.
         session_secret: 16 bytes, answered to the engine's first Watch.
+        home: address of the engine's home, to which the node servers of other ranks relay.
     """
 
     engine_id: str
     incarnation: bytes
     session_secret: bytes = field(repr=False)
+    home: str
 
     PREFIX: ClassVar[str] = "kvt1."
 
     def __str__(self) -> str:
         """A string for environment variables and pipes. A secret: it lets its holder speak in the engine's name."""
-        body = self.incarnation + self.session_secret + self.engine_id.encode()
+        body = self.incarnation + self.session_secret + f"{self.engine_id}\0{self.home}".encode()
         return self.PREFIX + base64.urlsafe_b64encode(body).decode().rstrip("=")
 
     @classmethod
@@ -40,12 +42,12 @@ class EngineToken:
         body = text.removeprefix(cls.PREFIX)
         try:
             raw = base64.b64decode(body + "=" * (-len(body) % 4), altchars=b"-_", validate=True)
-            engine_id = raw[32:].decode()
+            engine_id, _, home = raw[32:].decode().rpartition("\0")
         except (binascii.Error, UnicodeDecodeError, ValueError):
-            raw, engine_id = b"", ""
-        if not text.startswith(cls.PREFIX) or len(raw) < 33:
+            raw, engine_id, home = b"", "", ""
+        if not text.startswith(cls.PREFIX) or not engine_id:
             raise InvalidField("token", f"{len(text)} characters", "the string of an EngineToken")
-        return cls(engine_id, raw[:16], raw[16:32])
+        return cls(engine_id, raw[:16], raw[16:32], home)
 
     def ref(self) -> pb.EngineRef:
         """The engine as a proto."""

@@ -13,6 +13,7 @@ import hmac
 import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 from kvferry.errors import (
     CacheDiffers,
@@ -53,6 +54,7 @@ class RankDied:
 
     engine: EngineRef
     rank: int
+    node: str
 
 
 @dataclass(slots=True, eq=False)
@@ -70,6 +72,7 @@ class Engine:
         lost_ranks: registered ones whose process is gone.
         watched_ranks: ranks with an open Watch of their own.
         rank_lost_at: when the Watch of a rank ended, while its time runs.
+        nodes: node servers that relay for ranks, by rank.
     """
 
     ref: EngineRef
@@ -84,6 +87,7 @@ class Engine:
     lost_ranks: set[int] = field(default_factory=set)
     watched_ranks: set[int] = field(default_factory=set)
     rank_lost_at: dict[int, float] = field(default_factory=dict)
+    nodes: dict[int, str] = field(default_factory=dict)
     scheduled: float = NEVER
     _geometry: EngineGeometry | None = None
 
@@ -203,8 +207,11 @@ class Registry:
             problem = f"ranks {missing} of {engine.num_ranks} are missing"
         else:
             return
-        listed = ",".join(map(str, missing))
-        raise EngineIncomplete(f"{ref}: {problem}", engine_id=ref.engine_id, missing_ranks=listed)
+        listed, values = ",".join(map(str, missing)), dict[str, Any]()
+        if nodes := sorted({engine.nodes[rank] for rank in missing if rank in engine.nodes}):
+            values = {"nodes": ",".join(nodes)}
+            problem += f"; of other nodes: {', '.join(nodes)}"
+        raise EngineIncomplete(f"{ref}: {problem}", engine_id=ref.engine_id, missing_ranks=listed, **values)
 
     def check_session(self, ref: EngineRef, secret: bytes) -> Engine:
         """The engine in whose name this is said.
@@ -266,15 +273,18 @@ class Registry:
             engine.lost_at = now
             self._agenda.put(engine)
 
-    def open_rank(self, ref: EngineRef, secret: bytes, rank: int) -> Engine:
-        """The Watch of a rank's process opens. Errors as `check_session`; `InvalidField` for a rank the engine has
-        not."""
+    def open_rank(self, ref: EngineRef, secret: bytes, rank: int, node: str = "") -> Engine:
+        """The Watch of a rank's process opens, relayed by a node server if `node` is one. Errors as `check_session`;
+        `InvalidField` for a rank the engine has not."""
         self.advance()
         engine = self.check_session(ref, secret)
         most = engine.num_ranks or self._limits.ranks
         if rank >= most:
             raise InvalidField("rank", rank, f"below {most}")
         engine.watched_ranks.add(rank)
+        engine.nodes.pop(rank, None)
+        if node:
+            engine.nodes[rank] = node
         engine.rank_lost_at.pop(rank, None)
         return engine
 
@@ -373,7 +383,7 @@ class Registry:
             del engine.rank_lost_at[rank]
             if rank in engine.ranks:
                 engine.lost_ranks.add(rank)
-                self._effects.append(RankDied(engine.ref, rank))
+                self._effects.append(RankDied(engine.ref, rank, engine.nodes.get(rank, "")))
         if engine.lost_at is None or engine.lost_at + engine.ttl > now:
             return
         if not engine.dead:

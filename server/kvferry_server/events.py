@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import enum
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from kvferry_server.identity import EngineRef
@@ -23,11 +23,17 @@ class Role(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """One process of an engine; `rank` is 0 for the scheduler."""
+    """One process of an engine.
+
+    Attributes:
+        rank: 0 for the scheduler.
+        node: address of the node server that relays for it; empty: it is a process of the home's own node.
+    """
 
     engine: EngineRef
     role: Role
     rank: int = 0
+    node: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -39,9 +45,10 @@ class PublicationReleased:
 
 @dataclass(frozen=True, slots=True)
 class RankLost:
-    """The process of a rank is gone."""
+    """The process of a rank is gone, or the `node` server that relayed for it."""
 
     rank: int
+    node: str = ""
 
 
 @dataclass(frozen=True, slots=True)

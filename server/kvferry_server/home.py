@@ -114,7 +114,7 @@ class Home:
             self._settle()
             self.lessor.open(engine.ref, recovering=engine.adopted)
         else:
-            self.engines.open_rank(process.engine, secret, process.rank)
+            self.engines.open_rank(process.engine, secret, process.rank, process.node)
         feed = self._feeds.get(process)
         if feed is None:
             feed = self._feeds[process] = Feed(process, self.limits.watch_queue)
@@ -155,11 +155,11 @@ class Home:
         """What a process has to know, whatever it was told before."""
         if process.role is Role.RANK:
             return []
-        lost = sorted(self.engines.find(process.engine).lost_ranks)
+        engine = self.engines.find(process.engine)
         released = self.lessor.released(process.engine)
         return [
             *(PublicationReleased(publication) for publication in released),
-            *(RankLost(rank) for rank in lost),
+            *(RankLost(rank, engine.nodes.get(rank, "")) for rank in sorted(engine.lost_ranks)),
         ]
 
     def reference(self, publication: Publication) -> str:
@@ -186,7 +186,7 @@ class Home:
                 self.lessor.end_engine(happened.engine, Standing.REPLACED)
                 self._drop_feeds(happened.engine)
             elif isinstance(happened, RankDied):
-                self._push(Process(happened.engine, Role.SCHEDULER), RankLost(happened.rank))
+                self._push(Process(happened.engine, Role.SCHEDULER), RankLost(happened.rank, happened.node))
         self.lessor.advance()
         for change in self.lessor.take_effects():
             if isinstance(change, Released):

@@ -23,6 +23,7 @@ from kvferry_server.config import NodeConfig
 from kvferry_server.home import Home
 from kvferry_server.interceptors import Guard
 from kvferry_server.listen import UnixListener, advertised, bind_tcp, check_exposure
+from kvferry_server.relays import Relays
 from kvferry_server.servicers import add_servicers
 
 logger = logging.getLogger(__name__)
@@ -82,7 +83,8 @@ class NodeServer:
             # Ports first: what is advertised depends on them. Nobody is served before the last line.
             self._bind(server)
             self.home = Home(self._clock, self._config.times, self.advertise)
-            add_servicers(server, self.home)
+            relays = Relays(self.advertise, self._config.tls, anywhere=self._config.insecure)
+            add_servicers(server, self.home, relays)
             add_HealthServicer_to_server(self._health, server)
             reflection.enable_server_reflection((*SERVICES, HEALTH, reflection.SERVICE_NAME), server)
             self._driver = asyncio.create_task(self.home.run(), name="kvferry-home")
@@ -103,10 +105,13 @@ class NodeServer:
         if self._driver is None:
             raise InternalError("the server was not started")
         refused = asyncio.create_task(self._refused())
-        await asyncio.wait([self._driver, refused], return_when=asyncio.FIRST_COMPLETED)
+        try:
+            await asyncio.wait([self._driver, refused], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            refused.cancel()
+            await asyncio.wait([refused])
         if not self._driver.done():
             raise InternalError("gRPC has stopped serving")
-        refused.cancel()
         cause = None if self._driver.cancelled() else self._driver.exception()
         raise InternalError("the home has stopped") from cause
 

@@ -20,17 +20,10 @@ from kvferry.reporting import Reporter
 from kvferry.v1 import kv_transfer_pb2 as pb
 from tests.e2e.conftest import Engine
 from tests.e2e.servers import NodeServerProcess
-from tests.e2e.world import POISON, Model, expect, kv, shards, unique_id, write
+from tests.e2e.world import POISON, Model, expect, kv, shards, unique_id, until, write
 
 MakeEngine = Callable[..., Engine]
 MODEL = Model()
-
-
-def until(condition: Callable[[], bool]) -> None:
-    """Wait for something that another process does."""
-    end = now() + 30
-    while not condition():
-        assert now() < end, "it did not come about"
 
 
 def test_killed_home_is_refilled_and_a_reference_from_before_still_reads(tmp_path: Path, engine: MakeEngine) -> None:

@@ -11,7 +11,7 @@ import contextlib
 import mmap
 import multiprocessing
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry import Blocks, EngineSpec, Group, Interval, MemoryKind, Plane
+from kvferry.clock import now
 
 DTYPE = "bfloat16"
 ELEMENT = 2
@@ -298,6 +299,13 @@ def shards(heads: int, tp: int) -> list[Interval]:
         begin, end = rank * heads // tp, (rank + 1) * heads // tp
         found.append(Interval(begin, max(end, begin + 1)))
     return found
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Wait for something that another process or thread does."""
+    end = now() + 30
+    while not condition():
+        assert now() < end, "it did not come about"
 
 
 def unique_id(prefix: str) -> str:

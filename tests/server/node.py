@@ -27,6 +27,7 @@ from kvferry_server.home import Home
 from kvferry_server.identity import EngineRef
 from kvferry_server.interceptors import CallLimits, Guard
 from kvferry_server.limits import Limits
+from kvferry_server.relays import Relays
 from kvferry_server.servicers import add_servicers
 from tests.server.parties import FULL, KEY, TIMES, D, FakeClock, P, agent_of, rank_geometry
 
@@ -142,7 +143,7 @@ async def running(directory: Path, limits: Limits | None = None, *, new: bool = 
     if not new:
         clock.pass_by(1000)
     server = grpc.aio.server(interceptors=[Guard(CallLimits())], options=SERVER_OPTIONS)
-    add_servicers(server, home)
+    add_servicers(server, home, Relays(ADVERTISE, None, anywhere=False))
     address = f"unix:{directory / 's'}"
     server.add_insecure_port(address)
     await server.start()

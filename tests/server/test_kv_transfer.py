@@ -32,6 +32,7 @@ from kvferry.errors import (
     PublicationReleased,
     PublicationStale,
     PublicationTimeout,
+    RelayLoop,
     ServerDraining,
     WatchTakenOver,
     WrongKey,
@@ -265,8 +266,9 @@ async def test_a_home_that_is_new_does_not_know_older_leases(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({"relayed_by": "other:1"}, NotImplementedHere),
-        ({"home": "other:1"}, NotImplementedHere),
+        ({"relayed_by": "third:1", "home": "other:1"}, RelayLoop),
+        ({"home": "other:1"}, InvalidField),
+        ({"home": "nonsense"}, InvalidField),
         ({"session_secret": b""}, InvalidField),
         ({"num_ranks": 0}, InvalidField),
         ({"num_ranks": 1 << 31}, InvalidField),

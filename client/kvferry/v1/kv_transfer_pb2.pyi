@@ -410,7 +410,7 @@ class RegisterCacheResponse(google.protobuf.message.Message):
     home_epoch: builtins.bytes
     """home_epoch of the node server, 16 bytes."""
     advertise: builtins.str
-    """advertise is the address to put into references, as others reach this home."""
+    """advertise is the address of this node server as others reach it; that of a home goes into references."""
     @property
     def reuse_after(self) -> google.protobuf.duration_pb2.Duration:
         """reuse_after is when the last lease on an older incarnation of this engine ends: a rank whose memory survived a restart
@@ -1572,6 +1572,7 @@ class WatchRequest(google.protobuf.message.Message):
     RESUME_EPOCH_FIELD_NUMBER: builtins.int
     RESUME_SEQUENCE_FIELD_NUMBER: builtins.int
     RELAYED_BY_FIELD_NUMBER: builtins.int
+    HOME_FIELD_NUMBER: builtins.int
     session_secret: builtins.bytes
     """session_secret, 16 bytes. Empty for the process that opens the incarnation; it answers the secret."""
     role: global___WatchRole.ValueType
@@ -1584,6 +1585,8 @@ class WatchRequest(google.protobuf.message.Message):
     """resume_sequence is the last sequence seen. With another epoch, or too far back: full state."""
     relayed_by: builtins.str
     """relayed_by is the advertised address of a node server that watches for a rank of another node. Empty: not relayed."""
+    home: builtins.str
+    """home is the address of the engine's home, for a rank's Watch; its node server relays. Empty: this node server is it."""
     @property
     def engine(self) -> global___EngineRef:
         """engine of the process."""
@@ -1598,9 +1601,10 @@ class WatchRequest(google.protobuf.message.Message):
         resume_epoch: builtins.bytes = ...,
         resume_sequence: builtins.int = ...,
         relayed_by: builtins.str = ...,
+        home: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["engine", b"engine"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["engine", b"engine", "rank", b"rank", "relayed_by", b"relayed_by", "resume_epoch", b"resume_epoch", "resume_sequence", b"resume_sequence", "role", b"role", "session_secret", b"session_secret"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["engine", b"engine", "home", b"home", "rank", b"rank", "relayed_by", b"relayed_by", "resume_epoch", b"resume_epoch", "resume_sequence", b"resume_sequence", "role", b"role", "session_secret", b"session_secret"]) -> None: ...
 
 global___WatchRequest = WatchRequest
 
@@ -1677,7 +1681,7 @@ class WatchOpened(google.protobuf.message.Message):
     session_secret: builtins.bytes
     """session_secret of the engine, 16 bytes. To the opening process only; else empty."""
     advertise: builtins.str
-    """advertise is the address to put into references."""
+    """advertise is the address of this node server as others reach it; that of a home goes into references."""
     resumed: builtins.bool
     """resumed says that no full state follows, only what came after resume_sequence."""
     @property
@@ -1793,14 +1797,18 @@ class RankLost(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     RANK_FIELD_NUMBER: builtins.int
+    NODE_FIELD_NUMBER: builtins.int
     rank: builtins.int
     """rank that was lost."""
+    node: builtins.str
+    """node is the advertised address of the node server that relayed for it, which may be what was lost. Empty: the home."""
     def __init__(
         self,
         *,
         rank: builtins.int = ...,
+        node: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["rank", b"rank"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["node", b"node", "rank", b"rank"]) -> None: ...
 
 global___RankLost = RankLost
 

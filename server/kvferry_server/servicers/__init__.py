@@ -7,11 +7,12 @@ import grpc.aio
 from kvferry.v1.introspection_pb2_grpc import add_IntrospectionServicer_to_server
 from kvferry.v1.kv_transfer_pb2_grpc import add_KVTransferServicer_to_server
 from kvferry_server.home import Home
+from kvferry_server.relays import Relays
 from kvferry_server.servicers.introspection import Introspection
 from kvferry_server.servicers.kv_transfer import KVTransfer
 
 
-def add_servicers(server: grpc.aio.Server, home: Home) -> None:
+def add_servicers(server: grpc.aio.Server, home: Home, relays: Relays) -> None:
     """Add KVTransfer and Introspection of a home to a server, which must run on the home's event loop."""
-    add_KVTransferServicer_to_server(KVTransfer(home), server)
+    add_KVTransferServicer_to_server(KVTransfer(home, relays), server)
     add_IntrospectionServicer_to_server(Introspection(home), server)

@@ -10,7 +10,7 @@ from typing import TypeVar
 from google.protobuf.duration_pb2 import Duration
 
 from kvferry.clock import from_duration
-from kvferry.errors import InvalidField, NotImplementedHere
+from kvferry.errors import InvalidField
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry_server.identity import EngineRef
 
@@ -57,12 +57,6 @@ def seconds(field: str, value: Duration) -> float:
     if value.seconds < 0 or not 0 <= value.nanos < 1_000_000_000 or value.seconds > MAX_SECONDS:
         raise InvalidField(field, f"{value.seconds} s {value.nanos} ns", f"0 to {MAX_SECONDS:.0f} seconds")
     return from_duration(value)
-
-
-def not_relayed(relayed_by: str) -> None:
-    """Node servers do not relay yet, and do not pretend to."""
-    if relayed_by:
-        raise NotImplementedHere("this node server takes no relayed calls", what="relayed_by")
 
 
 async def offloaded(size: int, call: Callable[[], Result]) -> Result:

@@ -84,7 +84,8 @@ def process(request: pb.WatchRequest) -> Process:
         raise InvalidField("rank", request.rank, "0 for a scheduler")
     random_bytes("session_secret", request.session_secret, optional=role is Role.SCHEDULER)
     random_bytes("resume_epoch", request.resume_epoch, optional=True)
-    return Process(engine_ref("engine", request.engine), role, request.rank)
+    node = text("relayed_by", request.relayed_by, least=0)
+    return Process(engine_ref("engine", request.engine), role, request.rank, node)
 
 
 def offer(message: pb.Publish) -> Offer:

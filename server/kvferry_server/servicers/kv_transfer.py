@@ -13,10 +13,11 @@ import grpc.aio
 from kvferry.clock import to_duration
 from kvferry.codec import engine_to_proto
 from kvferry.compat import diff
-from kvferry.errors import Incompatible, NotImplementedHere
+from kvferry.errors import Incompatible
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry.v1.kv_transfer_pb2_grpc import KVTransferServicer
 from kvferry_server.home import Home
+from kvferry_server.relays import Relays
 from kvferry_server.servicers import checks, decode, encode
 from kvferry_server.servicers.checksums import read_checksums
 from kvferry_server.servicers.notify import notify
@@ -33,19 +34,19 @@ Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 class KVTransfer(KVTransferServicer):
     """The service over one home, on the home's event loop."""
 
-    def __init__(self, home: Home) -> None:
+    def __init__(self, home: Home, relays: Relays) -> None:
         self._home = home
+        self._relays = relays
 
     async def RegisterCache(self, request: pb.RegisterCacheRequest, context: Context) -> pb.RegisterCacheResponse:
         """See the contract."""
         home = self._home
         home.check_taking()
-        checks.not_relayed(request.relayed_by)
-        if request.home and request.home != home.advertise:
-            what = "relaying a registration to another home"
-            raise NotImplementedHere(f"this node server does not offer {what}, {request.home!r}", what=what)
+        relayed = self._relays.applies(request.home, request.relayed_by)
         secret = checks.random_bytes("session_secret", request.session_secret)
         registration = await checks.offloaded(request.ByteSize(), lambda: decode.registration(request))
+        if relayed:
+            return await self._relays.register_cache(request)
         with home.turn():
             missing = home.register(registration, secret)
             reuse_after = home.reuse_after(registration.engine)
@@ -112,8 +113,13 @@ class KVTransfer(KVTransferServicer):
     async def Watch(self, request: pb.WatchRequest, context: Context) -> AsyncGenerator[pb.WatchResponse, None]:
         """See the contract."""
         home = self._home
-        checks.not_relayed(request.relayed_by)
         process = decode.process(request)
+        if self._relays.applies(request.home, request.relayed_by):
+            home.check_taking()
+            async with aclosing(self._relays.watch(request)) as relayed:
+                async for answer in relayed:
+                    yield answer
+            return
         stream = watch(home, process, request.session_secret, request.resume_epoch, request.resume_sequence)
         async with aclosing(stream) as messages:
             async for message in messages:

@@ -1,0 +1,111 @@
+"""Ranks whose engine's home is another node server (PROTOCOL, Watch, liveness, relays).
+
+A relay keeps nothing: it passes a rank's registration and its Watch on to the home, marked with its own address, and
+the home's answers back. So there is nothing to lose: after a restart of either, the rank's own Watch ends, comes again,
+and is told whether the home needs its registration again. The Watch at the home ends with the rank's, or with this
+server.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from typing import TYPE_CHECKING
+
+import grpc
+import grpc.aio
+
+from kvferry.channel import TlsConfig, connect_async, is_loopback, parse_address
+from kvferry.errors import InvalidField, RelayLoop
+from kvferry.status import from_rpc_error
+from kvferry.v1 import kv_transfer_pb2 as pb
+from kvferry.v1.kv_transfer_pb2_grpc import KVTransferStub
+
+if TYPE_CHECKING:
+    from kvferry.v1.kv_transfer_pb2_grpc import KVTransferAsyncStub
+
+REGISTER_TIMEOUT = 5.0
+"""Seconds for a home to take a registration: a rank that waits for a dead one repeats it."""
+
+
+class Relays:
+    """Connections to the homes of ranks that are here. Belongs to the event loop that runs it.
+
+    Args:
+        advertise: our own address, as others reach us.
+        tls: credentials; they cover every home.
+        anywhere: whether any home may be dialled without TLS; else only loopback.
+    """
+
+    def __init__(self, advertise: str, tls: TlsConfig | None, *, anywhere: bool) -> None:
+        self._advertise = advertise
+        self._tls = tls
+        self._anywhere = anywhere
+        self._channels: dict[str, tuple[grpc.aio.Channel, int]] = {}
+
+    def applies(self, home: str, relayed_by: str) -> bool:
+        """Whether a call is for another home.
+
+        Raises:
+            RelayLoop: it is, and was relayed to us.
+        """
+        if not home or home == self._advertise:
+            return False
+        if relayed_by:
+            raise RelayLoop(
+                f"{relayed_by} relayed a call for {home} to {self._advertise}, which is not that home",
+                relayed_by=relayed_by,
+            )
+        return True
+
+    async def register_cache(self, request: pb.RegisterCacheRequest) -> pb.RegisterCacheResponse:
+        """Pass a registration on. What the home refuses is raised as the home says it; `Unreachable` if it is not
+        there."""
+        home = request.home
+        request.relayed_by = self._advertise
+        stub = self._enter(home)
+        try:
+            answer = await stub.RegisterCache(request, timeout=REGISTER_TIMEOUT)
+        except grpc.RpcError as error:
+            raise from_rpc_error(error, home) from None
+        finally:
+            await self._leave(home)
+        answer.advertise = self._advertise
+        return answer
+
+    async def watch(self, request: pb.WatchRequest) -> AsyncGenerator[pb.WatchResponse, None]:
+        """Pass on a rank's Watch, and what the home tells it. Errors as `register_cache`; ends when either side
+        does."""
+        if request.role != pb.WATCH_ROLE_RANK:
+            raise InvalidField("home", request.home, "none: a scheduler's node server is its engine's home")
+        home = request.home
+        request.relayed_by = self._advertise
+        stub = self._enter(home)
+        call = stub.Watch(request)
+        try:
+            async for message in call:
+                if message.WhichOneof("event") == "opened":
+                    message.opened.advertise = self._advertise
+                yield message
+        except grpc.RpcError as error:
+            raise from_rpc_error(error, home) from None
+        finally:
+            # The home learns at once that the rank is gone.
+            call.cancel()
+            await self._leave(home)
+
+    def _enter(self, home: str) -> KVTransferAsyncStub:
+        parse_address(home, "home")
+        if self._tls is None and not self._anywhere and not is_loopback(home):
+            raise InvalidField("home", home, "an address on this host: this node server has neither TLS nor `insecure`")
+        channel, users = self._channels.get(home) or (connect_async(home, self._tls), 0)
+        self._channels[home] = channel, users + 1
+        stub: KVTransferAsyncStub = KVTransferStub(channel)  # type: ignore[assignment]
+        return stub
+
+    async def _leave(self, home: str) -> None:
+        channel, users = self._channels[home]
+        if users > 1:
+            self._channels[home] = channel, users - 1
+        else:
+            del self._channels[home]
+            await channel.close()
