@@ -1,0 +1,45 @@
+"""The engines and node servers that faults happen to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.faults.world import World
+
+
+class Keeper:
+    """Has a world that works. One that a scenario left broken is replaced."""
+
+    def __init__(self, folders: pytest.TempPathFactory) -> None:
+        self._folders = folders
+        self._world: World | None = None
+
+    def world(self) -> World:
+        """The world."""
+        if self._world is not None and not self._world.sound:
+            self.close()
+        if self._world is None:
+            self._world = World(self._folders.mktemp("world")).ready()
+        return self._world
+
+    def close(self) -> None:
+        """End it."""
+        world, self._world = self._world, None
+        if world is not None:
+            world.close()
+
+
+@pytest.fixture(scope="package")
+def keeper(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Keeper]:
+    """Of the one world that most scenarios happen in, one after the other."""
+    made = Keeper(tmp_path_factory)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def world(keeper: Keeper) -> World:
+    """A world that works."""
+    return keeper.world()

@@ -1,0 +1,84 @@
+"""The table of docs/reliability.md, made of the scenarios.
+
+python -m tests.faults.table
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from kvferry import KvferryError
+from tests.faults.scenario import Bound, Expected, Good, Row
+from tests.faults.scenarios import ROWS
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "reliability.md"
+BEGIN = "<!-- The table below is written by `make reliability` from tests/faults/scenarios.py. -->\n"
+END = "<!-- End of the table. -->\n"
+HEADER = ("Fault", "When", "The destination sees", "within", "The source sees", "within", "The request is")
+
+
+def written(document: str) -> str:
+    """The document with the table as it should be."""
+    before, rest = document.split(BEGIN)
+    _, after = rest.split(END)
+    return f"{before}{BEGIN}\n{table(ROWS)}\n{END}{after}"
+
+
+def table(rows: Sequence[Row]) -> str:
+    """In Markdown."""
+    notes: list[str] = []
+    lines = [_line(HEADER), _line(["---"] * len(HEADER))]
+    for row in rows:
+        mark = ""
+        if row.note:
+            if row.note not in notes:
+                notes.append(row.note)
+            mark = f" [{notes.index(row.note) + 1}]"
+        expected = row.expected
+        cells = (
+            row.fault + mark,
+            row.moment,
+            _destination(expected),
+            _bound(expected.destination_bound) if expected.destination else "",
+            _source(expected),
+            _bound(expected.source_bound) if expected.source else "",
+            expected.fate.value,
+        )
+        lines.append(_line(cells))
+    lines += ["", *(f"[{number}] {note}  " for number, note in enumerate(notes, 1))]
+    return "\n".join(lines) + "\n"
+
+
+def _line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _destination(expected: Expected) -> str:
+    return " or ".join(_outcome(outcome) for outcome in expected.destination) or "(nothing)"
+
+
+def _source(expected: Expected) -> str:
+    if not expected.source:
+        return "(it is gone)"
+    return f"`released`: {' or '.join(outcome.name for outcome in expected.source)}"
+
+
+def _outcome(outcome: Good | type[KvferryError]) -> str:
+    if not isinstance(outcome, Good):
+        return f"`{outcome.__name__}`"
+    return {True: "good bytes", False: "good bytes, unconfirmed", None: "good bytes, perhaps unconfirmed"}[
+        outcome.confirmed
+    ]
+
+
+def _bound(bound: Bound) -> str:
+    if not bound:
+        return "at once"
+    terms = " + ".join(term.title for term in bound)
+    known = sum(term.default for term in bound)
+    return f"{terms} ({known:g} s)" if all(term.default for term in bound) else terms
+
+
+if __name__ == "__main__":
+    DOCUMENT.write_text(written(DOCUMENT.read_text()))

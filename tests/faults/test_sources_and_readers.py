@@ -1,0 +1,78 @@
+"""What may go wrong between a source that reuses its blocks and a reader that is late, or never comes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvferry_server.times import Times
+from tests.faults.parties import SOON
+from tests.faults.playing import PATIENT, judge_read, judge_release, moving, nothing_left, refused, works
+from tests.faults.scenario import Term
+from tests.faults.scenarios import HOME_GONE, NOBODY_CAME, OVERWRITTEN, STOPPED_FOR_GOOD
+from tests.faults.world import World
+
+
+@pytest.mark.parametrize("ucx_tls", ["", "tcp"], ids=["ucx-default", "ucx-tcp"])
+def test_a_reader_that_goes_on_after_its_blocks_were_overwritten_says_expired(tmp_path: Path, ucx_tls: str) -> None:
+    world = World(tmp_path, times=Times(ttl=1.5, max_ttl=1.5, hold=0.5), ucx_tls=ucx_tls).ready()
+    try:
+        for _ in range(2):
+            request, reading = moving(world, [world.reader.process], PATIENT)
+            judge_release(world, request, OVERWRITTEN.expected)
+            # Released means overwritten here. Of the old bytes some have arrived; the rest of a read that goes on
+            # would be of the new ones.
+            world.reader.process.resume()
+            judge_read(reading, OVERWRITTEN.expected)
+            assert reading.wait_quiet(SOON)
+            refused(world, request)
+        works(world)
+        nothing_left(world)
+    finally:
+        world.close()
+
+
+def test_a_reader_that_never_comes(world: World) -> None:
+    world.sound = False
+    requests = [world.source.publish(16) for _ in range(4)]
+    for request in requests:
+        judge_release(world, request, NOBODY_CAME.expected)
+    for request in requests:
+        judge_read(world.reader.read(request, timeout=PATIENT), NOBODY_CAME.expected)
+    works(world)
+    nothing_left(world)
+    world.sound = True
+
+
+def test_a_source_rank_that_never_goes_on(world: World) -> None:
+    world.sound = False
+    request, reading = moving(world, [world.source.second], Term.TIMEOUT.here)
+    judge_read(reading, STOPPED_FOR_GOOD.expected)
+    judge_release(world, request, STOPPED_FOR_GOOD.expected)
+    # By the end of the agent, which may abort the source: it is on its way out here, as its supervisor would have it.
+    assert reading.wait_quiet(Term.FENCE.here + SOON)
+    world.restart_source()
+    refused(world, request)
+    works(world)
+    nothing_left(world)
+    world.sound = True
+
+
+def test_a_home_that_never_comes_back(tmp_path: Path) -> None:
+    world = World(tmp_path, times=Times(ttl=1.0, max_ttl=1.0, final=3.0)).ready()
+    try:
+        works(world)
+        request = world.source.publish()
+        world.home.kill()
+        reading = world.reader.read(request, timeout=Term.TIMEOUT.here)
+        judge_read(reading, HOME_GONE.expected)
+        assert reading.wait_quiet(SOON)
+        judge_release(world, request, HOME_GONE.expected)
+        assert request.releases[0].local
+        # When another home takes its place after all, nothing is released again.
+        world.home.start().ready()
+        works(world)
+        nothing_left(world)
+    finally:
+        world.close()
