@@ -15,7 +15,7 @@ CODE := $(wildcard client server tests benchmarks examples)
 VENV := .venv/.installed
 NODE := tests/node/node_modules/.installed
 
-.PHONY: help setup node demo test test-vllm lint format proto proto-check bench clean
+.PHONY: help setup node demo test test-vllm lint format reliability soak proto proto-check bench clean
 
 help: ## Show this help
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -62,6 +62,12 @@ $(VLLM_VENV): pyproject.toml scripts/setup_vllm.sh
 # Warnings are those of vLLM and its dependencies.
 test-vllm: $(VLLM_VENV) ## Run the tests that need a real vLLM (PYTEST_ARGS=)
 	@.venv-vllm/bin/python -m pytest -W ignore tests/vllm $(PYTEST_ARGS)
+
+reliability: setup ## Write the table of faults into docs/reliability.md
+	@.venv/bin/python -m tests.faults.table
+
+soak: setup ## Random geometries, load and faults, every byte verified (MINUTES=60, SEED=)
+	@.venv/bin/python -m tests.soak --minutes $(or $(MINUTES),60) $(if $(SEED),--seed $(SEED))
 
 lint: setup $(NODE) proto-check ## Check style, types, the protos and the generated code
 	.venv/bin/ruff check

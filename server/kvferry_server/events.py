@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import enum
 from collections import deque
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -80,12 +81,24 @@ class Feed:
         self.process = process
         self.sequence = 0
         self.holder = 0
-        self._events: deque[Numbered] = deque(maxlen=kept)
+        self._kept = kept
+        self._dropped = 0
+        self._events: deque[Numbered] = deque()
 
     def push(self, event: Event) -> None:
         """Add an event; the oldest makes room."""
         self.sequence += 1
+        if len(self._events) == self._kept:
+            self._dropped = self._events.popleft().sequence
         self._events.append(Numbered(self.sequence, event))
+
+    def acknowledged(self, numbers: Collection[int]) -> None:
+        """Its process knows of these releases: they need not be told again, nor be held."""
+        self._events = deque(
+            numbered
+            for numbered in self._events
+            if not isinstance(numbered.event, PublicationReleased) or numbered.event.publication.number not in numbers
+        )
 
     def take_over(self) -> int:
         """A newer Watch takes the feed; returns its number."""
@@ -96,9 +109,8 @@ class Feed:
         """How many events after this one are not kept any more; None if this one has never been."""
         if sequence > self.sequence:
             return None
-        return self.sequence - len(self._events) - sequence if sequence < self.sequence - len(self._events) else 0
+        return max(0, self._dropped - sequence)
 
     def after(self, sequence: int) -> list[Numbered]:
         """The kept events after this one, in order."""
-        skip = max(0, len(self._events) - (self.sequence - sequence))
-        return [event for index, event in enumerate(self._events) if index >= skip]
+        return [numbered for numbered in self._events if numbered.sequence > sequence]

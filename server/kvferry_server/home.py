@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 
 from kvferry.errors import ServerDraining
@@ -133,6 +133,13 @@ class Home:
         engine = self.engines.register(registration, secret)
         self.lessor.set_groups(registration.engine, registration.groups)
         return engine.missing_ranks
+
+    def acknowledge(self, source: EngineRef, numbers: Collection[int]) -> None:
+        """A source knows of these releases, within a turn."""
+        self.lessor.acknowledge(source, numbers)
+        feed = self._feeds.get(Process(source, Role.SCHEDULER))
+        if feed is not None:
+            feed.acknowledged(numbers)
 
     def reuse_after(self, engine: EngineRef) -> float:
         """Seconds until the last lease on older incarnations has ended (PROTOCOL, A source that restarts over the same

@@ -5,6 +5,7 @@ python -m tests.faults.engine FD
 
 from __future__ import annotations
 
+import itertools
 import mmap
 import os
 import signal
@@ -41,6 +42,7 @@ class Engine:
             serve=job.serve,
         )
         self._reads: dict[int, Any] = {}
+        self._numbers = itertools.count()
         self._publications: dict[int, Any] = {}
 
     # The source's commands.
@@ -78,7 +80,7 @@ class Engine:
         """Begin a read; gives it a number."""
         from kvferry import Blocks
 
-        number = len(self._reads)
+        number = next(self._numbers)
         self._reads[number] = self._cache.read(reference, {"full": Blocks(ids)}, **options)
         return number
 

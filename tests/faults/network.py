@@ -60,7 +60,11 @@ class Cable:
     def _lost(self) -> int:
         read = _ip("netns", "exec", self._names[0], "cat", "/proc/net/netstat", "/proc/net/snmp")
         rows = [line.split() for line in read.splitlines()]
-        counts = {name: value for names, values in zip(rows[::2], rows[1::2], strict=True) for name, value in zip(names, values, strict=True)}
+        counts = {
+            name: value
+            for names, values in zip(rows[::2], rows[1::2], strict=True)
+            for name, value in zip(names, values, strict=True)
+        }
         return sum(int(counts[name]) for name in ("TCPRetransFail", "TCPTimeouts", "OutNoRoutes", "OutDiscards"))
 
     def __enter__(self) -> Cable:

@@ -71,7 +71,7 @@ def _from_source(home: Home, sender: EngineRef, kind: str, notification: pb.Noti
         if kind == "abort":
             home.lessor.abort(sender, checks.positive("abort.publication", notification.abort.publication))
         elif kind == "released_ack":
-            home.lessor.acknowledge(sender, notification.released_ack.publications)
+            home.acknowledge(sender, frozenset(notification.released_ack.publications))
         else:
             _resync(home, sender, notification.resync)
     return _done()

@@ -1,0 +1,88 @@
+"""After many requests, some of which ended badly, everybody holds what they held before."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from kvferry import NixlOptions
+from kvferry.errors import TransferCancelled
+from tests.faults.parties import SOON
+from tests.faults.playing import PATIENT, nothing_left, until
+from tests.faults.process import Held
+from tests.faults.world import Reading, World
+
+REQUESTS = int(os.environ.get("KVFERRY_LEAK_REQUESTS", "10000"))
+AT_ONCE = 10
+BLOCKS = 4
+CHANCE = 10
+"""Threads, files, or objects of one type that may come and go while nothing is asked. Of a leak there would be one for
+each request, or for each tenth."""
+GROWTH = 24 << 20
+"""Bytes by which a process may grow: allocators keep some of what was freed. 1,000 requests that leaked 32 KiB each
+would be found, and 10,000 that leaked 3."""
+
+
+def test_nothing_is_left_of_many_requests(tmp_path: Path) -> None:
+    options = NixlOptions()
+    world = World(
+        tmp_path, chunk_descriptors=options.chunk_descriptors, bytes_in_flight=options.bytes_in_flight
+    ).ready()
+    try:
+        _serve(world, 10 * AT_ONCE)
+        before = _held(world)
+        _serve(world, REQUESTS)
+        nothing_left(world)
+        # What a deadline still refers to goes when that is due: leases, holds.
+        until(lambda: not _more(before, _held(world)), SOON)
+        for name, held in _held(world).items():
+            assert held.resident - before[name].resident < GROWTH, name
+    finally:
+        world.close()
+
+
+def _serve(world: World, count: int) -> None:
+    """Requests, ten at once: seven are read, one is cancelled, one declined, one taken back. Who cancelled declines, or
+    another reader would be waited for."""
+    for _ in range(count // AT_ONCE):
+        requests = [world.source.publish(BLOCKS) for _ in range(AT_ONCE)]
+        declined, taken_back, *read = requests
+        world.reader.process.call("decline", declined.publication.reference)
+        world.source.scheduler.call("abort", taken_back.publication.number)
+        readings = [world.reader.read(request, timeout=PATIENT) for request in read]
+        world.reader.process.call("cancel", readings[0].number)
+        for reading in readings:
+            _end(reading, may_fail=reading is readings[0])
+        world.reader.process.call("decline", read[0].publication.reference)
+        for request in requests:
+            world.source.released(request, SOON)
+            assert len(request.releases) == 1
+            del world.source.requests[request.publication.number]
+        assert world.reader.right()
+
+
+def _end(reading: Reading, *, may_fail: bool) -> None:
+    seen = reading.outcome(PATIENT)
+    assert seen.error is None or (may_fail and isinstance(seen.error, TransferCancelled)), seen.error
+    assert reading.wait_quiet(SOON)
+
+
+def _held(world: World) -> dict[str, Held]:
+    return {
+        "source": world.source.scheduler.call("held"),
+        "source's rank": world.source.second.call("held"),
+        "destination": world.reader.process.call("held"),
+        "source's node server": world.home.held(),
+        "destination's node server": world.node.held(),
+    }
+
+
+def _more(before: dict[str, Held], after: dict[str, Held]) -> list[str]:
+    """What there is more of than before, by more than chance."""
+    return [
+        f"{name}: {kind}"
+        for name, held in after.items()
+        for kind, count in {"threads": held.threads, "files": held.files, **held.objects}.items()
+        if count
+        > {"threads": before[name].threads, "files": before[name].files, **before[name].objects}.get(kind, 0) + CHANCE
+    ]
