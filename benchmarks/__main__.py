@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks import control, expand, paths, transfer
+from benchmarks import control, expand, integrity, paths, transfer
 
 RESULTS = Path(__file__).parent / "RESULTS.md"
 
@@ -21,7 +21,15 @@ run to run.
 
 def main() -> None:
     """Every benchmark, one after the other."""
-    tables = [transfer.run(), transfer.run("tcp"), paths.run(), paths.run("tcp"), control.run(), *expand.run()]
+    tables = [
+        transfer.run(),
+        transfer.run("tcp"),
+        paths.run(),
+        paths.run("tcp"),
+        control.run(),
+        integrity.run(),
+        *expand.run(),
+    ]
     text = HEADER + f"Python {platform.python_version()}, numpy {np.__version__}, {platform.machine()}.\n\n"
     text += "\n".join(table.markdown() for table in tables)
     RESULTS.write_text(text)

@@ -1,1 +1,32 @@
-"""What all tests share."""
+"""What all tests share: in CI, a test that was skipped has failed, unless it is known that it cannot run."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+KNOWN_SKIPS = ("there is no GPU", "network namespaces need root", "network namespaces cannot be made here")
+"""Beginnings of the reasons that CI accepts."""
+
+_unknown: list[str] = []
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if report.skipped and isinstance(report.longrepr, tuple):
+        reason = str(report.longrepr[2]).removeprefix("Skipped: ")
+        if not reason.startswith(KNOWN_SKIPS):
+            _unknown.append(f"{report.nodeid}: {reason}")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if os.environ.get("CI") and _unknown:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if os.environ.get("CI") and _unknown:
+        terminalreporter.section("skipped, which CI does not accept")
+        for line in _unknown:
+            terminalreporter.line(line)

@@ -29,9 +29,9 @@ def test_nothing_is_left_of_many_requests(tmp_path: Path) -> None:
         tmp_path, chunk_descriptors=options.chunk_descriptors, bytes_in_flight=options.bytes_in_flight
     ).ready()
     try:
-        _serve(world, 10 * AT_ONCE)
+        serve_mixed(world, 10 * AT_ONCE)
         before = _held(world)
-        _serve(world, REQUESTS)
+        serve_mixed(world, REQUESTS)
         nothing_left(world)
         # What a deadline still refers to goes when that is due: leases, holds.
         until(lambda: not _more(before, _held(world)), SOON)
@@ -41,7 +41,7 @@ def test_nothing_is_left_of_many_requests(tmp_path: Path) -> None:
         world.close()
 
 
-def _serve(world: World, count: int) -> None:
+def serve_mixed(world: World, count: int) -> None:
     """Requests, ten at once: seven are read, one is cancelled, one declined, one taken back. Who cancelled declines, or
     another reader would be waited for."""
     for _ in range(count // AT_ONCE):

@@ -6,12 +6,15 @@ from pathlib import Path
 
 import pytest
 
+from kvferry import ReleaseOutcome
 from kvferry_server.times import Times
+from tests.e2e.servers import free_port
+from tests.faults.doubling import DoublingNode
 from tests.faults.parties import SOON
-from tests.faults.playing import PATIENT, judge_read, judge_release, moving, nothing_left, refused, works
+from tests.faults.playing import PATIENT, judge_read, judge_release, moving, nothing_left, refused, until, works
 from tests.faults.scenario import Term
-from tests.faults.scenarios import HOME_GONE, NOBODY_CAME, OVERWRITTEN, STOPPED_FOR_GOOD
-from tests.faults.world import World
+from tests.faults.scenarios import DUPLICATES, HOME_GONE, NOBODY_CAME, OVERWRITTEN, STOPPED_FOR_GOOD
+from tests.faults.world import TIMES, Reader, Source, World
 
 
 @pytest.mark.parametrize("ucx_tls", ["", "tcp"], ids=["ucx-default", "ucx-tcp"])
@@ -76,3 +79,37 @@ def test_a_home_that_never_comes_back(tmp_path: Path) -> None:
         nothing_left(world)
     finally:
         world.close()
+
+
+def test_every_message_twice(tmp_path: Path) -> None:
+    settings = {"engine_ttl": TIMES.engine_ttl, "ttl": TIMES.ttl, "hold": TIMES.hold, "drain": 1.0}
+    node = DoublingNode(tmp_path / "node", f"127.0.0.1:{free_port()}", **settings)
+    node.start().ready()
+    source, reader = Source(node, tmp_path), Reader(node, tmp_path, ucx_tls="tcp")
+    try:
+        source.ready()
+        reader.ready()
+        for index in range(10):
+            request = source.publish(8)
+            if index % 5 == 4:
+                reader.process.call("decline", request.publication.reference)
+            else:
+                judge_read(reading := reader.read(request, timeout=PATIENT), DUPLICATES.expected)
+                assert reader.right()
+                assert reading.wait_quiet(SOON)
+            outcome = source.released(request, SOON).outcome
+            assert outcome in ((ReleaseOutcome.DECLINED,) if index % 5 == 4 else DUPLICATES.expected.source)
+        until(node.idle)
+        assert source.collect() == []
+        assert all(len(request.releases) == 1 for request in source.requests.values())
+        assert {method.rpartition("/")[2] for method in node.doubled} > {
+            "RegisterCache",
+            "Handshake",
+            "ReadBlocks",
+            "Notify",
+            "Watch",
+        }
+    finally:
+        source.close()
+        reader.close()
+        node.kill()

@@ -1,0 +1,1 @@
+"""Hours of random geometry, load and faults: `make soak`."""

@@ -1,0 +1,139 @@
+"""Random geometry, load and faults until the time is up; every byte that a read calls good is looked at.
+
+python -m tests.soak --minutes 60 --seed 7
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import random
+import sys
+import tempfile
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from kvferry.clock import now
+from tests.e2e import pairwise
+from tests.e2e.geometry_cases import CASES, Case
+from tests.e2e.servers import NodeServerProcess
+from tests.e2e.test_geometries import hold_sources, move
+from tests.faults.playing import nothing_left, play
+from tests.faults.scenarios import PROCESSES
+from tests.faults.test_leaks import serve_mixed
+from tests.faults.world import World
+
+
+class Soak:
+    """Rounds of one kind or another, and what came of them."""
+
+    def __init__(self, folder: Path, seed: int) -> None:
+        self.counts: Counter[str] = Counter()
+        self.failures: list[str] = []
+        self._folder = folder
+        self._random = random.Random(seed)
+        self._worlds = 0
+        self._world: World | None = None
+
+    def run(self, until: float) -> None:
+        """One round after the other."""
+        with self._geometries() as geometry:
+            rounds: list[tuple[str, Callable[[], None]]] = [
+                ("geometry", geometry),
+                ("load", self._load),
+                ("fault", self._fault),
+            ]
+            while now() < until:
+                kind, play_round = self._random.choices(rounds, (5, 2, 3))[0]
+                try:
+                    play_round()
+                except Exception:
+                    self.failures.append(f"round {sum(self.counts.values())}, {kind}:\n{traceback.format_exc()}")
+                    self._end_world()
+                self.counts[f"{kind} rounds"] += 1
+        self._end_world()
+
+    @contextmanager
+    def _geometries(self) -> Iterator[Callable[[], None]]:
+        context = multiprocessing.get_context("spawn")
+        ours, theirs = context.Pipe()
+        with (
+            NodeServerProcess(self._folder / "source", tcp=True) as source,
+            NodeServerProcess(self._folder / "destination") as destination,
+        ):
+            homes = source.address, destination.address
+            process = context.Process(target=hold_sources, args=(homes[0], theirs), daemon=True)
+            process.start()
+            yield lambda: self._move(ours, homes)
+            ours.close()
+            process.join(20)
+
+    def _move(self, sources: Connection, homes: tuple[str, str]) -> None:
+        case = self._case()
+        self.counts[f"geometry: {case.ucx_tls or 'UCX default'}, {case.path}"] += 1
+        try:
+            move(sources, homes, case)
+        except Exception as error:
+            raise RuntimeError(f"{case}") from error
+
+    def _case(self) -> Case:
+        choose = self._random
+        if choose.random() < 0.3:
+            case = choose.choice(list(CASES.values()))
+        else:
+            row = choose.choice(pairwise.rows(choose.randrange(1 << 16)))
+            case = Case(*pairwise.documents(row), *pairwise.tokens(row), path=row["path"])
+        return replace(case, ucx_tls=choose.choice(["", "tcp"]))
+
+    def _load(self) -> None:
+        world = self._healthy()
+        serve_mixed(world, 200)
+        nothing_left(world)
+        self.counts["requests under load"] += 200
+
+    def _fault(self) -> None:
+        world, scenario = self._healthy(), self._random.choice(PROCESSES)
+        self.counts[f"fault: {scenario.row.fault}, {scenario.row.moment}"] += 1
+        try:
+            play(world, scenario)
+        except Exception as error:
+            raise RuntimeError(f"{scenario.name}") from error
+
+    def _healthy(self) -> World:
+        if self._world is not None and not self._world.sound:
+            self._end_world()
+        if self._world is None:
+            self._worlds += 1
+            self._world = World(self._folder / f"world-{self._worlds}").ready()
+        return self._world
+
+    def _end_world(self) -> None:
+        world, self._world = self._world, None
+        if world is not None:
+            world.close()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="make soak", description=__doc__)
+    parser.add_argument("--minutes", type=float, default=60)
+    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 31))
+    arguments = parser.parse_args()
+    print(f"soak: {arguments.minutes:g} minutes, seed {arguments.seed}", flush=True)
+    with tempfile.TemporaryDirectory(prefix="kvferry-soak-") as folder:
+        soak = Soak(Path(folder), arguments.seed)
+        soak.run(now() + 60 * arguments.minutes)
+    for what, count in sorted(soak.counts.items()):
+        print(f"{count:8}  {what}")
+    for failure in soak.failures:
+        print(failure)
+    print(f"soak: {len(soak.failures)} rounds failed; seed {arguments.seed}")
+    return 1 if soak.failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
