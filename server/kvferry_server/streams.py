@@ -148,7 +148,7 @@ async def watch(
                     told = numbered.sequence
                     yield numbered
                 _check_holder(feed, holder)
-                if told < feed.sequence:
+                if feed.after(told):
                     continue
                 if home.draining:
                     raise ServerDraining("this node server is draining")
