@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from kvferry_server.events import Feed, Process, RankLost, Role
+import sys
+
+from kvferry_server.events import Feed, Process, PublicationReleased, RankLost, Role
+from kvferry_server.publications import Publication
 from tests.server.parties import P
 
 
@@ -34,3 +37,15 @@ def test_events_are_bounded_and_a_gap_is_counted() -> None:
 
 def test_a_sequence_that_never_was_cannot_be_resumed() -> None:
     assert feed_with(3).dropped_after(4) is None
+
+
+def test_a_release_that_is_acknowledged_is_held_no_longer_and_leaves_no_gap() -> None:
+    publication = Publication(P, 7)
+    feed = feed_with(1)
+    feed.push(PublicationReleased(publication))
+    feed.push(RankLost(1))
+    held = sys.getrefcount(publication)
+    feed.acknowledged({7})
+    assert sys.getrefcount(publication) == held - 1
+    assert [numbered.sequence for numbered in feed.after(0)] == [1, 3]
+    assert feed.dropped_after(0) == 0
