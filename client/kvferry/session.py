@@ -227,6 +227,11 @@ class EngineSession:
                 self._offers.final = max(from_duration(times.final), from_duration(times.max_ttl))
         elif kind == "released":
             self._on_released(message.released)
+        elif kind == "rank_lost":
+            lost = message.rank_lost
+            place = f" of node {lost.node}" if lost.node else ""
+            cause = "its node was lost" if lost.node_lost else "its process ended"
+            logger.warning("engine %s: rank %d%s is lost: %s", self.spec.engine_id, lost.rank, place, cause)
         elif kind == "synced" and message.synced.need_resync:
             self._refill()
 

@@ -55,6 +55,7 @@ class RankDied:
     engine: EngineRef
     rank: int
     node: str
+    node_lost: bool
 
 
 @dataclass(slots=True, eq=False)
@@ -73,6 +74,7 @@ class Engine:
         watched_ranks: ranks with an open Watch of their own.
         rank_lost_at: when the Watch of a rank ended, while its time runs.
         nodes: node servers that relay for ranks, by rank.
+        left_ranks: relayed ones of which their node server says that their processes ended.
     """
 
     ref: EngineRef
@@ -88,6 +90,7 @@ class Engine:
     watched_ranks: set[int] = field(default_factory=set)
     rank_lost_at: dict[int, float] = field(default_factory=dict)
     nodes: dict[int, str] = field(default_factory=dict)
+    left_ranks: set[int] = field(default_factory=set)
     scheduled: float = NEVER
     _geometry: EngineGeometry | None = None
 
@@ -118,6 +121,11 @@ class Engine:
             identity, incarnation = self.first.identity, self.ref.incarnation
             self._geometry = EngineGeometry(self.ref.engine_id, self.first.groups, ranks, identity, incarnation)
         return self._geometry
+
+    def lost_with_node(self, rank: int) -> bool:
+        """Whether a rank that is lost was lost with its node, as far as is known: a node server that lives says so of
+        a rank that ended."""
+        return rank in self.nodes and rank not in self.left_ranks
 
     def add(self, registration: Registration) -> None:
         """A rank is there, or back."""
@@ -209,8 +217,11 @@ class Registry:
             return
         listed, values = ",".join(map(str, missing)), dict[str, Any]()
         if nodes := sorted({engine.nodes[rank] for rank in missing if rank in engine.nodes}):
-            values = {"nodes": ",".join(nodes)}
+            values["nodes"] = ",".join(nodes)
             problem += f"; of other nodes: {', '.join(nodes)}"
+        if lost := sorted({engine.nodes[rank] for rank in missing if engine.lost_with_node(rank)}):
+            values["lost_nodes"] = ",".join(lost)
+            problem += f"; nodes lost: {', '.join(lost)}"
         raise EngineIncomplete(f"{ref}: {problem}", engine_id=ref.engine_id, missing_ranks=listed, **values)
 
     def check_session(self, ref: EngineRef, secret: bytes) -> Engine:
@@ -282,6 +293,7 @@ class Registry:
         if rank >= most:
             raise InvalidField("rank", rank, f"below {most}")
         engine.watched_ranks.add(rank)
+        engine.left_ranks.discard(rank)
         engine.nodes.pop(rank, None)
         if node:
             engine.nodes[rank] = node
@@ -296,6 +308,13 @@ class Registry:
             engine.watched_ranks.discard(rank)
             engine.rank_lost_at[rank] = now
             self._agenda.put(engine)
+
+    def rank_left(self, ref: EngineRef, rank: int) -> None:
+        """The node server that relays for a rank says that its process has ended; its Watch ends next."""
+        engine = self.find(ref)
+        if rank not in engine.nodes:
+            raise InvalidField("rank_left.rank", rank, "a rank that another node server relays for")
+        engine.left_ranks.add(rank)
 
     def register(self, registration: Registration, secret: bytes) -> Engine:
         """Take a rank's cache. Idempotent for the same content.
@@ -383,7 +402,8 @@ class Registry:
             del engine.rank_lost_at[rank]
             if rank in engine.ranks:
                 engine.lost_ranks.add(rank)
-                self._effects.append(RankDied(engine.ref, rank, engine.nodes.get(rank, "")))
+                node, node_lost = engine.nodes.get(rank, ""), engine.lost_with_node(rank)
+                self._effects.append(RankDied(engine.ref, rank, node, node_lost))
         if engine.lost_at is None or engine.lost_at + engine.ttl > now:
             return
         if not engine.dead:

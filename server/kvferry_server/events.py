@@ -46,10 +46,11 @@ class PublicationReleased:
 
 @dataclass(frozen=True, slots=True)
 class RankLost:
-    """The process of a rank is gone, or the `node` server that relayed for it."""
+    """The process of a rank is gone, alone or with the `node` server that relayed for it."""
 
     rank: int
     node: str = ""
+    node_lost: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -166,7 +166,10 @@ class Home:
         released = self.lessor.released(process.engine)
         return [
             *(PublicationReleased(publication) for publication in released),
-            *(RankLost(rank, engine.nodes.get(rank, "")) for rank in sorted(engine.lost_ranks)),
+            *(
+                RankLost(rank, engine.nodes.get(rank, ""), engine.lost_with_node(rank))
+                for rank in sorted(engine.lost_ranks)
+            ),
         ]
 
     def reference(self, publication: Publication) -> str:
@@ -193,7 +196,8 @@ class Home:
                 self.lessor.end_engine(happened.engine, Standing.REPLACED)
                 self._drop_feeds(happened.engine)
             elif isinstance(happened, RankDied):
-                self._push(Process(happened.engine, Role.SCHEDULER), RankLost(happened.rank, happened.node))
+                lost = RankLost(happened.rank, happened.node, happened.node_lost)
+                self._push(Process(happened.engine, Role.SCHEDULER), lost)
         self.lessor.advance()
         for change in self.lessor.take_effects():
             if isinstance(change, Released):

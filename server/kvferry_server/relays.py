@@ -8,7 +8,10 @@ server.
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from collections.abc import AsyncGenerator
+from functools import partial
 from typing import TYPE_CHECKING
 
 import grpc
@@ -22,6 +25,11 @@ from kvferry.v1.kv_transfer_pb2_grpc import KVTransferStub
 
 if TYPE_CHECKING:
     from kvferry.v1.kv_transfer_pb2_grpc import KVTransferAsyncStub
+
+logger = logging.getLogger(__name__)
+
+LEFT_TIMEOUT = 1.0
+"""Seconds to tell a home that a rank has left; a home that does not hear it takes this node for lost."""
 
 REGISTER_TIMEOUT = 5.0
 """Seconds for a home to take a registration: a rank that waits for a dead one repeats it."""
@@ -41,6 +49,17 @@ class Relays:
         self._tls = tls
         self._anywhere = anywhere
         self._channels: dict[str, tuple[grpc.aio.Channel, int]] = {}
+        self._endings: dict[tuple[bytes, int], asyncio.Task[None]] = {}
+        self._ending = False
+
+    def end(self) -> None:
+        """This node server ends: the Watches that end from now on do not end because of their ranks."""
+        self._ending = True
+
+    async def close(self) -> None:
+        """Wait until every Watch has ended at its home."""
+        if self._endings:
+            await asyncio.wait(tuple(self._endings.values()))
 
     def applies(self, home: str, relayed_by: str) -> bool:
         """Whether a call is for another home.
@@ -77,21 +96,55 @@ class Relays:
         does."""
         if request.role != pb.WATCH_ROLE_RANK:
             raise InvalidField("home", request.home, "none: a scheduler's node server is its engine's home")
-        home = request.home
+        home, process = request.home, (request.engine.SerializeToString(), request.rank)
         request.relayed_by = self._advertise
+        if ending := self._endings.get(process):
+            # The word of a rank's end must not overtake its return.
+            await asyncio.wait([ending])
         stub = self._enter(home)
         call = stub.Watch(request)
+        left = True
         try:
             async for message in call:
                 if message.WhichOneof("event") == "opened":
                     message.opened.advertise = self._advertise
                 yield message
+            left = False
         except grpc.RpcError as error:
+            left = False
             raise from_rpc_error(error, home) from None
         finally:
-            # The home learns at once that the rank is gone.
+            # A task of its own: this one has been cancelled where the rank is gone.
+            ending = self._endings[process] = asyncio.create_task(self._end_watch(stub, call, request, left=left))
+            ending.add_done_callback(partial(self._ended_watch, process))
+
+    async def _end_watch(
+        self,
+        stub: KVTransferAsyncStub,
+        call: grpc.aio.UnaryStreamCall[pb.WatchRequest, pb.WatchResponse],
+        request: pb.WatchRequest,
+        *,
+        left: bool,
+    ) -> None:
+        """The home learns at once that a rank is gone; if it `left`, that first: a Watch that ends without a word ended
+        with its node."""
+        said = pb.NotifyRequest(
+            sender=request.engine,
+            session_secret=request.session_secret,
+            notifications=[pb.Notification(rank_left=pb.RankLeft(rank=request.rank))],
+        )
+        try:
+            if left and not self._ending:
+                await stub.Notify(said, timeout=LEFT_TIMEOUT)
+        except grpc.RpcError as error:
+            logger.info("end of rank %d not told: %s", request.rank, from_rpc_error(error, request.home))
+        finally:
             call.cancel()
-            await self._leave(home)
+            await self._leave(request.home)
+
+    def _ended_watch(self, process: tuple[bytes, int], ending: asyncio.Task[None]) -> None:
+        if self._endings.get(process) is ending:
+            del self._endings[process]
 
     def _enter(self, home: str) -> KVTransferAsyncStub:
         parse_address(home, "home")

@@ -54,6 +54,7 @@ class NodeServer:
     """
 
     home: Home
+    _relays: Relays
     addresses: tuple[str, ...] = ()
     advertise: str = ""
 
@@ -83,8 +84,8 @@ class NodeServer:
             # Ports first: what is advertised depends on them. Nobody is served before the last line.
             self._bind(server)
             self.home = Home(self._clock, self._config.times, self.advertise)
-            relays = Relays(self.advertise, self._config.tls, anywhere=self._config.insecure)
-            add_servicers(server, self.home, relays)
+            self._relays = Relays(self.advertise, self._config.tls, anywhere=self._config.insecure)
+            add_servicers(server, self.home, self._relays)
             add_HealthServicer_to_server(self._health, server)
             reflection.enable_server_reflection((*SERVICES, HEALTH, reflection.SERVICE_NAME), server)
             self._driver = asyncio.create_task(self.home.run(), name="kvferry-home")
@@ -123,6 +124,7 @@ class NodeServer:
         """
         grace = self._config.drain if grace is None else grace
         if self._server is not None and self.addresses:
+            self._relays.end()
             # The order matters: load balancers leave, then new work is refused, then our own streams end. A
             # single open stream, even a health Watch, would make gRPC wait for the whole grace.
             await self._health.enter_graceful_shutdown()
@@ -134,6 +136,7 @@ class NodeServer:
             grace = await self._leases_end(grace)
         if self._server is not None:
             await self._server.stop(grace)
+            await self._relays.close()
         if self._driver is not None:
             self._driver.cancel()
             await asyncio.wait([self._driver])

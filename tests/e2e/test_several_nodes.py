@@ -112,18 +112,30 @@ def test_either_node_server_may_restart(spanning: Spanning, which: str) -> None:
     spanning.read()
 
 
-def test_a_rank_that_died_behind_another_node_is_named_with_its_node(spanning: Spanning) -> None:
+def test_a_rank_that_died_behind_another_node_is_told_from_its_node(spanning: Spanning) -> None:
     spanning.ranks[1].process.kill()
     error = spanning.incomplete()
     assert error.values["missing_ranks"] == "1"
     assert error.values["nodes"] == spanning.other.address
+    assert "lost_nodes" not in error.values
 
 
-def test_a_node_that_was_lost_is_named(spanning: Spanning) -> None:
-    spanning.other.stop(signal.SIGKILL)
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+def test_a_node_that_was_lost_is_named_as_lost(spanning: Spanning, how: signal.Signals) -> None:
+    spanning.other.stop(how)
     error = spanning.incomplete()
-    assert error.values["nodes"] == spanning.other.address
-    assert spanning.other.address in str(error)
+    assert error.values["lost_nodes"] == spanning.other.address
+    assert f"nodes lost: {spanning.other.address}" in str(error)
+
+
+def test_what_was_lost_is_told_to_the_scheduler(spanning: Spanning, caplog: pytest.LogCaptureFixture) -> None:
+    spanning.other.stop(signal.SIGKILL)
+    spanning.incomplete()
+    expected = f"rank 1 of node {spanning.other.address} is lost: its node was lost"
+    deadline = now() + 30
+    while not any(expected in record.getMessage() for record in caplog.records) and now() < deadline:
+        spanning.session.released(0.05)
+    assert expected in caplog.text
 
 
 def failure(address: str, request: pb.RegisterCacheRequest | pb.WatchRequest) -> KvferryError:

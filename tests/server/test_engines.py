@@ -323,7 +323,7 @@ def test_a_rank_whose_watch_is_lost_makes_the_engine_unreadable(scene: Scene) ->
     scene.registry.close_rank(P, 1)
     assert scene.wait(TIMES.engine_ttl - 1) == []
     scene.registry.check_readable(engine)
-    assert scene.wait(1) == [RankDied(P, 1, "")]
+    assert scene.wait(1) == [RankDied(P, 1, "", node_lost=False)]
     with pytest.raises(EngineIncomplete) as caught:
         scene.registry.check_readable(engine)
     assert caught.value.values["missing_ranks"] == "1"
@@ -333,7 +333,7 @@ def test_a_rank_whose_watch_is_lost_makes_the_engine_unreadable(scene: Scene) ->
     scene.registry.register(registration(rank=1, ranks=2), secret)
     scene.registry.check_readable(engine)
     # Without a Watch it ends after one ttl.
-    assert scene.wait(TIMES.engine_ttl) == [RankDied(P, 1, "")]
+    assert scene.wait(TIMES.engine_ttl) == [RankDied(P, 1, "", node_lost=False)]
 
 
 def test_a_rank_that_comes_back_in_time_is_not_lost(scene: Scene) -> None:

@@ -50,7 +50,7 @@ class _ErrorReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     """NOT_FOUND: no engine of this id. Metadata: engine_id."""
     ERROR_REASON_ENGINE_INCOMPLETE: _ErrorReason.ValueType  # 10
     """UNAVAILABLE: not all ranks are registered (yet, or any more). Metadata: engine_id, missing_ranks; nodes, the
-    node servers that relayed for some of them.
+    node servers that relayed for some of them; lost_nodes, those of these that were lost themselves.
     """
     ERROR_REASON_ENGINE_ID_IN_USE: _ErrorReason.ValueType  # 11
     """ALREADY_EXISTS with RetryInfo: another incarnation of this engine_id lives. Metadata: engine_id, incarnation."""
@@ -126,7 +126,7 @@ ERROR_REASON_ENGINE_UNKNOWN: ErrorReason.ValueType  # 9
 """NOT_FOUND: no engine of this id. Metadata: engine_id."""
 ERROR_REASON_ENGINE_INCOMPLETE: ErrorReason.ValueType  # 10
 """UNAVAILABLE: not all ranks are registered (yet, or any more). Metadata: engine_id, missing_ranks; nodes, the
-node servers that relayed for some of them.
+node servers that relayed for some of them; lost_nodes, those of these that were lost themselves.
 """
 ERROR_REASON_ENGINE_ID_IN_USE: ErrorReason.ValueType  # 11
 """ALREADY_EXISTS with RetryInfo: another incarnation of this engine_id lives. Metadata: engine_id, incarnation."""

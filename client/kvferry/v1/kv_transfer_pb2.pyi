@@ -834,8 +834,8 @@ class NotifyRequest(google.protobuf.message.Message):
     SESSION_SECRET_FIELD_NUMBER: builtins.int
     NOTIFICATIONS_FIELD_NUMBER: builtins.int
     session_secret: builtins.bytes
-    """session_secret of the sender; required for notifications of a source (publish, abort, released_ack, resync), whose home
-    this is. Empty otherwise.
+    """session_secret of the sender; required for notifications of a source (publish, abort, released_ack, resync, checksums,
+    rank_left), whose home this is. Empty otherwise.
     """
     @property
     def sender(self) -> global___EngineRef:
@@ -872,6 +872,7 @@ class Notification(google.protobuf.message.Message):
     CANCEL_FIELD_NUMBER: builtins.int
     DECLINE_FIELD_NUMBER: builtins.int
     CHECKSUMS_FIELD_NUMBER: builtins.int
+    RANK_LEFT_FIELD_NUMBER: builtins.int
     @property
     def publish(self) -> global___Publish:
         """publish blocks (source)."""
@@ -908,6 +909,10 @@ class Notification(google.protobuf.message.Message):
     def checksums(self) -> global___PublishChecksums:
         """checksums of a rank's blocks (source)."""
 
+    @property
+    def rank_left(self) -> global___RankLeft:
+        """rank_left says that a rank's process has ended (the node server that relays for it)."""
+
     def __init__(
         self,
         *,
@@ -920,10 +925,11 @@ class Notification(google.protobuf.message.Message):
         cancel: global___CancelRead | None = ...,
         decline: global___Decline | None = ...,
         checksums: global___PublishChecksums | None = ...,
+        rank_left: global___RankLeft | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["abort", b"abort", "cancel", b"cancel", "checksums", b"checksums", "decline", b"decline", "kind", b"kind", "publish", b"publish", "read_done", b"read_done", "released_ack", b"released_ack", "renew", b"renew", "resync", b"resync"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["abort", b"abort", "cancel", b"cancel", "checksums", b"checksums", "decline", b"decline", "kind", b"kind", "publish", b"publish", "read_done", b"read_done", "released_ack", b"released_ack", "renew", b"renew", "resync", b"resync"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["kind", b"kind"]) -> typing.Literal["publish", "abort", "released_ack", "resync", "renew", "read_done", "cancel", "decline", "checksums"] | None: ...
+    def HasField(self, field_name: typing.Literal["abort", b"abort", "cancel", b"cancel", "checksums", b"checksums", "decline", b"decline", "kind", b"kind", "publish", b"publish", "rank_left", b"rank_left", "read_done", b"read_done", "released_ack", b"released_ack", "renew", b"renew", "resync", b"resync"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["abort", b"abort", "cancel", b"cancel", "checksums", b"checksums", "decline", b"decline", "kind", b"kind", "publish", b"publish", "rank_left", b"rank_left", "read_done", b"read_done", "released_ack", b"released_ack", "renew", b"renew", "resync", b"resync"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["kind", b"kind"]) -> typing.Literal["publish", "abort", "released_ack", "resync", "renew", "read_done", "cancel", "decline", "checksums", "rank_left"] | None: ...
 
 global___Notification = Notification
 
@@ -1072,6 +1078,26 @@ class PublishChecksums(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["checksums", b"checksums", "last", b"last", "publication", b"publication", "rank", b"rank"]) -> None: ...
 
 global___PublishChecksums = PublishChecksums
+
+@typing.final
+class RankLeft(google.protobuf.message.Message):
+    """RankLeft is said by a node server whose own connection to a rank ended, just before it ends the Watch that it relays. A relayed
+    Watch that ends without it ended with its node. Changes nothing but what is told of the rank's end. Idempotent.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RANK_FIELD_NUMBER: builtins.int
+    rank: builtins.int
+    """rank that left."""
+    def __init__(
+        self,
+        *,
+        rank: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["rank", b"rank"]) -> None: ...
+
+global___RankLeft = RankLeft
 
 @typing.final
 class Abort(google.protobuf.message.Message):
@@ -1798,17 +1824,21 @@ class RankLost(google.protobuf.message.Message):
 
     RANK_FIELD_NUMBER: builtins.int
     NODE_FIELD_NUMBER: builtins.int
+    NODE_LOST_FIELD_NUMBER: builtins.int
     rank: builtins.int
     """rank that was lost."""
     node: builtins.str
-    """node is the advertised address of the node server that relayed for it, which may be what was lost. Empty: the home."""
+    """node is the advertised address of the node server that relayed for it. Empty: it was the home's own."""
+    node_lost: builtins.bool
+    """node_lost says that the node server ended, or cannot be reached; not, as far as is known, the rank alone."""
     def __init__(
         self,
         *,
         rank: builtins.int = ...,
         node: builtins.str = ...,
+        node_lost: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["node", b"node", "rank", b"rank"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["node", b"node", "node_lost", b"node_lost", "rank", b"rank"]) -> None: ...
 
 global___RankLost = RankLost
 

@@ -174,7 +174,7 @@ def _event(response: pb.WatchResponse, event: Event) -> None:
     if isinstance(event, PublicationReleased):
         response.released.CopyFrom(_released(event.publication))
     elif isinstance(event, RankLost):
-        response.rank_lost.CopyFrom(pb.RankLost(rank=event.rank, node=event.node))
+        response.rank_lost.CopyFrom(pb.RankLost(rank=event.rank, node=event.node, node_lost=event.node_lost))
     else:
         response.draining.CopyFrom(pb.Draining())
 

@@ -13,7 +13,7 @@ from kvferry_server.servicers.checksums import publish_checksums
 
 MAX_NOTIFICATIONS = 1024
 
-OF_A_SOURCE = frozenset({"publish", "abort", "released_ack", "resync", "checksums"})
+OF_A_SOURCE = frozenset({"publish", "abort", "released_ack", "resync", "checksums", "rank_left"})
 """Said in an engine's name, so its session secret is needed."""
 
 
@@ -72,6 +72,8 @@ def _from_source(home: Home, sender: EngineRef, kind: str, notification: pb.Noti
             home.lessor.abort(sender, checks.positive("abort.publication", notification.abort.publication))
         elif kind == "released_ack":
             home.acknowledge(sender, frozenset(notification.released_ack.publications))
+        elif kind == "rank_left":
+            home.engines.rank_left(sender, notification.rank_left.rank)
         else:
             _resync(home, sender, notification.resync)
     return _done()
