@@ -54,7 +54,6 @@ class NodeServer:
     """
 
     home: Home
-    _relays: Relays
     addresses: tuple[str, ...] = ()
     advertise: str = ""
 
@@ -63,6 +62,7 @@ class NodeServer:
         self._clock = clock if clock is not None else BootClock()
         self._guard = Guard(config.limits)
         self._health = health_aio.HealthServicer()
+        self._relays: Relays | None = None
         self._unix: UnixListener | None = None
         self._server: grpc.aio.Server | None = None
         self._driver: asyncio.Task[None] | None = None
@@ -84,8 +84,8 @@ class NodeServer:
             # Ports first: what is advertised depends on them. Nobody is served before the last line.
             self._bind(server)
             self.home = Home(self._clock, self._config.times, self.advertise)
-            self._relays = Relays(self.advertise, self._config.tls, anywhere=self._config.insecure)
-            add_servicers(server, self.home, self._relays)
+            relays = self._relays = Relays(self.advertise, self._config.tls, anywhere=self._config.insecure)
+            add_servicers(server, self.home, relays)
             add_HealthServicer_to_server(self._health, server)
             reflection.enable_server_reflection((*SERVICES, HEALTH, reflection.SERVICE_NAME), server)
             self._driver = asyncio.create_task(self.home.run(), name="kvferry-home")
@@ -123,7 +123,7 @@ class NodeServer:
             grace: seconds for leases and calls in progress; None: as configured; 0: at once.
         """
         grace = self._config.drain if grace is None else grace
-        if self._server is not None and self.addresses:
+        if self._server is not None and self._relays is not None:
             self._relays.end()
             # The order matters: load balancers leave, then new work is refused, then our own streams end. A
             # single open stream, even a health Watch, would make gRPC wait for the whole grace.
@@ -136,6 +136,7 @@ class NodeServer:
             grace = await self._leases_end(grace)
         if self._server is not None:
             await self._server.stop(grace)
+        if self._relays is not None:
             await self._relays.close()
         if self._driver is not None:
             self._driver.cancel()

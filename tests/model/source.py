@@ -68,7 +68,7 @@ class Offered:
 
 @dataclass(eq=False)
 class Sending:
-    """One run of `EngineSession._send_step`."""
+    """One run of `EngineSession.send`."""
 
     offered: Offered
     step: pb.Publish
