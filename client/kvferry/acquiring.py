@@ -21,7 +21,6 @@ from kvferry.errors import (
 )
 from kvferry.leases import ReaderLease
 from kvferry.renewals import Renewals
-from kvferry.reporting import Reporter
 from kvferry.v1 import kv_transfer_pb2 as pb
 
 logger = logging.getLogger(__name__)
@@ -29,6 +28,9 @@ logger = logging.getLogger(__name__)
 HOME_PATIENCE = 15.0
 """Seconds after which a read gives up a home that cannot be reached: longer than one that restarts, or an engine that
 counts as dead, takes; the engine can recompute instead of waiting for the read's whole timeout."""
+
+ACCEPTED_PATIENCE = 1.0
+"""Seconds that a read which was cancelled waits for its lease, to end it."""
 
 
 class Cancellation:
@@ -115,15 +117,18 @@ class Acquirer:
     Args:
         reader: the engine.
         renewals: keeps the leases alive from their acceptance on.
-        reporter: tells homes of leases that are not needed any more.
-        rank: in whose name failures are reported.
+        gave_up: called with a lease that was had and is not needed any more, and why; tells its home.
     """
 
-    def __init__(self, reader: pb.EngineRef, renewals: Renewals, reporter: Reporter, rank: int) -> None:
+    def __init__(
+        self,
+        reader: pb.EngineRef,
+        renewals: Renewals,
+        gave_up: Callable[[Control, ReaderLease, pb.RankOutcome.ValueType], object],
+    ) -> None:
         self._reader = reader
         self._renewals = renewals
-        self._reporter = reporter
-        self._rank = rank
+        self._gave_up = gave_up
 
     def acquire(
         self, request: AcquireRequest, cancellation: Cancellation, extended: Callable[[float], None]
@@ -178,12 +183,19 @@ class Acquirer:
         )
         stream = request.home.read_blocks(call, left)
 
+        lease: ReaderLease | None = None
+
         def interrupt() -> None:
             woken.set()
-            stream.cancel()
+            if lease is not None:
+                stream.cancel()
+                return
+            # A lease that was granted, and whose answer we did not wait for, would pin the source until it ends.
+            timer = threading.Timer(ACCEPTED_PATIENCE, stream.cancel)
+            timer.daemon = True
+            timer.start()
 
         cancellation.interrupt_by(interrupt)
-        lease: ReaderLease | None = None
         steps: list[pb.Blocks] = []
         source, request_id = pb.EngineRef(), request.reference.request_id
         try:
@@ -195,6 +207,7 @@ class Acquirer:
                     remaining, every = from_duration(accepted.remaining), from_duration(accepted.renew_every)
                     lease = ReaderLease(accepted.lease_id, sent_at, remaining, every)
                     self._keep(request, lease, extended)
+                    cancellation.check()
                 elif kind == "blocks":
                     steps.append(message.blocks)
                 elif kind == "revoked":
@@ -220,7 +233,7 @@ class Acquirer:
             if cancelled or not error.retryable:
                 # The read is over, so the source need not wait for the lease to run out.
                 outcome = pb.RANK_OUTCOME_CANCELLED if cancelled else pb.RANK_OUTCOME_FAILED
-                self._reporter.report(request.home, lease, [pb.RankReport(rank=self._rank, outcome=outcome)])
+                self._gave_up(request.home, lease, outcome)
             raise error from None
         finally:
             cancellation.interrupt_by(None)

@@ -24,6 +24,7 @@ from kvferry.nixl_options import NixlOptions
 from kvferry.paths import Costs, PathRule
 from kvferry.peers import Peer, Peers, whole_engine
 from kvferry.permute import device_tensors
+from kvferry.rank_reads import RankRead, RankReads
 from kvferry.read import Read
 from kvferry.reader import Reader, ReadRequest
 from kvferry.reference import parse_reference
@@ -40,6 +41,9 @@ from kvferry.verifying import Verifier
 
 MEASURE_TIMEOUT = 2.0
 """Seconds for measuring what reads cost; a peer that takes longer is not measured, and its first read does not wait."""
+
+OPEN_TIMEOUT = 30.0
+"""Seconds to wait for an engine: longer than the engine ttl for which a predecessor keeps the engine_id."""
 
 READ_TIMEOUT = 120.0
 """Seconds a read may take unless it says otherwise, its wait for the publication included."""
@@ -113,10 +117,11 @@ class Cache:
         self._peers = Peers(
             spec, token.ref(), rank.rank, self._geometry, rule, partial(self._measure, rule), self._drop
         )
-        summers = Summers(tensors)
-        self._checksummer = Checksummer(homes.home_of(token), spec, token, rank, summers, integrity)
-        verifier = Verifier(token.ref(), summers, integrity) if integrity.share else None
-        self._reader = Reader(token.ref(), rank.rank, self._transport, self._peers, renewals, max_reads, verifier)
+        self._summers = Summers(tensors)
+        self._checksummer = Checksummer(homes.home_of(token), spec, token, rank, self._summers, integrity)
+        self._verifier = Verifier(token.ref(), self._summers, integrity) if integrity.share else None
+        self._reader = Reader(token.ref(), rank.rank, self._transport, self._peers, renewals, max_reads, self._verifier)
+        self._rank_reads: list[RankReads] = []
         try:
             answer = self._register(timeout)
         except KvferryError:
@@ -215,6 +220,54 @@ class Cache:
         self._check_open()
         return self._checksummer.submit(publication, blocks, last=last, timeout=timeout)
 
+    def warm(self, home: str, engine_id: str, *, timeout: float = OPEN_TIMEOUT) -> Future[tuple[int, ...]]:
+        """Do now what the first read from an engine would wait for: handshake, plan, agents, connections, and one byte
+        from each of its ranks that this one reads from.
+
+        Returns at once; a hint, which changes nothing but the time of the first read.
+
+        Args:
+            home: address of the engine's home.
+            engine_id: the engine; whatever incarnation of it lives.
+            timeout: seconds to wait until it is complete.
+
+        Returns:
+            The ranks that connections are being opened to, once the handshake is done. Raises there what `Read.result`
+            would.
+
+        Raises:
+            HomeNotAllowed: the home may not be dialled.
+            ForkedClient, Closed: this cache cannot be used any more.
+        """
+        self._check_open()
+        control, deadline = self._homes.get(home), now() + timeout
+        done: Future[tuple[int, ...]] = Future()
+
+        def run() -> None:
+            try:
+                peer = self._peers.find(control, engine_id, deadline)
+                for agent in peer.agents.values():
+                    self._transport.warm(agent)
+            except Exception as error:
+                done.set_exception(error)
+            else:
+                done.set_result(tuple(peer.agents))
+
+        threading.Thread(target=run, name=f"kvferry-warm-{engine_id}", daemon=True).start()
+        return done
+
+    def rank_reads(self, ended: Callable[[RankRead], None], quiesced: Callable[[RankRead], None]) -> RankReads:
+        """Shares of reads whose lease another process holds; see `RankReads`. Closed with the cache."""
+        self._check_open()
+        made = RankReads(self._transport, self._peers, self._summers, self._verifier, ended, quiesced)
+        with self._lock:
+            self._rank_reads.append(made)
+        return made
+
+    def home(self, address: str) -> Control:
+        """The node server of this address; raises `HomeNotAllowed`. Makes no call."""
+        return self._homes.get(address)
+
     def gauges(self) -> TransportGauges:
         """What the data plane of this rank is doing."""
         return self._transport.gauges()
@@ -234,6 +287,8 @@ class Cache:
             read.cancel()
         for read in self._reader.running():
             read.wait_quiet(max(0.0, deadline - now()))
+        for shares in self._rank_reads:
+            shares.close(max(0.0, deadline - now()))
         self._checksummer.close()
         self._transport.close(max(0.0, deadline - now()))
         if self._agent is not None:

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 
-from kvferry.cache import Cache
+from kvferry.cache import OPEN_TIMEOUT, Cache
 from kvferry.channel import TlsConfig
 from kvferry.clock import now
 from kvferry.control import CALL_TIMEOUT, retrying
@@ -15,6 +15,7 @@ from kvferry.errors import Closed, ForkedClient, InvalidField
 from kvferry.geometry import MemoryRegion, Plane, RankGeometry
 from kvferry.homes import Homes
 from kvferry.integrity import IntegrityOptions
+from kvferry.lease_holder import LeaseHolder
 from kvferry.nixl_options import NixlOptions
 from kvferry.reference import parse_reference
 from kvferry.renewals import Renewals
@@ -24,10 +25,6 @@ from kvferry.staging import StagingOptions
 from kvferry.tensors import Holding, Tensor, planes_of, regions_of
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry.watching import Watcher
-
-OPEN_TIMEOUT = 30.0
-"""Seconds to open an engine or register a rank: longer than the engine ttl for which a predecessor keeps the
-engine_id."""
 
 
 class Client:
@@ -163,6 +160,11 @@ class Client:
         with self._lock:
             self._caches.append(cache)
         return cache
+
+    def lease_holder(self, session: EngineSession) -> LeaseHolder:
+        """For the one process of an engine that holds the leases of all its ranks' reads."""
+        self._check_open()
+        return LeaseHolder(self._homes, self._renewals, session.token.ref())
 
     def decline(self, reference: str, *, timeout: float = CALL_TIMEOUT) -> None:
         """Say that nobody will read a publication: its source gets the blocks back now, not when the hold ends."""

@@ -88,13 +88,15 @@ class Control:
         return result
 
     def notify_later(
-        self, request: pb.NotifyRequest, timeout: float, answered: Callable[[list[pb.NotificationResult]], None]
+        self, request: pb.NotifyRequest, timeout: float, answered: Callable[[list[pb.NotificationResult] | None], None]
     ) -> None:
-        """Send a batch without waiting; `answered` is called on gRPC's thread, and not at all if the call fails."""
+        """Send a batch without waiting; `answered` is called on gRPC's thread with the results, or, also on the
+        caller's, with None if the call failed."""
         try:
             future = self._call(lambda stub: stub.Notify.future(request, timeout=timeout))
         except Unreachable as error:
             logger.info("notifications to %s not sent: %s", self.address, error)
+            answered(None)
             return
 
         def on_done(_: object) -> None:
@@ -104,6 +106,7 @@ class Control:
                 answered(list(future.result().results))
             else:
                 logger.info("notifications to %s not answered: %s", self.address, failure)
+                answered(None)
 
         future.add_done_callback(on_done)
 

@@ -517,6 +517,17 @@ def _subclasses(cls: type[KvferryError]) -> list[type[KvferryError]]:
 _BY_REASON: dict[str, type[KvferryError]] = {cls.reason: cls for cls in _subclasses(KvferryError) if cls.reason}
 
 
+def from_name(name: str, message: str, values: Mapping[str, str]) -> KvferryError:
+    """The error that another process of the same engine raised, rebuilt from the name of its class.
+
+    Args:
+        name: of the class; an unknown one is an `InternalError`.
+        message, values: its own.
+    """
+    cls = next((cls for cls in _subclasses(KvferryError) if cls.__name__ == name), InternalError)
+    return _restore(cls, message, None, values, {})
+
+
 def reason_number(error: KvferryError) -> int:
     """The `kvferry.v1.ErrorReason` of an error; 0 for errors that never cross the wire."""
     if not error.reason:

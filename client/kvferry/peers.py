@@ -134,6 +134,27 @@ class Peers:
         finally:
             slot.lock.release()
 
+    def find(self, home: Control, engine_id: str, deadline: float) -> Peer:
+        """The peer of this name, whatever incarnation of it lives; handshaken anew. Errors as `get`."""
+        peer = self._handshake(home, engine_id, b"", deadline)
+        key = (home.address, engine_id, peer.geometry.incarnation)
+        with self._lock:
+            slot = self._slots.setdefault(key, _Slot())
+            slot.used_at = now()
+            slot.peer = slot.peer or peer
+            peer = slot.peer
+        self._drop_replaced(key)
+        return peer
+
+    def known(self, home: str, engine_id: str, incarnation: bytes) -> Peer | None:
+        """The peer, if nothing has to be waited for."""
+        with self._lock:
+            slot = self._slots.get((home, engine_id, incarnation))
+            if slot is None or slot.peer is None or slot.breaker.ask(now()) > 0:
+                return None
+            slot.used_at = now()
+            return slot.peer
+
     def failed(self, home: str, engine_id: str, incarnation: bytes) -> None:
         """A transfer from it failed: handshake anew next time, and after several failures not at once."""
         with self._lock:

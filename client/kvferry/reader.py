@@ -29,6 +29,7 @@ from kvferry.errors import (
 from kvferry.expand import Expansion
 from kvferry.integrity import Verification
 from kvferry.judgement import Judgement, judge
+from kvferry.leases import ReaderLease
 from kvferry.peers import Peer, Peers
 from kvferry.read import Read, ReadResult
 from kvferry.renewals import Renewals
@@ -83,7 +84,7 @@ class Reader:
         self._peers = peers
         self._renewals = renewals
         self._reporter = Reporter(reader)
-        self._acquirer = Acquirer(reader, renewals, self._reporter, rank)
+        self._acquirer = Acquirer(reader, renewals, self._gave_up)
         self._lock = threading.Lock()
         self._max_reads = max_reads
         self._verifier = verifier
@@ -175,6 +176,9 @@ class Reader:
         if unanswered:
             report = pb.RankReport(rank=self._rank, outcome=pb.RANK_OUTCOME_DONE, bytes=moved)
             self._reporter.report_until_answered(request.home, grant.lease, [report])
+
+    def _gave_up(self, home: Control, lease: ReaderLease, outcome: pb.RankOutcome.ValueType) -> None:
+        self._reporter.report(home, lease, [pb.RankReport(rank=self._rank, outcome=outcome)])
 
     def _ended(self, read: Read, result: ReadResult | None, error: KvferryError | None) -> None:
         with self._lock:

@@ -102,8 +102,8 @@ class Renewals:
         # Not waited for: a home that hangs must not delay the renewals at others (R10). The next turn tries again.
         home.notify_later(request, RENEW_TIMEOUT, partial(self._answered, due, sent_at))
 
-    def _answered(self, due: list[_Kept], sent_at: float, results: list[pb.NotificationResult]) -> None:
-        for kept, result in zip(due, results, strict=False):
+    def _answered(self, due: list[_Kept], sent_at: float, results: list[pb.NotificationResult] | None) -> None:
+        for kept, result in zip(due, results or (), strict=False):
             if result.WhichOneof("kind") == "error" and result.error.reason == ERROR_REASON_LEASE_ENDED:
                 with self._changed:
                     known = self._kept.pop(kept.lease.lease_id, None) is not None

@@ -79,24 +79,17 @@ class EngineSession:
                 well as can be, and its blocks stay pinned until `released` comes, once.
             KvferryError: the home refused; nothing was published.
         """
-        self._check_open()
-        groups = self._encode(blocks)
-        key = secrets.token_bytes(16)
-        step = pb.Publish(
-            request_id=request_id,
-            key=key,
-            groups=groups,
-            last=last,
-            expected_reads=expected_reads,
-            payload=payload,
-            checksums=checksums,
-        )
         # One at a time: the home takes a number below the highest it has seen for a stale one.
         with self._publishing:
-            with self._lock:
-                # Number and record together, or a snapshot taken in between would name the number and not hold it.
-                publication = self._offers.publish(self.advertise, step)
-            self._send_step(step, timeout)
+            publication, step = self.offer(
+                request_id,
+                blocks,
+                last=last,
+                expected_reads=expected_reads,
+                payload=payload,
+                checksums=checksums,
+            )
+            self.send(step, timeout)
         return publication
 
     def publish_more(
@@ -110,12 +103,46 @@ class EngineSession:
     ) -> None:
         """Offer the next blocks of a publication that was not the last; each group goes on where it ended. Errors as
         `publish`."""
+        self.send(self.offer_more(publication, blocks, last=last, payload=payload), timeout)
+
+    def offer(
+        self,
+        request_id: str,
+        blocks: Mapping[str, Blocks],
+        *,
+        last: bool = True,
+        expected_reads: int = 1,
+        payload: bytes = b"",
+        checksums: bool = False,
+    ) -> tuple[Publication, pb.Publish]:
+        """The part of `publish` that makes no call: the blocks are pinned from now on.
+
+        Returns:
+            The publication, and what is to be handed to `send`, in the order of the publications' numbers.
+        """
         self._check_open()
-        groups = self._encode(blocks)
-        step = pb.Publish(groups=groups, last=last, payload=payload)
+        step = pb.Publish(
+            request_id=request_id,
+            key=secrets.token_bytes(16),
+            groups=self._encode(blocks),
+            last=last,
+            expected_reads=expected_reads,
+            payload=payload,
+            checksums=checksums,
+        )
+        with self._lock:
+            # Number and record together, or a snapshot taken in between would name the number and not hold it.
+            return self._offers.publish(self.advertise, step), step
+
+    def offer_more(
+        self, publication: Publication, blocks: Mapping[str, Blocks], *, last: bool, payload: bytes = b""
+    ) -> pb.Publish:
+        """The part of `publish_more` that makes no call; what it returns is to be handed to `send`."""
+        self._check_open()
+        step = pb.Publish(groups=self._encode(blocks), last=last, payload=payload)
         with self._lock:
             self._offers.publish_more(publication.number, step)
-        self._send_step(step, timeout)
+        return step
 
     def abort(self, publication: Publication, timeout: float = CALL_TIMEOUT) -> None:
         """Stop new reads of a publication. Its blocks stay pinned until `released`, which comes within max_ttl (R2)."""
@@ -165,7 +192,8 @@ class EngineSession:
             groups.append(blocks_to_proto(name, listed, group.block_tokens))
         return groups
 
-    def _send_step(self, step: pb.Publish, timeout: float) -> None:
+    def send(self, step: pb.Publish, timeout: float = CALL_TIMEOUT) -> None:
+        """Tell the home a step that was offered. Errors as `publish`."""
         number = step.publication
         request = self._request([pb.Notification(publish=step)])
 

@@ -1,4 +1,4 @@
-"""Sums of blocks where they lie: numpy for host memory, torch for device memory."""
+"""Blocks summed, and cleared, where they lie: numpy for host memory, torch for device memory."""
 
 from __future__ import annotations
 
@@ -26,10 +26,13 @@ DEVICE_BYTES = 64 << 20
 
 
 class Summer(Protocol):
-    """Sums what lies in one address space. Thread-safe."""
+    """Sums and clears what lies in one address space. Thread-safe."""
 
     def sums(self, plane: Plane, units: Interval, blocks: AlikeBlocks) -> Sums:
         """The sums of some units of some blocks of a plane, ``uint32[blocks, units]``."""
+
+    def clear(self, plane: Plane, blocks: AlikeBlocks) -> None:
+        """Write zeros over all units of some blocks of a plane; done when it returns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +102,12 @@ class HostSummer:
             found[first : first + rows] = sums_of(words, length)
         return found
 
+    def clear(self, plane: Plane, blocks: AlikeBlocks) -> None:
+        """See `Summer`."""
+        for cells in cells_of(plane, plane.units, blocks):
+            view = _host_view(plane, len(plane.units), cells, int(blocks.ids.max()))
+            view[blocks.ids[:, cells.run]] = np.zeros((), view.dtype)
+
 
 def _host_view(plane: Plane, units: int, cells: Cells, last: int) -> npt.NDArray[Any]:
     """The cells of blocks 0 to `last` as opaque values, ``[blocks, units, cells]``."""
@@ -154,6 +163,15 @@ class TorchSummer:
             found[first : first + rows] = (total >> 32) & 0xFFFFFFFF
         sums: Sums = found.cpu().numpy().astype(np.uint32)
         return sums
+
+    def clear(self, plane: Plane, blocks: AlikeBlocks) -> None:
+        """See `Summer`."""
+        ids = self._torch.from_numpy(blocks.ids.astype(np.int64)).to(self._device)
+        for cells in cells_of(plane, plane.units, blocks):
+            view = self._view(plane, len(plane.units), cells, int(blocks.ids.max()))
+            view[ids[:, cells.run]] = 0
+        if self._device.type != "cpu":
+            self._torch.cuda.current_stream(self._device).synchronize()
 
     def _view(self, plane: Plane, units: int, cells: Cells, last: int) -> Any:
         address = plane.base + cells.offset

@@ -6,6 +6,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +20,6 @@ from kvferry.errors import DataLoss, InvalidField, KvferryError
 from kvferry.geometry import Interval
 from kvferry.integrity import AlikeBlocks, IntegrityOptions, Verification, held_blocks
 from kvferry.lanes import Lane
-from kvferry.leases import ReaderLease
 from kvferry.needed import Needed, needed
 from kvferry.plan import ReadPlan
 from kvferry.rows import Int64s
@@ -38,13 +38,21 @@ PAUSE_FIRST, PAUSE_LAST = 0.002, 0.1
 """Seconds between questions for sums that are still to come."""
 
 
+class LeaseName(Protocol):
+    """What the home knows a lease by."""
+
+    @property
+    def lease_id(self) -> bytes:
+        """Its id."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Arrived:
     """A read whose bytes have all arrived.
 
     Attributes:
         home: the source's home.
-        lease: of the read.
+        lease: of the read, by its id.
         publication: its number.
         plan: what was read.
         granted: the blocks as published.
@@ -54,7 +62,7 @@ class Arrived:
     """
 
     home: Control
-    lease: ReaderLease
+    lease: LeaseName
     publication: int
     plan: ReadPlan
     granted: Mapping[str, Blocks]

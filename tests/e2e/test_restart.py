@@ -85,7 +85,7 @@ def test_a_lease_is_acquired_again_at_a_home_that_restarted(tmp_path: Path) -> N
             ]
             publication = caches[0].session.publish("request", {"full": Blocks([1, 2])})
             reader, home = caches[1].session.token.ref(), Control(server.address, None)
-            acquirer = Acquirer(reader, renewals, Reporter(reader), 0)
+            acquirer = Acquirer(reader, renewals, lambda *_: None)
             text = publication.reference
             request = AcquireRequest(home, parse_reference(text), text, "read", 1, 0, now() + 30)
             deadlines: list[float] = []

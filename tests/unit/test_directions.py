@@ -77,12 +77,16 @@ LAYERS = [
         "peers",
         "read",
         "reader",
+        "rank_reads",
+        "lease_holder",
+        "tails",
         "renewals",
         "watching",
         "session",
         "cache",
     },
     {"client", "aio", "embed"},
+    {"engine"},
     {"demo", "cli"},
 ]
 PURE = set().union(*LAYERS[1:5]) - {"clock"}

@@ -1,0 +1,20 @@
+"""kvferry inside an inference engine: a port for its scheduler, and one for each of its workers.
+
+    scheduler process                                        worker process, one per rank
+    SchedulerPort ── Grant, local blocks ──(the engine)──►   WorkerPort.start
+    SchedulerPort.collect ◄──(the engine)── WorkerOutput ──  WorkerPort.finished
+
+Every call that an engine makes from its step returns at once (R11); what waits, waits on threads of the ports. Grants
+and outputs are plain values that pickle, and `plain` makes of them what msgpack and its kin take. `docs/engines.md` is
+the guide.
+"""
+
+from kvferry.engine.scheduler import SchedulerPort as SchedulerPort
+from kvferry.engine.scheduler import SchedulerStats as SchedulerStats
+from kvferry.engine.values import Finished as Finished
+from kvferry.engine.values import Grant as Grant
+from kvferry.engine.values import RankEnd as RankEnd
+from kvferry.engine.values import ReadEnd as ReadEnd
+from kvferry.engine.values import WorkerOutput as WorkerOutput
+from kvferry.engine.worker import WorkerPort as WorkerPort
+from kvferry.tails import Tails as Tails

@@ -1,0 +1,220 @@
+"""What passes between an engine's scheduler and its workers, in the engine's own way: plain values.
+
+They pickle as they are. `plain` gives the same as dicts, lists, strings, numbers and bytes, for msgpack and its kin,
+and `of` takes it back.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import numpy as np
+
+from kvferry.blocks import MAX_BLOCKS, Blocks
+from kvferry.errors import InvalidField, KvferryError, from_name
+
+Plain = dict[str, Any]
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True, slots=True)
+class BlockRuns:
+    """Blocks of one group, as runs of consecutive ids; see `Blocks`."""
+
+    group: str
+    first_token: int
+    end_token: int | None
+    state_token: int
+    starts: tuple[int, ...]
+    counts: tuple[int, ...]
+
+    @classmethod
+    def of_blocks(cls, group: str, blocks: Blocks) -> BlockRuns:
+        """The same blocks."""
+        starts, counts = blocks.runs()
+        return cls(
+            group,
+            blocks.first_token,
+            blocks.end_token,
+            blocks.state_token,
+            tuple(starts.tolist()),
+            tuple(counts.tolist()),
+        )
+
+    def blocks(self) -> Blocks:
+        """The same blocks; raises `InvalidField` for what no `of_blocks` made."""
+        total = sum(self.counts)
+        if len(self.starts) != len(self.counts) or min(self.counts, default=1) < 1 or total > MAX_BLOCKS:
+            raise InvalidField("blocks", self.group, f"as many starts as counts, together at most {MAX_BLOCKS} blocks")
+        runs = [np.arange(start, start + count) for start, count in zip(self.starts, self.counts, strict=True)]
+        ids = np.concatenate(runs) if runs else np.empty(0, np.int32)
+        return Blocks(ids, self.first_token, self.end_token, self.state_token)
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """What workers need to read a publication whose lease their scheduler holds.
+
+    Attributes:
+        request_id: the reader's own request.
+        read_id: of this read; the same in all ranks.
+        home, engine_id, incarnation, publication: the source and what it offers.
+        source_request_id: the request at the source.
+        lease_id: of the lease.
+        timeout: seconds from now until the read is given up (R5); taken anew when the grant is handed out.
+        granted: the source's blocks by group.
+        payload: opaque bytes from the source.
+        local: the blocks to read into, once they are attached.
+        tokens: the tokens wanted, ``[a, b)``; None: what was granted.
+    """
+
+    request_id: str
+    read_id: str
+    home: str
+    engine_id: str
+    incarnation: bytes
+    publication: int
+    source_request_id: str
+    lease_id: bytes
+    timeout: float
+    granted: tuple[BlockRuns, ...]
+    payload: bytes = b""
+    local: tuple[BlockRuns, ...] = ()
+    tokens: tuple[int, int] | None = None
+
+    def blocks(self) -> dict[str, Blocks]:
+        """The source's blocks by group."""
+        return {runs.group: runs.blocks() for runs in self.granted}
+
+    def local_blocks(self) -> dict[str, Blocks]:
+        """The blocks to read into, by group."""
+        return {runs.group: runs.blocks() for runs in self.local}
+
+    def plain(self) -> Plain:
+        """For encoders."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def of(cls, plain: Plain) -> Grant:
+        """What `plain` gave."""
+        runs = {name: tuple(_made(BlockRuns, runs) for runs in plain[name]) for name in ("granted", "local")}
+        tokens = plain["tokens"]
+        return cls(**{**plain, **runs, "tokens": None if tokens is None else tuple(tokens)})
+
+
+@dataclass(frozen=True, slots=True)
+class RankEnd:
+    """How one rank's share of a read ended.
+
+    Attributes:
+        read_id, request_id: of the read.
+        ok: every byte of the share has arrived.
+        quiet: nothing can write to its blocks any more.
+        bytes: read by the rank.
+        lost: blocks whose bytes do not count, by group; none if it is ok.
+        error_name, message, values: class of the error, and what it says; empty if it is ok.
+    """
+
+    read_id: str
+    request_id: str
+    ok: bool
+    quiet: bool
+    bytes: int
+    lost: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    error_name: str = ""
+    message: str = ""
+    values: Mapping[str, str] = field(default_factory=dict)
+
+    def error(self) -> KvferryError | None:
+        """Why it failed, typed."""
+        return None if self.ok else from_name(self.error_name, self.message, self.values)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerOutput:
+    """What has happened at one worker since it was last asked.
+
+    Attributes:
+        rank: the worker's.
+        ended: shares that ended well.
+        failed: shares that did not, with the blocks that they lost.
+        quiesced: read_ids of failed shares that were not quiet, and are now.
+    """
+
+    rank: int
+    ended: tuple[RankEnd, ...] = ()
+    failed: tuple[RankEnd, ...] = ()
+    quiesced: tuple[str, ...] = ()
+
+    def __bool__(self) -> bool:
+        """Whether anything has."""
+        return bool(self.ended or self.failed or self.quiesced)
+
+    def plain(self) -> Plain:
+        """For encoders."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def of(cls, plain: Plain) -> WorkerOutput:
+        """What `plain` gave."""
+        ended, failed = (tuple(_made(RankEnd, end) for end in plain[name]) for name in ("ended", "failed"))
+        return cls(plain["rank"], ended, failed, tuple(plain["quiesced"]))
+
+
+@dataclass(frozen=True, slots=True)
+class ReadEnd:
+    """How a read ended, for all ranks together.
+
+    Attributes:
+        request_id, read_id: of the read.
+        error: why its bytes do not count; None: they do.
+        quiet: nothing can write to its blocks any more, on any rank.
+        ranks: ranks that have reported: all of them, unless the lease's holder gave up waiting.
+        payload: opaque bytes from the source.
+        bytes: read by all ranks.
+        lost: blocks whose bytes do not count, by group: all that were asked for.
+        confirmed: the home answered VALID; False: it did not answer, and the reader's own deadline decided.
+    """
+
+    request_id: str
+    read_id: str
+    error: KvferryError | None
+    quiet: bool
+    ranks: int
+    payload: bytes
+    bytes: int
+    lost: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    confirmed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """Reads that have ended since the scheduler was last asked.
+
+    Attributes:
+        reads: each read of the engine exactly once.
+        quiesced: request_ids of reads that ended without being quiet, and are now.
+    """
+
+    reads: tuple[ReadEnd, ...] = ()
+    quiesced: tuple[str, ...] = ()
+
+    def __bool__(self) -> bool:
+        """Whether anything has."""
+        return bool(self.reads or self.quiesced)
+
+
+def _made(cls: type[Value], plain: Plain) -> Value:
+    """A value of what an encoder may have turned from tuples into lists."""
+    return cls(**{name: _tuples(value) for name, value in plain.items()})
+
+
+def _tuples(value: Any) -> Any:
+    if isinstance(value, list):
+        return tuple(value)
+    if isinstance(value, dict):
+        return {name: _tuples(item) for name, item in value.items()}
+    return value

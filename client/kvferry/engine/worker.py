@@ -1,0 +1,187 @@
+"""The port of one of an engine's workers."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from concurrent.futures import Future
+from typing import Any
+
+from kvferry.blocks import Blocks
+from kvferry.cache import OPEN_TIMEOUT, Cache
+from kvferry.client import Client
+from kvferry.clock import now
+from kvferry.engine.values import Grant, RankEnd, WorkerOutput
+from kvferry.errors import InvalidField
+from kvferry.rank_reads import RankOrder, RankRead, RankReads
+from kvferry.spec import EngineSpec, EngineToken
+from kvferry.tails import Tails
+from kvferry.tensors import Tensor
+
+
+class WorkerPort:
+    """One rank of an engine: its memory, and its shares of the reads whose leases the scheduler holds.
+
+    Threading: every method may be called from any thread, and returns at once, but for `register` and `close`. No call
+    and nothing of NIXL runs on the caller's thread (R11).
+
+    Args:
+        client: of this process, made after any fork; closed by its owner.
+        spec: the engine, as its scheduler has it.
+        rank: index of this rank.
+        token: `SchedulerPort.token`; None where the scheduler's port uses the same client.
+    """
+
+    def __init__(
+        self, client: Client, spec: EngineSpec, rank: int = 0, *, token: EngineToken | str | None = None
+    ) -> None:
+        self.spec = spec
+        self.rank = rank
+        self._client = client
+        self._token = token
+        self._lock = threading.Lock()
+        self._cache: Cache | None = None
+        self._shares: RankReads | None = None
+        self._reads: dict[str, RankRead] = {}
+        self._ended: dict[str, RankEnd] = {}
+        self._failed: dict[str, RankEnd] = {}
+        self._quiesced: dict[str, None] = {}
+
+    def register(
+        self, kv_caches: Mapping[str, Tensor] | None = None, *, timeout: float = OPEN_TIMEOUT, **memory: Any
+    ) -> Cache:
+        """Register the rank's memory, with NIXL and at the node server. Waits; once, before the engine serves.
+
+        Args:
+            kv_caches: a tensor per layer, as engines hold them.
+            timeout: seconds to keep trying.
+            memory: how the tensors are to be read, or memory that is no tensor: `axes`, `holding`, `planes`, `regions`,
+                `keep`, `labels`, `serve` of `Client.register_cache`, which see also for errors.
+
+        Raises:
+            InvalidField: it is registered already.
+        """
+        if self._cache is not None:
+            raise InvalidField("rank", self.rank, "one that is not registered yet")
+        cache = self._client.register_cache(
+            self.spec, self.rank, tensors=kv_caches, token=self._token, timeout=timeout, **memory
+        )
+        self._cache, self._shares = cache, cache.rank_reads(self._share_ended, self._share_quiesced)
+        return cache
+
+    @property
+    def cache(self) -> Cache:
+        """The registered cache, for all that needs no scheduler. Raises `InvalidField` before `register`."""
+        if self._cache is None:
+            raise InvalidField("rank", self.rank, "a registered one")
+        return self._cache
+
+    def start(
+        self,
+        grant: Grant,
+        local_blocks: Mapping[str, Blocks] | None = None,
+        tokens: tuple[int, int] | None = None,
+        *,
+        tails: Tails = Tails.KEEP,
+    ) -> None:
+        """Read this rank's share.
+
+        Args:
+            grant: as `SchedulerPort.attach` gave it.
+            local_blocks, tokens: as there; None: those that the grant carries.
+            tails: what becomes of the tokens of the local blocks behind the last one that is read.
+
+        Raises:
+            HomeNotAllowed: the source's home may not be dialled from here.
+            InvalidField: the read was started already, or the rank is not registered.
+            Closed: the cache is closed.
+
+        Whatever else goes wrong is in `finished`.
+        """
+        order = RankOrder(
+            read_id=grant.read_id,
+            request_id=grant.request_id,
+            home=self.cache.home(grant.home),
+            engine_id=grant.engine_id,
+            incarnation=grant.incarnation,
+            publication=grant.publication,
+            lease_id=grant.lease_id,
+            granted=grant.blocks(),
+            blocks=grant.local_blocks() if local_blocks is None else dict(local_blocks),
+            tokens=grant.tokens if tokens is None else tokens,
+            tails=tails,
+            deadline=now() + grant.timeout,
+        )
+        with self._lock:
+            if grant.read_id in self._reads:
+                raise InvalidField("read_id", grant.read_id, "a read that was not started here")
+            if self._shares is not None:
+                self._reads[grant.read_id] = self._shares.start(order)
+
+    def cancel(self, read_id: str) -> None:
+        """Stop a share; its end comes through `finished`. One that is not there, or has ended, stays as it is."""
+        with self._lock:
+            read = self._reads.get(read_id)
+            if read is not None and self._shares is not None:
+                self._shares.cancel(read)
+
+    def poll(self) -> WorkerOutput:
+        """What has happened and was not acknowledged. It only grows until then, so that an engine without a scheduler
+        process can reduce it over its ranks before any of them acts on it."""
+        with self._lock:
+            return WorkerOutput(
+                self.rank, tuple(self._ended.values()), tuple(self._failed.values()), tuple(self._quiesced)
+            )
+
+    def acknowledge(self, output: WorkerOutput) -> None:
+        """What `poll` gave, or a part of it, has been taken notice of. Twice does no harm."""
+        with self._lock:
+            for end in (*output.ended, *output.failed):
+                known = self._ended.pop(end.read_id, None) or self._failed.pop(end.read_id, None)
+                if known is not None and known.quiet:
+                    self._reads.pop(end.read_id, None)
+            for read_id in output.quiesced:
+                self._quiesced.pop(read_id, None)
+                self._reads.pop(read_id, None)
+
+    def finished(self) -> WorkerOutput:
+        """What has happened since the last call: for `SchedulerPort.collect`. To be asked each step."""
+        output = self.poll()
+        self.acknowledge(output)
+        return output
+
+    def running(self) -> int:
+        """Shares that have not ended."""
+        with self._lock:
+            return sum(not read.ended for read in self._reads.values())
+
+    def warm(self, home: str, engine_id: str, *, timeout: float = OPEN_TIMEOUT) -> Future[tuple[int, ...]]:
+        """Do now what the first read from an engine would wait for; see `Cache.warm`."""
+        return self.cache.warm(home, engine_id, timeout=timeout)
+
+    def close(self) -> None:
+        """Cancel the shares and end the agents. Idempotent."""
+        if self._cache is not None:
+            self._cache.close()
+
+    # On the thread of the shares.
+
+    def _share_ended(self, read: RankRead) -> None:
+        order, error = read.order, read.error
+        end = RankEnd(
+            read_id=order.read_id,
+            request_id=order.request_id,
+            ok=error is None,
+            quiet=read.quiet,
+            bytes=read.bytes,
+            lost={} if error is None else {name: tuple(blocks.ids.tolist()) for name, blocks in order.blocks.items()},
+            error_name="" if error is None else type(error).__name__,
+            message="" if error is None else error.message,
+            values={} if error is None else dict(error.values),
+        )
+        with self._lock:
+            (self._ended if error is None else self._failed)[order.read_id] = end
+
+    def _share_quiesced(self, read: RankRead) -> None:
+        with self._lock:
+            self._quiesced[read.order.read_id] = None

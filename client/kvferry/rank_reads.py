@@ -1,0 +1,334 @@
+"""One rank's shares of reads whose lease another process holds: begun, ended and cleaned up without anybody waiting.
+
+Threading: `start` and `cancel` only put work on a queue (R11). One thread expands, hands the descriptors to the
+transport, and notices ends; what has to wait, a handshake with a new source or the sums of integrity mode, waits on a
+thread of its own, so that it holds nobody else up (R10).
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+
+from kvferry.acquiring import Cancellation
+from kvferry.blocks import Blocks
+from kvferry.clock import now
+from kvferry.control import Control
+from kvferry.errors import (
+    Closed,
+    EngineUnknown,
+    KvferryError,
+    PeerRestarted,
+    TransferCancelled,
+    TransferFailed,
+    TransferStuck,
+)
+from kvferry.needed import needed
+from kvferry.peers import Peer, Peers
+from kvferry.summing import Summers
+from kvferry.tails import Tails, clear_tails
+from kvferry.transfers import Part, Transfer, TransferState, Transport
+from kvferry.verifying import Arrived, Verifier
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RankOrder:
+    """One rank's share of a read.
+
+    Attributes:
+        read_id, request_id: of the read.
+        home: the source's.
+        engine_id, incarnation, publication: the source and what it offers.
+        lease_id: of the lease, for questions to the home.
+        granted: the source's blocks by group.
+        blocks: the local ones.
+        tokens: the tokens wanted, ``[a, b)``; None: what was granted.
+        tails: what becomes of what is not transferred.
+        deadline: on `kvferry.clock`, until when to try. The lease is not this process's to judge.
+    """
+
+    read_id: str
+    request_id: str
+    home: Control
+    engine_id: str
+    incarnation: bytes
+    publication: int
+    lease_id: bytes
+    granted: Mapping[str, Blocks]
+    blocks: Mapping[str, Blocks]
+    tokens: tuple[int, int] | None
+    tails: Tails
+    deadline: float
+
+    @property
+    def source(self) -> tuple[str, str, bytes]:
+        """The source as `Peers` knows it."""
+        return self.home.address, self.engine_id, self.incarnation
+
+
+@dataclass(slots=True, eq=False)
+class RankRead:
+    """A share under way, or ended. Changed by the thread of its `RankReads` only.
+
+    Attributes:
+        order: what was ordered.
+        ended: whether it has.
+        error: why its bytes do not count.
+    """
+
+    order: RankOrder
+    ended: bool = False
+    error: KvferryError | None = None
+    _transfer: Transfer | None = None
+    _peer: Peer | None = None
+    _cancellation: Cancellation = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._cancellation = Cancellation(self.order.read_id)
+
+    @property
+    def quiet(self) -> bool:
+        """Whether nothing can write to its blocks any more (R4)."""
+        return self.ended and (self._transfer is None or self._transfer.quiet)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that have arrived."""
+        return 0 if self._transfer is None else self._transfer.progress().bytes_done
+
+
+class RankReads:
+    """The shares of one destination rank.
+
+    Args:
+        transport: moves the bytes.
+        peers: source engines.
+        summers: of the rank's memory.
+        verifier: compares what has arrived; None: integrity mode is off.
+        ended: called once with each share when it has ended.
+        quiesced: called once with each share that ended without being quiet, when it is. Neither may block.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        peers: Peers,
+        summers: Summers,
+        verifier: Verifier | None,
+        ended: Callable[[RankRead], None],
+        quiesced: Callable[[RankRead], None],
+    ) -> None:
+        self._transport = transport
+        self._peers = peers
+        self._summers = summers
+        self._verifier = verifier
+        self._on_ended = ended
+        self._on_quiesced = quiesced
+        self._queue: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._running: set[RankRead] = set()
+        self._meeting: dict[tuple[str, str, bytes], list[RankRead]] = {}
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="kvferry-rank", daemon=True)
+        self._thread.start()
+
+    def start(self, order: RankOrder) -> RankRead:
+        """Begin a share. Returns at once; whatever goes wrong is its `error`. Raises `Closed`."""
+        if self._closed:
+            raise Closed("the cache is closed")
+        read = RankRead(order)
+        self._queue.put(partial(self._begin, read))
+        return read
+
+    def cancel(self, read: RankRead) -> None:
+        """Stop a share. Returns at once; one that has ended stays as it is."""
+        read._cancellation.cancel()
+        self._queue.put(partial(self._cancelled, read))
+
+    def close(self, timeout: float) -> None:
+        """Cancel everything, and end the thread. Idempotent."""
+        self._closed = True
+        self._queue.put(self._close)
+        self._thread.join(timeout)
+
+    # What follows runs on the thread.
+
+    def _run(self) -> None:
+        while not self._closed or self._running:
+            try:
+                self._step()
+            except Exception:
+                logger.exception("a step of a rank's reads failed")
+
+    def _step(self) -> None:
+        first = min((read.order.deadline for read in self._running), default=None)
+        try:
+            work = self._queue.get(timeout=None if first is None else max(0.0, first - now()))
+        except queue.Empty:
+            for read in [read for read in self._running if read.order.deadline <= now()]:
+                self._overdue(read)
+        else:
+            work()
+
+    def _begin(self, read: RankRead) -> None:
+        self._running.add(read)
+        if read._cancellation.cancelled:
+            self._cancelled(read)
+            return
+        source = read.order.source
+        peer = self._peers.known(*source)
+        if peer is not None:
+            self._go(read, peer)
+        elif source in self._meeting:
+            self._meeting[source].append(read)
+        else:
+            self._meet(read)
+
+    def _meet(self, read: RankRead) -> None:
+        """Handshake with a source that is not known, once for all that wait for it."""
+        self._meeting[read.order.source] = [read]
+        name = f"kvferry-meet-{read.order.engine_id}"
+        threading.Thread(target=self._handshake, args=(read.order,), name=name, daemon=True).start()
+
+    def _handshake(self, order: RankOrder) -> None:
+        """On its own thread."""
+        try:
+            peer = self._peers.get(order.home, order.engine_id, order.incarnation, order.deadline)
+        except KvferryError as error:
+            self._queue.put(partial(self._not_met, order, error))
+        except Exception as error:
+            logger.exception("the handshake with %s failed", order.engine_id)
+            self._queue.put(partial(self._not_met, order, TransferFailed(f"handshake: {error!r}")))
+        else:
+            self._queue.put(partial(self._met, order, peer))
+
+    def _met(self, order: RankOrder, peer: Peer) -> None:
+        for read in self._meeting.pop(order.source):
+            self._go(read, peer)
+
+    def _not_met(self, order: RankOrder, error: KvferryError) -> None:
+        if isinstance(error, (PeerRestarted, EngineUnknown)):
+            self._peers.gone(order.engine_id, order.incarnation)
+        for read in self._meeting.pop(order.source):
+            if error.retryable and read.order.deadline > max(order.deadline, now()):
+                # It may wait for longer than the one whose time was up.
+                self._begin(read)
+            else:
+                self._end(read, error)
+
+    def _go(self, read: RankRead, peer: Peer) -> None:
+        if read.ended:
+            return
+        order = read.order
+        try:
+            expansion = peer.plan.expand(order.granted, order.blocks, order.tokens)
+            parts = [
+                Part(peer.agents[source.source_rank], source.descriptors, source.staged) for source in expansion.sources
+            ]
+            transfer = self._transport.start(parts, deadline=None, label=order.read_id)
+        except KvferryError as error:
+            self._end(read, error)
+            return
+        except Exception as error:
+            logger.exception("read %s failed", order.read_id)
+            self._end(read, TransferFailed(f"read {order.read_id}: {error!r}"))
+            return
+        read._peer, read._transfer = peer, transfer
+        transfer.add_done_callback(lambda _: self._queue.put(partial(self._moved, read)))
+
+    def _moved(self, read: RankRead) -> None:
+        transfer = read._transfer
+        if read.ended or transfer is None:
+            return
+        if transfer.state is not TransferState.DONE:
+            if transfer.state is TransferState.FAILED:
+                self._peers.failed(*read.order.source)
+            self._end(read, transfer.error or TransferFailed(f"read {read.order.read_id} failed"))
+            return
+        self._peers.succeeded(*read.order.source)
+        if self._verifier is None:
+            self._arrived(read, None)
+            return
+        name = f"kvferry-verify-{read.order.read_id}"
+        threading.Thread(target=self._verify, args=(read, self._verifier), name=name, daemon=True).start()
+
+    def _verify(self, read: RankRead, verifier: Verifier) -> None:
+        """On its own thread."""
+        order, peer = read.order, read._peer
+        error: KvferryError | None = None
+        try:
+            if peer is not None:
+                verifier.verify(
+                    Arrived(
+                        home=order.home,
+                        lease=order,
+                        publication=order.publication,
+                        plan=peer.plan,
+                        granted=order.granted,
+                        blocks=order.blocks,
+                        tokens=order.tokens,
+                        deadline=order.deadline,
+                        check=read._cancellation.check,
+                    )
+                )
+        except KvferryError as failure:
+            error = failure
+        except Exception as failure:
+            logger.exception("read %s was not verified", order.read_id)
+            error = TransferFailed(f"read {order.read_id}: {failure!r}")
+        self._queue.put(partial(self._arrived, read, error))
+
+    def _arrived(self, read: RankRead, error: KvferryError | None) -> None:
+        """Every byte is there, and compared."""
+        if read.ended:
+            return
+        if error is None and read.order.tails is Tails.ZERO:
+            try:
+                self._clear_tails(read)
+            except KvferryError as failure:
+                error = failure
+        self._end(read, error)
+
+    def _clear_tails(self, read: RankRead) -> None:
+        order, peer = read.order, read._peer
+        if peer is None:
+            return
+        plan = peer.plan
+        sources = {group.name: group for group in plan.source.groups}
+        moved = needed(plan.groups, sources, order.granted, order.blocks, order.tokens)
+        groups = {group.name: group for group in plan.groups}
+        clear_tails(plan.rank.planes, groups, order.blocks, moved, self._summers)
+
+    def _cancelled(self, read: RankRead) -> None:
+        if read._transfer is not None:
+            # Its own end tells, when the transport has noticed.
+            read._transfer.cancel()
+        if read._transfer is None or read._transfer.state is TransferState.DONE:
+            read_id = read.order.read_id
+            self._end(read, TransferCancelled(f"read {read_id} was cancelled", read_id=read_id))
+
+    def _overdue(self, read: RankRead) -> None:
+        read._cancellation.cancel()
+        quiet = read._transfer is None or read._transfer.cancel()
+        read_id = read.order.read_id
+        self._end(read, TransferStuck(f"read {read_id} did not end in time", quiet=quiet, read_id=read_id))
+
+    def _end(self, read: RankRead, error: KvferryError | None) -> None:
+        if read.ended:
+            return
+        read.ended, read.error = True, error
+        self._running.discard(read)
+        transfer = read._transfer
+        quiet = read.quiet
+        self._on_ended(read)
+        if not quiet and transfer is not None:
+            transfer.add_quiet_callback(lambda _: self._queue.put(partial(self._on_quiesced, read)))
+
+    def _close(self) -> None:
+        for read in tuple(self._running):
+            self._cancelled(read)

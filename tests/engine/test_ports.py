@@ -1,0 +1,400 @@
+"""The ports of schedulers and workers, between real processes."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from msgspec import msgpack
+
+from kvferry import Blocks, Client, ReleaseOutcome
+from kvferry.engine import Grant, RankEnd, SchedulerPort, Tails, WorkerOutput
+from kvferry.engine.values import BlockRuns
+from kvferry.errors import (
+    BadBlock,
+    BadReference,
+    InvalidField,
+    LimitReached,
+    PublicationAborted,
+    PublicationTimeout,
+    TransferCancelled,
+    TransferFailed,
+    TransferStuck,
+)
+from tests.e2e.servers import NodeServerProcess
+from tests.e2e.world import POISON, Model, expect, kv, shards, unique_id, write
+from tests.engine.world import PortEngine
+
+ROOT = Path(__file__).parents[2]
+Pair = tuple[PortEngine, PortEngine]
+SOURCE_IDS, IDS, TOKENS = [3, 4, 9], [20, 7, 8], 40
+
+
+def publish(source: PortEngine, request: str, **options: object):  # type: ignore[no-untyped-def]
+    """Write a request's KV into the source's blocks, and offer them."""
+    values = kv(source.model, len(request), TOKENS)
+    for memory in source.memories:
+        write(memory, values, SOURCE_IDS)
+    blocks = {"full": Blocks(SOURCE_IDS, end_token=TOKENS)}
+    return source.scheduler.publish(request, blocks, **options), values  # type: ignore[arg-type]
+
+
+def test_a_request_from_prefill_to_decode(pair: Pair) -> None:
+    source, destination = pair
+    publication, values = publish(source, "one", payload=b"first token: 7")
+    destination.scheduler.acquire("mine", publication.reference)
+    grant = destination.grant("mine")
+    assert grant.source_request_id == "one"
+    assert grant.payload == b"first token: 7"
+    assert grant.blocks() == {"full": Blocks(SOURCE_IDS, end_token=TOKENS)}
+    destination.start("mine", IDS)
+    end = destination.end_of("mine")
+    assert (end.error, end.quiet, end.ranks, end.confirmed) == (None, True, 3, True)
+    assert end.bytes == sum(array.size for array in values.values())
+    assert end.payload == b"first token: 7"
+    for memory in destination.memories:
+        assert (memory.cells == expect(memory, values, IDS, (0, TOKENS))).all()
+    release = source.release_of(publication)
+    assert release.outcome is ReleaseOutcome.READ
+    # One report for all ranks.
+    assert [len(read.reports) for read in release.reads] == [3]
+
+
+def test_a_prefix_that_is_there_already_is_not_read(pair: Pair) -> None:
+    source, destination = pair
+    publication, values = publish(source, "prefix")
+    destination.scheduler.acquire("mine", publication.reference)
+    destination.grant("mine")
+    destination.start("mine", IDS[1:], (16, TOKENS))
+    assert destination.end_of("mine").error is None
+    for memory in destination.memories:
+        assert (memory.cells == expect(memory, values, IDS[1:], (16, TOKENS))).all()
+    source.release_of(publication)
+
+
+def test_tails_are_cleared_where_asked(pair: Pair) -> None:
+    source, destination = pair
+    publication, values = publish(source, "tails")
+    destination.scheduler.acquire("mine", publication.reference)
+    destination.grant("mine")
+    # A block more than is published: 8 tokens of the third block and all of the fourth are tail.
+    into = [*IDS, 15]
+    blocks = {"full": Blocks(into, end_token=TOKENS)}
+    grant = destination.scheduler.attach("mine", blocks)
+    for worker in destination.workers:
+        worker.call("start", msgpack.encode(grant.plain()), Tails.ZERO.value)
+    assert destination.end_of("mine").error is None
+    for memory in destination.memories:
+        wanted = expect(memory, values, into, (0, TOKENS))
+        before = memory.cells.copy()
+        memory.cells[:] = wanted
+        for layer in range(memory.model.layers):
+            for component in memory.model.components:
+                plane = memory.plane(layer, component)
+                plane[IDS[2], :, TOKENS % 16 :] = 0
+                plane[15] = 0
+        wanted = memory.cells.copy()
+        memory.cells[:] = before
+        assert (memory.cells == wanted).all()
+    source.release_of(publication)
+
+
+def test_reading_begins_before_the_publication(pair: Pair) -> None:
+    source, destination = pair
+    blocks = {"full": Blocks(SOURCE_IDS[:2])}
+    publication = source.scheduler.publish("slow", blocks, last=False)
+    destination.scheduler.acquire("mine", publication.reference)
+    assert destination.scheduler.granted("mine") is None
+    source.scheduler.publish_more(publication, {"full": Blocks(SOURCE_IDS[2:], 32, TOKENS)}, last=True)
+    assert destination.grant("mine").blocks() == {"full": Blocks(SOURCE_IDS, end_token=TOKENS)}
+    assert destination.scheduler.cancel("mine")
+    source.scheduler.abort(publication)
+    assert source.release_of(publication).outcome is ReleaseOutcome.ABORTED
+
+
+def test_samples_of_one_prompt(pair: Pair) -> None:
+    source, destination = pair
+    publication, values = publish(source, "samples", expected_reads=3)
+    for sample in range(3):
+        assert not any(release.publication == publication.number for release in source.released)
+        for memory in destination.memories:
+            memory.cells[:] = POISON
+        destination.scheduler.acquire(f"sample-{sample}", publication.reference)
+        destination.grant(f"sample-{sample}")
+        ids = [id_ + 3 * sample for id_ in (12, 13, 14)]
+        destination.start(f"sample-{sample}", ids)
+        assert destination.end_of(f"sample-{sample}").error is None
+        for memory in destination.memories:
+            assert (memory.cells == expect(memory, values, ids, (0, TOKENS))).all()
+        source.step()
+    release = source.release_of(publication)
+    assert len(release.reads) == 3
+
+
+def test_declined_is_released_at_once(pair: Pair) -> None:
+    source, destination = pair
+    publication, _ = publish(source, "declined")
+    destination.scheduler.decline(publication.reference)
+    assert source.release_of(publication).outcome is ReleaseOutcome.DECLINED
+
+
+def test_declined_after_it_was_granted(pair: Pair) -> None:
+    source, destination = pair
+    publication, _ = publish(source, "late-decline")
+    destination.scheduler.acquire("mine", publication.reference)
+    destination.grant("mine")
+    destination.scheduler.decline(publication.reference)
+    with pytest.raises(InvalidField):
+        destination.scheduler.granted("mine")
+    source.release_of(publication)
+
+
+def test_cancelled_while_it_waits(pair: Pair) -> None:
+    source, destination = pair
+    publication = source.scheduler.publish("never", {"full": Blocks([1])}, last=False)
+    destination.scheduler.acquire("mine", publication.reference)
+    assert destination.scheduler.cancel("mine")
+    assert not destination.scheduler.cancel("mine")
+    # The name is free at once.
+    destination.scheduler.acquire("mine", publication.reference)
+    destination.scheduler.cancel("mine")
+    source.scheduler.abort(publication)
+    source.release_of(publication)
+
+
+def test_cancelled_while_it_reads(pair: Pair) -> None:
+    source, destination = pair
+    publication, _ = publish(source, "cancelled")
+    destination.scheduler.acquire("mine", publication.reference)
+    destination.grant("mine")
+    # Rank 2 is never started, so that the read cannot have ended.
+    grant = destination.start("mine", IDS, ranks=range(2))
+    destination.until(lambda: destination.scheduler.stats().reading == 1)
+    assert destination.scheduler.cancel("mine")
+    assert destination.scheduler.cancels() == [grant.read_id]
+    destination.workers[2].call("start", msgpack.encode(grant.plain()), Tails.KEEP.value)
+    for worker in destination.workers:
+        worker.call("cancel", grant.read_id)
+    end = destination.end_of("mine")
+    assert isinstance(end.error, TransferCancelled)
+    assert end.lost == {"full": tuple(IDS)}
+    assert end.quiet
+    source.scheduler.abort(publication)
+    source.release_of(publication)
+
+
+def test_a_publication_taken_back(pair: Pair) -> None:
+    source, destination = pair
+    publication = source.scheduler.publish("taken-back", {"full": Blocks([1])}, last=False)
+    destination.scheduler.acquire("mine", publication.reference)
+    source.scheduler.abort(publication)
+    with pytest.raises(PublicationAborted):
+        destination.grant("mine")
+    source.release_of(publication)
+
+
+def test_one_that_never_comes(pair: Pair) -> None:
+    source, destination = pair
+    publication = source.scheduler.publish("half", {"full": Blocks([1])}, last=False)
+    destination.scheduler.acquire("mine", publication.reference, timeout=0.5)
+    with pytest.raises(PublicationTimeout):
+        destination.grant("mine")
+    source.scheduler.abort(publication)
+    source.release_of(publication)
+
+
+def test_one_that_is_not_attached_in_time(pair: Pair) -> None:
+    source, destination = pair
+    publication, _ = publish(source, "forgotten")
+    destination.scheduler.acquire("mine", publication.reference, timeout=1.5)
+    destination.grant("mine")
+    with pytest.raises(TransferStuck):
+        destination.until(lambda: destination.scheduler.granted("mine") is None)
+    source.scheduler.abort(publication)
+    source.release_of(publication)
+
+
+def test_blocks_that_do_not_hold_it_fail_on_all_ranks(pair: Pair) -> None:
+    source, destination = pair
+    publication, _ = publish(source, "short")
+    destination.scheduler.acquire("mine", publication.reference)
+    destination.grant("mine")
+    destination.start("mine", IDS[:1])
+    end = destination.end_of("mine")
+    assert end.error is not None
+    assert end.error.reason == "BLOCKS_SHORT"
+    assert (end.quiet, end.ranks) == (True, 3)
+    source.scheduler.abort(publication)
+    source.release_of(publication)
+
+
+def test_what_is_refused_at_once(pair: Pair) -> None:
+    source, destination = pair
+    scheduler = destination.scheduler
+    with pytest.raises(BadReference):
+        scheduler.acquire("mine", "nonsense")
+    with pytest.raises(BadReference):
+        scheduler.decline("nonsense")
+    with pytest.raises(InvalidField):
+        scheduler.granted("nobody")
+    with pytest.raises(InvalidField):
+        scheduler.attach("nobody", {"full": Blocks([1])})
+    with pytest.raises(BadBlock):
+        source.scheduler.publish("bad", {"full": Blocks([source.model.num_blocks])})
+    with pytest.raises(InvalidField):
+        scheduler.collect(WorkerOutput(3))
+    publication, _ = publish(source, "refused")
+    scheduler.acquire("mine", publication.reference)
+    with pytest.raises(InvalidField):
+        scheduler.acquire("mine", publication.reference)
+    destination.grant("mine")
+    with pytest.raises(BadBlock):
+        scheduler.attach("mine", {"full": Blocks([-1])})
+    scheduler.decline(publication.reference)
+    source.release_of(publication)
+
+
+def test_a_limit_of_those_that_wait(homes: tuple[str, str], pair: Pair) -> None:
+    source, destination = pair
+    publication = source.scheduler.publish("awaited", {"full": Blocks([1])}, last=False)
+    with Client(homes[1]) as client:
+        port = SchedulerPort(client, replace(destination.spec, engine_id=unique_id("small")), max_waiting=2)
+        for request in ("a", "b"):
+            port.acquire(request, publication.reference)
+        with pytest.raises(LimitReached):
+            port.acquire("c", publication.reference)
+        port.close()
+    source.scheduler.abort(publication)
+    source.release_of(publication)
+
+
+def test_a_source_that_dies_is_told_with_the_blocks(
+    homes: tuple[str, str], port_engine: Callable[..., PortEngine]
+) -> None:
+    model = Model()
+    source = port_engine(homes[0], model, shards(model.heads, 1))
+    destination = port_engine(homes[1], model, shards(model.heads, 1))
+    source.ready(), destination.ready()
+    publication, _ = publish(source, "orphan")
+    destination.scheduler.acquire("mine", publication.reference)
+    destination.grant("mine")
+    os.kill(source.workers[0].process.pid, signal.SIGKILL)
+    source.workers[0].process.join()
+    destination.start("mine", IDS)
+    end = destination.end_of("mine", 60)
+    assert isinstance(end.error, (TransferFailed, TransferStuck)), end.error
+    assert end.lost == {"full": tuple(IDS)}
+    destination.until(lambda: end.quiet or "mine" in destination.quiesced, 60)
+    assert destination.scheduler.stats().uncertain == 0
+
+
+def test_counts_are_exact(pair: Pair) -> None:
+    source, destination = pair
+    before, mine = destination.scheduler.stats(), source.scheduler.stats()
+    publications, size = [], 0
+    for index in range(4):
+        publication, values = publish(source, f"count-{index}")
+        publications.append(publication)
+        size += sum(array.size for array in values.values())
+        destination.scheduler.acquire(f"count-{index}", publication.reference)
+        destination.grant(f"count-{index}")
+        destination.start(f"count-{index}", [4 * index, 4 * index + 1, 4 * index + 2])
+        assert destination.end_of(f"count-{index}").error is None
+    for publication in publications:
+        source.release_of(publication)
+    after, theirs = destination.scheduler.stats(), source.scheduler.stats()
+    assert after.done - before.done == 4
+    assert after.bytes - before.bytes == size
+    assert (theirs.published - mine.published, theirs.released - mine.released) == (4, 4)
+    assert (after.waiting, after.granted, after.reading, after.judging, after.uncertain) == (0, 0, 0, 0, 0)
+
+
+def test_a_home_that_refuses_releases_the_publication(pair: Pair) -> None:
+    source, _ = pair
+    # The contract allows 256 bytes; only the home checks.
+    publication = source.scheduler.publish("x" * 257, {"full": Blocks([1])})
+    release = source.release_of(publication)
+    assert (release.outcome, release.local) == (ReleaseOutcome.ABORTED, True)
+
+
+def test_poll_grows_until_it_is_acknowledged(pair: Pair) -> None:
+    source, destination = pair
+    publication, _ = publish(source, "polled")
+    destination.scheduler.acquire("mine", publication.reference)
+    destination.grant("mine")
+    destination.start("mine", IDS)
+    worker = destination.workers[0]
+    seen: WorkerOutput = worker.call("poll")
+    while not seen.ended:
+        seen = worker.call("poll")
+    assert worker.call("poll") == seen
+    # An engine without a scheduler process reduces over its ranks: done is what all have seen.
+    for other in destination.workers[1:]:
+        while not other.call("poll").ended:
+            pass
+    for each in destination.workers:
+        output = each.call("poll")
+        destination.scheduler.collect(output)
+        destination.scheduler.collect(output)
+        each.call("acknowledge", output)
+        assert not each.call("poll")
+    assert destination.end_of("mine").error is None
+    source.release_of(publication)
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "exec"])
+def test_however_the_workers_come_to_be(homes: tuple[str, str], tmp_path: Path, method: str) -> None:
+    """Forked before their parent uses kvferry, spawned, or started by somebody else with the token in their
+    environment, as Ray does."""
+    command = [sys.executable, "-m", "tests.engine.startup", "engine", method, homes[0], str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
+    assert (done.returncode, done.stdout) == (0, "equal\n"), done.stderr
+
+
+def test_warmed_up(homes: tuple[str, str], pair: Pair, port_engine: Callable[..., PortEngine]) -> None:
+    source, _ = pair
+    destination = port_engine(homes[1], source.model, shards(6, 3)).ready()
+    ranks = [worker.call("warm", homes[0], source.spec.engine_id) for worker in destination.workers]
+    assert ranks == [(0,), (0, 1), (1,)]
+
+
+def test_a_home_that_restarts_while_ports_work(tmp_path: Path, port_engine: Callable[..., PortEngine]) -> None:
+    model = Model()
+    with NodeServerProcess(tmp_path / "one", tcp=True, ttl=3, max_ttl=3, engine_ttl=10) as server:
+        source = port_engine(server.address, model, shards(model.heads, 1))
+        destination = port_engine(server.address, model, shards(model.heads, 1))
+        source.ready(), destination.ready()
+        publication, values = publish(source, "restart")
+        destination.scheduler.acquire("mine", publication.reference)
+        destination.grant("mine")
+        server.stop(signal.SIGKILL)
+        server.start()
+        destination.start("mine", IDS)
+        end = destination.end_of("mine")
+        # Whichever way it ends, it is not wrong.
+        if end.error is None:
+            assert (destination.memories[0].cells == expect(destination.memories[0], values, IDS, (0, TOKENS))).all()
+        source.scheduler.abort(publication)
+        source.release_of(publication, 60)
+
+
+def test_values_pass_through_pickle_and_msgpack() -> None:
+    runs = BlockRuns.of_blocks("full", Blocks([5, 6, 7, 2], 16, 70))
+    grant = Grant("r", "id", "h:1", "e", b"\x00" * 16, 7, "s", b"l", 1.5, (runs,), b"p", (runs,), (16, 70))
+    end = RankEnd("id", "r", False, False, 3, {"full": (5, 6)}, "BadBlock", "a message", {"block": "7"})
+    output = WorkerOutput(1, (RankEnd("a", "b", True, True, 9),), (end,), ("x",))
+    assert pickle.loads(pickle.dumps(grant)) == grant
+    assert Grant.of(msgpack.decode(msgpack.encode(grant.plain()))) == grant
+    assert pickle.loads(pickle.dumps(output)) == output
+    assert WorkerOutput.of(msgpack.decode(msgpack.encode(output.plain()))) == output
+    assert runs.blocks() == Blocks([5, 6, 7, 2], 16, 70)
+    error = end.error()
+    assert isinstance(error, BadBlock)
+    assert (error.message, error.values) == ("a message", {"block": "7"})

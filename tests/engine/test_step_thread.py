@@ -1,0 +1,177 @@
+"""R11: the thread of an engine's step makes no call and touches nothing of NIXL, whatever its peers do."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvferry import Blocks, Client, EngineSpec, Interval, MemoryKind, MemoryRegion
+from kvferry.engine import ReadEnd, SchedulerPort, Tails, WorkerPort
+from tests.e2e.servers import NodeServerProcess
+from tests.e2e.world import Model, shards, unique_id
+from tests.engine.world import PortEngine
+
+MODEL = Model(layers=8, heads=8, head_dim=128, block_tokens=64, num_blocks=256)
+"""Half a GiB."""
+
+HALF = MODEL.num_blocks // 2
+STEPS = 2000
+
+
+class Watched:
+    """Runs something on a thread of its own, and notes what of gRPC and NIXL is entered there."""
+
+    def __init__(self) -> None:
+        self.entered: set[str] = set()
+
+    def run(self, step: Callable[[], None]) -> None:
+        failures: list[BaseException] = []
+
+        def on_thread() -> None:
+            sys.setprofile(self._on_event)
+            try:
+                step()
+            except BaseException as error:
+                failures.append(error)
+            finally:
+                sys.setprofile(None)
+
+        thread = threading.Thread(target=on_thread, name="step")
+        thread.start()
+        thread.join()
+        if failures:
+            raise failures[0]
+
+    def _on_event(self, frame: FrameType, event: str, argument: Any) -> None:
+        if event == "call":
+            file = frame.f_code.co_filename
+            if "/grpc/" in file or "/nixl" in file or file.endswith("/kvferry/agents.py"):
+                self.entered.add(f"{file}:{frame.f_code.co_name}")
+        elif event == "c_call":
+            owner = getattr(argument, "__self__", None)
+            module = getattr(argument, "__module__", None) or type(owner).__module__
+            if module.startswith(("grpc", "nixl")):
+                self.entered.add(f"{module}.{argument.__qualname__}")
+
+
+class Here:
+    """A destination of one rank, scheduler and worker in the test's process."""
+
+    def __init__(self, address: str) -> None:
+        self.client = Client(address)
+        self.spec = EngineSpec(unique_id("here"), (MODEL.group(),), 1, {"model": "tiny"})
+        self.scheduler = SchedulerPort(self.client, self.spec)
+        self.worker = WorkerPort(self.client, self.spec)
+        units = Interval(0, MODEL.heads)
+        self.memory = np.zeros(MODEL.rank_bytes(units), np.uint8)
+        base = self.memory.ctypes.data
+        regions = [MemoryRegion(MemoryKind.DRAM, 0, base, self.memory.nbytes)]
+        self.worker.register(planes=MODEL.planes(units, base), regions=regions, keep=self.memory)
+        self.ended: dict[str, ReadEnd] = {}
+        self.steps = 0
+
+    def step(self) -> None:
+        """All that an engine asks after a step."""
+        for read_id in self.scheduler.cancels():
+            self.worker.cancel(read_id)
+        self.scheduler.collect(self.worker.finished())
+        for end in self.scheduler.finished().reads:
+            self.ended[end.request_id] = end
+        self.scheduler.released()
+        self.scheduler.stats()
+        self.steps += 1
+
+    def read(self, request_id: str, ids: range) -> bool:
+        """Attach and start it if it is granted."""
+        if self.scheduler.granted(request_id) is None:
+            return False
+        grant = self.scheduler.attach(request_id, {"full": Blocks(ids)})
+        self.worker.start(grant, tails=Tails.ZERO)
+        return True
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> Iterator[tuple[Here, PortEngine, NodeServerProcess]]:
+    with NodeServerProcess(tmp_path / "p", tcp=True) as source, NodeServerProcess(tmp_path / "d") as destination:
+        engine = PortEngine(source.address, MODEL, shards(MODEL.heads, 1), tmp_path).ready()
+        made = Here(destination.address)
+        yield made, engine, source
+        made.worker.close()
+        made.scheduler.close()
+        made.client.close()
+        engine.close()
+
+
+def test_while_gigabytes_move(here: tuple[Here, PortEngine, NodeServerProcess]) -> None:
+    made, source, _ = here
+    publications = [
+        source.scheduler.publish(f"big-{index}", {"full": Blocks(range(HALF))}).reference for index in range(8)
+    ]
+    watched = Watched()
+
+    def engine_loop() -> None:
+        waiting = {f"mine-{index}": publication for index, publication in enumerate(publications)}
+        for request, reference in waiting.items():
+            made.scheduler.acquire(request, reference)
+        while len(made.ended) < len(publications):
+            for request in tuple(waiting):
+                if made.read(request, range(HALF, 2 * HALF)):
+                    del waiting[request]
+            made.step()
+
+    watched.run(engine_loop)
+    assert [end.error for end in made.ended.values()] == [None] * 8
+    assert sum(end.bytes for end in made.ended.values()) == 2 << 30
+    # Publishing, declining and cancelling are an engine's step, too.
+    offered = made.scheduler.publish("offered", {"full": Blocks([1])})
+    watched.run(lambda: made.scheduler.abort(offered))
+    watched.run(lambda: made.scheduler.decline(publications[0]))
+    assert watched.entered == set()
+    assert made.steps > 8
+
+
+def test_while_a_peer_is_stopped(here: tuple[Here, PortEngine, NodeServerProcess]) -> None:
+    made, source, server = here
+    references = [
+        source.scheduler.publish(f"stopped-{index}", {"full": Blocks(range(HALF))}).reference for index in range(3)
+    ]
+    made.scheduler.acquire("granted", references[0])
+    while made.scheduler.granted("granted") is None:
+        made.step()
+    stopped = [server.pid, source.workers[0].process.pid]
+    for pid in stopped:
+        os.kill(pid, signal.SIGSTOP)
+    watched = Watched()
+
+    def engine_loop() -> None:
+        assert made.read("granted", range(HALF))
+        made.scheduler.acquire("waits", references[1])
+        made.worker.warm(server.address, source.spec.engine_id)
+        made.scheduler.publish("mine", {"full": Blocks([1])})
+        for _ in range(STEPS):
+            made.step()
+            assert made.scheduler.granted("waits") is None
+        made.scheduler.decline(references[2])
+        assert made.scheduler.cancel("waits")
+        assert made.scheduler.cancel("granted")
+        made.step()
+
+    try:
+        watched.run(engine_loop)
+    finally:
+        for pid in stopped:
+            os.kill(pid, signal.SIGCONT)
+    assert watched.entered == set()
+    assert made.steps > STEPS
+    while "granted" not in made.ended:
+        made.step()
+    assert made.ended["granted"].error is not None
