@@ -10,7 +10,7 @@ import os
 import subprocess
 import sys
 from multiprocessing.connection import Client as Dial
-from multiprocessing.connection import Connection, Listener
+from multiprocessing.connection import Listener
 from pathlib import Path
 from typing import Any
 
@@ -40,15 +40,14 @@ def start(method: str) -> Any:
     return mine
 
 
-def dial(folder: Path, index: int, job: tuple[Any, ...]) -> Connection[Any, Any]:
+def dial(folder: Path, index: int, job: tuple[Any, ...]) -> Any:
     """A worker by a command of its own; it finds its token in its environment."""
     address = str(folder / f"worker-{index}")
-    *job_without, token, options = job
     with Listener(address) as listener:
-        environment = {**os.environ, "ENGINE_TOKEN": token}
+        environment = {**os.environ, "ENGINE_TOKEN": job[-2]}
         subprocess.Popen([sys.executable, "-m", "tests.engine.startup", "worker", address], env=environment)
         pipe = listener.accept()
-    pipe.send((*job_without, options))
+    pipe.send((*job[:-2], job[-1]))
     return pipe
 
 
@@ -68,7 +67,7 @@ def engine(method: str, address: str, folder: Path) -> None:
     with Client(address) as client:
         ports = [SchedulerPort(client, spec) for spec in specs]
         for index, (spec, memory, port) in enumerate(zip(specs, memories, ports, strict=True)):
-            job = (address, spec, 0, MODEL, units, str(memory.path), str(port.token), {})
+            job: tuple[Any, ...] = (address, spec, 0, MODEL, units, str(memory.path), str(port.token), {})
             if pipes[index] is None:
                 pipes[index] = dial(folder, index, job)
             else:

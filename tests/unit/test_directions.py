@@ -87,6 +87,7 @@ LAYERS = [
     },
     {"client", "aio", "embed"},
     {"engine"},
+    {"integrations"},
     {"demo", "cli"},
 ]
 PURE = set().union(*LAYERS[1:5]) - {"clock"}

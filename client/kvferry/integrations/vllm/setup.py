@@ -1,0 +1,161 @@
+"""What a vLLM engine is, in kvferry's words: read from its configuration, equal in all of its processes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vllm.platforms import current_platform
+from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec
+
+from kvferry import formats
+from kvferry.blocks import Blocks
+from kvferry.errors import InvalidField
+from kvferry.geometry import Group, GroupKind, Interval, Plane
+from kvferry.spec import EngineSpec
+from kvferry.tensors import Holding, Tensor
+
+NULL_BLOCK = 0
+"""vLLM's block pool keeps its first block for "no block"."""
+
+POOL = "device"
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """An engine of vLLM.
+
+    Attributes:
+        spec: the engine. Its groups are named by their index among vLLM's.
+        address: of the node server.
+        allowed_homes: see `Client`.
+        read_timeout: seconds until a read fails.
+        fail_requests: a request that cannot be read fails, instead of being computed here.
+        serves: whether others read from it.
+    """
+
+    spec: EngineSpec
+    address: str
+    allowed_homes: tuple[str, ...]
+    read_timeout: float
+    fail_requests: bool
+    serves: bool
+
+    @classmethod
+    def of(cls, vllm_config: Any, kv_cache_config: Any) -> Setup:
+        """From vLLM's configuration; raises `InvalidField` for what this connector cannot do."""
+        transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
+        if not current_platform.is_cpu():
+            raise InvalidField("platform", current_platform.device_name, "cpu: no other has been checked")
+        for name in ("prefill_context_parallel_size", "decode_context_parallel_size"):
+            if getattr(parallel, name, 1) != 1:
+                raise InvalidField(name, getattr(parallel, name), "1")
+        extra = transfer.kv_connector_extra_config
+        address = extra.get("address") or os.environ.get("KVFERRY_ADDRESS", "")
+        if not address:
+            raise InvalidField(
+                "address", "", "in kv_connector_extra_config or KVFERRY_ADDRESS, that of the node server"
+            )
+        groups = tuple(_group(index, group, kv_cache_config) for index, group in _transferred(kv_cache_config))
+        spec = EngineSpec(transfer.engine_id, groups, parallel.world_size, _identity(vllm_config))
+        return cls(
+            spec=spec,
+            address=address,
+            allowed_homes=tuple(extra.get("allowed_homes", ())),
+            read_timeout=float(extra.get("read_timeout", 120.0)),
+            fail_requests=transfer.kv_load_failure_policy == "fail",
+            serves=transfer.is_kv_producer,
+        )
+
+    def published(self, block_ids: tuple[list[int], ...], tokens: int) -> dict[str, Blocks]:
+        """A request's blocks, all groups', as a source offers them."""
+        found = {}
+        for group in self.spec.groups:
+            ids = block_ids[int(group.name)]
+            # Blocks that have left a window are null, and always at the front.
+            gone = next((place for place, block in enumerate(ids) if block != NULL_BLOCK), len(ids))
+            last = -(-tokens // group.block_tokens)
+            found[group.name] = Blocks(
+                ids[gone:last], gone * group.block_tokens, max(tokens, gone * group.block_tokens)
+            )
+        return found
+
+    def wanted(self, block_ids: tuple[list[int], ...], tokens: tuple[int, int]) -> dict[str, Blocks]:
+        """The blocks that a destination reads tokens ``[a, b)`` into; a is the first of a block."""
+        begin, end = tokens
+        found = {}
+        for group in self.spec.groups:
+            first, last = begin // group.block_tokens, -(-end // group.block_tokens)
+            found[group.name] = Blocks(block_ids[int(group.name)][first:last], begin, end)
+        return found
+
+
+def planes_of(
+    vllm_config: Any, kv_cache_config: Any, setup: Setup, kv_caches: Mapping[str, Tensor], tp_rank: int
+) -> list[Plane]:
+    """The planes of a rank's caches, group by group."""
+    found: list[Plane] = []
+    groups = {group.name: group for group in setup.spec.groups}
+    for index, listed in _transferred(kv_cache_config):
+        group, spec = groups[str(index)], listed.kv_cache_spec
+        caches = formats.by_layer_number({name: kv_caches[name] for name in listed.layer_names if name in kv_caches})
+        for name, cache in caches.items():
+            if cache.shape[0] != group.num_blocks or cache.shape[2] != group.block_tokens:
+                expected = f"{group.num_blocks} blocks of {group.block_tokens} tokens"
+                raise InvalidField(f"cache of {name}", tuple(cache.shape), expected)
+        if isinstance(spec, MLAAttentionSpec):
+            found += formats.vllm_mla(caches, group, vllm_config.model_config.hf_text_config.kv_lora_rank)
+            continue
+        # For each head K and V, side by side in the last axis.
+        first = next(iter(caches.values()))
+        isa = _get_attn_isa(first.dtype, group.block_tokens, spec.head_size)
+        found += formats.vllm_cpu(caches, group, isa, _heads(vllm_config, tp_rank))
+    return found
+
+
+def _heads(vllm_config: Any, tp_rank: int) -> Holding:
+    """Which KV heads a rank has: its share, or, where there are fewer heads than ranks, one that others have too."""
+    ranks = vllm_config.parallel_config.tensor_parallel_size
+    heads = vllm_config.model_config.get_total_num_kv_heads()
+    if heads >= ranks:
+        share = heads // ranks
+        return Holding(units=Interval(tp_rank * share, (tp_rank + 1) * share), axis_size=heads)
+    head = tp_rank * heads // ranks
+    return Holding(units=Interval(head, head + 1), axis_size=heads)
+
+
+def _transferred(kv_cache_config: Any) -> list[tuple[int, Any]]:
+    return [(index, kv_cache_config.kv_cache_groups[index]) for index in kv_cache_config.transfer_group_ids]
+
+
+def _group(index: int, listed: Any, kv_cache_config: Any) -> Group:
+    spec, name = listed.kv_cache_spec, f"{index}"
+    if isinstance(spec, SlidingWindowSpec):
+        kind, window = GroupKind.WINDOW, spec.sliding_window
+    elif isinstance(spec, FullAttentionSpec):
+        kind, window = GroupKind.TOKENS, 0
+    else:
+        raise InvalidField(f"KV-cache group {index}", type(spec).__name__, "full attention, latent or sliding-window")
+    return Group(name, kind, spec.block_size, kv_cache_config.num_blocks, NULL_BLOCK, window, POOL)
+
+
+def _identity(vllm_config: Any) -> dict[str, str]:
+    """What the cache is computed with. Where the weights lie differs from host to host; their configuration does
+    not."""
+    model = vllm_config.model_config
+    described = {key: value for key, value in model.hf_config.to_dict().items() if not key.startswith("_")}
+    digest = hashlib.sha256(json.dumps(described, sort_keys=True, default=str).encode()).hexdigest()
+    return {
+        "model": Path(str(model.model)).name,
+        "revision": str(model.revision or ""),
+        "config": digest[:16],
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "cache_dtype": str(vllm_config.cache_config.cache_dtype),
+        "quantization": str(model.quantization or ""),
+    }

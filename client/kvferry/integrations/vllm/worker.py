@@ -1,0 +1,116 @@
+"""The connector in each of vLLM's worker processes."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Mapping
+
+from kvferry.client import Client
+from kvferry.engine import RankEnd, WorkerOutput, WorkerPort
+from kvferry.errors import KvferryError
+from kvferry.geometry import Plane
+from kvferry.integrations.vllm.setup import Setup
+from kvferry.integrations.vllm.values import StepMetadata, WorkerNews
+from kvferry.tensors import Tensor
+
+logger = logging.getLogger(__name__)
+
+
+class ConnectorWorker:
+    """Registers a rank's caches, and reads into them.
+
+    vLLM makes the workers' connectors before its scheduler's, so the engine's session opens later: its token comes with
+    the first step, and the registration runs beside the steps from then on.
+    """
+
+    def __init__(self, setup: Setup, rank: int) -> None:
+        self._setup = setup
+        self._rank = rank
+        self._client = Client(setup.address, allowed_homes=setup.allowed_homes)
+        self._caches: Mapping[str, Tensor] = {}
+        self._planes: list[Plane] = []
+        self._lock = threading.Lock()
+        self._registering = False
+        self._news = WorkerNews()
+        self._port: WorkerPort | None = None
+        self._early: list[StepMetadata] = []
+
+    def has_caches(self, kv_caches: Mapping[str, Tensor], planes: list[Plane]) -> None:
+        """The caches of this rank, before the first step."""
+        self._caches, self._planes = kv_caches, planes
+
+    def step(self, metadata: StepMetadata) -> None:
+        """Do what the scheduler says; returns at once."""
+        with self._lock:
+            if metadata.token and not self._registering:
+                self._registering = True
+                threading.Thread(
+                    target=self._register, args=(metadata.token,), name="kvferry-register", daemon=True
+                ).start()
+            if self._port is None:
+                if metadata.starts or metadata.cancels:
+                    self._early.append(metadata)
+                return
+            self._do(self._port, metadata)
+
+    def news(self) -> WorkerNews | None:
+        """What the scheduler has to hear."""
+        with self._lock:
+            news, self._news = self._news, WorkerNews()
+            if self._port is not None:
+                output = self._port.finished()
+                if output:
+                    news.outputs.append(output)
+        return news if news.outputs or news.registered or news.errors else None
+
+    def close(self) -> None:
+        """End the agents."""
+        if self._port is not None:
+            self._port.close()
+        self._client.close()
+
+    def _do(self, port: WorkerPort, metadata: StepMetadata) -> None:
+        for grant in metadata.starts:
+            try:
+                port.start(grant)
+            except KvferryError as error:
+                end = RankEnd(
+                    read_id=grant.read_id,
+                    request_id=grant.request_id,
+                    ok=False,
+                    quiet=True,
+                    bytes=0,
+                    error_name=type(error).__name__,
+                    message=error.message,
+                    values=dict(error.values),
+                )
+                self._news.outputs.append(WorkerOutput(self._rank, failed=(end,)))
+        for read_id in metadata.cancels:
+            port.cancel(read_id)
+
+    def _register(self, token: str) -> None:
+        """On a thread of its own, until it is done."""
+        port = WorkerPort(self._client, self._setup.spec, self._rank, token=token)
+        while True:
+            try:
+                port.register(self._caches, planes=self._planes, serve=self._setup.serves)
+            except KvferryError as error:
+                if error.retryable:
+                    logger.warning("rank %d is not registered yet: %s", self._rank, error)
+                    continue
+                with self._lock:
+                    self._news.errors[self._rank] = str(error)
+                return
+            except Exception as error:
+                logger.exception("rank %d is not registered", self._rank)
+                with self._lock:
+                    self._news.errors[self._rank] = repr(error)
+                return
+            break
+        with self._lock:
+            self._port = port
+            self._news.registered.add(self._rank)
+            for metadata in self._early:
+                self._do(port, metadata)
+            self._early.clear()

@@ -1,0 +1,68 @@
+"""One vLLM engine in a process: requests as JSON lines in, answers out. Started by `tests.vllm.nodes`.
+
+python -m tests.vllm.node '{"model": …, "tensor_parallel_size": …, …}'
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import Any
+
+
+def main() -> None:
+    # vLLM writes to stdout; the answers go where it cannot.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    from vllm import LLM, SamplingParams
+    from vllm.config import KVTransferConfig
+
+    settings = json.loads(sys.argv[1])
+    transfer = settings.pop("kv_transfer", None)
+    engine = LLM(
+        **settings,
+        kv_transfer_config=KVTransferConfig(**transfer) if transfer else None,
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+        disable_log_stats=False,
+    )
+
+    def say(answer: Any) -> None:
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
+
+    say("ready")
+    for line in sys.stdin:
+        requests = json.loads(line)
+        prompts = [{"prompt_token_ids": request["prompt"]} for request in requests]
+        sampling = [
+            SamplingParams(
+                temperature=0,
+                max_tokens=request["max_tokens"],
+                ignore_eos=True,
+                detokenize=False,
+                extra_args={"kv_transfer_params": request["params"]} if request.get("params") else None,
+            )
+            for request in requests
+        ]
+        try:
+            outputs = engine.generate(prompts, sampling, use_tqdm=False)
+        except Exception as error:
+            say({"error": repr(error)})
+            continue
+        say(
+            [
+                {
+                    "tokens": list(output.outputs[0].token_ids),
+                    "finish": output.outputs[0].finish_reason,
+                    "cached": output.num_cached_tokens,
+                    "params": output.kv_transfer_params,
+                }
+                for output in outputs
+            ]
+        )
+
+
+if __name__ == "__main__":
+    main()

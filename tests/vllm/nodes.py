@@ -1,0 +1,167 @@
+"""Engines of a real vLLM on CPU, each in a process of its own, and tiny models for them."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+START_TIMEOUT = 300.0
+ANSWER_TIMEOUT = 120.0
+VOCABULARY = 512
+
+ENVIRONMENT = {
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_HOST_IP": "127.0.0.1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+
+
+def make_model(folder: Path, *, kv_heads: int) -> Path:
+    """A Qwen3 of random weights, large ones, so that a wrong byte of its cache changes what it says."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=kv_heads,
+        head_dim=32,
+        max_position_embeddings=2048,
+        tie_word_embeddings=False,
+        initializer_range=0.2,
+    )
+    Qwen3ForCausalLM(config).to(torch.float32).save_pretrained(folder, safe_serialization=True)
+    return folder
+
+
+class Node:
+    """An engine.
+
+    Args:
+        model: folder of the model.
+        role: "kv_producer" or "kv_consumer".
+        connector: `kv_connector` and what else the transfer configuration says; None: no connector.
+    """
+
+    def __init__(
+        self,
+        model: Path,
+        log: Path,
+        *,
+        tp: int = 1,
+        block: int = 32,
+        connector: dict[str, Any] | None = None,
+        environment: dict[str, str] | None = None,
+        **settings: Any,
+    ) -> None:
+        arguments: dict[str, Any] = {
+            "model": str(model),
+            "dtype": "float32",
+            "tensor_parallel_size": tp,
+            "block_size": block,
+            "max_model_len": 2048,
+            "kv_cache_memory_bytes": 16 << 20,
+            "max_num_seqs": 16,
+            **settings,
+        }
+        if connector:
+            arguments["kv_transfer"] = {"kv_buffer_device": "cpu", **connector}
+        self.log = log
+        with log.open("ab") as file:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "tests.vllm.node", json.dumps(arguments)],
+                cwd=ROOT,
+                env={**os.environ, **ENVIRONMENT, **(environment or {})},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=file,
+                start_new_session=True,
+            )
+
+    def ready(self) -> Node:
+        """Wait until it serves."""
+        assert self.answer(START_TIMEOUT) == "ready"
+        return self
+
+    def send(self, *requests: dict[str, Any]) -> None:
+        """Begin to generate."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(requests).encode() + b"\n")
+        self.process.stdin.flush()
+
+    def answer(self, timeout: float = ANSWER_TIMEOUT) -> Any:
+        """The next answer."""
+        assert self.process.stdout is not None
+        deadline = time.monotonic() + timeout
+        line = b""
+        while not line.endswith(b"\n"):
+            left = deadline - time.monotonic()
+            if left <= 0 or not select.select([self.process.stdout], [], [], left)[0]:
+                raise TimeoutError(f"no answer within {timeout} s: {self.tail()}")
+            chunk = os.read(self.process.stdout.fileno(), 1 << 20)
+            if not chunk:
+                raise EOFError(f"the engine has ended: {self.tail()}")
+            line += chunk
+        return json.loads(line)
+
+    def generate(self, *requests: dict[str, Any]) -> list[dict[str, Any]]:
+        """Generate, and wait for it."""
+        self.send(*requests)
+        answer: list[dict[str, Any]] = self.answer()
+        return answer
+
+    def tail(self) -> str:
+        """The end of its log."""
+        return self.log.read_text(errors="replace")[-4000:]
+
+    def close(self, how: signal.Signals = signal.SIGTERM) -> None:
+        """End it and its workers."""
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, how)
+            try:
+                self.process.wait(20)
+            except subprocess.TimeoutExpired:
+                os.killpg(self.process.pid, signal.SIGKILL)
+                self.process.wait()
+
+
+def kvferry(role: str, address: str, **transfer: Any) -> dict[str, Any]:
+    """Our connector in a transfer configuration."""
+    return {
+        "kv_connector": "KvferryConnector",
+        "kv_connector_module_path": "kvferry.integrations.vllm",
+        "kv_role": role,
+        "kv_connector_extra_config": {"address": address},
+        **transfer,
+    }
+
+
+PREFILL = {"do_remote_decode": True, "do_remote_prefill": False}
+
+
+def request(prompt: list[int], max_tokens: int = 12, params: dict[str, Any] | None = None) -> dict[str, Any]:
+    """What a node is asked."""
+    return {"prompt": prompt, "max_tokens": max_tokens, "params": params}
+
+
+def prompt(seed: int, length: int = 100) -> list[int]:
+    """A prompt of random tokens."""
+    import random
+
+    generator = random.Random(seed)
+    return [generator.randrange(3, VOCABULARY) for _ in range(length)]
