@@ -32,36 +32,50 @@ def main() -> None:
         answers.write(json.dumps(answer) + "\n")
         answers.flush()
 
+    def sampling(request: Any) -> Any:
+        return SamplingParams(
+            temperature=0,
+            max_tokens=request["max_tokens"],
+            ignore_eos=True,
+            detokenize=False,
+            extra_args={"kv_transfer_params": request["params"]} if request["params"] else None,
+        )
+
+    def generate(*requests: Any) -> Any:
+        prompts = [{"prompt_token_ids": request["prompt"]} for request in requests]
+        outputs = engine.generate(prompts, [sampling(request) for request in requests], use_tqdm=False)
+        return [
+            {
+                "tokens": list(output.outputs[0].token_ids),
+                "finish": output.outputs[0].finish_reason,
+                "cached": output.num_cached_tokens,
+                "params": output.kv_transfer_params,
+            }
+            for output in outputs
+        ]
+
+    def abort(request: Any, steps: int) -> Any:
+        """Take a request, make some steps, abort it, and step until nothing is left of it."""
+        inner = engine.llm_engine
+        inner.add_request("aborted", {"prompt_token_ids": request["prompt"]}, sampling(request))
+        for _ in range(steps):
+            inner.step()
+        inner.abort_request(["aborted"])
+        while inner.has_unfinished_requests():
+            inner.step()
+
+    def metric(name: str) -> float:
+        """The sum of a counter over its labels."""
+        return float(sum(found.value for found in engine.get_metrics() if found.name == name))
+
+    commands = {"generate": generate, "abort": abort, "metric": metric}
     say("ready")
     for line in sys.stdin:
-        requests = json.loads(line)
-        prompts = [{"prompt_token_ids": request["prompt"]} for request in requests]
-        sampling = [
-            SamplingParams(
-                temperature=0,
-                max_tokens=request["max_tokens"],
-                ignore_eos=True,
-                detokenize=False,
-                extra_args={"kv_transfer_params": request["params"]} if request.get("params") else None,
-            )
-            for request in requests
-        ]
+        command, *arguments = json.loads(line)
         try:
-            outputs = engine.generate(prompts, sampling, use_tqdm=False)
+            say(commands[command](*arguments))
         except Exception as error:
             say({"error": repr(error)})
-            continue
-        say(
-            [
-                {
-                    "tokens": list(output.outputs[0].token_ids),
-                    "finish": output.outputs[0].finish_reason,
-                    "cached": output.num_cached_tokens,
-                    "params": output.kv_transfer_params,
-                }
-                for output in outputs
-            ]
-        )
 
 
 if __name__ == "__main__":

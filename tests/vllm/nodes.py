@@ -54,8 +54,12 @@ class Node:
 
     Args:
         model: folder of the model.
-        role: "kv_producer" or "kv_consumer".
+        log: where it writes its log.
+        tp: its tensor-parallel size.
+        block: tokens per block.
         connector: `kv_connector` and what else the transfer configuration says; None: no connector.
+        environment: beside `ENVIRONMENT`.
+        settings: arguments of `vllm.LLM`.
     """
 
     def __init__(
@@ -82,6 +86,7 @@ class Node:
         if connector:
             arguments["kv_transfer"] = {"kv_buffer_device": "cpu", **connector}
         self.log = log
+        self.is_ready = False
         with log.open("ab") as file:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "tests.vllm.node", json.dumps(arguments)],
@@ -96,13 +101,22 @@ class Node:
     def ready(self) -> Node:
         """Wait until it serves."""
         assert self.answer(START_TIMEOUT) == "ready"
+        self.is_ready = True
         return self
 
-    def send(self, *requests: dict[str, Any]) -> None:
-        """Begin to generate."""
+    def send(self, command: str, *arguments: Any) -> None:
+        """Begin to do something."""
         assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(requests).encode() + b"\n")
+        self.process.stdin.write(json.dumps([command, *arguments]).encode() + b"\n")
         self.process.stdin.flush()
+
+    def call(self, command: str, *arguments: Any) -> Any:
+        """Do something, and wait for it."""
+        self.send(command, *arguments)
+        answer = self.answer()
+        if isinstance(answer, dict) and "error" in answer:
+            raise RuntimeError(answer["error"])
+        return answer
 
     def answer(self, timeout: float = ANSWER_TIMEOUT) -> Any:
         """The next answer."""
@@ -121,13 +135,12 @@ class Node:
 
     def generate(self, *requests: dict[str, Any]) -> list[dict[str, Any]]:
         """Generate, and wait for it."""
-        self.send(*requests)
-        answer: list[dict[str, Any]] = self.answer()
+        answer: list[dict[str, Any]] = self.call("generate", *requests)
         return answer
 
-    def tail(self) -> str:
+    def tail(self, size: int = 4000) -> str:
         """The end of its log."""
-        return self.log.read_text(errors="replace")[-4000:]
+        return self.log.read_text(errors="replace")[-size:]
 
     def close(self, how: signal.Signals = signal.SIGTERM) -> None:
         """End it and its workers."""
@@ -138,6 +151,9 @@ class Node:
             except subprocess.TimeoutExpired:
                 os.killpg(self.process.pid, signal.SIGKILL)
                 self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout):
+            if pipe is not None:
+                pipe.close()
 
 
 def kvferry(role: str, address: str, **transfer: Any) -> dict[str, Any]:
