@@ -1,10 +1,32 @@
 """What the README shows works."""
 
+from __future__ import annotations
+
+import json
+import re
+import shutil
 import subprocess
 import sys
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
+
+import pytest
+from google.protobuf import json_format, message_factory
+from grpc_health.v1 import health_pb2
+
+from kvferry import Blocks, ReleaseOutcome
+from kvferry.v1 import introspection_pb2, kv_transfer_pb2
+from tests.e2e.conftest import Engine
+from tests.e2e.servers import free_port
+from tests.e2e.world import Model, shards
 
 ROOT = Path(__file__).parents[2]
+MODULES = ROOT / "tests" / "node" / "node_modules"
 
 
 def test_readme_shows_the_example_that_runs() -> None:
@@ -18,3 +40,119 @@ def test_example_in_one_process_runs() -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.splitlines() == ["moved 655360 bytes in 80 descriptors", "request-1 was released: READ"]
     assert done.stderr == ""
+
+
+def test_engine_pair_runs() -> None:
+    command = [sys.executable, str(ROOT / "examples" / "engine_pair.py")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
+    assert done.stdout.splitlines() == [
+        "granted: blocks [0, 1, 2, 3] of prefill",
+        "read: 25600 bytes, error: None; the engine went on stepping: True",
+        "every token is right: True",
+        "released: request-1, READ",
+    ]
+
+
+def test_every_grpcurl_line_says_what_the_server_understands() -> None:
+    text = (ROOT / "examples" / "grpcurl.md").read_text().replace("\\\n", " ")
+    calls = re.findall(r"^grpcurl .*?-d '(\{.*\})'\s+\$NODE (\S+)/(\S+)$", text, re.MULTILINE)
+    assert len(calls) == text.count(" -d '")
+    services = {
+        service.full_name: service
+        for file in (health_pb2.DESCRIPTOR, kv_transfer_pb2.DESCRIPTOR, introspection_pb2.DESCRIPTOR)
+        for service in file.services_by_name.values()
+    }
+    for data, service, method in calls:
+        request = services[service].methods_by_name[method].input_type
+        json_format.Parse(data, message_factory.GetMessageClass(request)())
+
+
+class Answering:
+    """An HTTP server that answers every POST by calling `answer` with its body; None: it refuses."""
+
+    def __init__(self, answer: Callable[[Any], Any]) -> None:
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+                found = answer(body)
+                self.send_response(200 if found is not None else 503)
+                self.end_headers()
+                self.wfile.write(json.dumps(found).encode())
+
+            def log_message(self, *_: object) -> None:
+                """Say nothing."""
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
+        self._thread = threading.Thread(target=self._server.serve_forever)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+@pytest.fixture
+def answering() -> Iterator[Callable[[Callable[[Any], Any]], Answering]]:
+    made: list[Answering] = []
+
+    def make(answer: Callable[[Any], Any]) -> Answering:
+        made.append(Answering(answer))
+        return made[-1]
+
+    yield make
+    for server in made:
+        server.close()
+
+
+@pytest.mark.skipif(not MODULES.exists(), reason="tests/node is not installed: npm was missing at set-up")
+def test_router_compiles_routes_and_declines(
+    homes: tuple[str, str],
+    engine: Callable[..., Engine],
+    answering: Callable[[Callable[[Any], Any]], Answering],
+    tmp_path: Path,
+) -> None:
+    for file in (ROOT / "examples" / "router").iterdir():
+        shutil.copy(file, tmp_path)
+    (tmp_path / "node_modules").symlink_to(MODULES)
+    compiled = subprocess.run([MODULES / ".bin" / "tsc"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert compiled.returncode == 0, compiled.stdout
+    source = engine(homes[0], Model(), shards(4, 1)).ready()
+    offered = []
+
+    def prefill(body: Any) -> Any:
+        assert body["max_tokens"] == 1
+        assert body["kv_transfer_params"]["do_remote_decode"]
+        offered.append(source.session.publish("r", {"full": Blocks([1])}))
+        return {"kv_transfer_params": {"do_remote_prefill": True, "kvferry_reference": offered[-1].reference}}
+
+    def decode(body: Any) -> Any:
+        reference = body["kv_transfer_params"]["kvferry_reference"]
+        return None if body["prompt"] == "refused" else {"text": reference, "max_tokens": body["max_tokens"]}
+
+    port = free_port()
+    urls = [answering(prefill).url, f"{answering(lambda _: None).url},{answering(decode).url}"]
+    command = ["node", "router.js", str(port), *urls, str(ROOT / "protos")]
+    router = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE)
+    try:
+        assert router.stdout is not None
+        assert router.stdout.readline() == b"listening\n"
+
+        def post(prompt: str) -> Any:
+            body = json.dumps({"prompt": prompt, "max_tokens": 7}).encode()
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}", body, timeout=30) as response:
+                return json.load(response)
+
+        # The first decode engine refuses everything; the second is asked next.
+        assert post("taken") == {"text": offered[0].reference, "max_tokens": 7}
+        with pytest.raises(urllib.error.HTTPError):
+            post("refused")
+        assert source.release_of(offered[1]).outcome is ReleaseOutcome.DECLINED
+    finally:
+        router.kill()
+        router.wait()
+        if router.stdout is not None:
+            router.stdout.close()
+    source.session.abort(offered[0])
+    source.release_of(offered[0])

@@ -1,0 +1,112 @@
+// A router for prefill and decode, in another language, from kvferry's .proto files alone.
+//
+// It sends each request to a prefill engine, hands what comes out to a decode engine, and passes that one's answer on. The
+// KV cache never comes near it: what it carries is a reference of some hundred bytes. The one thing it owes kvferry is a
+// decline: when no decode engine takes the request, the prefill engine gets its blocks back now and not when the hold
+// ends.
+//
+// usage: node router.js PORT PREFILL_URL[,…] DECODE_URL[,…] PROTO_ROOT
+
+import * as grpc from "@grpc/grpc-js";
+import * as protoLoader from "@grpc/proto-loader";
+import { createServer } from "node:http";
+import { randomUUID } from "node:crypto";
+
+const [port, prefills, decodes, protoRoot] = process.argv.slice(2) as [string, string, string, string];
+const CALL_TIMEOUT_MS = 5_000;
+
+interface TransferParams {
+  kvferry_reference?: string;
+  [name: string]: unknown;
+}
+
+interface Completion {
+  kv_transfer_params?: TransferParams;
+  [name: string]: unknown;
+}
+
+/** One engine after the other, beginning where the last request ended. */
+class Pool {
+  private next = 0;
+
+  constructor(private readonly urls: string[]) {}
+
+  *all(): Generator<string> {
+    const first = this.next++;
+    for (let index = 0; index < this.urls.length; index++) yield this.urls[(first + index) % this.urls.length]!;
+  }
+}
+
+const definition = protoLoader.loadSync("kvferry/v1/kv_transfer.proto", { includeDirs: [protoRoot], keepCase: true });
+const { kvferry } = grpc.loadPackageDefinition(definition) as any;
+const clients = new Map<string, any>();
+
+/** The home that a reference names: field 1 of kvferry.v1.Reference, which is what the text encodes. */
+function homeOf(reference: string): string {
+  const body = Buffer.from(reference.slice("kvf1.".length), "base64url");
+  // Fields in any order; 1 is a string: tag 0x0a, length, bytes. It is the first that our encoder writes.
+  if (body[0] !== 0x0a) throw new Error("not a reference");
+  return body.subarray(2, 2 + body[1]!).toString();
+}
+
+/** Nobody will read it. */
+function decline(reference: string): Promise<void> {
+  const home = homeOf(reference);
+  const client = clients.get(home) ?? new kvferry.v1.KVTransfer(home, grpc.credentials.createInsecure());
+  clients.set(home, client);
+  const request = { notifications: [{ decline: { reference } }] };
+  const deadline = { deadline: Date.now() + CALL_TIMEOUT_MS };
+  return new Promise((resolve) =>
+    client.Notify(request, deadline, (error: grpc.ServiceError | null) => {
+      // Time releases it all the same.
+      if (error) console.error(`decline at ${home}: ${error.message}`);
+      resolve();
+    }),
+  );
+}
+
+async function ask(url: string, body: Completion): Promise<Completion> {
+  const headers = { "content-type": "application/json", "x-request-id": randomUUID() };
+  const answer = await fetch(`${url}/v1/completions`, { method: "POST", headers, body: JSON.stringify(body) });
+  if (!answer.ok) throw new Error(`${url} answered ${answer.status}`);
+  return (await answer.json()) as Completion;
+}
+
+/** The first answer of those that take it. */
+async function firstOf(pool: Pool, body: Completion): Promise<Completion> {
+  let failure: unknown = new Error("there is no engine");
+  for (const url of pool.all()) {
+    try {
+      return await ask(url, body);
+    } catch (error) {
+      failure = error;
+    }
+  }
+  throw failure;
+}
+
+const prefill = new Pool(prefills.split(","));
+const decode = new Pool(decodes.split(","));
+
+async function complete(body: Completion): Promise<Completion> {
+  const remote = { do_remote_decode: true, do_remote_prefill: false };
+  const first = await firstOf(prefill, { ...body, max_tokens: 1, stream: false, kv_transfer_params: remote });
+  const params = first.kv_transfer_params ?? {};
+  try {
+    return await firstOf(decode, { ...body, stream: false, kv_transfer_params: params });
+  } catch (error) {
+    if (params.kvferry_reference) await decline(params.kvferry_reference);
+    throw error;
+  }
+}
+
+createServer(async (request, response) => {
+  const parts: Buffer[] = [];
+  for await (const part of request) parts.push(part as Buffer);
+  try {
+    const answer = await complete(JSON.parse(Buffer.concat(parts).toString()) as Completion);
+    response.writeHead(200, { "content-type": "application/json" }).end(JSON.stringify(answer));
+  } catch (error) {
+    response.writeHead(502, { "content-type": "text/plain" }).end(`${error}`);
+  }
+}).listen(Number(port), "127.0.0.1", () => console.log("listening"));
