@@ -29,6 +29,7 @@ LAYERS = [
         "tensors",
         "formats",
         "geometry_file",
+        "host_memory",
         "spec",
     },
     {

@@ -1,0 +1,132 @@
+"""Host memory for caches: in huge pages where the system has them, shared if wanted, on one NUMA node if wanted.
+
+UCX copies between processes of a node with process_vm_readv, which pins the source's pages one by one: with pages of
+2 MiB instead of 4 KiB, reads of 64 KiB and more are about twice as fast (docs/nixl.md; `benchmarks/host_memory.py`
+measures it here).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import platform
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from kvferry.errors import InvalidField
+from kvferry.geometry import MemoryKind, MemoryRegion
+
+HUGE_PAGE = 2 << 20
+"""Bytes of a transparent huge page on x86-64, and on aarch64 with pages of 4 KiB."""
+
+_MBIND = {"x86_64": 237, "aarch64": 235}
+"""Number of the system call; libc has no name for it, and libnuma is not everywhere."""
+
+_MPOL_BIND = 2
+
+
+class HostMemory:
+    """A stretch of host memory, zeroed, present before it is first used.
+
+    It stays mapped for as long as this object, or anything made of `array`, is referenced. Give it as `keep` where a
+    cache is registered.
+
+    Args:
+        size: bytes.
+        shared: other processes can map it, see `fd`.
+        numa_node: index of the node that it shall lie on; None: wherever the system puts it.
+
+    Attributes:
+        array: its bytes, ``uint8[size]``. ``torch.from_numpy(memory.array).view(...)`` makes a tensor of it.
+        region: as it is registered.
+
+    Raises:
+        InvalidField: no such size, or no such node here.
+        OSError: there is not that much memory.
+    """
+
+    def __init__(self, size: int, *, shared: bool = False, numa_node: int | None = None) -> None:
+        if size < 1:
+            raise InvalidField("size", size, "at least 1 byte")
+        fd = -1
+        if shared:
+            fd = os.memfd_create("kvferry-cache", os.MFD_CLOEXEC)
+            os.ftruncate(fd, _whole(size))
+        self._map(fd, size, numa_node)
+        # Now, and not in the middle of the first read: a page that is not there costs four times its copy.
+        self.array[:: mmap.PAGESIZE] = 0
+
+    @classmethod
+    def attach(cls, fd: int, size: int) -> HostMemory:
+        """The same memory in another process.
+
+        Args:
+            fd: of `HostMemory.fd`, as it came here: inherited by a fork or spawn, or sent over a UNIX socket. A copy of
+                it is kept.
+            size: as it was made with.
+        """
+        found = cls.__new__(cls)
+        found._map(os.dup(fd), size, None)
+        return found
+
+    @property
+    def fd(self) -> int:
+        """What to hand to another process for `attach`; raises `InvalidField` if it is not shared."""
+        if self._fd < 0:
+            raise InvalidField("shared", False, "memory made with shared=True")
+        return self._fd
+
+    def huge_bytes(self) -> int:
+        """How much of it lies in huge pages, as the system says now."""
+        found, within = 0, False
+        begin, end = self._mapped, self._mapped + self._length
+        for line in Path("/proc/self/smaps").read_text().splitlines():
+            first, _, rest = line.partition(" ")
+            if "-" in first and not first.endswith(":"):
+                low, _, high = first.partition("-")
+                within = int(low, 16) < end and int(high, 16) > begin
+            elif within and first in ("AnonHugePages:", "ShmemPmdMapped:"):
+                found += int(rest.split()[0]) * 1024
+        return min(found, self._length)
+
+    def _map(self, fd: int, size: int, numa_node: int | None) -> None:
+        self._fd = fd
+        # A huge page begins at a multiple of its size. The file behind shared memory does so by itself.
+        self._length = _whole(size) + (HUGE_PAGE if fd < 0 else 0)
+        flags = mmap.MAP_SHARED if fd >= 0 else mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        mapped = mmap.mmap(fd, self._length, flags=flags)
+        everything = np.frombuffer(mapped, np.uint8)
+        self._mapped = everything.ctypes.data
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            # Advice: where the system has none, nothing is lost.
+            mapped.madvise(mmap.MADV_HUGEPAGE)
+        if numa_node is not None:
+            _bind(self._mapped, self._length, numa_node)
+        skipped = -self._mapped % HUGE_PAGE if fd < 0 else 0
+        self.array: npt.NDArray[np.uint8] = everything[skipped : skipped + size]
+        self.region = MemoryRegion(MemoryKind.DRAM, 0, self.array.ctypes.data, size)
+
+    def __del__(self) -> None:
+        if getattr(self, "_fd", -1) >= 0:
+            os.close(self._fd)
+
+
+def _whole(size: int) -> int:
+    """In whole huge pages."""
+    return -(-size // HUGE_PAGE) * HUGE_PAGE
+
+
+def _bind(address: int, length: int, node: int) -> None:
+    number = _MBIND.get(platform.machine())
+    if number is None or not Path(f"/sys/devices/system/node/node{node}").exists():
+        raise InvalidField("numa_node", node, "a NUMA node of this machine")
+    words = (ctypes.c_ulong * (node // 64 + 1))()
+    words[node // 64] = 1 << node % 64
+    libc = ctypes.CDLL(None, use_errno=True)
+    call = (ctypes.c_long(number), ctypes.c_void_p(address), ctypes.c_ulong(length), ctypes.c_int(_MPOL_BIND))
+    if libc.syscall(*call, words, ctypes.c_ulong(64 * len(words) + 1), ctypes.c_uint(0)) != 0:
+        problem = os.strerror(ctypes.get_errno())
+        raise InvalidField("numa_node", node, f"one that memory may be bound to: {problem}")
