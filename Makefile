@@ -15,7 +15,7 @@ CODE := $(wildcard client server tests benchmarks examples)
 VENV := .venv/.installed
 NODE := tests/node/node_modules/.installed
 
-.PHONY: help setup node demo test test-vllm lint format reliability soak proto proto-check bench clean
+.PHONY: help setup node demo test test-vllm lint format reliability soak proto proto-check bench bench-vllm clean
 
 help: ## Show this help
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -87,6 +87,9 @@ proto-check: ## Check that client/kvferry/v1 is what protos/ generates
 
 bench: setup ## Run the benchmarks
 	@.venv/bin/python -m benchmarks
+
+bench-vllm: $(VLLM_VENV) ## Compare with vLLM's own connector, in a real vLLM
+	@.venv-vllm/bin/python -m benchmarks.vllm_pd
 
 clean: ## Remove everything that make has set up or left
 	rm -rf .venv .venv-proto .venv-vllm tests/node/node_modules build dist

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks import control, expand, integrity, paths, transfer
+from benchmarks import control, engines, expand, integrity, paths, transfer
 
 RESULTS = Path(__file__).parent / "RESULTS.md"
 
@@ -28,6 +28,7 @@ def main() -> None:
         paths.run("tcp"),
         control.run(),
         integrity.run(),
+        *engines.run(),
         *expand.run(),
     ]
     text = HEADER + f"Python {platform.python_version()}, numpy {np.__version__}, {platform.machine()}.\n\n"

@@ -27,25 +27,32 @@ ENVIRONMENT = {
 }
 
 
-def make_model(folder: Path, *, kv_heads: int) -> Path:
-    """A Qwen3 of random weights, large ones, so that a wrong byte of its cache changes what it says."""
+def make_model(folder: Path, *, kv_heads: int, layers: int = 4, head_dim: int = 32, window: int = 0) -> Path:
+    """A model of random weights, large ones, so that a wrong byte of its cache changes what it says: Qwen3, or, with a
+    window, Gemma 3, every second layer of which sees only so many tokens."""
     import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+    import transformers
 
     torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=VOCABULARY,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=kv_heads,
-        head_dim=32,
-        max_position_embeddings=2048,
-        tie_word_embeddings=False,
-        initializer_range=0.2,
-    )
-    Qwen3ForCausalLM(config).to(torch.float32).save_pretrained(folder, safe_serialization=True)
+    common: dict[str, Any] = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "max_position_embeddings": 2048,
+        "tie_word_embeddings": False,
+        "initializer_range": 0.2,
+    }
+    if window:
+        kinds = ["sliding_attention", "full_attention"] * (layers // 2)
+        config = transformers.Gemma3TextConfig(**common, sliding_window=window, layer_types=kinds)
+        model: Any = transformers.Gemma3ForCausalLM(config)
+    else:
+        model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**common))
+    model.to(torch.float32).save_pretrained(folder, safe_serialization=True)
     return folder
 
 

@@ -28,38 +28,41 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NodeServerProcess
 
 
 @pytest.fixture(scope="session")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
-    """The folder of a model of so many KV heads."""
-    folder, made = tmp_path_factory.mktemp("models"), dict[int, Path]()
+def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, int], Path]:
+    """The folder of a model of so many KV heads, and of a window or none."""
+    folder, made = tmp_path_factory.mktemp("models"), dict[tuple[int, int], Path]()
 
-    def model(kv_heads: int) -> Path:
-        if kv_heads not in made:
-            made[kv_heads] = make_model(folder / f"{kv_heads}-heads", kv_heads=kv_heads)
-        return made[kv_heads]
+    def model(kv_heads: int, window: int) -> Path:
+        key = kv_heads, window
+        if key not in made:
+            made[key] = make_model(folder / f"{kv_heads}-heads-{window}", kv_heads=kv_heads, window=window)
+        return made[key]
 
     return model
 
 
 @pytest.fixture(scope="module")
 def node(
-    home: NodeServerProcess, models: Callable[[int], Path], tmp_path_factory: pytest.TempPathFactory
+    home: NodeServerProcess, models: Callable[[int, int], Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Callable[..., Node]]:
     """Start engines; each once, and side by side: call `ready` on it before it is used."""
     folder, made = tmp_path_factory.mktemp("nodes"), dict[Any, Node]()
 
-    def make(role: str, tp: int = 1, kv_heads: int = 4, *, again: bool = False, **settings: Any) -> Node:
-        key = (role, tp, kv_heads, tuple(sorted(settings.items())))
+    def make(
+        role: str, tp: int = 1, kv_heads: int = 4, *, window: int = 0, again: bool = False, **settings: Any
+    ) -> Node:
+        key = (role, tp, kv_heads, window, tuple(sorted(settings.items())))
         if again:
             made.pop(key).close()
         if key not in made:
             if role == "producer":
                 # Few at a time: two cores. A pair's producer is made first.
-                for old in [old for old in made if len(made) > 2 and old[1:] != (1, 4, ())]:
+                for old in [old for old in made if len(made) > 2 and old[1:] != (1, 4, 0, ())]:
                     made.pop(old).close()
             policy = settings.pop("policy", "recompute")
             connector = kvferry(f"kv_{role}", home.address, kv_load_failure_policy=policy)
             log = folder / f"{len(list(folder.iterdir()))}.log"
-            made[key] = Node(models(kv_heads), log, tp=tp, connector=connector, **settings)
+            made[key] = Node(models(kv_heads, window), log, tp=tp, connector=connector, **settings)
         return made[key]
 
     yield make
@@ -160,6 +163,30 @@ def test_what_decode_has_already_is_not_read(home: NodeServerProcess, pair: tupl
     until(lambda: pinned(home) == 0)
 
 
+def test_layers_that_see_a_window_only(home: NodeServerProcess, node: Callable[..., Node]) -> None:
+    """Two groups: of the windowed one only what is still seen is read. A failed read of several groups is computed
+    again as a whole."""
+    settings = {"window": 64, "disable_hybrid_kv_cache_manager": False}
+    prefill, decode = node("producer", **settings), node("consumer", **settings)
+    ready(prefill), ready(decode)
+    assert "kv cache group sizes" in decode.tail(100000)
+    prompts = [prompt(30 + length, length) for length in (20, 64, 65, 100, 300)]
+    expected = alone(prefill, prompts)
+    assert len({tuple(tokens) for tokens in expected}) == len(expected)
+    params = offered(prefill, prompts)
+    answers = decode.generate(*(request(tokens, 12, some) for tokens, some in zip(prompts, params, strict=True)))
+    assert said(answers) == expected
+    other = prompt(31, 300)
+    other[-1] = prompts[-1][-1]
+    [again] = offered(prefill, prompts[-1:])
+    assert said(decode.generate(request(other, 12, again))) == expected[-1:]
+    until(lambda: pinned(home) == 0)
+    fresh = prompt(32, 200)
+    [last], wanted = offered(prefill, [fresh]), alone(prefill, [fresh])
+    prefill.close(signal.SIGKILL)
+    assert said(decode.generate(request(fresh, 12, last))) == wanted
+
+
 def test_prompts_in_chunks_and_requests_preempted(node: Callable[..., Node]) -> None:
     """Prefill computes 64 tokens at a time; decode has room for few of its requests, and preempts."""
     prefill = node("producer", max_num_batched_tokens=64)
@@ -208,9 +235,7 @@ def test_block_sizes_that_cannot_be_cut_are_refused(node: Callable[..., Node]) -
     assert "layers.0/key: token_granule is 32 at the source (rank 0), 64 at the destination" in decode.tail(20000)
 
 
-def test_prefill_killed_and_started_again(
-    home: NodeServerProcess, node: Callable[..., Node], models: Callable[[int], Path]
-) -> None:
+def test_prefill_killed_and_started_again(home: NodeServerProcess, node: Callable[..., Node]) -> None:
     prefill, decode = ready(node("producer")), ready(node("consumer"))
     prompts = [prompt(80 + index, 120) for index in range(4)]
     expected = alone(prefill, prompts)
