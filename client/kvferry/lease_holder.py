@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 class LeaseHolder:
     """The leases of one destination engine.
 
-    Threading: `acquire` waits; everything else makes a call and returns at once.
+    Threading: `acquire` and `end` wait; everything else makes a call and returns at once.
 
     Args:
         homes: node servers that may be dialled.
@@ -96,6 +96,15 @@ class LeaseHolder:
     def cancel(self, home: Control, lease: ReaderLease) -> None:
         """End a lease at its home, at once if it can be reached, else with its time (PROTOCOL, Leases 7)."""
         self._tell(home, [pb.Notification(cancel=pb.CancelRead(lease_id=lease.lease_id))])
+
+    def end(self, home: Control, granted: Granted, timeout: float) -> None:
+        """`drop` and `cancel`, and wait until the home has heard it; what fails is logged."""
+        self.drop(granted)
+        cancel = pb.Notification(cancel=pb.CancelRead(lease_id=granted.lease.lease_id))
+        try:
+            home.notify(pb.NotifyRequest(sender=self._reader, notifications=[cancel]), timeout)
+        except KvferryError as error:
+            logger.info("%s was not told of the end: %s", home.address, error)
 
     def decline(self, reference: str, leases: Sequence[ReaderLease] = ()) -> None:
         """Say that nobody will read a publication, and end the leases on it (PROTOCOL, Leases 8). A home that cannot be

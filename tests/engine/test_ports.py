@@ -324,6 +324,66 @@ def test_a_home_that_refuses_releases_the_publication(pair: Pair) -> None:
     assert (release.outcome, release.local) == (ReleaseOutcome.ABORTED, True)
 
 
+def test_workers_that_say_nothing_are_given_up(
+    homes: tuple[str, str], port_engine: Callable[..., PortEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their blocks stay aside until they have said that these are quiet."""
+    monkeypatch.setattr("kvferry.engine.reads.WORKERS_GRACE", 0.5)
+    model = Model()
+    source = port_engine(homes[0], model, shards(model.heads, 1))
+    destination = port_engine(homes[1], model, shards(model.heads, 1))
+    source.ready(), destination.ready()
+    publication, _ = publish(source, "silent")
+    destination.scheduler.acquire("mine", publication.reference, timeout=2)
+    destination.grant("mine")
+    grant = destination.start("mine", IDS, ranks=range(0))
+    end = destination.end_of("mine")
+    assert isinstance(end.error, TransferStuck)
+    assert (end.quiet, end.ranks, end.lost) == (False, 0, {"full": tuple(IDS)})
+    assert destination.scheduler.stats().uncertain == 1
+    # Late, but it comes.
+    destination.workers[0].call("start", msgpack.encode(grant.plain()), Tails.KEEP.value)
+    destination.until(lambda: destination.quiesced == ["mine"])
+    assert destination.scheduler.stats().uncertain == 0
+
+
+def test_failed_reads_are_withheld_until_quiet(
+    homes: tuple[str, str], port_engine: Callable[..., PortEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvferry.engine.reads.WORKERS_GRACE", 0.5)
+    model = Model()
+    source = port_engine(homes[0], model, shards(model.heads, 1))
+    destination = port_engine(homes[1], model, shards(model.heads, 1), hold_until_quiet=True)
+    source.ready(), destination.ready()
+    publication, _ = publish(source, "withheld")
+    destination.scheduler.acquire("mine", publication.reference, timeout=2)
+    destination.grant("mine")
+    grant = destination.start("mine", IDS, ranks=range(0))
+    destination.until(lambda: destination.scheduler.stats().failed == 1)
+    destination.step()
+    assert destination.ended == {}
+    destination.workers[0].call("start", msgpack.encode(grant.plain()), Tails.KEEP.value)
+    end = destination.end_of("mine")
+    assert (isinstance(end.error, TransferStuck), end.quiet) == (True, True)
+
+
+def test_a_port_that_is_closed_gives_its_leases_back(
+    homes: tuple[str, str], pair: Pair, port_engine: Callable[..., PortEngine]
+) -> None:
+    source, _ = pair
+    publication, _ = publish(source, "closed")
+    with Client(homes[1]) as client:
+        spec = replace(pair[1].spec, engine_id=unique_id("closing"))
+        port = SchedulerPort(client, spec)
+        port.acquire("mine", publication.reference)
+        while port.granted("mine") is None:
+            pass
+        port.close()
+    source.scheduler.abort(publication)
+    # At once: a lease that runs on would hold it for half a minute.
+    source.release_of(publication, timeout=10)
+
+
 def test_poll_grows_until_it_is_acknowledged(pair: Pair) -> None:
     source, destination = pair
     publication, _ = publish(source, "polled")

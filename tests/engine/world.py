@@ -171,7 +171,7 @@ class PortEngine:
         """Attach blocks to a granted request, and start it on all workers."""
         blocks = {"full": Blocks(ids, first_token=tokens[0] if tokens else 0)}
         grant = self.scheduler.attach(request_id, blocks, tokens)
-        for rank in ranks or range(len(self.workers)):
+        for rank in range(len(self.workers)) if ranks is None else ranks:
             self.workers[rank].call("start", msgpack.encode(grant.plain()), tails.value)
         return grant
 

@@ -46,6 +46,9 @@ LOOK_EVERY = 0.25
 WORKERS_GRACE = 10.0
 """Seconds after a read's deadline for which its workers are waited for; they end it by themselves."""
 
+LAST_WORD = 1.0
+"""Seconds for a home to hear, when the port is closed, that a lease is not needed; else it ends with its time."""
+
 
 class Stage(enum.Enum):
     """Where a read stands; see the module."""
@@ -227,11 +230,10 @@ class Reads:
     def close(self, timeout: float) -> None:
         """Cancel everything at the homes, then end the thread."""
         with self._lock:
-            reads = tuple(self._by_id.values())
-            for read in reads:
+            for read in self._by_id.values():
                 self._desk.do(read.cancellation.cancel)
                 if read.lease is not None and read.stage is not Stage.ENDED:
-                    self._desk.do(partial(self._let_go, read, read.lease))
+                    self._desk.do(partial(self._holder.end, read.request.home, read.lease, LAST_WORD))
         self._desk.close(timeout)
 
     # On the thread of an acquisition.
@@ -347,8 +349,14 @@ class Reads:
 
     def _rank_ended(self, read: _Read, rank: int, end: RankEnd) -> None:
         read.ends[rank] = end
-        if not end.quiet:
+        if end.quiet:
+            read.loud.discard(rank)
+        else:
             read.loud.add(rank)
+        if read.stage is Stage.ENDED:
+            # It was given up before this rank had said anything.
+            self._settle(read)
+            return
         error = end.error()
         if error is not None:
             self._fail(read, error)

@@ -191,10 +191,14 @@ class ConnectorScheduler:
         """Nobody will read it."""
         load = self._loads.pop(request_id)
         self._port.cancel(request_id)
+        self._give_back(load)
+
+    def _give_back(self, load: _Load) -> None:
+        """Its source need not wait for a reader."""
         try:
             self._port.decline(load.reference)
         except KvferryError as error:
-            logger.info("request %s: %s", request_id, error)
+            logger.info("not declined: %s", error)
 
     def _refuse(self, request_id: str, error: KvferryError) -> None:
         """It will not be granted: vLLM computes it itself, or fails it, which it does to loads that failed."""
@@ -203,7 +207,7 @@ class ConnectorScheduler:
         if self._setup.fail_requests:
             self._loads[request_id].refused = error
         else:
-            del self._loads[request_id]
+            self._give_back(self._loads.pop(request_id))
 
     def _read_ended(self, end: ReadEnd, metadata: StepMetadata) -> None:
         request_id = end.request_id
@@ -214,8 +218,10 @@ class ConnectorScheduler:
             return
         self._stats.count("failed")
         logger.warning("request %s was not read: %s: %s", request_id, type(end.error).__name__, end.error)
+        if load.aborted or not self._setup.fail_requests:
+            # Where the request fails, the router may have another engine read it.
+            self._give_back(load)
         if load.aborted:
-            # Nobody computes it again.
             return
         if len(self._setup.spec.groups) == 1:
             metadata.lost.update(*end.lost.values())
