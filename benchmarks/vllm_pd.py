@@ -54,6 +54,12 @@ class Pair:
             log = folder / f"{name}-{role}-{round_}.log"
             self.nodes.append(Node(model, log, connector=connector, environment=environment, **settings))
         self.prefill, self.decode = (node.ready() for node in self.nodes)
+        # An offline engine steps only while it generates, and our ranks register beside its first steps; one that
+        # serves does so when it starts.
+        for seed in range(2):
+            for node in self.nodes:
+                node.generate(request(prompt(seed, 32), 2))
+            time.sleep(3)
 
     def first_token(self, seed: int, length: int) -> tuple[float, int]:
         """Seconds from prefill's answer to decode's first token, and the token."""

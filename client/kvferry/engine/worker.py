@@ -155,6 +155,10 @@ class WorkerPort:
         with self._lock:
             return sum(not read.ended for read in self._reads.values())
 
+    def prepare(self) -> None:
+        """Make the reading agents now; see `Cache.prepare`."""
+        self.cache.prepare()
+
     def warm(self, home: str, engine_id: str, *, timeout: float = OPEN_TIMEOUT) -> Future[tuple[int, ...]]:
         """Do now what the first read from an engine would wait for; see `Cache.warm`."""
         return self.cache.warm(home, engine_id, timeout=timeout)

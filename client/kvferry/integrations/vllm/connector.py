@@ -83,7 +83,7 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
         """What goes to the workers with this step."""
-        return self._in_scheduler.step()
+        return self._in_scheduler.step(idle=scheduler_output.total_num_scheduled_tokens == 0)
 
     def update_connector_output(self, connector_output: Any) -> None:
         """What came from the workers with a step."""

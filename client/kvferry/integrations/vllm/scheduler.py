@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,9 @@ logger = logging.getLogger(__name__)
 
 REFERENCE = "kvferry_reference"
 """The one field of ``kv_transfer_params`` that is ours."""
+
+YIELD = 0.0001
+"""Seconds."""
 
 _SERVED = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
 
@@ -143,8 +147,12 @@ class ConnectorScheduler:
 
     # Each step.
 
-    def step(self) -> StepMetadata:
-        """What the workers have to hear."""
+    def step(self, *, idle: bool) -> StepMetadata:
+        """What the workers have to hear. `idle`: nothing is computed in this step."""
+        if idle and self._loads:
+            # vLLM asks again at once, and keeps the interpreter to itself meanwhile: each thread that has something to
+            # say would wait for Python's switch interval of 5 ms.
+            time.sleep(YIELD)
         sent = {release.request_id for release in self._port.released()} & self._sending
         self._sending -= sent
         metadata = StepMetadata(starts=self._starts, cancels=self._port.cancels(), sent=sent)

@@ -37,7 +37,7 @@ class Setup:
         allowed_homes: see `Client`.
         read_timeout: seconds until a read fails.
         fail_requests: a request that cannot be read fails, instead of being computed here.
-        serves: whether others read from it.
+        serves, reads: whether others read from it, and it from others.
     """
 
     spec: EngineSpec
@@ -46,6 +46,7 @@ class Setup:
     read_timeout: float
     fail_requests: bool
     serves: bool
+    reads: bool
 
     @classmethod
     def of(cls, vllm_config: Any, kv_cache_config: Any) -> Setup:
@@ -71,6 +72,7 @@ class Setup:
             read_timeout=float(extra.get("read_timeout", 120.0)),
             fail_requests=transfer.kv_load_failure_policy == "fail",
             serves=transfer.is_kv_producer,
+            reads=transfer.is_kv_consumer,
         )
 
     def published(self, block_ids: tuple[list[int], ...], tokens: int) -> dict[str, Blocks]:

@@ -108,6 +108,8 @@ class ConnectorWorker:
                     self._news.errors[self._rank] = repr(error)
                 return
             break
+        if self._setup.reads:
+            port.prepare()
         with self._lock:
             self._port = port
             self._news.registered.add(self._rank)
