@@ -84,9 +84,10 @@ def ready(engine: Node) -> Node:
 
 
 def pinned(home: NodeServerProcess) -> int:
-    """Publications at the home that are not released."""
+    """Publications of engines that live, which are not released."""
     with grpc.insecure_channel(home.address) as channel:
-        return len(IntrospectionStub(channel).ListRequests(ipb.ListRequestsRequest(), timeout=5).requests)
+        answer = IntrospectionStub(channel).ListEngines(ipb.ListEnginesRequest(), timeout=5)
+    return sum(engine.publications for engine in answer.engines if engine.state == ipb.ENGINE_STATE_READY)
 
 
 def offered(prefill: Node, prompts: list[list[int]]) -> list[dict[str, Any]]:
@@ -190,7 +191,7 @@ def test_layers_that_see_a_window_only(home: NodeServerProcess, node: Callable[.
 def test_prompts_in_chunks_and_requests_preempted(node: Callable[..., Node]) -> None:
     """Prefill computes 64 tokens at a time; decode has room for few of its requests, and preempts."""
     prefill = node("producer", max_num_batched_tokens=64)
-    decode = node("consumer", kv_cache_memory_bytes=3 << 19, max_model_len=320)
+    decode = node("consumer", kv_cache_memory_bytes=2 << 20, max_model_len=320)
     ready(prefill), ready(decode)
     prompts = [prompt(40 + index, 200) for index in range(8)]
     expected = [answer["tokens"] for answer in prefill.generate(*(request(tokens, 90) for tokens in prompts))]
