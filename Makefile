@@ -48,8 +48,12 @@ $(NODE): tests/node/package.json tests/node/package-lock.json tests/node/.npmrc
 demo: setup ## Move KV cache between two engines on this machine (SOURCE=, DESTINATION=)
 	@.venv/bin/kvferry demo $(if $(SOURCE),--source $(SOURCE)) $(if $(DESTINATION),--destination $(DESTINATION))
 
-test: setup node ## Run the tests (PYTEST_ARGS=)
-	@.venv/bin/pytest $(PYTEST_ARGS)
+# Tests wait more than they compute. A file's tests stay in one process; its sockets need a short path.
+WORKERS ?= 2
+
+test: setup node ## Run the tests (PYTEST_ARGS=, WORKERS=)
+	@base=$$(mktemp -d) && trap 'rm -rf "$$base"' EXIT && \
+		.venv/bin/pytest -n $(WORKERS) --dist loadfile --basetemp "$$base" $(PYTEST_ARGS)
 
 # Beside vLLM, whose pins are its own: in another environment, and not part of `make test`.
 VLLM_VENV := .venv-vllm/.installed

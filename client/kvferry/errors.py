@@ -107,6 +107,7 @@ __all__ = [
     "WrongKey",
     "WrongSession",
     "WrongThread",
+    "from_name",
     "from_reason",
 ]
 

@@ -62,7 +62,7 @@ class Spanning:
 
     def read(self, timeout: float = 30.0) -> None:
         """Publish and read; every byte is looked at."""
-        publication = self.session.publish("r", {"full": Blocks(BLOCKS, end_token=TOKENS)})
+        publication = self.session.publish("r", {"full": Blocks(BLOCKS, end_token=TOKENS)}, timeout=20)
         self.reader.read(publication.reference, INTO, (0, TOKENS), timeout=timeout)
         assert (self.into.cells == expect(self.into, self.kv, INTO, (0, TOKENS))).all()
         self.into.cells[:] = 0xA5

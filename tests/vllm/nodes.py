@@ -8,7 +8,9 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
+import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -161,6 +163,69 @@ class Node:
         for pipe in (self.process.stdin, self.process.stdout):
             if pipe is not None:
                 pipe.close()
+
+
+class Server:
+    """The same as ``vllm serve``: an HTTP server on a port of its own.
+
+    Args:
+        model, log, connector: as `Node`'s.
+    """
+
+    def __init__(self, model: Path, log: Path, port: int, connector: dict[str, Any]) -> None:
+        self.url = f"http://127.0.0.1:{port}"
+        self.log = log
+        arguments = ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--block-size", "32"]
+        arguments += ["--max-model-len", "1024", "--kv-cache-memory-bytes", str(16 << 20), "--enforce-eager"]
+        arguments += [
+            "--skip-tokenizer-init",
+            "--kv-transfer-config",
+            json.dumps({"kv_buffer_device": "cpu", **connector}),
+        ]
+        environment = {name: value for name, value in ENVIRONMENT.items() if "MULTIPROCESSING" not in name}
+        with log.open("ab") as file:
+            self.process = subprocess.Popen(
+                [str(Path(sys.executable).parent / "vllm"), "serve", str(model), *arguments],
+                cwd=ROOT,
+                env={**os.environ, **environment},
+                stdout=file,
+                stderr=file,
+                start_new_session=True,
+            )
+
+    def ready(self) -> Server:
+        """Wait until it serves."""
+        deadline = time.monotonic() + START_TIMEOUT
+        while True:
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                raise TimeoutError(f"it does not serve: {self.log.read_text(errors='replace')[-4000:]}")
+            try:
+                with urllib.request.urlopen(f"{self.url}/health", timeout=5):
+                    return self
+            except OSError:
+                threading.Event().wait(0.2)
+
+    def complete(self, body: dict[str, Any]) -> Any:
+        """Post to ``/v1/completions``."""
+        headers = {"content-type": "application/json"}
+        asked = urllib.request.Request(f"{self.url}/v1/completions", json.dumps(body).encode(), headers)
+        with urllib.request.urlopen(asked, timeout=ANSWER_TIMEOUT) as answer:
+            return json.load(answer)
+
+    def metrics(self) -> str:
+        """What it says at ``/metrics``."""
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=5) as answer:
+            return str(answer.read().decode())
+
+    def close(self) -> None:
+        """End it and its engine."""
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGTERM)
+            try:
+                self.process.wait(30)
+            except subprocess.TimeoutExpired:
+                os.killpg(self.process.pid, signal.SIGKILL)
+                self.process.wait()
 
 
 def kvferry(role: str, address: str, **transfer: Any) -> dict[str, Any]:

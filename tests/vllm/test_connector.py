@@ -23,7 +23,7 @@ BLOCK = 32
 
 @pytest.fixture(scope="session")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NodeServerProcess]:
-    with NodeServerProcess(tmp_path_factory.mktemp("home"), tcp=True) as server:
+    with NodeServerProcess(tmp_path_factory.mktemp("home"), tcp=True, ttl=6, max_ttl=6, hold=20) as server:
         yield server
 
 
@@ -250,6 +250,23 @@ def test_prefill_killed_and_started_again(home: NodeServerProcess, node: Callabl
     prefill = ready(node("producer", again=True))
     after = offered(prefill, prompts)
     assert said(decode.generate(request(prompts[0], 12, after[0]))) == expected[:1]
+
+
+def test_decode_killed_and_started_again(home: NodeServerProcess, node: Callable[..., Node]) -> None:
+    prefill, decode = ready(node("producer")), ready(node("consumer"))
+    prompts = [prompt(95 + index, 120) for index in range(4)]
+    expected = alone(prefill, prompts)
+    params = offered(prefill, prompts)
+    requests = [request(tokens, 12, some) for tokens, some in zip(prompts, params, strict=True)]
+    decode.send("generate", *requests)
+    decode.close(signal.SIGKILL)
+    decode = ready(node("consumer", again=True))
+    # What the dead one had in hand is given back in time; what it had not is still there.
+    until(lambda: pinned(home) == 0)
+    params = offered(prefill, prompts)
+    requests = [request(tokens, 12, some) for tokens, some in zip(prompts, params, strict=True)]
+    assert said(decode.generate(*requests)) == expected
+    assert alone(prefill, prompts) == expected
 
 
 def test_a_request_fails_where_vllm_is_told_so(node: Callable[..., Node]) -> None:
