@@ -20,6 +20,7 @@ from kvferry.engine.values import BlockRuns
 from kvferry.errors import (
     BadBlock,
     BadReference,
+    DataLoss,
     InvalidField,
     LimitReached,
     PublicationAborted,
@@ -215,8 +216,12 @@ def test_one_that_is_not_attached_in_time(pair: Pair) -> None:
     publication, _ = publish(source, "forgotten")
     destination.scheduler.acquire("mine", publication.reference, timeout=1.5)
     destination.grant("mine")
+    destination.until(lambda: destination.scheduler.stats().granted == 0)
+    # The engine may have asked before, and has blocks now.
     with pytest.raises(TransferStuck):
-        destination.until(lambda: destination.scheduler.granted("mine") is None)
+        destination.scheduler.attach("mine", {"full": Blocks(IDS)})
+    with pytest.raises(InvalidField):
+        destination.scheduler.granted("mine")
     source.scheduler.abort(publication)
     source.release_of(publication)
 
@@ -233,6 +238,31 @@ def test_blocks_that_do_not_hold_it_fail_on_all_ranks(pair: Pair) -> None:
     assert (end.quiet, end.ranks) == (True, 3)
     source.scheduler.abort(publication)
     source.release_of(publication)
+
+
+def test_a_byte_that_changed_is_found(homes: tuple[str, str], port_engine: Callable[..., PortEngine]) -> None:
+    model = Model(heads=6)
+    source = port_engine(homes[0], model, shards(6, 2), integrity="full")
+    destination = port_engine(homes[1], model, shards(6, 1), integrity="full")
+    source.ready(), destination.ready()
+    for request, spoilt in (("sound", False), ("spoilt", True)):
+        publication, _ = publish(source, request, checksums=True)
+        for worker in source.workers:
+            worker.call("checksum", publication.number, {"full": Blocks(SOURCE_IDS, end_token=TOKENS)})
+        if spoilt:
+            source.memories[1].plane(1, "value")[SOURCE_IDS[1], 0, 3, 0] ^= 1
+        destination.scheduler.acquire("mine", publication.reference)
+        destination.grant("mine")
+        destination.start("mine", IDS)
+        end = destination.end_of("mine")
+        if spoilt:
+            assert isinstance(end.error, DataLoss)
+            assert end.error.values["plane"] == "layers.1/value"
+            assert end.lost == {"full": tuple(IDS)}
+            source.scheduler.abort(publication)
+        else:
+            assert end.error is None
+        source.release_of(publication)
 
 
 def test_what_is_refused_at_once(pair: Pair) -> None:

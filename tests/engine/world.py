@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from msgspec import msgpack
 
-from kvferry import Blocks, Client, EngineSpec, Interval, MemoryKind, MemoryRegion, NixlOptions
+from kvferry import Blocks, Client, EngineSpec, IntegrityOptions, Interval, MemoryKind, MemoryRegion, NixlOptions
 from kvferry.clock import now
 from kvferry.engine import Grant, ReadEnd, SchedulerPort, Tails, WorkerOutput, WorkerPort
 from kvferry.offers import Publication, Release
@@ -69,11 +69,12 @@ class Worker:
 def work(job: tuple[Any, ...], pipe: Connection) -> None:
     """A worker: the loop of its process."""
     address, spec, rank, model, units, path, token, options = job
+    integrity = IntegrityOptions(options.pop("integrity", "off"), patience=20)
     with Path(path).open("r+b") as file:
         mapped = mmap.mmap(file.fileno(), 0)
     cells = np.frombuffer(mapped, np.uint8)
     base = cells.ctypes.data
-    with Client(address, options=NixlOptions(**options)) as client:
+    with Client(address, options=NixlOptions(**options), integrity=integrity) as client:
         port = WorkerPort(client, spec, rank, token=token)
         regions = [MemoryRegion(MemoryKind.DRAM, 0, base, len(cells))]
         port.register(planes=model.planes(units, base), regions=regions, keep=mapped)
@@ -92,6 +93,8 @@ def work(job: tuple[Any, ...], pipe: Connection) -> None:
                     port.start(Grant.of(msgpack.decode(plain)), tails=Tails(tails))
                 elif command == "finished":
                     answer = msgpack.encode(port.finished().plain())
+                elif command == "checksum":
+                    answer = port.cache.checksum(*arguments).result(30)
                 elif command == "warm":
                     answer = port.warm(*arguments).result(30)
                 else:

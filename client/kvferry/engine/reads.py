@@ -157,6 +157,9 @@ class Reads:
             check_ids(name, "destination", listed.ids, self._spec.group(name).num_blocks, None)
         with self._lock:
             read = self._find(request_id)
+            if read.stage is Stage.REFUSED and read.error is not None:
+                self._forget(read)
+                raise read.error
             if read.stage is not Stage.GRANTED or read.grant is None:
                 raise InvalidField("request_id", request_id, f"one that is granted; it is {read.stage.value}")
             local = tuple(BlockRuns.of_blocks(name, listed) for name, listed in blocks.items())

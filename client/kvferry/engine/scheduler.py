@@ -183,6 +183,7 @@ class SchedulerPort:
 
         Raises:
             BadBlock, InvalidField: the blocks are not ones of this engine, or the request is not granted.
+            KvferryError: the grant has ended since, and why. The request is forgotten then.
         """
         return self._reads.attach(request_id, local_blocks, tokens)
 

@@ -112,10 +112,14 @@ class ConnectorScheduler:
         blocks = self._setup.wanted(block_ids, tokens)
         load.reading = True
         if load.refused is None:
-            self._starts.append(self._port.attach(request_id, blocks, tokens))
-        else:
-            lost = {name: tuple(listed.ids.tolist()) for name, listed in blocks.items()}
-            self._ends.append(ReadEnd(request_id, "", load.refused, True, 0, b"", 0, lost))
+            try:
+                self._starts.append(self._port.attach(request_id, blocks, tokens))
+                return
+            except KvferryError as error:
+                # Its lease has ended since it was asked for.
+                load.refused = error
+        lost = {name: tuple(listed.ids.tolist()) for name, listed in blocks.items()}
+        self._ends.append(ReadEnd(request_id, "", load.refused, True, 0, b"", 0, lost))
 
     # A request's end, on either side.
 
