@@ -56,7 +56,7 @@ PYTEST := .venv/bin/pytest --basetemp "$$base"
 
 test: setup node ## Run the tests (PYTEST_ARGS=, WORKERS=)
 	@base=$$(mktemp -d) && trap 'rm -rf "$$base"' EXIT && \
-		$(if $(PYTEST_ARGS),$(PYTEST) $(PYTEST_ARGS),$(PYTEST) -n $(WORKERS) --dist loadfile --ignore $(ALONE) && $(PYTEST) $(ALONE))
+		$(if $(PYTEST_ARGS),$(PYTEST) $(PYTEST_ARGS),$(PYTEST) $(ALONE) && $(PYTEST) -n $(WORKERS) --dist loadfile --ignore $(ALONE))
 
 # Beside vLLM, whose pins are its own: in another environment, and not part of `make test`.
 VLLM_VENV := .venv-vllm/.installed
