@@ -9,10 +9,11 @@ from dataclasses import dataclass, field
 from kvferry.agents import AgentInfo
 from kvferry.breaker import Breaker
 from kvferry.clock import now
-from kvferry.codec import engine_from_proto, group_to_proto, rank_to_proto, region_from_proto
-from kvferry.control import Control, retrying
+from kvferry.codec import group_to_proto, rank_to_proto, region_from_proto
+from kvferry.control import HANDSHAKE_TIMEOUT, Control, retrying
 from kvferry.errors import BadAgentMetadata, Unreachable
 from kvferry.geometry import EngineGeometry
+from kvferry.handshaking import Handshaken
 from kvferry.paths import PathRule
 from kvferry.plan import ReadPlan, plan_read
 from kvferry.spec import EngineSpec
@@ -201,11 +202,10 @@ class Peers:
             groups=[group_to_proto(group) for group in self._spec.groups],
             rank=rank_to_proto(mine),
         )
-        response = retrying(lambda left: home.handshake(request, left), deadline)
-        source = engine_from_proto(response.geometry)
+        found = _handshaken(home, request, deadline)
+        source = found.geometry
         plan = plan_read(source, destination, self._rank, rule=self._rule)
-        offered = {rank.rank: agent for rank, agent in zip(source.ranks, response.agents, strict=False)}
-        agents = {rank: _agent(engine_id, rank, offered.get(rank)) for rank in plan.source_ranks}
+        agents = {rank: _agent(engine_id, rank, found.agents.get(rank)) for rank in plan.source_ranks}
         if any(choice.measurable for choice in plan.paths):
             rule = self._measure(home.address, agents[plan.source_ranks[0]], deadline)
             plan = plan if rule is None else plan.choose_paths(rule)
@@ -213,7 +213,7 @@ class Peers:
 
 
 def _agent(engine_id: str, rank: int, agent: geometry_pb2.Agent | None) -> AgentInfo:
-    if agent is None or not agent.name:
+    if agent is None:
         problem = "it serves no memory"
         raise BadAgentMetadata(
             f"engine {engine_id!r}, rank {rank}: {problem}", engine_id=engine_id, rank=rank, problem=problem
@@ -229,4 +229,8 @@ def _agent(engine_id: str, rank: int, agent: geometry_pb2.Agent | None) -> Agent
 def whole_engine(control: Control, token: pb.EngineRef, deadline: float) -> EngineGeometry:
     """The geometry of one's own engine, once all its ranks have registered."""
     request = pb.HandshakeRequest(engine_id=token.engine_id, incarnation=token.incarnation, reader=token)
-    return engine_from_proto(retrying(lambda left: control.handshake(request, left), deadline).geometry)
+    return _handshaken(control, request, deadline).geometry
+
+
+def _handshaken(home: Control, request: pb.HandshakeRequest, deadline: float) -> Handshaken:
+    return retrying(lambda left: home.handshake(request, left), deadline, most=HANDSHAKE_TIMEOUT)

@@ -16,6 +16,7 @@ from kvferry.channel import SERVER_OPTIONS
 from kvferry.codec import group_to_proto, rank_to_proto, region_to_proto
 from kvferry.errors import KvferryError
 from kvferry.geometry import Group, RankGeometry
+from kvferry.handshaking import Handshaken, put_together
 from kvferry.reference import format_reference
 from kvferry.status import from_rpc_error
 from kvferry.v1 import geometry_pb2
@@ -29,6 +30,7 @@ from kvferry_server.interceptors import CallLimits, Guard
 from kvferry_server.limits import Limits
 from kvferry_server.relays import Relays
 from kvferry_server.servicers import add_servicers
+from kvferry_server.worker import Worker
 from tests.server.parties import FULL, KEY, TIMES, D, FakeClock, P, agent_of, rank_geometry
 
 if TYPE_CHECKING:
@@ -97,6 +99,10 @@ class Node:
     ) -> pb.NotificationResult:
         return (await self.source(publish_notification(number, step, last=last, **changes)))[0]
 
+    async def handshake(self, request: pb.HandshakeRequest | None = None, **changes: Any) -> Handshaken:
+        call = self.kv.Handshake(request or handshake_request(**changes), timeout=TIMEOUT)
+        return put_together([message async for message in call])
+
     def read(self, number: int = 1, **changes: Any) -> Stream:
         return Stream(self.kv.ReadBlocks(read_request(number, **changes), timeout=TIMEOUT))
 
@@ -143,7 +149,8 @@ async def running(directory: Path, limits: Limits | None = None, *, new: bool = 
     if not new:
         clock.pass_by(1000)
     server = grpc.aio.server(interceptors=[Guard(CallLimits())], options=SERVER_OPTIONS)
-    add_servicers(server, home, Relays(ADVERTISE, None, anywhere=False))
+    worker = Worker()
+    add_servicers(server, home, Relays(ADVERTISE, None, anywhere=False), worker)
     address = f"unix:{directory / 's'}"
     server.add_insecure_port(address)
     await server.start()
@@ -152,6 +159,7 @@ async def running(directory: Path, limits: Limits | None = None, *, new: bool = 
             yield Node(home, clock, channel)
     finally:
         await server.stop(None)
+        worker.close()
 
 
 async def raised(call: Awaitable[object]) -> KvferryError:

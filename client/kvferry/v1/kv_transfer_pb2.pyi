@@ -365,7 +365,9 @@ class RegisterCacheRequest(google.protobuf.message.Message):
 
     @property
     def identity(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
-        """identity, equal in every rank's registration; see EngineGeometry."""
+        """identity, equal in every rank's registration; see EngineGeometry. At most 256 entries, and at most 256 KiB together
+        with the groups.
+        """
 
     @property
     def groups(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[kvferry.v1.geometry_pb2.Group]:
@@ -373,11 +375,11 @@ class RegisterCacheRequest(google.protobuf.message.Message):
 
     @property
     def rank(self) -> kvferry.v1.geometry_pb2.RankGeometry:
-        """rank is the geometry of this rank's cache."""
+        """rank is the geometry of this rank's cache. At most 3.5 MiB together with the agent."""
 
     @property
     def agent(self) -> kvferry.v1.geometry_pb2.Agent:
-        """agent that serves the rank's memory. Absent for a rank that only reads."""
+        """agent that serves the rank's memory; its metadata has at most 2 MiB. Absent for a rank that only reads."""
 
     def __init__(
         self,
@@ -407,10 +409,13 @@ class RegisterCacheResponse(google.protobuf.message.Message):
     REUSE_AFTER_FIELD_NUMBER: builtins.int
     MISSING_RANKS_FIELD_NUMBER: builtins.int
     ADVERTISE_FIELD_NUMBER: builtins.int
+    NUM_MISSING_FIELD_NUMBER: builtins.int
     home_epoch: builtins.bytes
     """home_epoch of the node server, 16 bytes."""
     advertise: builtins.str
     """advertise is the address of this node server as others reach it; that of a home goes into references."""
+    num_missing: builtins.int
+    """num_missing is how many have not registered."""
     @property
     def reuse_after(self) -> google.protobuf.duration_pb2.Duration:
         """reuse_after is when the last lease on an older incarnation of this engine ends: a rank whose memory survived a restart
@@ -419,7 +424,7 @@ class RegisterCacheResponse(google.protobuf.message.Message):
 
     @property
     def missing_ranks(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """missing_ranks are the ranks that have not registered. Empty: the engine is readable."""
+        """missing_ranks are the first of the ranks that have not registered, at most 64. Empty: the engine is readable."""
 
     def __init__(
         self,
@@ -428,9 +433,10 @@ class RegisterCacheResponse(google.protobuf.message.Message):
         reuse_after: google.protobuf.duration_pb2.Duration | None = ...,
         missing_ranks: collections.abc.Iterable[builtins.int] | None = ...,
         advertise: builtins.str = ...,
+        num_missing: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["reuse_after", b"reuse_after"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["advertise", b"advertise", "home_epoch", b"home_epoch", "missing_ranks", b"missing_ranks", "reuse_after", b"reuse_after"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["advertise", b"advertise", "home_epoch", b"home_epoch", "missing_ranks", b"missing_ranks", "num_missing", b"num_missing", "reuse_after", b"reuse_after"]) -> None: ...
 
 global___RegisterCacheResponse = RegisterCacheResponse
 
@@ -499,38 +505,50 @@ global___HandshakeRequest = HandshakeRequest
 
 @typing.final
 class HandshakeResponse(google.protobuf.message.Message):
-    """HandshakeResponse is the whole source engine."""
+    """HandshakeResponse is one message of the stream."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     HOME_EPOCH_FIELD_NUMBER: builtins.int
-    GEOMETRY_FIELD_NUMBER: builtins.int
-    AGENTS_FIELD_NUMBER: builtins.int
     TIMES_FIELD_NUMBER: builtins.int
+    ENGINE_FIELD_NUMBER: builtins.int
+    NUM_RANKS_FIELD_NUMBER: builtins.int
+    RANKS_FIELD_NUMBER: builtins.int
+    AGENTS_FIELD_NUMBER: builtins.int
     home_epoch: builtins.bytes
     """home_epoch of the node server, 16 bytes."""
+    num_ranks: builtins.int
+    """num_ranks that follow in the other messages together. First message only."""
     @property
-    def geometry(self) -> kvferry.v1.geometry_pb2.EngineGeometry:
-        """geometry of all ranks."""
+    def times(self) -> global___Times:
+        """times in force at this home. First message only."""
+
+    @property
+    def engine(self) -> kvferry.v1.geometry_pb2.EngineGeometry:
+        """engine as all its ranks declared it, without ranks. First message only."""
+
+    @property
+    def ranks(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[kvferry.v1.geometry_pb2.RankGeometry]:
+        """ranks of this page, by rising rank. Pages are of about 1 MiB; a rank that takes more is a page alone."""
 
     @property
     def agents(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[kvferry.v1.geometry_pb2.Agent]:
-        """agents by rank; absent entries (empty name) are ranks that serve nothing. Empty in a handshake with oneself."""
-
-    @property
-    def times(self) -> global___Times:
-        """times in force at this home."""
+        """agents of these ranks, in the same order; one with an empty name is of a rank that serves nothing. None at all in a
+        handshake with oneself.
+        """
 
     def __init__(
         self,
         *,
         home_epoch: builtins.bytes = ...,
-        geometry: kvferry.v1.geometry_pb2.EngineGeometry | None = ...,
-        agents: collections.abc.Iterable[kvferry.v1.geometry_pb2.Agent] | None = ...,
         times: global___Times | None = ...,
+        engine: kvferry.v1.geometry_pb2.EngineGeometry | None = ...,
+        num_ranks: builtins.int = ...,
+        ranks: collections.abc.Iterable[kvferry.v1.geometry_pb2.RankGeometry] | None = ...,
+        agents: collections.abc.Iterable[kvferry.v1.geometry_pb2.Agent] | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["geometry", b"geometry", "times", b"times"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["agents", b"agents", "geometry", b"geometry", "home_epoch", b"home_epoch", "times", b"times"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["engine", b"engine", "times", b"times"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["agents", b"agents", "engine", b"engine", "home_epoch", b"home_epoch", "num_ranks", b"num_ranks", "ranks", b"ranks", "times", b"times"]) -> None: ...
 
 global___HandshakeResponse = HandshakeResponse
 

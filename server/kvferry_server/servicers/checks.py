@@ -3,10 +3,6 @@ contract."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable
-from typing import TypeVar
-
 from google.protobuf.duration_pb2 import Duration
 
 from kvferry.clock import from_duration
@@ -16,10 +12,6 @@ from kvferry_server.identity import EngineRef
 
 MAX_TEXT = 256
 MAX_SECONDS = 1e9
-LIGHT = 16 * 1024
-"""Bytes of a message that are decoded and planned with on the event loop; heavier ones would hold everybody up."""
-
-Result = TypeVar("Result")
 
 
 def text(field: str, value: str, least: int = 1) -> str:
@@ -57,13 +49,3 @@ def seconds(field: str, value: Duration) -> float:
     if value.seconds < 0 or not 0 <= value.nanos < 1_000_000_000 or value.seconds > MAX_SECONDS:
         raise InvalidField(field, f"{value.seconds} s {value.nanos} ns", f"0 to {MAX_SECONDS:.0f} seconds")
     return from_duration(value)
-
-
-async def offloaded(size: int, call: Callable[[], Result]) -> Result:
-    """Run what is heavy on a thread.
-
-    Args:
-        size: about as many bytes as the messages that it works through.
-        call: what to run; touches nothing of the home.
-    """
-    return call() if size <= LIGHT else await asyncio.to_thread(call)

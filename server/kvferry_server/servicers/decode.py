@@ -17,6 +17,7 @@ from kvferry_server.leases import Ask, RankOutcome, RankReport, ReadKey
 from kvferry_server.publications import MAX_PAYLOAD, GroupBlocks, Offer
 from kvferry_server.registrations import Agent, Registration
 from kvferry_server.servicers.checks import engine_ref, positive, random_bytes, text
+from kvferry_server.sources import MAX_HEADER_BYTES, MAX_RANK_BYTES, agent_bytes, engine_header, rank_bytes
 
 MAX_METADATA = 2 << 20
 """Bytes of a NIXL agent's metadata."""
@@ -29,10 +30,10 @@ TOKEN_LIMIT = 1 << 62
 
 
 def registration(request: pb.RegisterCacheRequest) -> Registration:
-    """A rank's cache, checked in itself. Takes milliseconds for many planes."""
+    """A rank's cache, checked in itself, and for whether it can be told to others. Takes milliseconds for many planes."""
     if not request.HasField("rank"):
         raise InvalidField("rank", None, "the geometry of a rank")
-    return Registration(
+    made = Registration(
         engine=engine_ref("engine", request.engine),
         num_ranks=positive("num_ranks", request.num_ranks),
         identity=_identity(request.identity),
@@ -40,6 +41,13 @@ def registration(request: pb.RegisterCacheRequest) -> Registration:
         geometry=rank_from_proto(request.rank),
         agent=_agent(request.agent) if request.HasField("agent") else None,
     )
+    size = len(rank_bytes(made)) + len(agent_bytes(made.agent))
+    if size > MAX_RANK_BYTES:
+        raise InvalidField("rank", f"{size} bytes with its agent", f"at most {MAX_RANK_BYTES} bytes")
+    header = engine_header(made.engine, made).ByteSize()
+    if header > MAX_HEADER_BYTES:
+        raise InvalidField("groups", f"{header} bytes with the identity", f"at most {MAX_HEADER_BYTES} bytes")
+    return made
 
 
 def reader_geometry(request: pb.HandshakeRequest) -> EngineGeometry:
