@@ -264,8 +264,8 @@ class Mismatch:
 class Incompatible(Refused):
     """The caches of two engines cannot be read from each other; `.mismatches` says why, completely.
 
-    Said, and on the wire, mismatches that differ only in where they are count as one of each sort, and at most 16 sorts are
-    spelled out: a wrong dtype is wrong in every layer. `.values["mismatches"]` is the number of all.
+    In the message, and on the wire, those that differ only in where they are stand as one, since a wrong dtype is wrong
+    in every layer; at most 16 are spelled out. `.values["mismatches"]` is the number of all.
     """
 
     reason = "INCOMPATIBLE"
@@ -414,8 +414,8 @@ class Unavailable(KvferryError):
 
 
 class EngineIncomplete(Unavailable):
-    """Not all ranks are registered (yet, or any more). Values: engine_id; missing_ranks, the first 64 of them, and missing,
-    how many; nodes, the node servers that relayed for some of them."""
+    """Not all ranks are registered (yet, or any more). Values: engine_id; missing_ranks, the first 64 of them, and
+    missing, how many; nodes, the node servers that relayed for some of them."""
 
     reason = "ENGINE_INCOMPLETE"
 

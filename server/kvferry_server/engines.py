@@ -208,7 +208,7 @@ class Registry:
         return engine
 
     def check_readable(self, engine: Engine) -> Source:
-        """What is told of an engine whose Watch is open and whose ranks are all there; else raises `EngineIncomplete`."""
+        """What is told of an engine whose Watch is open and whose ranks are all there; else `EngineIncomplete`."""
         ref, missing = engine.ref, engine.missing_ranks
         if engine.lost_at is not None:
             problem = "its Watch is lost"

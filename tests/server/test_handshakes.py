@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
-import statistics
 import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -110,7 +109,7 @@ def test_a_page_is_filled_to_the_last_byte(over: int, pages: int) -> None:
     other = of_size(room - 8 + room - in_page(other), 1, 2)
     assert in_page(one) + in_page(other) == PAGE_BYTES + over
     requests = [one, other]
-    first, *found = told(source_of(requests))
+    _, *found = told(source_of(requests))
     assert len(found) == pages
     assert [rank.rank for page in found for rank in page.ranks] == [0, 1]
 
@@ -213,16 +212,19 @@ def ask_together(address: str, ranks: int, pipe: Connection) -> None:
     async def run() -> None:
         async with grpc.aio.insecure_channel(address) as channel:
             method = channel.unary_stream("/kvferry.v1.KVTransfer/Handshake")
-            pipe.send("ready")
-            pipe.recv()
-            began = time.perf_counter()
-            sizes = await asyncio.gather(*(ask(method, request) for request in requests))
-            pipe.send((time.perf_counter() - began, sizes))
+            pipe.send([])
+            while pipe.recv():
+                began = time.perf_counter()
+                sizes = await asyncio.gather(*(ask(method, request) for request in requests))
+                pipe.send((time.perf_counter() - began, sizes))
 
     asyncio.run(run())
 
 
 LAYERS = 61
+
+ATTEMPTS = 3
+"""Other work on this machine is not the server's fault three times in a row."""
 
 
 def test_renewals_stay_fast_while_128_ranks_handshake_with_128(tmp_path: Path) -> None:
@@ -242,17 +244,21 @@ def test_renewals_stay_fast_while_128_ranks_handshake_with_128(tmp_path: Path) -
         ours, theirs = context.Pipe()
         process = context.Process(target=ask_together, args=(server.address, ranks, theirs), daemon=True)
         process.start()
-        assert ours.recv() == "ready"
-        ours.send("go")
-        took = []
-        while not ours.poll():
-            began = time.perf_counter()
-            assert stub.Notify(renewal, timeout=TIMEOUT).results[0].HasField("renewed")
-            took.append(time.perf_counter() - began)
-        seconds, sizes = ours.recv()
+        ours.recv()
+        for attempt in range(ATTEMPTS):
+            ours.send(True)
+            took = []
+            while not ours.poll():
+                began = time.perf_counter()
+                assert stub.Notify(renewal, timeout=TIMEOUT).results[0].HasField("renewed")
+                took.append(time.perf_counter() - began)
+            seconds, sizes = ours.recv()
+            late = sorted(took)[int(0.99 * len(took))]
+            print(f"128x128: {seconds:.2f} s, {len(took)} renewals, 99 % within {late * 1e3:.0f} ms")
+            assert min(sizes) > ranks * LAYERS * 2 * 64
+            if late < 0.1 and seconds < 10:
+                break
+            assert attempt < ATTEMPTS - 1, (late, seconds)
+        ours.send(False)
         process.join(30)
         watch.cancel()
-    print(seconds, len(took), [(i, round(t,3)) for i, t in enumerate(took) if t > 0.03])
-    assert min(sizes) > ranks * LAYERS * 2 * 64
-    assert sorted(took)[int(0.99 * len(took))] < 0.1
-    assert seconds < 20

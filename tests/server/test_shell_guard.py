@@ -104,9 +104,7 @@ async def failure(call: Awaitable[Any]) -> KvferryError:
 
 Call = Callable[["KVTransferAsyncStub", str], Awaitable[Any]]
 CALLS: list[Call] = [
-    lambda stub, how: stub.RegisterCache(
-        pb.RegisterCacheRequest(engine=pb.EngineRef(engine_id=how)), timeout=10
-    ),
+    lambda stub, how: stub.RegisterCache(pb.RegisterCacheRequest(engine=pb.EngineRef(engine_id=how)), timeout=10),
     lambda stub, how: read_all(stub.ReadBlocks(pb.ReadBlocksRequest(reference=how), timeout=10)),
     lambda stub, how: read_all(stub.Watch(pb.WatchRequest(engine=pb.EngineRef(engine_id=how)))),
 ]

@@ -30,7 +30,7 @@ TOKEN_LIMIT = 1 << 62
 
 
 def registration(request: pb.RegisterCacheRequest) -> Registration:
-    """A rank's cache, checked in itself, and for whether it can be told to others. Takes milliseconds for many planes."""
+    """A rank's cache, checked in itself, and for whether a message can tell it. Takes milliseconds for many planes."""
     if not request.HasField("rank"):
         raise InvalidField("rank", None, "the geometry of a rank")
     made = Registration(

@@ -181,7 +181,7 @@ class Introspection(IntrospectionServicer):
 
 
 def _rank_after(page_token: str) -> tuple[bytes, int]:
-    """The incarnation whose ranks a page is of, and the last rank of the page before; none, and -1, for the first page."""
+    """The incarnation whose ranks are paged, and the last rank of the page before; none, and -1, for the first."""
     key = parse_token(page_token)
     if not key:
         return b"", -1

@@ -1,5 +1,5 @@
-"""Pages of a list (AIP-158), bounded in entries and in bytes. A token is the key of the last entry of the page before it,
-so that a list may change in between."""
+"""Pages of a list (AIP-158), bounded in entries and in bytes. A token is the key of the last entry of the page before
+it, so that a list may change in between."""
 
 from __future__ import annotations
 
