@@ -40,7 +40,7 @@ const ranks = pages.flatMap((page) => page.ranks);
 const messages = [];
 await new Promise((resolve, reject) => {
   const call = client.ReadBlocks(
-    { reference: text, reader, read_id: "foreign-1", parties: 1, wait: { seconds: 5 } },
+    { reference: text, reader, read_id: randomBytes(16), parties: 1, wait: { seconds: 5 } },
     deadline(),
   );
   call.on("data", (message) => {

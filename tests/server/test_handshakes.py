@@ -37,10 +37,10 @@ from tests.server.node import (
     read_request,
     register_request,
     running,
+    snapshot,
 )
-from tests.server.parties import TIMES, D, P, rank_geometry
+from tests.server.parties import SECRETS, TIMES, D, P, rank_geometry
 
-SECRET = b"s" * 16
 EPOCH = b"e" * 16
 
 
@@ -56,9 +56,9 @@ def size_of(request: pb.RegisterCacheRequest) -> int:
     return len(rank_bytes(made)) + len(agent_bytes(made.agent))
 
 
-def of_size(size: int, rank: int = 0, ranks: int = 1, secret: bytes = SECRET) -> pb.RegisterCacheRequest:
+def of_size(size: int, rank: int = 0, ranks: int = 1) -> pb.RegisterCacheRequest:
     """A registration whose rank and agent take exactly so many bytes, by the length of a label's name."""
-    request = register_request(secret, rank, ranks, geometry=rank_geometry(rank, ranks, heads=max(8, ranks)))
+    request = register_request(rank, ranks, geometry=rank_geometry(rank, ranks, heads=max(8, ranks)))
     request.rank.labels["x" * max(1, size - size_of(request) - 20)] = 1
     for _ in range(4):
         label = next(name for name in request.rank.labels if name.startswith("x"))
@@ -116,7 +116,7 @@ def test_a_page_is_filled_to_the_last_byte(over: int, pages: int) -> None:
 
 async def test_a_rank_is_told_if_it_was_taken(node: Node) -> None:
     await node.open_engine()
-    largest = of_size(MAX_RANK_BYTES, 0, 1, node.secret)
+    largest = of_size(MAX_RANK_BYTES, 0, 1)
     largest.identity["x" * 1000] = "y" * (MAX_HEADER_BYTES - 2048)
     assert size_of(largest) == MAX_RANK_BYTES
     too_large = pb.RegisterCacheRequest.FromString(largest.SerializeToString())
@@ -141,7 +141,7 @@ async def test_a_rank_is_told_if_it_was_taken(node: Node) -> None:
 async def test_what_is_left_out_is_counted_as_it_is_told(node: Node) -> None:
     # The registration leaves out what is told with its default.
     await node.open_engine()
-    request = of_size(MAX_RANK_BYTES, 0, 1, node.secret)
+    request = of_size(MAX_RANK_BYTES, 0, 1)
     for plane in request.rank.planes:
         plane.tokens_per_state_num = plane.tokens_per_state_den = plane.token_granule = 0
     assert request.rank.ByteSize() + request.agent.ByteSize() < MAX_RANK_BYTES
@@ -153,7 +153,7 @@ async def test_what_is_left_out_is_counted_as_it_is_told(node: Node) -> None:
 async def test_an_engine_of_256_ranks_is_handshaken_with(node: Node) -> None:
     await node.open_engine()
     for rank in range(256):
-        await node.kv.RegisterCache(of_size(20_000, rank, 256, node.secret), timeout=TIMEOUT)
+        await node.kv.RegisterCache(of_size(20_000, rank, 256), timeout=TIMEOUT)
     found = await node.handshake(rank=rank_to_proto(rank_geometry(heads=256)))
     assert len(found.geometry.ranks) == len(found.agents) == 256
     own = await node.handshake(pb.HandshakeRequest(engine_id=P.engine_id, reader=proto(P)))
@@ -231,12 +231,13 @@ def test_renewals_stay_fast_while_128_ranks_handshake_with_128(tmp_path: Path) -
     ranks = 128
     with NodeServerProcess(tmp_path) as server, connect(server.address) as channel:
         stub = KVTransferStub(channel)
-        watch = stub.Watch(pb.WatchRequest(engine=proto(P), role=pb.WATCH_ROLE_SCHEDULER))
-        secret = next(watch).opened.session_secret
+        watch = stub.Watch(pb.WatchRequest(engine=proto(P), session_secret=SECRETS[P], role=pb.WATCH_ROLE_SCHEDULER))
+        next(watch)
         for rank in range(ranks):
             geometry = model_rank(rank, ranks, LAYERS)
-            stub.RegisterCache(register_request(secret, rank, ranks, geometry=geometry), timeout=TIMEOUT)
-        publish = pb.NotifyRequest(sender=proto(P), session_secret=secret, notifications=[publish_notification()])
+            stub.RegisterCache(register_request(rank, ranks, geometry=geometry), timeout=TIMEOUT)
+        held = snapshot(publish_notification(), high_water=1)
+        publish = pb.NotifyRequest(sender=proto(P), session_secret=SECRETS[P], notifications=held)
         stub.Notify(publish, timeout=TIMEOUT)
         lease_id = next(stub.ReadBlocks(read_request(), timeout=60)).accepted.lease_id
         renewal = pb.NotifyRequest(sender=proto(D), notifications=[pb.Notification(renew=pb.Renew(lease_id=lease_id))])

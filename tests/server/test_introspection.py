@@ -23,10 +23,9 @@ from kvferry.geometry import EngineGeometry, RankGeometry
 from kvferry.v1 import geometry_pb2
 from kvferry.v1 import introspection_pb2 as ipb
 from kvferry.v1 import kv_transfer_pb2 as pb
-from kvferry_server.identity import EngineRef
 from kvferry_server.sources import MAX_RANK_BYTES
 from tests.server.node import TIMEOUT, Node, proto, raised, read_done, running
-from tests.server.parties import FULL, P2, TIMES, D, P, rank_geometry
+from tests.server.parties import FULL, P2, TIMES, D, P, rank_geometry, read_id, start
 from tests.server.test_handshakes import of_size
 
 
@@ -43,8 +42,8 @@ def engine(name: str, ranks: int, heads: int = 8) -> EngineGeometry:
 
 async def test_engines_are_listed_with_their_state_page_by_page(node: Node) -> None:
     for name in ("c", "a", "b"):
-        await node.open_engine(EngineRef(name, name.encode() * 16))
-    await node.register(0, 2, ref=EngineRef("b", b"b" * 16))
+        await node.open_engine(start(name, name))
+    await node.register(0, 2, ref=start("b", "b"))
     names, token = [], ""
     for _ in range(2):
         request = ipb.ListEnginesRequest(page_size=2, page_token=token)
@@ -62,7 +61,7 @@ async def test_engines_are_listed_with_their_state_page_by_page(node: Node) -> N
 
 async def test_a_page_of_engines_with_thousands_of_missing_ranks_is_bounded(node: Node) -> None:
     for index in range(120):
-        ref = EngineRef(f"{index:03}" + "e" * 250, index.to_bytes(16, "big"))
+        ref = start(f"{index:03}" + "e" * 250, chr(index + 1))
         await node.open_engine(ref)
         await node.register(7, 4096, ref=ref, geometry=rank_geometry(7, 8))
     names, token = [], "first"
@@ -92,28 +91,30 @@ async def test_transfers_of_thousands_of_ranks_come_in_pages_that_fit(node: Node
     await node.open_engine()
     await node.register()
     await node.publish(1, expected_reads=100)
-    reads = [f"{index:02}" for index in range(40)]
-    for read_id in reads:
-        stream = node.read(1, read_id=read_id, parties=4096)
-        lease_id = (await stream.next()).accepted.lease_id
+    reads = []
+    for index in range(40):
+        stream = node.read(1, read_id=read_id(str(index)), parties=4096)
+        accepted = (await stream.next()).accepted
+        reads.append(accepted.lease_number)
+        lease_id = accepted.lease_id
         await node.reader(read_done(lease_id, *range(4000)))
         stream.cancel()
     found, pages, token = [], 0, "first"
     request = ipb.ListTransfersRequest(page_size=1000)
     while token:
         answer = await node.introspection.ListTransfers(request, timeout=TIMEOUT)
-        found += [transfer.read.read_id for transfer in answer.transfers]
+        found += [transfer.read.lease_number for transfer in answer.transfers]
         assert answer.ByteSize() < 400_000
         pages += 1
         token = request.page_token = answer.next_page_token
-    assert sorted(found) == reads
+    assert found == reads
     assert pages > 1
 
 
 async def test_an_engine_of_large_ranks_comes_page_by_page(node: Node) -> None:
     await node.open_engine()
     sizes = [1 << 20, MAX_RANK_BYTES, 2 << 20, 1 << 20, 5000, 5000, (1 << 20) - 5000]
-    registered = [of_size(size, rank, len(sizes), node.secret) for rank, size in enumerate(sizes)]
+    registered = [of_size(size, rank, len(sizes)) for rank, size in enumerate(sizes)]
     for request in registered:
         await node.kv.RegisterCache(request, timeout=TIMEOUT)
     for page_size in (0, 2):

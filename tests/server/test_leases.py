@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from kvferry.errors import (
@@ -12,6 +14,7 @@ from kvferry.errors import (
     PublicationReleased,
     PublicationStale,
     ServerDraining,
+    WrongIdentity,
     WrongKey,
 )
 from kvferry_server.books import Standing
@@ -19,7 +22,7 @@ from kvferry_server.leases import RankOutcome, ReadState, RevokeReason, Verdict
 from kvferry_server.limits import Limits
 from kvferry_server.publications import Outcome, Stage
 from kvferry_server.times import Times
-from tests.server.parties import KEY, TIMES, D, E, P, Scene, ask
+from tests.server.parties import SECRETS, TIMES, D, E, P, Scene, ask, key, read_id
 
 
 @pytest.fixture
@@ -50,7 +53,7 @@ def test_a_renewal_extends_to_a_ttl_from_now_and_never_shortens(scene: Scene) ->
 
 def test_a_delayed_renewal_revives_nothing(scene: Scene) -> None:
     scene.publish()
-    expired, completed = scene.grant(read_id="a"), scene.grant(read_id="b", reader=E)
+    expired, completed = scene.grant(name="a"), scene.grant(name="b", reader=E)
     scene.report(completed, 0)
     assert scene.renew(completed) == 0
     expires = expired.expires
@@ -86,13 +89,13 @@ def test_calls_of_one_read_agree_on_their_parties(scene: Scene) -> None:
     scene.grant(parties=2)
     with pytest.raises(PartiesMismatch) as caught:
         scene.grant(parties=3)
-    assert caught.value.values == {"read_id": "read", "field": "parties", "value": "3", "expected": "2"}
+    assert caught.value.values == {"lease_number": "1", "field": "parties", "value": "3", "expected": "2"}
 
 
 def test_no_lease_reaches_past_the_final_deadline(scene: Scene) -> None:
     publication = scene.publish()
-    scene.grant(read_id="early")
-    lease = scene.grant(read_id="kept", reader=E)
+    scene.grant(name="early")
+    lease = scene.grant(name="kept", reader=E)
     while scene.clock.time + 20 < publication.final_at:
         scene.wait(20)
         scene.renew(lease)
@@ -111,9 +114,9 @@ def test_a_late_read_gets_what_is_left_until_the_final_deadline(scene: Scene) ->
     publication = scene.publish()
     for turn in range(5):
         scene.wait(99)
-        scene.grant(read_id=str(turn))
+        scene.grant(name=str(turn))
     scene.wait(99)
-    lease = scene.grant(read_id="late")
+    lease = scene.grant(name="late")
     assert lease.expires == publication.final_at
     scene.wait(6)
     assert scene.told() == [(1, Outcome.FINAL)]
@@ -156,7 +159,7 @@ def test_a_lost_watch_stops_renewals_until_it_is_back(scene: Scene) -> None:
     scene.wait(10)
     assert scene.renew(lease) == TIMES.ttl - 10
     assert lease.revoked is None
-    scene.lessor.open(P, recovering=False)
+    scene.lessor.open(P, SECRETS[P])
     assert scene.renew(lease) == TIMES.ttl
 
 
@@ -208,23 +211,18 @@ def test_a_waiting_reader_keeps_its_lease_even_where_the_final_deadline_is_short
     assert lease.live
 
 
-def test_who_waited_with_another_key_waited_for_something_else(scene: Scene) -> None:
-    wrong = scene.lessor.grant(ask(key=b"x" * 16))
-    right = scene.grant(reader=E)
-    scene.publish()
-    assert wrong.wrong_key
-    assert not wrong.live
-    assert right.live
-    with pytest.raises(WrongKey):
-        scene.lessor.grant(ask(key=b"x" * 16))
-    with pytest.raises(WrongKey):
-        scene.lessor.grant(ask(key=b"x" * 16, read_id="another"))
-
-
-def test_replays_of_a_waiting_read_need_its_key(scene: Scene) -> None:
-    scene.grant()
-    with pytest.raises(WrongKey):
-        scene.lessor.grant(ask(key=b"x" * 16))
+@pytest.mark.parametrize("published", [False, True])
+def test_a_key_is_checked_at_once_also_before_its_publication_comes(scene: Scene, published: bool) -> None:
+    if published:
+        scene.publish(2)
+    held = scene.grant(2, reader=E)
+    for wrong in (b"x" * 16, key(1), key(3), b""):
+        for changes in ({}, {"name": "another"}, {"reader": E}):
+            with pytest.raises(WrongKey):
+                scene.lessor.grant(ask(2, key=wrong, **changes))
+        with pytest.raises(WrongKey):
+            scene.lessor.decline(P, 2, wrong)
+    assert [lease for lease in scene.lessor.leases() if lease.live] == [held]
 
 
 def test_reports_are_a_set_by_rank_and_not_a_counter(scene: Scene) -> None:
@@ -325,14 +323,14 @@ def test_a_read_that_fails_leaves_the_publication_to_a_retry_elsewhere(scene: Sc
 
 def test_expected_reads_count_distinct_valid_reads_and_the_highest_wins(scene: Scene) -> None:
     publication = scene.publish(expected_reads=2)
-    first = scene.grant(read_id="1", expected_reads=3)
+    first = scene.grant(name="1", expected_reads=3)
     for _ in range(3):
         scene.report(first, 0)
-    scene.report(scene.grant(read_id="2"), 0, outcome=RankOutcome.FAILED)
-    scene.report(scene.grant(read_id="3"), 0)
+    scene.report(scene.grant(name="2"), 0, outcome=RankOutcome.FAILED)
+    scene.report(scene.grant(name="3"), 0)
     assert publication.valid_reads == 2
     assert not scene.told()
-    scene.report(scene.grant(read_id="4"), 0)
+    scene.report(scene.grant(name="4"), 0)
     assert scene.told() == [(1, Outcome.READ)]
 
 
@@ -351,7 +349,7 @@ def test_the_last_of_the_live_leases_releases(scene: Scene) -> None:
     assert not scene.told()
     assert scene.renew(second) == TIMES.ttl
     with pytest.raises(PublicationReleased):
-        scene.grant(read_id="third")
+        scene.grant(name="third")
     scene.report(second, 0)
     assert scene.told() == [(1, Outcome.READ)]
 
@@ -371,15 +369,45 @@ def test_numbers_that_are_gone_are_stale_whatever_request_they_carry(scene: Scen
 
 def test_waiting_reads_and_leases_are_limited() -> None:
     scene = Scene(limits=Limits(waiting_reads=2, reads=3, leases=6))
-    scene.grant(1, read_id="a")
-    scene.grant(2, read_id="a")
+    scene.grant(1, name="a")
+    scene.grant(2, name="a")
     with pytest.raises(LimitReached) as caught:
-        scene.grant(3, read_id="a")
+        scene.grant(3, name="a")
     assert caught.value.retryable
     scene.publish(1)
-    for read_id in "bc":
-        scene.grant(1, read_id=read_id)
+    for name in "bc":
+        scene.grant(1, name=name)
     with pytest.raises(LimitReached) as caught:
-        scene.grant(1, read_id="d")
+        scene.grant(1, name="d")
     assert caught.value.values["limit"] == "reads"
-    assert KEY.hex() not in repr(list(scene.lessor.leases()))
+
+
+def test_leases_are_numbered_in_public_and_a_repr_holds_no_secret(scene: Scene) -> None:
+    scene.publish(expected_reads=2)
+    leases = [scene.grant(), scene.grant(reader=E)]
+    assert [lease.number for lease in leases] == [1, 2]
+    shown = repr(leases)
+    for secret in (SECRETS[P], key(), read_id("read"), *(lease.lease_id for lease in leases)):
+        assert repr(secret)[2:-1] not in shown
+        assert secret.hex() not in shown
+
+
+def test_under_mutual_tls_a_lease_obeys_the_certificate_that_acquired_it(scene: Scene) -> None:
+    scene.publish()
+    ours, theirs = frozenset({b"node-1", b"decode"}), frozenset({b"node-2"})
+    lease = scene.grant(names=ours)
+    stranger: tuple[Callable[[], object], ...] = (
+        lambda: scene.grant(names=theirs),
+        lambda: scene.lessor.renew(lease.lease_id, D, theirs),
+        lambda: scene.lessor.report(lease.lease_id, D, [], theirs),
+        lambda: scene.lessor.cancel(lease.lease_id, D, theirs),
+        lambda: scene.lessor.leased(lease.lease_id, D, theirs),
+    )
+    for call in stranger:
+        with pytest.raises(WrongIdentity) as caught:
+            call()
+        assert caught.value.values == {"lease_number": "1"}
+    # Another node's certificate of the same engine shares a name; a UNIX socket has none.
+    assert scene.grant(names=frozenset({b"node-3", b"decode"})) is lease
+    assert scene.renew(lease) == TIMES.ttl
+    assert scene.report(lease, 0).verdict is Verdict.VALID

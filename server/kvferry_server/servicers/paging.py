@@ -36,7 +36,7 @@ def page(
 
     Args:
         entries: in any order.
-        key: unique per entry; the list is in its order.
+        key: unique per entry, and public; the list is in its order.
         encode: makes the message of an entry.
         page_size: at most 1000; 0 means 100.
         page_token: from the page before; empty: the first page.
