@@ -21,6 +21,7 @@
     │   ├── PublicationAborted
     │   ├── WatchTakenOver
     │   ├── RelayLoop
+    │   ├── AgentsWithheld             who shows no reference cannot reach an engine's memory
     │   ├── HomeNotAllowed             the client's own allow-list does not cover a reference's home
     │   └── NotImplementedHere
     ├── NotFound
@@ -61,6 +62,7 @@ from typing import ClassVar
 from kvferry.v1 import errors_pb2
 
 __all__ = [
+    "AgentsWithheld",
     "BadAgentMetadata",
     "BadBlock",
     "BadGeometry",
@@ -315,7 +317,8 @@ def _number(text: str) -> int:
 
 
 class WrongKey(Refused):
-    """The reference's key is not the publication's. Values: engine_id, publication."""
+    """The reference's key is not the publication's, or the engine's. Values: engine_id; publication, if it is the
+    reference of one."""
 
     reason = "WRONG_KEY"
     code = "PERMISSION_DENIED"
@@ -459,6 +462,10 @@ class PublicationTimeout(KvferryError, TimeoutError):
 
     reason = "PUBLICATION_TIMEOUT"
     code = "DEADLINE_EXCEEDED"
+
+
+class AgentsWithheld(Refused):
+    """A home told an engine's geometry alone, because it was shown no reference. Values: engine_id, missing."""
 
 
 class BadAgentMetadata(KvferryError):

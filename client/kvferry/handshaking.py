@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvferry.codec import groups_from_proto, rank_from_proto
 from kvferry.errors import BadGeometry, LimitReached
@@ -22,12 +22,13 @@ class Handshaken:
 
     Attributes:
         geometry: the whole engine.
-        agents: serving agents by rank; none of a rank that serves nothing, and none where the home told only the
-            geometry.
+        agents: serving agents by rank; none of a rank that serves nothing.
+        agents_told: whether the home told agents at all, not the geometry alone.
     """
 
     geometry: EngineGeometry
-    agents: dict[int, geometry_pb2.Agent]
+    agents: dict[int, geometry_pb2.Agent] = field(repr=False)
+    agents_told: bool
 
 
 def put_together(messages: Iterable[pb.HandshakeResponse]) -> Handshaken:
@@ -40,7 +41,7 @@ def put_together(messages: Iterable[pb.HandshakeResponse]) -> Handshaken:
     first: pb.HandshakeResponse | None = None
     ranks: list[RankGeometry] = []
     agents: dict[int, geometry_pb2.Agent] = {}
-    size = 0
+    size = told = 0
     for message in messages:
         size += message.ByteSize()
         if first is None:
@@ -55,11 +56,14 @@ def put_together(messages: Iterable[pb.HandshakeResponse]) -> Handshaken:
         if len(message.agents) not in (0, len(message.ranks)):
             raise BadGeometry("handshake", f"a page of {len(message.ranks)} ranks has {len(message.agents)} agents")
         ranks += map(rank_from_proto, message.ranks)
+        told += len(message.agents)
         for rank, agent in zip(message.ranks, message.agents, strict=False):
             if agent.name:
                 agents[rank.rank] = agent
     if first is None or len(ranks) != first.num_ranks:
         raise BadGeometry("handshake", f"it ended after {len(ranks)} of {first.num_ranks if first else 'its'} ranks")
+    if told not in (0, len(ranks)):
+        raise BadGeometry("handshake", f"{told} of {len(ranks)} ranks have agents")
     engine = first.engine
     geometry = EngineGeometry(
         engine_id=engine.engine_id,
@@ -68,4 +72,4 @@ def put_together(messages: Iterable[pb.HandshakeResponse]) -> Handshaken:
         identity=dict(engine.identity),
         incarnation=engine.incarnation,
     )
-    return Handshaken(geometry, agents)
+    return Handshaken(geometry, agents, told > 0)

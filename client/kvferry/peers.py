@@ -11,7 +11,7 @@ from kvferry.breaker import Breaker
 from kvferry.clock import now
 from kvferry.codec import group_to_proto, rank_to_proto, region_from_proto
 from kvferry.control import HANDSHAKE_TIMEOUT, Control, retrying
-from kvferry.errors import BadAgentMetadata, Unreachable
+from kvferry.errors import AgentsWithheld, BadAgentMetadata, Unreachable
 from kvferry.geometry import EngineGeometry
 from kvferry.handshaking import Handshaken
 from kvferry.paths import PathRule
@@ -102,17 +102,19 @@ class Peers:
         self._lock = threading.Lock()
         self._slots: dict[tuple[str, str, bytes], _Slot] = {}
 
-    def get(self, home: Control, engine_id: str, incarnation: bytes, deadline: float) -> Peer:
+    def get(self, home: Control, engine_id: str, incarnation: bytes, reference: str, deadline: float) -> Peer:
         """The peer, handshaken if it is new.
 
         Args:
             home: its home.
             engine_id, incarnation: which engine.
+            reference: to one of its publications, or its own.
             deadline: on `kvferry.clock`.
 
         Raises:
             Incompatible: its cache cannot be read, and why.
             PeerRestarted: it is not this incarnation any more.
+            WrongKey, PublicationStale, PublicationReleased: the reference is not good (any more).
             Unavailable: it was not complete by the deadline, or reads from it failed again and again and the next
                 attempt is not due.
         """
@@ -129,23 +131,11 @@ class Peers:
             raise Unreachable(f"the handshake with engine {engine_id!r} did not end in time", address=home.address)
         try:
             if slot.peer is None:
-                slot.peer = self._handshake(home, engine_id, incarnation, deadline)
+                slot.peer = self._handshake(home, engine_id, incarnation, reference, deadline)
                 self._drop_replaced(key)
             return slot.peer
         finally:
             slot.lock.release()
-
-    def find(self, home: Control, engine_id: str, deadline: float) -> Peer:
-        """The peer of this name, whatever incarnation of it lives; handshaken anew. Errors as `get`."""
-        peer = self._handshake(home, engine_id, b"", deadline)
-        key = (home.address, engine_id, peer.geometry.incarnation)
-        with self._lock:
-            slot = self._slots.setdefault(key, _Slot())
-            slot.used_at = now()
-            slot.peer = slot.peer or peer
-            peer = slot.peer
-        self._drop_replaced(key)
-        return peer
 
     def known(self, home: str, engine_id: str, incarnation: bytes) -> Peer | None:
         """The peer, if nothing has to be waited for."""
@@ -191,7 +181,7 @@ class Peers:
     def _drop_replaced(self, key: tuple[str, str, bytes]) -> None:
         self._drop_where(lambda other, _: other[1] == key[1] and other[2] != key[2])
 
-    def _handshake(self, home: Control, engine_id: str, incarnation: bytes, deadline: float) -> Peer:
+    def _handshake(self, home: Control, engine_id: str, incarnation: bytes, reference: str, deadline: float) -> Peer:
         destination = self._geometry(deadline)
         mine = next(rank for rank in destination.ranks if rank.rank == self._rank)
         request = pb.HandshakeRequest(
@@ -201,10 +191,14 @@ class Peers:
             identity=self._spec.identity,
             groups=[group_to_proto(group) for group in self._spec.groups],
             rank=rank_to_proto(mine),
+            reference=reference,
         )
         found = _handshaken(home, request, deadline)
         source = found.geometry
         plan = plan_read(source, destination, self._rank, rule=self._rule)
+        if not found.agents_told:
+            message = f"the home of engine {engine_id!r} told its geometry only: it was shown no reference"
+            raise AgentsWithheld(message, engine_id=engine_id, missing="reference")
         agents = {rank: _agent(engine_id, rank, found.agents.get(rank)) for rank in plan.source_ranks}
         if any(choice.measurable for choice in plan.paths):
             rule = self._measure(home.address, agents[plan.source_ranks[0]], deadline)

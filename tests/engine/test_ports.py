@@ -451,7 +451,7 @@ def test_however_the_workers_come_to_be(homes: tuple[str, str], tmp_path: Path, 
 def test_warmed_up(homes: tuple[str, str], pair: Pair, port_engine: Callable[..., PortEngine]) -> None:
     source, _ = pair
     destination = port_engine(homes[1], source.model, shards(6, 3)).ready()
-    ranks = [worker.call("warm", homes[0], source.spec.engine_id) for worker in destination.workers]
+    ranks = [worker.call("warm", source.scheduler.engine_reference) for worker in destination.workers]
     assert ranks == [(0,), (0, 1), (1,)]
 
 
@@ -477,7 +477,7 @@ def test_a_home_that_restarts_while_ports_work(tmp_path: Path, port_engine: Call
 
 def test_values_pass_through_pickle_and_msgpack() -> None:
     runs = BlockRuns.of_blocks("full", Blocks([5, 6, 7, 2], 16, 70))
-    grant = Grant("r", "id", "h:1", "e", b"\x00" * 16, 7, "s", b"l", 1.5, (runs,), b"p", (runs,), (16, 70))
+    grant = Grant("r", "id", "h:1", "e", b"\x00" * 16, 7, "kvf1.x", "s", b"l", 1.5, (runs,), b"p", (runs,), (16, 70))
     end = RankEnd("id", "r", False, False, 3, {"full": (5, 6)}, "BadBlock", "a message", {"block": "7"})
     output = WorkerOutput(1, (RankEnd("a", "b", True, True, 9),), (end,), ("x",))
     assert pickle.loads(pickle.dumps(grant)) == grant

@@ -18,6 +18,7 @@ from kvferry.codec import engine_to_proto, group_to_proto, rank_to_proto, region
 from kvferry.geometry import EngineGeometry, RankGeometry
 from kvferry.handshaking import put_together
 from kvferry.reference import format_reference
+from kvferry.spec import EngineToken
 from kvferry.status import from_rpc_error
 from kvferry.v1 import geometry_pb2
 from kvferry.v1 import introspection_pb2 as ipb
@@ -111,6 +112,7 @@ class Party:
             identity=self.geometry.identity,
             groups=[group_to_proto(FULL)],
             rank=rank_to_proto(rank),
+            reference=EngineToken(self.name, self.secret, "127.0.0.1:1").engine_reference,
         )
 
     def reference(self) -> str:

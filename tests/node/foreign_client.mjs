@@ -28,7 +28,7 @@ const reader = { engine_id: "foreign", incarnation: randomBytes(16) };
 const pages = [];
 await new Promise((resolve, reject) => {
   const call = client.Handshake(
-    { engine_id: reference.engineId, reader, ...JSON.parse(handshakeJson) },
+    { engine_id: reference.engineId, reader, reference: text, ...JSON.parse(handshakeJson) },
     deadline(),
   );
   call.on("data", (page) => pages.push(page));

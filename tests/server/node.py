@@ -18,6 +18,7 @@ from kvferry.errors import KvferryError
 from kvferry.geometry import Group, RankGeometry
 from kvferry.handshaking import Handshaken, put_together
 from kvferry.reference import format_reference
+from kvferry.spec import EngineToken
 from kvferry.status import from_rpc_error
 from kvferry.v1 import geometry_pb2
 from kvferry.v1 import kv_transfer_pb2 as pb
@@ -218,6 +219,7 @@ def handshake_request(**changes: Any) -> pb.HandshakeRequest:
         "identity": {"model": "m"},
         "groups": [group_to_proto(FULL)],
         "rank": rank_to_proto(rank_geometry()),
+        "reference": engine_reference(),
     }
     return pb.HandshakeRequest(**{**given, **changes})
 
@@ -250,6 +252,11 @@ def reference(number: int = 1, ref: EngineRef = P, wrong: bytes = b"") -> str:
             key=wrong or key(number, ref),
         )
     )
+
+
+def engine_reference(ref: EngineRef = P) -> str:
+    """Names an engine, with its key."""
+    return EngineToken(ref.engine_id, SECRETS[ref], ADVERTISE).engine_reference
 
 
 def read_request(number: int = 1, reader: EngineRef = D, **changes: Any) -> pb.ReadBlocksRequest:

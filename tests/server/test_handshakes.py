@@ -194,8 +194,8 @@ def model_rank(rank: int, ranks: int, layers: int) -> RankGeometry:
     held = Interval(rank * 128 // ranks, (rank + 1) * 128 // ranks)
     planes = []
     for index in range(2 * layers):
-        proto_plane = {"layer": f"layers.{index // 2}", "component": ("key", "value")[index % 2]}
-        planes.append(replace(like, base=like.base + index * size, units=held, **proto_plane))
+        layer, component = f"layers.{index // 2}", ("key", "value")[index % 2]
+        planes.append(replace(like, layer=layer, component=component, base=like.base + index * size, units=held))
     return RankGeometry(rank, tuple(planes), {"tp_rank": rank})
 
 
@@ -211,7 +211,7 @@ def ask_together(address: str, ranks: int, pipe: Connection) -> None:
 
     async def run() -> None:
         async with grpc.aio.insecure_channel(address) as channel:
-            method = channel.unary_stream("/kvferry.v1.KVTransfer/Handshake")
+            method: Any = channel.unary_stream("/kvferry.v1.KVTransfer/Handshake")
             pipe.send([])
             while pipe.recv():
                 began = time.perf_counter()

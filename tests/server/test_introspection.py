@@ -115,12 +115,12 @@ async def test_an_engine_of_large_ranks_comes_page_by_page(node: Node) -> None:
     await node.open_engine()
     sizes = [1 << 20, MAX_RANK_BYTES, 2 << 20, 1 << 20, 5000, 5000, (1 << 20) - 5000]
     registered = [of_size(size, rank, len(sizes)) for rank, size in enumerate(sizes)]
-    for request in registered:
-        await node.kv.RegisterCache(request, timeout=TIMEOUT)
+    for registration in registered:
+        await node.kv.RegisterCache(registration, timeout=TIMEOUT)
     for page_size in (0, 2):
         request = ipb.GetEngineRequest(engine_id=P.engine_id, page_size=page_size)
         ranks: list[geometry_pb2.RankGeometry] = []
-        counts = []
+        counts: list[int] = []
         while not counts or request.page_token:
             answer = await node.introspection.GetEngine(request, timeout=TIMEOUT)
             assert answer.geometry.identity["model"] == "m"
@@ -128,7 +128,7 @@ async def test_an_engine_of_large_ranks_comes_page_by_page(node: Node) -> None:
             ranks += answer.geometry.ranks
             counts.append(len(answer.geometry.ranks))
             request.page_token = answer.next_page_token
-        assert ranks == [request.rank for request in registered]
+        assert ranks == [registration.rank for registration in registered]
         assert max(counts) <= (page_size or 1000)
         assert len(counts) > 2
     wrong = ipb.GetEngineRequest(engine_id=P.engine_id, page_token="YQ")

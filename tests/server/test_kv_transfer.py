@@ -371,7 +371,7 @@ async def test_an_engine_that_handshakes_with_itself_learns_its_geometry_without
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({"engine_id": "nobody", "incarnation": b""}, EngineUnknown),
+        ({"engine_id": "nobody", "incarnation": b"", "reference": ""}, EngineUnknown),
         ({"engine_id": ""}, InvalidField),
         ({"incarnation": b"x"}, InvalidField),
         ({"incarnation": P2.incarnation}, PeerRestarted),

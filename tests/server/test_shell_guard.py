@@ -57,7 +57,7 @@ class Servicer(KVTransferServicer):
         await context.write(pb.WatchResponse(home_epoch=b"epoch"))
         await self._behave(request.engine.engine_id)
 
-    async def Handshake(self, request: pb.HandshakeRequest, context: Any) -> AsyncIterator[bytes]:
+    async def Handshake(self, request: pb.HandshakeRequest, context: Any) -> AsyncIterator[bytes]:  # type: ignore[override]
         # Encoded already, as what many are told.
         yield pb.HandshakeResponse(home_epoch=b"epoch").SerializeToString()
 

@@ -43,7 +43,9 @@ class _ErrorReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     ERROR_REASON_BAD_REFERENCE: _ErrorReason.ValueType  # 6
     """INVALID_ARGUMENT: a reference that is not one. Metadata: problem."""
     ERROR_REASON_WRONG_KEY: _ErrorReason.ValueType  # 7
-    """PERMISSION_DENIED: the reference's key is not the publication's. Metadata: engine_id, publication."""
+    """PERMISSION_DENIED: the reference's key is not the publication's, or the engine's. Metadata: engine_id; publication, if
+    it is the reference of one.
+    """
     ERROR_REASON_WRONG_SESSION: _ErrorReason.ValueType  # 8
     """PERMISSION_DENIED: the session secret is not that of the incarnation. Metadata: engine_id."""
     ERROR_REASON_ENGINE_UNKNOWN: _ErrorReason.ValueType  # 9
@@ -127,7 +129,9 @@ ERROR_REASON_BAD_GEOMETRY: ErrorReason.ValueType  # 5
 ERROR_REASON_BAD_REFERENCE: ErrorReason.ValueType  # 6
 """INVALID_ARGUMENT: a reference that is not one. Metadata: problem."""
 ERROR_REASON_WRONG_KEY: ErrorReason.ValueType  # 7
-"""PERMISSION_DENIED: the reference's key is not the publication's. Metadata: engine_id, publication."""
+"""PERMISSION_DENIED: the reference's key is not the publication's, or the engine's. Metadata: engine_id; publication, if
+it is the reference of one.
+"""
 ERROR_REASON_WRONG_SESSION: ErrorReason.ValueType  # 8
 """PERMISSION_DENIED: the session secret is not that of the incarnation. Metadata: engine_id."""
 ERROR_REASON_ENGINE_UNKNOWN: ErrorReason.ValueType  # 9

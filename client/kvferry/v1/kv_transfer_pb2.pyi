@@ -327,6 +327,39 @@ class Reference(google.protobuf.message.Message):
 global___Reference = Reference
 
 @typing.final
+class EngineReference(google.protobuf.message.Message):
+    """EngineReference names a start of an engine to those who may reach its memory before they have a publication to read:
+    its readers, for warming up. Between its source and them it is the string "kvf1e." followed by the unpadded base64url of
+    this message. A capability like any Reference; it allows Handshake alone.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    HOME_FIELD_NUMBER: builtins.int
+    ENGINE_ID_FIELD_NUMBER: builtins.int
+    INCARNATION_FIELD_NUMBER: builtins.int
+    KEY_FIELD_NUMBER: builtins.int
+    home: builtins.str
+    """home is the host:port or unix:path of the engine's home, as others reach it."""
+    engine_id: builtins.str
+    """engine_id of the engine."""
+    incarnation: builtins.bytes
+    """incarnation of the engine, 16 bytes."""
+    key: builtins.bytes
+    """key of the engine: the first 16 bytes of HMAC-SHA-256(session secret of the engine, "kvferry engine 1" || 8 zero bytes)."""
+    def __init__(
+        self,
+        *,
+        home: builtins.str = ...,
+        engine_id: builtins.str = ...,
+        incarnation: builtins.bytes = ...,
+        key: builtins.bytes = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["engine_id", b"engine_id", "home", b"home", "incarnation", b"incarnation", "key", b"key"]) -> None: ...
+
+global___EngineReference = EngineReference
+
+@typing.final
 class RegisterCacheRequest(google.protobuf.message.Message):
     """RegisterCacheRequest is one rank's cache."""
 
@@ -474,10 +507,13 @@ class HandshakeRequest(google.protobuf.message.Message):
     IDENTITY_FIELD_NUMBER: builtins.int
     GROUPS_FIELD_NUMBER: builtins.int
     RANK_FIELD_NUMBER: builtins.int
+    REFERENCE_FIELD_NUMBER: builtins.int
     engine_id: builtins.str
     """engine_id of the source."""
     incarnation: builtins.bytes
     """incarnation expected, 16 bytes. Empty: whatever lives."""
+    reference: builtins.str
+    """reference to a publication of the engine, or the engine's own. Empty: the geometry alone is asked for."""
     @property
     def reader(self) -> global___EngineRef:
         """reader is the engine that asks."""
@@ -503,9 +539,10 @@ class HandshakeRequest(google.protobuf.message.Message):
         identity: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
         groups: collections.abc.Iterable[kvferry.v1.geometry_pb2.Group] | None = ...,
         rank: kvferry.v1.geometry_pb2.RankGeometry | None = ...,
+        reference: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["rank", b"rank", "reader", b"reader"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["engine_id", b"engine_id", "groups", b"groups", "identity", b"identity", "incarnation", b"incarnation", "rank", b"rank", "reader", b"reader"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["engine_id", b"engine_id", "groups", b"groups", "identity", b"identity", "incarnation", b"incarnation", "rank", b"rank", "reader", b"reader", "reference", b"reference"]) -> None: ...
 
 global___HandshakeRequest = HandshakeRequest
 
@@ -539,8 +576,8 @@ class HandshakeResponse(google.protobuf.message.Message):
 
     @property
     def agents(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[kvferry.v1.geometry_pb2.Agent]:
-        """agents of these ranks, in the same order; one with an empty name is of a rank that serves nothing. None at all in a
-        handshake with oneself.
+        """agents of these ranks, in the same order; one with an empty name is of a rank that serves nothing. None at all without a
+        reference, and in a handshake with oneself. Secret.
         """
 
     def __init__(

@@ -55,8 +55,13 @@ class KVTransferStub:
     """Handshake answers everything a reader needs to plan reads from an engine and to reach its memory, for all ranks in
     one round trip. Called by a destination rank at the source's home. The first message says what the engine is; pages of
     its ranks follow, by rising rank, and the stream ends with OK after the last. Compatibility is checked before any
-    message is sent: INCOMPATIBLE names every field with both values. An engine that handshakes with itself (reader's
-    engine_id equal to engine_id) learns its own geometry, without agents.
+    message is sent: INCOMPATIBLE names every field with both values.
+
+    With an agent's metadata, all memory that it registered can be read and written. So agents are told only to who shows a
+    reference to one of the engine's publications, live or awaited, or the engine's own reference; without one the answer
+    is the geometry alone. A wrong key is WRONG_KEY; a publication that is gone is PUBLICATION_STALE or PUBLICATION_RELEASED;
+    another start of the engine is PEER_RESTARTED. An engine that handshakes with itself (reader's
+    engine_id equal to engine_id) learns its own geometry, never agents.
 
     Idempotent; changes nothing at the server.
     """
@@ -129,8 +134,13 @@ class KVTransferAsyncStub:
     """Handshake answers everything a reader needs to plan reads from an engine and to reach its memory, for all ranks in
     one round trip. Called by a destination rank at the source's home. The first message says what the engine is; pages of
     its ranks follow, by rising rank, and the stream ends with OK after the last. Compatibility is checked before any
-    message is sent: INCOMPATIBLE names every field with both values. An engine that handshakes with itself (reader's
-    engine_id equal to engine_id) learns its own geometry, without agents.
+    message is sent: INCOMPATIBLE names every field with both values.
+
+    With an agent's metadata, all memory that it registered can be read and written. So agents are told only to who shows a
+    reference to one of the engine's publications, live or awaited, or the engine's own reference; without one the answer
+    is the geometry alone. A wrong key is WRONG_KEY; a publication that is gone is PUBLICATION_STALE or PUBLICATION_RELEASED;
+    another start of the engine is PEER_RESTARTED. An engine that handshakes with itself (reader's
+    engine_id equal to engine_id) learns its own geometry, never agents.
 
     Idempotent; changes nothing at the server.
     """
@@ -207,8 +217,13 @@ class KVTransferServicer(metaclass=abc.ABCMeta):
         """Handshake answers everything a reader needs to plan reads from an engine and to reach its memory, for all ranks in
         one round trip. Called by a destination rank at the source's home. The first message says what the engine is; pages of
         its ranks follow, by rising rank, and the stream ends with OK after the last. Compatibility is checked before any
-        message is sent: INCOMPATIBLE names every field with both values. An engine that handshakes with itself (reader's
-        engine_id equal to engine_id) learns its own geometry, without agents.
+        message is sent: INCOMPATIBLE names every field with both values.
+
+        With an agent's metadata, all memory that it registered can be read and written. So agents are told only to who shows a
+        reference to one of the engine's publications, live or awaited, or the engine's own reference; without one the answer
+        is the geometry alone. A wrong key is WRONG_KEY; a publication that is gone is PUBLICATION_STALE or PUBLICATION_RELEASED;
+        another start of the engine is PEER_RESTARTED. An engine that handshakes with itself (reader's
+        engine_id equal to engine_id) learns its own geometry, never agents.
 
         Idempotent; changes nothing at the server.
         """

@@ -8,7 +8,7 @@ from kvferry.blocks import MAX_BLOCKS
 from kvferry.codec import groups_from_proto, rank_from_proto, region_from_proto
 from kvferry.errors import InvalidField, NotImplementedHere
 from kvferry.geometry import EngineGeometry
-from kvferry.reference import parse_reference
+from kvferry.reference import ENGINE_PREFIX, parse_engine_reference, parse_reference
 from kvferry.v1 import geometry_pb2
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry_server.events import Process, Role
@@ -80,6 +80,22 @@ def reference(given: str) -> tuple[EngineRef, int, bytes]:
         raise NotImplementedHere(f"this node server does not offer {what}", what=what)
     source = pb.EngineRef(engine_id=parsed.engine_id, incarnation=parsed.incarnation)
     return engine_ref("reference", source), parsed.publication, parsed.key
+
+
+def handshake_reference(request: pb.HandshakeRequest) -> tuple[EngineRef, int, bytes] | None:
+    """What a handshake shows to be told agents: source, publication number and key, 0 for the engine's own reference;
+    None if it shows nothing. Raises `BadReference`, `InvalidField` for a reference to another engine."""
+    if not request.reference:
+        return None
+    if request.reference.startswith(ENGINE_PREFIX):
+        parsed = parse_engine_reference(request.reference)
+        named = pb.EngineRef(engine_id=parsed.engine_id, incarnation=parsed.incarnation)
+        source, number, key = engine_ref("reference", named), 0, parsed.key
+    else:
+        source, number, key = reference(request.reference)
+    if source.engine_id != request.engine_id:
+        raise InvalidField("reference", f"one to engine {source.engine_id!r}", f"one to engine {request.engine_id!r}")
+    return source, number, key
 
 
 def process(request: pb.WatchRequest) -> Process:

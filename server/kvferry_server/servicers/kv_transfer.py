@@ -59,15 +59,22 @@ class KVTransfer(KVTransferServicer):
             advertise=home.advertise,
         )
 
-    async def Handshake(self, request: pb.HandshakeRequest, context: Context) -> AsyncGenerator[bytes, None]:
-        """See the contract. The messages are encoded already."""
+    async def Handshake(  # type: ignore[override]  # The messages are encoded already.
+        self, request: pb.HandshakeRequest, context: Context
+    ) -> AsyncGenerator[bytes, None]:
+        """See the contract."""
         home = self._home
         home.check_taking()
         engine_id = checks.text("engine_id", request.engine_id)
         incarnation = checks.random_bytes("incarnation", request.incarnation, optional=True)
         reader = checks.engine_ref("reader", request.reader)
+        shown = decode.handshake_reference(request)
         with home.turn():
             engine = home.engines.find_live(engine_id, incarnation)
+            if shown is not None:
+                named, number, key = shown
+                engine = home.engines.find_live(named.engine_id, named.incarnation)
+                home.lessor.check_reference(named, number, key)
             if reader.engine_id == engine_id:
                 engine = home.engines.find(reader)
             source = home.engines.check_readable(engine)
@@ -77,7 +84,7 @@ class KVTransfer(KVTransferServicer):
             if not own:
                 # Before anything is told (R8).
                 source.check_readable_by(decode.reader_geometry(request))
-            return source.pages(home.epoch, encode.times(home.times), agents=not own)
+            return source.pages(home.epoch, encode.times(home.times), agents=shown is not None and not own)
 
         for page in await self._worker.run(request.ByteSize(), answer):
             yield page
