@@ -24,6 +24,7 @@ from kvferry.errors import (
     InvalidField,
     LimitReached,
     PublicationAborted,
+    PublicationStale,
     PublicationTimeout,
     TransferCancelled,
     TransferFailed,
@@ -453,6 +454,38 @@ def test_warmed_up(homes: tuple[str, str], pair: Pair, port_engine: Callable[...
     destination = port_engine(homes[1], source.model, shards(6, 3)).ready()
     ranks = [worker.call("warm", source.scheduler.engine_reference) for worker in destination.workers]
     assert ranks == [(0,), (0, 1), (1,)]
+
+
+def test_a_reference_that_is_gone_fails_no_other_read_of_its_source(
+    homes: tuple[str, str], pair: Pair, port_engine: Callable[..., PortEngine]
+) -> None:
+    source, _ = pair
+    destination = port_engine(homes[1], source.model, shards(6, 3)).ready()
+    gone, _ = publish(source, "gone")
+    destination.scheduler.acquire("gone", gone.reference)
+    late = replace(destination.grant("gone"), local=(BlockRuns.of_blocks("full", Blocks([1, 2, 3])),))
+    assert destination.scheduler.cancel("gone")
+    destination.scheduler.decline(gone.reference)
+    source.release_of(gone)
+    good, values = publish(source, "good")
+    destination.scheduler.acquire("good", good.reference)
+    destination.grant("good")
+    grant = destination.scheduler.attach("good", {"full": Blocks(IDS)})
+    failed = []
+    for worker in destination.workers:
+        # The first of them handshakes with the source, the other waits for its result.
+        for each in (late, grant):
+            worker.call("start", msgpack.encode(each.plain()), Tails.KEEP.value)
+    while len(failed) < len(destination.workers):
+        for worker in destination.workers:
+            output = worker.finished()
+            failed += [end.error() for end in output.failed]
+            destination.scheduler.collect(output)
+    assert all(isinstance(error, PublicationStale) for error in failed)
+    assert destination.end_of("good").error is None
+    for memory in destination.memories:
+        assert (memory.cells == expect(memory, values, IDS, (0, TOKENS))).all()
+    source.release_of(good)
 
 
 def test_a_home_that_restarts_while_ports_work(tmp_path: Path, port_engine: Callable[..., PortEngine]) -> None:
