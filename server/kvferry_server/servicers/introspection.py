@@ -136,7 +136,7 @@ class Introspection(IntrospectionServicer):
 
 
 def _engine_key(engine: Engine) -> Key:
-    return (text_key(engine.ref.engine_id),)
+    return text_key(engine.ref.engine_id), engine.ref.incarnation
 
 
 def _publication_key(publication: Publication) -> Key:
