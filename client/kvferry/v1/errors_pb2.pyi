@@ -56,7 +56,9 @@ class _ErrorReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     were lost themselves.
     """
     ERROR_REASON_ENGINE_ID_IN_USE: _ErrorReason.ValueType  # 11
-    """ALREADY_EXISTS with RetryInfo: another incarnation of this engine_id lives. Metadata: engine_id, incarnation."""
+    """ALREADY_EXISTS with RetryInfo: another incarnation of this engine_id lives. A home that has just started does not say so
+    for one engine_ttl: it cannot know which is the older, and takes both. Metadata: engine_id, incarnation.
+    """
     ERROR_REASON_CACHE_DIFFERS: _ErrorReason.ValueType  # 12
     """ALREADY_EXISTS: the rank is registered with another content. Metadata: engine_id, rank, field."""
     ERROR_REASON_PEER_RESTARTED: _ErrorReason.ValueType  # 13
@@ -142,7 +144,9 @@ most 64, and missing, how many; nodes, the node servers that relayed for some of
 were lost themselves.
 """
 ERROR_REASON_ENGINE_ID_IN_USE: ErrorReason.ValueType  # 11
-"""ALREADY_EXISTS with RetryInfo: another incarnation of this engine_id lives. Metadata: engine_id, incarnation."""
+"""ALREADY_EXISTS with RetryInfo: another incarnation of this engine_id lives. A home that has just started does not say so
+for one engine_ttl: it cannot know which is the older, and takes both. Metadata: engine_id, incarnation.
+"""
 ERROR_REASON_CACHE_DIFFERS: ErrorReason.ValueType  # 12
 """ALREADY_EXISTS: the rank is registered with another content. Metadata: engine_id, rank, field."""
 ERROR_REASON_PEER_RESTARTED: ErrorReason.ValueType  # 13

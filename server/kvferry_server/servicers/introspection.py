@@ -191,7 +191,7 @@ def _rank_after(page_token: str) -> tuple[bytes, int]:
 
 
 def _engine_key(engine: Engine) -> Key:
-    return (text_key(engine.ref.engine_id),)
+    return text_key(engine.ref.engine_id), engine.ref.incarnation
 
 
 def _publication_key(publication: Publication) -> Key:

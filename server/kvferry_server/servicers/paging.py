@@ -16,7 +16,6 @@ from kvferry.errors import InvalidField
 DEFAULT_SIZE = 100
 MAX_SIZE = 1000
 MAX_TOKEN = 4096
-
 PAGE_BYTES = 1 << 18
 """Bytes of a page, but for its last entry: small, because pages are made on the event loop."""
 
