@@ -11,10 +11,11 @@ from dataclasses import dataclass
 
 from kvferry.errors import EngineUnknown
 from kvferry_server.agenda import NEVER, Agenda
-from kvferry_server.books import Book, Standing
+from kvferry_server.books import NUMBER_BYTES, Book, Standing
 from kvferry_server.identity import EngineRef
 from kvferry_server.leases import Lease, ReadKey, ReadState, RevokeReason
-from kvferry_server.publications import Outcome, Publication, Stage
+from kvferry_server.publications import PUBLICATION_BYTES, Outcome, Publication, Stage
+from kvferry_server.shares import Memory, Shares
 from kvferry_server.times import Times
 
 
@@ -39,13 +40,17 @@ class Endings:
         books: by incarnation.
         leases: by lease_id, live ones and ended ones whose outcome is kept.
         reads: the same by what makes two calls one read.
+        leases_of: how many of them are on publications of which incarnation.
+        memory: what all this takes.
         effects: what others have to be told.
     """
 
-    def __init__(self, times: Times) -> None:
+    def __init__(self, times: Times, memory: Memory, leases_of: Shares) -> None:
         self.books: dict[EngineRef, Book] = {}
         self.leases: dict[bytes, Lease] = {}
         self.reads: dict[ReadKey, Lease] = {}
+        self.leases_of = leases_of
+        self.memory = memory
         self.effects: list[Changed | Released] = []
         self._times = times
         self._publication_times: Agenda[Publication] = Agenda()
@@ -70,21 +75,30 @@ class Endings:
 
     def add_lease(self, lease: Lease) -> None:
         """A new lease, with its time running."""
+        publication = lease.publication
         self.leases[lease.lease_id] = self.reads[lease.ask.read] = lease
-        lease.publication.leases.add(lease)
-        lease.publication.reads.append(lease)
+        publication.leases.add(lease)
+        publication.reads.append(lease)
+        self.leases_of.take(publication.source)
+        self.memory.take(publication.source, lease.size)
+        if publication.stage is Stage.AWAITED:
+            self.books[publication.source].waiting.take(lease.ask.asker)
         self._lease_times.put(lease)
 
     def awaited(self, book: Book, number: int) -> Publication:
         """A record of a publication that has not come."""
         publication = book.publications[number] = Publication(book.source, number)
-        book.awaited.add(publication)
+        self.memory.take(book.source, PUBLICATION_BYTES)
         return publication
 
     def seen(self, book: Book, publication: Publication, now: float) -> None:
         """An awaited publication came: from now on its number is live, or stale for ever."""
+        numbers = book.numbers_size
         book.see(publication.number, now)
-        book.awaited.discard(publication)
+        self.memory.take(book.source, book.numbers_size - numbers)
+        book.declined.discard(publication)
+        for lease in publication.leases:
+            book.waiting.give(lease.ask.asker)
         publication.first_at = now
         publication.stage = Stage.PUBLISHING
 
@@ -99,6 +113,8 @@ class Endings:
     def end_lease(self, lease: Lease, state: ReadState, now: float) -> None:
         """The one end of a lease."""
         publication = lease.publication
+        if publication.stage is Stage.AWAITED:
+            self.books[publication.source].waiting.give(lease.ask.asker)
         lease.ended_as = state
         lease.forget_at = now + self._times.outcomes
         self._lease_times.put(lease)
@@ -132,16 +148,32 @@ class Endings:
 
     def forget(self, publication: Publication) -> None:
         """Take it out of its book."""
+        if publication.stage is Stage.FORGOTTEN:
+            return
         book = self.books[publication.source]
+        del book.publications[publication.number]
+        book.declined.discard(publication)
+        size = PUBLICATION_BYTES + sum(lease.size for lease in publication.reads if lease.lease_id not in self.leases)
+        if publication.stage is not Stage.AWAITED:
+            book.arrived -= 1
+            if book.recovering:
+                book.gone.add(publication.number)
+                size -= NUMBER_BYTES
         publication.stage = Stage.FORGOTTEN
-        book.publications.pop(publication.number, None)
-        book.awaited.discard(publication)
+        self.memory.give(book.source, size)
         self.close_if_empty(book)
+
+    def close_below(self, book: Book, high_water: int) -> None:
+        """The source has told all it holds up to this number."""
+        numbers = book.numbers_size
+        book.close_below(high_water)
+        self.memory.take(book.source, book.numbers_size - numbers)
 
     def close_if_empty(self, book: Book) -> None:
         """Drop the book of a replaced incarnation once nothing of it is held."""
         if book.standing is Standing.REPLACED and not book.publications:
-            self.books.pop(book.source, None)
+            if self.books.pop(book.source, None) is not None:
+                self.memory.give(book.source, book.numbers_size)
 
     def _settle(self, publication: Publication, now: float) -> None:
         """Release or forget what nothing holds any more."""
@@ -156,9 +188,10 @@ class Endings:
     def _release(self, publication: Publication, now: float) -> None:
         book = self.books[publication.source]
         publication.stage = Stage.RELEASED
-        book.size -= publication.size
+        sums = publication.checksums.clear()
+        self.memory.give(book.source, publication.size + sums)
         publication.steps.clear()
-        book.checksum_bytes -= publication.checksums.clear()
+        book.checksum_bytes -= sums
         if book.standing is Standing.REPLACED:
             # Its memory is the new incarnation's, which `reuse_after` held back; nobody acknowledges.
             self.forget(publication)
@@ -177,6 +210,10 @@ class Endings:
             del self.leases[lease.lease_id]
             del self.reads[lease.ask.read]
             lease.forget_at = NEVER
+            source = lease.publication.source
+            self.leases_of.give(source)
+            if lease.publication.stage is Stage.FORGOTTEN:
+                self.memory.give(source, lease.size)
 
     def _on_publication_due(self, publication: Publication, now: float) -> None:
         if publication.stage is Stage.RELEASED:

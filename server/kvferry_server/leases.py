@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import hmac
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -52,6 +52,13 @@ class RevokeReason(enum.IntEnum):
     FINAL_DEADLINE = 3
 
 
+LEASE_BYTES = 1024
+"""About what a lease takes in memory, with its place in the lists of its home."""
+
+REPORT_BYTES = 160
+"""About what a rank's report takes in memory."""
+
+
 @dataclass(frozen=True, slots=True)
 class RankReport:
     """The end of one rank's share: `bytes` is what it moved."""
@@ -80,12 +87,19 @@ class Ask:
         key: of the reference.
         parties: ranks that will report.
         expected_reads: reads that will be made of the publication; 0: as its source said.
+        peer: that the call came from, if it can be told apart from others.
     """
 
     read: ReadKey
     key: bytes = field(repr=False)
     parties: int = 1
     expected_reads: int = 0
+    peer: str = ""
+
+    @property
+    def asker(self) -> Hashable:
+        """Whose share of what is left for readers this takes: readers name themselves as they like, peers do not."""
+        return self.peer or self.read.reader
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +147,11 @@ class Lease:
     ended_as: ReadState | None = None
     forget_at: float = NEVER
     scheduled: float = NEVER
+
+    @property
+    def size(self) -> int:
+        """About as many bytes as it takes in memory."""
+        return LEASE_BYTES + REPORT_BYTES * len(self.reports)
 
     @property
     def live(self) -> bool:

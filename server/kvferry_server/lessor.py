@@ -31,6 +31,7 @@ from kvferry_server.clock import Clock
 from kvferry_server.endings import Changed, Endings, Released
 from kvferry_server.identity import EngineRef
 from kvferry_server.leases import (
+    LEASE_BYTES,
     Ask,
     Judgement,
     Lease,
@@ -42,21 +43,26 @@ from kvferry_server.leases import (
     Verdict,
 )
 from kvferry_server.limits import Limits, check_limit
-from kvferry_server.publications import Offer, Outcome, Publication, Stage, check_follows, check_offer
+from kvferry_server.publications import PUBLICATION_BYTES, Offer, Outcome, Publication, Stage, check_follows, check_offer
+from kvferry_server.shares import Memory, Shares, check_share
 from kvferry_server.times import Times
 
 MAX_UNCHECKED_DECLINES = 8
 """Keys with which a publication can be declined before it comes."""
 
+FLOOR = 256
+"""One holder's floor is the 256th part of what all share."""
+
 
 class Lessor:
     """Publications and leases of all engines of a home. Not thread-safe: it belongs to its home's event loop."""
 
-    def __init__(self, clock: Clock, times: Times, limits: Limits) -> None:
+    def __init__(self, clock: Clock, times: Times, limits: Limits, memory: Memory | None = None) -> None:
         self._clock = clock
         self._times = times
         self._limits = limits
-        self._endings = Endings(times)
+        self._memory = memory or Memory(limits.memory, limits.engine_memory, times.ttl)
+        self._endings = Endings(times, self._memory, Shares(limits.leases, limits.leases // FLOOR))
         self._draining = False
 
     def advance(self) -> float:
@@ -86,7 +92,8 @@ class Lessor:
         self.advance()
         book = self._endings.books.get(source)
         if book is None:
-            self._endings.books[source] = Book(source, recovering)
+            waiting = Shares(self._limits.waiting_reads, self._limits.waiting_reads // FLOOR)
+            self._endings.books[source] = Book(source, waiting, recovering)
         else:
             book.standing = Standing.LIVE
 
@@ -172,6 +179,8 @@ class Lessor:
                 book.check_may_come(number, now - self._times.max_ttl)
             except PublicationStale:
                 return
+            # Its source acknowledges the release, or this home keeps it: as many as publications, and no more.
+            self._check_room(book, number, 0)
             publication = publication or self._endings.awaited(book, number)
             self._endings.seen(book, publication, now)
             self._touch(book, publication, now)
@@ -225,6 +234,8 @@ class Lessor:
         size = sum(page.size for page in new)
         most = self._limits.checksum_bytes
         check_limit("checksum_bytes", book.checksum_bytes + size, most, self._times.ttl)
+        self._memory.check(source, size)
+        self._memory.take(source, size)
         publication.checksums.add(new)
         book.checksum_bytes += size
         if last:
@@ -250,7 +261,7 @@ class Lessor:
         for number, publication in list(book.publications.items()):
             if number <= high_water and number not in book.snapshot and publication.offered:
                 self._abort(publication, now)
-        book.close_below(high_water)
+        self._endings.close_below(book, high_water)
         book.snapshot, book.recovering = None, False
 
     # The reader.
@@ -272,7 +283,7 @@ class Lessor:
         lease = self._endings.reads.get(ask.read)
         if lease is not None:
             lease.check_replay(ask)
-            lease.publication.expected_reads = max(lease.publication.expected_reads, ask.expected_reads)
+            self._expect(lease.publication, ask)
             return lease
         if self._draining:
             raise ServerDraining("this node server is draining: ask again")
@@ -283,12 +294,12 @@ class Lessor:
             book.check_may_come(ask.read.publication, now - self._times.max_ttl)
         elif publication.stage in (Stage.ENDING, Stage.RELEASED):
             raise publication.refusal()
-        self._check_room(book, publication)
+        self._check_room_to_read(book, publication, ask)
         if publication is None:
             publication = self._endings.awaited(book, ask.read.publication)
         expires = min(now + self._times.ttl, publication.final_at)
         lease = Lease(secrets.token_bytes(16), ask, publication, now, expires)
-        publication.expected_reads = max(publication.expected_reads, ask.expected_reads)
+        self._expect(publication, ask)
         self._endings.add_lease(lease)
         return lease
 
@@ -335,7 +346,9 @@ class Lessor:
         lease = self._endings.leases.get(lease_id)
         if lease is None or lease.ask.read.reader != reader:
             return Judgement(Verdict.UNKNOWN)
+        before = lease.size
         verdict = lease.add(reports)
+        self._memory.take(lease.publication.source, lease.size - before)
         if lease.live and lease.complete:
             done = all(report.outcome is RankOutcome.DONE for report in lease.reports.values())
             self._endings.end_lease(lease, ReadState.VALID if done else ReadState.FAILED, now)
@@ -371,8 +384,12 @@ class Lessor:
                 book.check_may_come(number, now - self._times.max_ttl)
             except PublicationStale:
                 return
-            check_limit("waiting_reads", book.waiting_reads(), self._limits.waiting_reads, self._times.ttl)
-            publication = self._endings.awaited(book, number)
+        if publication is None or publication not in book.declined:
+            most = self._limits.waiting_declines
+            check_limit("waiting_declines", len(book.declined), most, self._times.ttl)
+            self._memory.check(source, PUBLICATION_BYTES)
+            publication = publication or self._endings.awaited(book, number)
+            book.declined.add(publication)
         if key not in publication.declined_with:
             check_limit("declines", len(publication.declined_with), MAX_UNCHECKED_DECLINES, self._times.ttl)
             publication.declined_with.add(key)
@@ -417,10 +434,14 @@ class Lessor:
         if offer.step == 0:
             if self._draining:
                 raise ServerDraining("this node server is draining: publish again")
-            count = len(book.publications) - len(book.awaited)
-            check_limit("publications", count, self._limits.publications, self._times.ttl)
-        size = book.size + offer.size
-        check_limit("publication_bytes", size, self._limits.publication_bytes, self._times.ttl)
+            self._check_room(book, offer.number, offer.size)
+        else:
+            self._memory.check(book.source, offer.size)
+
+    def _check_room(self, book: Book, number: int, size: int) -> None:
+        """Whether the engine may have one more publication, of so many bytes."""
+        check_limit("publications", book.arrived, self._limits.publications, self._times.ttl)
+        self._memory.check(book.source, PUBLICATION_BYTES + book.passed_over_size(number) + size)
 
     def _arrive(self, book: Book, publication: Publication, offer: Offer, now: float) -> None:
         """The first step of a publication: readers that waited with another key were waiting for something else."""
@@ -441,7 +462,7 @@ class Lessor:
         publication.expected_reads = max(publication.expected_reads, offer.expected_reads)
         publication.hold_until = now + self._times.hold
         publication.stage = Stage.PUBLISHED if offer.last else Stage.PUBLISHING
-        book.size += offer.size
+        self._memory.take(book.source, offer.size)
         self._touch(book, publication, now)
         self._endings.reschedule(publication)
         self._endings.changed(publication)
@@ -461,10 +482,21 @@ class Lessor:
         if book.recovering:
             publication.release_floor = max(publication.release_floor, now + self._times.max_ttl)
 
-    def _check_room(self, book: Book, publication: Publication | None) -> None:
+    def _check_room_to_read(self, book: Book, publication: Publication | None, ask: Ask) -> None:
+        """Whether there may be one more lease, and a record of what it waits for."""
         retry_after = self._times.ttl
-        check_limit("leases", len(self._endings.leases), self._limits.leases, retry_after)
+        check_share("leases", self._endings.leases_of, book.source, retry_after)
+        size = LEASE_BYTES
         if publication is not None:
             check_limit("reads", len(publication.reads), self._limits.reads, retry_after)
+        else:
+            size += PUBLICATION_BYTES
         if publication is None or publication.stage is Stage.AWAITED:
-            check_limit("waiting_reads", book.waiting_reads(), self._limits.waiting_reads, retry_after)
+            check_share("waiting_reads", book.waiting, ask.asker, retry_after)
+        self._memory.check(book.source, size)
+
+    def _expect(self, publication: Publication, ask: Ask) -> None:
+        """A reader says how many reads there will be. What it may say is bounded: a publication that waits for reads which
+        never come is held."""
+        expected = min(ask.expected_reads, self._limits.raised_reads)
+        publication.expected_reads = max(publication.expected_reads, expected)

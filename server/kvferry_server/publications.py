@@ -24,6 +24,9 @@ from kvferry_server.leases import Lease
 MAX_PAYLOAD = 64 * 1024
 """Bytes of a publication's payload."""
 
+PUBLICATION_BYTES = 2048
+"""About what a publication takes in memory beside its steps, until it is forgotten."""
+
 
 class Stage(enum.Enum):
     """Where a publication stands. It moves downwards only."""
@@ -106,7 +109,8 @@ class Offer:
     @property
     def size(self) -> int:
         """About as many bytes as it takes in memory."""
-        return 512 + len(self.payload) + 64 * sum(len(blocks.starts) for blocks in self.groups)
+        runs = sum(len(blocks.starts) for blocks in self.groups)
+        return 512 + len(self.payload) + 512 * len(self.groups) + 80 * runs
 
 
 @dataclass(slots=True, eq=False)

@@ -370,12 +370,13 @@ def test_numbers_that_are_gone_are_stale_whatever_request_they_carry(scene: Scen
 
 
 def test_waiting_reads_and_leases_are_limited() -> None:
-    scene = Scene(limits=Limits(waiting_reads=2, reads=3, leases=6))
+    scene = Scene(limits=Limits(waiting_reads=4, reads=3))
     scene.grant(1, read_id="a")
     scene.grant(2, read_id="a")
     with pytest.raises(LimitReached) as caught:
         scene.grant(3, read_id="a")
     assert caught.value.retryable
+    assert caught.value.values["limit"] == "waiting_reads"
     scene.publish(1)
     for read_id in "bc":
         scene.grant(1, read_id=read_id)
