@@ -45,6 +45,8 @@ class Book:
         groups: of the engine, by name; None until a rank has registered.
         publications: by number, until their release is acknowledged.
         arrived: how many of them have come.
+        released: how many of those are released.
+        live_leases: on them.
         waiting: live leases on those of them that have not come, by who asked.
         declined: those of them that have not come, and were declined.
         high_water: the highest number seen.
@@ -65,6 +67,8 @@ class Book:
     publications: dict[int, Publication] = field(default_factory=dict)
     declined: set[Publication] = field(default_factory=set)
     arrived: int = 0
+    released: int = 0
+    live_leases: int = 0
     high_water: int = 0
     skipped: dict[int, float] = field(default_factory=dict)
     snapshot: set[int] | None = None

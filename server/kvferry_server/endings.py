@@ -41,7 +41,8 @@ class Endings:
         leases: by lease_id, live ones and ended ones whose outcome is kept. To look one up takes a time that says nothing
             of the others: a dictionary compares 64 bits of a keyed hash first, and the ids are 128 random bits.
         reads: the same by what makes two calls one read, its 128-bit read_id included.
-        leases_of: how many of them are on publications of which incarnation.
+        leases_by_source: the same by incarnation, then by the numbers of publication and lease.
+        leases_of: how many those are.
         memory: what all this takes.
         effects: what others have to be told.
     """
@@ -50,6 +51,7 @@ class Endings:
         self.books: dict[EngineRef, Book] = {}
         self.leases: dict[bytes, Lease] = {}
         self.reads: dict[ReadKey, Lease] = {}
+        self.leases_by_source: dict[EngineRef, dict[tuple[int, int], Lease]] = {}
         self.leases_of = leases_of
         self.memory = memory
         self.effects: list[Changed | Released] = []
@@ -77,13 +79,16 @@ class Endings:
     def add_lease(self, lease: Lease) -> None:
         """A new lease, with its time running."""
         publication = lease.publication
+        book = self.books[publication.source]
         self.leases[lease.lease_id] = self.reads[lease.ask.read] = lease
+        self.leases_by_source.setdefault(publication.source, {})[publication.number, lease.number] = lease
+        book.live_leases += 1
         publication.leases.add(lease)
         publication.reads.append(lease)
         self.leases_of.take(publication.source)
         self.memory.take(publication.source, lease.size)
         if publication.stage is Stage.AWAITED:
-            self.books[publication.source].waiting.take(lease.ask.asker)
+            book.waiting.take(lease.ask.asker)
         self._lease_times.put(lease)
 
     def awaited(self, book: Book, number: int) -> Publication:
@@ -114,8 +119,10 @@ class Endings:
     def end_lease(self, lease: Lease, state: ReadState, now: float) -> None:
         """The one end of a lease."""
         publication = lease.publication
+        book = self.books[publication.source]
+        book.live_leases -= 1
         if publication.stage is Stage.AWAITED:
-            self.books[publication.source].waiting.give(lease.ask.asker)
+            book.waiting.give(lease.ask.asker)
         lease.ended_as = state
         lease.forget_at = now + self._times.outcomes
         self._lease_times.put(lease)
@@ -157,6 +164,7 @@ class Endings:
         size = PUBLICATION_BYTES + sum(lease.size for lease in publication.reads if lease.lease_id not in self.leases)
         if publication.stage is not Stage.AWAITED:
             book.arrived -= 1
+            book.released -= publication.stage is Stage.RELEASED
             if book.recovering:
                 book.gone.add(publication.number)
                 size -= NUMBER_BYTES
@@ -189,6 +197,7 @@ class Endings:
     def _release(self, publication: Publication, now: float) -> None:
         book = self.books[publication.source]
         publication.stage = Stage.RELEASED
+        book.released += 1
         sums = publication.checksums.clear()
         self.memory.give(book.source, publication.size + sums)
         publication.steps.clear()
@@ -213,6 +222,10 @@ class Endings:
             lease.forget_at = NEVER
             source = lease.publication.source
             self.leases_of.give(source)
+            found = self.leases_by_source[source]
+            del found[lease.publication.number, lease.number]
+            if not found:
+                del self.leases_by_source[source]
             if lease.publication.stage is Stage.FORGOTTEN:
                 self.memory.give(source, lease.size)
 

@@ -152,7 +152,7 @@ class Registry:
         self._clock = clock
         self._times = times
         self._limits = limits
-        self._memory = memory or Memory(limits.memory, limits.engine_memory, times.ttl)
+        self._memory = memory or Memory(limits.memory, limits.engine_memory, times.renew_every)
         self._peers = Shares(limits.engines, limits.engines // FLOOR)
         self._started = clock.now()
         self._engines: dict[str, Engine] = {}

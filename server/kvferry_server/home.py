@@ -62,7 +62,7 @@ class Home:
         self.advertise = advertise
         self.limits = limits or Limits()
         self.epoch = secrets.token_bytes(16)
-        self.memory = Memory(self.limits.memory, self.limits.engine_memory, times.ttl)
+        self.memory = Memory(self.limits.memory, self.limits.engine_memory, times.renew_every)
         self.engines = Registry(clock, times, self.limits, self.memory)
         self.lessor = Lessor(clock, times, self.limits, self.memory)
         self.wakeups = Wakeups()

@@ -135,6 +135,7 @@ class Lease:
         reports: by rank, those that came while it was live. A set: repeating one changes nothing.
         ended_as: how it ended; None while it is live.
         forget_at: until when its outcome is kept.
+        streams: that tell its blocks.
     """
 
     lease_id: bytes = field(repr=False)
@@ -148,6 +149,7 @@ class Lease:
     ended_as: ReadState | None = None
     forget_at: float = NEVER
     scheduled: float = NEVER
+    streams: int = 0
 
     @property
     def size(self) -> int:

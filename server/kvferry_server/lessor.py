@@ -58,7 +58,7 @@ class Lessor:
         self._clock = clock
         self._times = times
         self._limits = limits
-        self._memory = memory or Memory(limits.memory, limits.engine_memory, times.ttl)
+        self._memory = memory or Memory(limits.memory, limits.engine_memory, times.renew_every)
         self._endings = Endings(times, self._memory, Shares(limits.leases, limits.leases // FLOOR))
         self._draining = False
         self._lease_numbers = itertools.count(1)
@@ -407,6 +407,20 @@ class Lessor:
         """All leases, ended ones for as long as their outcome is kept."""
         return iter(self._endings.leases.values())
 
+    def shelves_of_publications(self) -> dict[EngineRef, Iterator[tuple[tuple[int, ...], Publication]]]:
+        """`publications` by incarnation and number, for who wants a few of many."""
+        books = self._endings.books.items()
+        return {source: _shelf_of_publications(book) for source, book in books}
+
+    def shelves_of_leases(self) -> dict[EngineRef, Iterable[tuple[tuple[int, ...], Lease]]]:
+        """`leases` by incarnation of the source, and the numbers of publication and lease."""
+        return {source: found.items() for source, found in self._endings.leases_by_source.items()}
+
+    def counts(self, source: EngineRef) -> tuple[int, int]:
+        """How many publications of an incarnation are not released, and how many leases on them live."""
+        book = self._endings.books.get(source)
+        return (book.arrived - book.released, book.live_leases) if book else (0, 0)
+
     def released(self, source: EngineRef) -> list[Publication]:
         """Releases that the source has not acknowledged."""
         found = self._endings.book(source).publications.values()
@@ -504,3 +518,8 @@ class Lessor:
         never come is held."""
         expected = min(ask.expected_reads, self._limits.raised_reads)
         publication.expected_reads = max(publication.expected_reads, expected)
+
+
+def _shelf_of_publications(book: Book) -> Iterator[tuple[tuple[int, ...], Publication]]:
+    found = book.publications.items()
+    return (((number,), publication) for number, publication in found if publication.stage is not Stage.AWAITED)

@@ -8,8 +8,10 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import Message
 
 from kvferry.authority import SECRET_BYTES
+from kvferry.channel import MAX_MESSAGE_BYTES
 from kvferry.clock import from_duration
 from kvferry.errors import InvalidField
 from kvferry.v1 import kv_transfer_pb2 as pb
@@ -19,6 +21,9 @@ MAX_TEXT = 256
 MAX_SECONDS = 1e9
 LIGHT = 16 * 1024
 """Bytes of a message that are decoded and planned with on the event loop; heavier ones would hold everybody up."""
+
+MAX_ANSWER_BYTES = MAX_MESSAGE_BYTES - 64 * 1024
+"""Bytes of an answer: what grows in it is paged, or refused. Less than any caller takes, for what gRPC adds."""
 
 Result = TypeVar("Result")
 
@@ -67,6 +72,11 @@ def _exactly(field: str, value: bytes, size: int, *, optional: bool) -> bytes:
     if len(value) != size and not (optional and not value):
         raise InvalidField(field, f"{len(value)} bytes", f"{size} bytes" + (", or none" if optional else ""))
     return value
+
+
+def entry_size(message: Message) -> int:
+    """Bytes that a message takes as an entry of a repeated field, about: never less."""
+    return message.ByteSize() + 6
 
 
 async def offloaded(size: int, call: Callable[[], Result]) -> Result:

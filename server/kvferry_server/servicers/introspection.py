@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections import Counter
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeAlias
+from functools import partial
+from typing import Any, TypeAlias, TypeVar
 
 import grpc.aio
 
@@ -22,12 +23,11 @@ from kvferry.v1.introspection_pb2_grpc import IntrospectionServicer
 from kvferry_server.engines import Engine
 from kvferry_server.home import Home
 from kvferry_server.identity import EngineRef
-from kvferry_server.leases import Lease
-from kvferry_server.publications import Publication, Stage
 from kvferry_server.servicers import checks, encode
-from kvferry_server.servicers.paging import Key, number_key, page, text_key
+from kvferry_server.servicers.paging import page
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+Shelf = TypeVar("Shelf")
 
 PLAN_SECONDS = 5
 """For the ranks of one PlanRead together: a tool may ask for engines that take minutes."""
@@ -45,8 +45,8 @@ class Introspection(IntrospectionServicer):
         """See the contract."""
         home = self._home
         with home.turn():
-            engines, token = page(home.engines.engines(), _engine_key, request.page_size, request.page_token)
-            summaries = self._summaries(engines)
+            shelves = {engine.ref: [((), engine)] for engine in home.engines.engines()}
+            summaries, token = page(shelves, self._summary, request.page_size, request.page_token)
         return ipb.ListEnginesResponse(home_epoch=home.epoch, engines=summaries, next_page_token=token)
 
     async def GetEngine(self, request: ipb.GetEngineRequest, context: Context) -> ipb.GetEngineResponse:
@@ -55,7 +55,7 @@ class Introspection(IntrospectionServicer):
         engine_id = checks.text("engine_id", request.engine_id)
         with home.turn():
             engine = home.engines.find_live(engine_id)
-            summary = self._summaries([engine])[0]
+            summary = self._summary(engine)
         geometry = geometry_pb2.EngineGeometry(engine_id=engine_id, incarnation=engine.ref.incarnation)
         if engine.first is not None:
             found = engine.geometry
@@ -68,9 +68,9 @@ class Introspection(IntrospectionServicer):
         home = self._home
         wanted = checks.text("engine_id", request.engine_id, least=0)
         with home.turn() as now:
-            found = (one for one in home.lessor.publications() if wanted in ("", one.source.engine_id))
-            publications, token = page(found, _publication_key, request.page_size, request.page_token)
-            summaries = [encode.request_summary(publication, now) for publication in publications]
+            shelves = _of_engine(wanted, home.lessor.shelves_of_publications())
+            encoded = partial(encode.request_summary, now=now)
+            summaries, token = page(shelves, encoded, request.page_size, request.page_token)
         return ipb.ListRequestsResponse(home_epoch=home.epoch, requests=summaries, next_page_token=token)
 
     async def ListTransfers(self, request: ipb.ListTransfersRequest, context: Context) -> ipb.ListTransfersResponse:
@@ -78,9 +78,9 @@ class Introspection(IntrospectionServicer):
         home = self._home
         wanted = checks.text("engine_id", request.engine_id, least=0)
         with home.turn() as now:
-            found = (one for one in home.lessor.leases() if wanted in ("", one.publication.source.engine_id))
-            leases, token = page(found, _lease_key, request.page_size, request.page_token)
-            summaries = [encode.transfer_summary(lease, now) for lease in leases]
+            shelves = _of_engine(wanted, home.lessor.shelves_of_leases())
+            encoded = partial(encode.transfer_summary, now=now)
+            summaries, token = page(shelves, encoded, request.page_size, request.page_token)
         return ipb.ListTransfersResponse(home_epoch=home.epoch, transfers=summaries, next_page_token=token)
 
     async def PlanRead(self, request: ipb.PlanReadRequest, context: Context) -> ipb.PlanReadResponse:
@@ -122,24 +122,10 @@ class Introspection(IntrospectionServicer):
             self._home.engines.check_readable(engine)
             return engine.geometry
 
-    def _summaries(self, engines: list[Engine]) -> list[ipb.EngineSummary]:
-        publications: Counter[EngineRef] = Counter()
-        leases: Counter[EngineRef] = Counter()
-        for publication in self._home.lessor.publications():
-            publications[publication.source] += publication.stage is not Stage.RELEASED
-        for lease in self._home.lessor.leases():
-            leases[lease.publication.source] += lease.live
-        return [encode.engine_summary(engine, publications[engine.ref], leases[engine.ref]) for engine in engines]
+    def _summary(self, engine: Engine) -> ipb.EngineSummary:
+        return encode.engine_summary(engine, *self._home.lessor.counts(engine.ref))
 
 
-def _engine_key(engine: Engine) -> Key:
-    return (text_key(engine.ref.engine_id),)
-
-
-def _publication_key(publication: Publication) -> Key:
-    source = publication.source
-    return text_key(source.engine_id), source.incarnation, number_key(publication.number)
-
-
-def _lease_key(lease: Lease) -> Key:
-    return *_publication_key(lease.publication), number_key(lease.number)
+def _of_engine(engine_id: str, shelves: Mapping[EngineRef, Shelf]) -> Mapping[EngineRef, Shelf]:
+    """The shelves of one engine; of all without a name."""
+    return {ref: shelf for ref, shelf in shelves.items() if engine_id in ("", ref.engine_id)}
