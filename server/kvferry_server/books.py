@@ -51,8 +51,8 @@ class Book:
         declined: those of them that have not come, and were declined.
         high_water: the highest number seen.
         skipped: numbers below it that were never seen, and since when they are awaited.
-        recovering: the engine's snapshot is not complete yet. A home cannot tell an engine that is new from one that it has
-            lost its record of, so every engine sends one.
+        recovering: the engine's snapshot is not complete yet. A home cannot tell an engine that is new from one that it
+            has lost its record of, so every engine sends one.
         snapshot: numbers seen since the snapshot began; None outside of one.
         gone: numbers that came and were forgotten since a home that lost its record saw the engine again.
         checksum_bytes: bytes that the sums of unreleased publications take.

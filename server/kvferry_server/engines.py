@@ -34,9 +34,6 @@ from kvferry_server.registrations import Registration, engine_difference, first_
 from kvferry_server.shares import Memory, Shares, check_share
 from kvferry_server.times import Times
 
-FLOOR = 256
-"""One peer's floor is the 256th part of the engines that a home takes."""
-
 RECOVERING_RETRY = 0.25
 """Seconds after which it makes sense to ask a home again that waits for its engines."""
 
@@ -153,7 +150,7 @@ class Registry:
         self._times = times
         self._limits = limits
         self._memory = memory or Memory(limits.memory, limits.engine_memory, times.renew_every)
-        self._peers = Shares(limits.engines, limits.engines // FLOOR)
+        self._peers = Shares(limits.engines)
         self._started = clock.now()
         self._engines: dict[str, Engine] = {}
         self._retired: dict[EngineRef, float] = {}
@@ -421,8 +418,8 @@ class Registry:
 
 
 def check_secret(ref: EngineRef, secret: bytes) -> None:
-    """Raise `WrongSession` unless the secret is that of the incarnation. Needs no record of the engine, so a home that has
-    lost its own knows its engines again, and takes nobody for another one."""
+    """Raise `WrongSession` unless the secret is that of the incarnation. This needs no record of the engine: a home that
+    has lost its own knows its engines again, and takes nobody for another one."""
     if not hmac.compare_digest(incarnation_of(secret), ref.incarnation):
         raise WrongSession(f"the session secret is not that of {ref}", engine_id=ref.engine_id)
 

@@ -1,7 +1,7 @@
 """The lessor: what sources and readers may do with publications and leases (PROTOCOL, Leases, Endings, Home restart).
 
-Pure: no I/O, no clock of its own, no threads. Every call first brings everything up to the present, so that a lease is live
-exactly until its time, whenever the timer fires. What others have to be told is left in `take_effects`.
+Pure: no I/O, no clock of its own, no threads. Every call first brings everything up to the present, so that a lease is
+live exactly until its time, whenever the timer fires. What others have to be told is left in `take_effects`.
 
     publish ─────────► PUBLISHING ─► PUBLISHED ─► ENDING ─(no live lease)─► RELEASED ─(acknowledged)─► forgotten
     ask, decline ─► AWAITED ─┘                    read as often as expected, declined, aborted, unread, final
@@ -42,13 +42,17 @@ from kvferry_server.leases import (
     Verdict,
 )
 from kvferry_server.limits import Limits, check_limit
-from kvferry_server.publications import PUBLICATION_BYTES, Offer, Outcome, Publication, Stage, check_follows, check_offer
+from kvferry_server.publications import (
+    PUBLICATION_BYTES,
+    Offer,
+    Outcome,
+    Publication,
+    Stage,
+    check_follows,
+    check_offer,
+)
 from kvferry_server.shares import Memory, Shares, check_share
 from kvferry_server.times import Times
-
-FLOOR = 256
-"""One holder's floor is the 256th part of what all share."""
-
 
 
 class Lessor:
@@ -59,7 +63,7 @@ class Lessor:
         self._times = times
         self._limits = limits
         self._memory = memory or Memory(limits.memory, limits.engine_memory, times.renew_every)
-        self._endings = Endings(times, self._memory, Shares(limits.leases, limits.leases // FLOOR))
+        self._endings = Endings(times, self._memory, Shares(limits.leases))
         self._draining = False
         self._lease_numbers = itertools.count(1)
 
@@ -81,11 +85,16 @@ class Lessor:
     # Engines come and go.
 
     def open(self, source: EngineRef, secret: bytes) -> None:
-        """An incarnation lives (again); the secret is its session's. One without a record here has a snapshot to send."""
+        """An incarnation lives (again). One without a record here has a snapshot to send.
+
+        Args:
+            source: the incarnation.
+            secret: of its session.
+        """
         self.advance()
         book = self._endings.books.get(source)
         if book is None:
-            waiting = Shares(self._limits.waiting_reads, self._limits.waiting_reads // FLOOR)
+            waiting = Shares(self._limits.waiting_reads)
             self._endings.books[source] = Book(source, secret, waiting)
         else:
             book.standing = Standing.LIVE
@@ -363,8 +372,8 @@ class Lessor:
             self._endings.end_lease(lease, ReadState.CANCELLED, now)
 
     def decline(self, source: EngineRef, number: int, key: bytes) -> None:
-        """Nobody will read this: released at once, or with the last live lease. Idempotent. Before the publication came, it
-        is remembered for a while.
+        """Nobody will read this: released at once, or with the last live lease. Idempotent. Before the publication came,
+        it is remembered for a while.
 
         Raises:
             WrongKey: the key is not the publication's.

@@ -85,7 +85,9 @@ class Registration:
     @property
     def size(self) -> int:
         """About as many bytes as it takes in memory."""
-        names = sum(len(text.encode()) for plane in self.geometry.planes for text in (plane.layer, plane.format, plane.dtype))
+        names = sum(
+            len(text.encode()) for plane in self.geometry.planes for text in (plane.layer, plane.format, plane.dtype)
+        )
         identity = sum(256 + len(key.encode()) + len(value.encode()) for key, value in self.identity.items())
         agent = 0 if self.agent is None else len(self.agent.metadata) + 256 * len(self.agent.regions)
         planes = PLANE_BYTES * len(self.geometry.planes) + names

@@ -18,15 +18,15 @@ class Shares:
 
     Args:
         most: all the room there is.
-        floor: what a holder gets for as long as there is any room, whatever the others hold.
+        floor: what a holder gets for as long as there is any room, whatever the others hold; by default the 256th part.
 
     Attributes:
         used: what all hold together.
     """
 
-    def __init__(self, most: int, floor: int) -> None:
+    def __init__(self, most: int, floor: int | None = None) -> None:
         self.most = most
-        self.floor = floor
+        self.floor = max(1, most // 256) if floor is None else floor
         self.used = 0
         self._held: dict[Hashable, int] = {}
 

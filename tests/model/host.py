@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Generator, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 from kvferry.clock import from_duration, to_duration
 from kvferry.errors import KvferryError
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry_server.home import Home
+from kvferry_server.identity import NOBODY
 from kvferry_server.registrations import Registration
 from kvferry_server.servicers import decode, encode
 from kvferry_server.servicers.notify import notify
@@ -123,7 +124,7 @@ class Host:
             return from_duration(to_duration(home.reuse_after(registration.engine)))
 
     def read_blocks(self, request: pb.ReadBlocksRequest) -> Pulled[pb.ReadBlocksResponse]:
-        home, ask = self.home, decode.ask(request, self.home.limits.ranks)
+        home, ask = self.home, decode.ask(request, self.home.limits.ranks, NOBODY)
         wait = min(from_duration(request.wait) or TIMES.max_wait, TIMES.max_wait)
         return Pulled(
             read_blocks(home, ask, wait),

@@ -58,9 +58,7 @@ def publish_checksums(home: Home, sender: EngineRef, message: pb.PublishChecksum
         home.lessor.add_checksums(sender, number, message.rank, pages, last=message.last)
 
 
-async def read_checksums(
-    home: Home, request: pb.ReadChecksumsRequest, names: Names
-) -> pb.ReadChecksumsResponse:
+async def read_checksums(home: Home, request: pb.ReadChecksumsRequest, names: Names) -> pb.ReadChecksumsResponse:
     """Answer a reader; `names` are those of its certificate.
 
     Raises:
@@ -87,7 +85,9 @@ async def read_checksums(
                 left -= checks.entry_size(part)
                 if left < 0:
                     problem = f"{sum(len(asked.planes) for asked in queries)} planes with more than an answer holds"
-                    raise InvalidField("queries", problem, f"an answer of {checks.MAX_ANSWER_BYTES} bytes: ask for fewer")
+                    raise InvalidField(
+                        "queries", problem, f"an answer of {checks.MAX_ANSWER_BYTES} bytes: ask for fewer"
+                    )
                 response.checksums.append(part)
         return response
 

@@ -55,9 +55,7 @@ async def notify(home: Home, request: pb.NotifyRequest, names: Names) -> pb.Noti
     return pb.NotifyResponse(home_epoch=home.epoch, results=results)
 
 
-def _result(
-    home: Home, sender: EngineRef | None, names: Names, notification: pb.Notification
-) -> pb.NotificationResult:
+def _result(home: Home, sender: EngineRef | None, names: Names, notification: pb.Notification) -> pb.NotificationResult:
     kind = notification.WhichOneof("kind")
     try:
         if kind is None:
