@@ -102,7 +102,7 @@ class Book:
         since = self.skipped.get(number)
         if number > self.high_water or (since is not None and since > not_before):
             return
-        if self.recovering and number not in self.gone and number not in self.publications:
+        if self.recovering and number not in self.gone:
             # Its mark says nothing of what came before this home: the snapshot will.
             return
         source = self.source
