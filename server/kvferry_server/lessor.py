@@ -456,18 +456,18 @@ class Lessor:
         return lease
 
     def _check_step(self, book: Book, publication: Publication | None, offer: Offer) -> None:
-        check_follows(publication.steps if publication else [], offer)
-        if book.groups is not None:
-            check_offer(book.groups, offer)
-        elif not book.recovering:
-            source = f"{book.source} offers blocks of groups that no rank has registered"
-            raise EngineIncomplete(source, engine_id=book.source.engine_id, missing_ranks="")
         if offer.step == 0:
             if self._draining:
                 raise ServerDraining("this node server is draining: publish again")
             self._check_room(book, offer.number, offer.size)
         else:
             self._memory.check(book.source, offer.size)
+        check_follows(publication.steps if publication else [], offer)
+        if book.groups is not None:
+            check_offer(book.groups, offer)
+        elif not book.recovering:
+            source = f"{book.source} offers blocks of groups that no rank has registered"
+            raise EngineIncomplete(source, engine_id=book.source.engine_id, missing_ranks="")
 
     def _check_room(self, book: Book, number: int, size: int) -> None:
         """Whether the engine may have one more publication, of so many bytes."""

@@ -86,13 +86,13 @@ async def test_a_step_beyond_a_limit_is_refused_and_changes_nothing(tmp_path: Pa
         more.CopyFrom(SCATTERED)
         more.run_starts.append(1)
         more.run_counts.append(1)
-        changes: dict[str, Any] = {
+        changes: dict[str, dict[str, Any]] = {
             "runs": {"groups": [more]},
             "groups": {"groups": [pb.GroupBlocks(group=f"g{index}") for index in range(MAX_GROUPS + 1)]},
             "payload": {"payload": b"x" * 65537},
             "expected_reads": {"expected_reads": Limits().reads + 1},
-        }[beyond]
-        answer = await node.publish(1, **changes)
+        }
+        answer = await node.publish(1, **changes[beyond])
         assert answer.error.metadata["field"].startswith("publish.")
         assert (await node.publish(1)).WhichOneof("kind") == "published"
 
