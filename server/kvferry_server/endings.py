@@ -180,9 +180,9 @@ class Endings:
 
     def close_if_empty(self, book: Book) -> None:
         """Drop the book of a replaced incarnation once nothing of it is held."""
-        if book.standing is Standing.REPLACED and not book.publications:
-            if self.books.pop(book.source, None) is not None:
-                self.memory.give(book.source, book.numbers_size)
+        if book.standing is Standing.REPLACED and not book.publications and book.source in self.books:
+            del self.books[book.source]
+            self.memory.give(book.source, book.numbers_size)
 
     def _settle(self, publication: Publication, now: float) -> None:
         """Release or forget what nothing holds any more."""

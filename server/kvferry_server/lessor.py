@@ -372,8 +372,8 @@ class Lessor:
             self._endings.end_lease(lease, ReadState.CANCELLED, now)
 
     def decline(self, source: EngineRef, number: int, key: bytes) -> None:
-        """Nobody will read this: released at once, or with the last live lease. Idempotent. Before the publication came,
-        it is remembered for a while.
+        """Nobody will read this: released at once, or with the last live lease. Idempotent. Before the publication
+        came, it is remembered for a while.
 
         Raises:
             WrongKey: the key is not the publication's.
@@ -523,8 +523,7 @@ class Lessor:
         self._memory.check(book.source, size)
 
     def _expect(self, publication: Publication, ask: Ask) -> None:
-        """A reader says how many reads there will be. What it may say is bounded: a publication that waits for reads which
-        never come is held."""
+        """A reader says how many reads there will be, within a bound: what never comes is waited for."""
         expected = min(ask.expected_reads, self._limits.raised_reads)
         publication.expected_reads = max(publication.expected_reads, expected)
 

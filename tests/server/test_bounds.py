@@ -143,7 +143,9 @@ async def test_a_full_batch_of_publications_is_answered(tmp_path: Path) -> None:
         assert {result.WhichOneof("kind") for result in results} == {"published"}
 
 
-@pytest.mark.parametrize("named", [LONGEST, "\x00" * 256, "%" * 256, "\x7f" * 256], ids=["emoji", "nul", "percent", "del"])
+@pytest.mark.parametrize(
+    "named", [LONGEST, "\x00" * 256, "%" * 256, "\x7f" * 256], ids=["emoji", "nul", "percent", "del"]
+)
 async def test_an_error_arrives_whatever_it_repeats(tmp_path: Path, named: str) -> None:
     secret = b"!" * 32
     stranger = EngineRef(named, incarnation_of(secret))
@@ -199,7 +201,9 @@ async def test_transfers_of_many_ranks_are_listed_in_pages_that_arrive(tmp_path:
             stream = node.read(1, read_id=read_id(str(number)), parties=ranks)
             lease_id = (await stream.next()).accepted.lease_id
             stream.cancel()
-            reports = [pb.RankReport(rank=rank, outcome=pb.RANK_OUTCOME_DONE, bytes=2**64 - 1) for rank in range(ranks - 1)]
+            reports = [
+                pb.RankReport(rank=rank, outcome=pb.RANK_OUTCOME_DONE, bytes=2**64 - 1) for rank in range(ranks - 1)
+            ]
             await node.reader(pb.Notification(read_done=pb.ReadDone(lease_id=lease_id, reports=reports)))
         token, pages = "", []
         while True:
@@ -225,7 +229,9 @@ async def test_transfers_of_many_ranks_are_listed_in_pages_that_arrive(tmp_path:
 def test_pages_hold_everything_once_in_order_and_none_is_larger_than_a_message(
     shelves: dict[str, dict[int, int]], size: int
 ) -> None:
-    by_ref = {start(name, name): [((number,), length) for number, length in held.items()] for name, held in shelves.items()}
+    by_ref = {
+        start(name, name): [((number,), length) for number, length in held.items()] for name, held in shelves.items()
+    }
     token, found = "", list[int]()
     for _ in range(100):
         entries, token = page(by_ref, lambda length: BytesValue(value=b"x" * length), size, token)
@@ -241,9 +247,7 @@ async def test_sums_that_no_answer_holds_are_refused(tmp_path: Path, monkeypatch
     async with running(tmp_path) as node:
         await ready(node)
         await node.publish(1, checksums=True)
-        part = pb.Checksums(
-            plane="layers.0/key", unit_end=8, place_starts=[0], place_counts=[4], sums=list(range(32))
-        )
+        part = pb.Checksums(plane="layers.0/key", unit_end=8, place_starts=[0], place_counts=[4], sums=list(range(32)))
         [answer] = await node.source(
             pb.Notification(checksums=pb.PublishChecksums(publication=1, checksums=[part], last=True))
         )

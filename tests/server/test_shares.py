@@ -100,7 +100,6 @@ def test_the_floor_of_an_engine_is_not_refused_when_the_budget_is_used_up() -> N
         engine = start(f"flood-{letter}", letter)
         opened(scene.lessor, engine)
 
-
         def publish(number: int, engine: EngineRef = engine) -> None:
             scene.lessor.publish(engine, offer(number, payload=b"x" * 4096))
 

@@ -1,5 +1,5 @@
-"""A server that slept for longer than a publication's final deadline: its source may have released by itself, so nothing of
-it is granted on waking, whatever was asked meanwhile."""
+"""A server that slept for longer than a publication's final deadline: its source may have released by itself, so nothing
+of it is granted on waking, whatever was asked meanwhile."""
 
 from __future__ import annotations
 
@@ -23,9 +23,24 @@ FINAL = 2.0
 
 
 def test_on_waking_a_server_grants_and_confirms_nothing_that_is_over(tmp_path: Path) -> None:
-    arguments = ["--listen", "", "--unix", str(tmp_path / "s"), "--ttl", "1.5", "--max-ttl", "1.5", "--final", str(FINAL)]
+    arguments = [
+        "--listen",
+        "",
+        "--unix",
+        str(tmp_path / "s"),
+        "--ttl",
+        "1.5",
+        "--max-ttl",
+        "1.5",
+        "--final",
+        str(FINAL),
+    ]
     arguments += ["--drain", "0"]
-    with Kvferryd(*arguments) as server, grpc.insecure_channel(server.address) as channel, ThreadPoolExecutor(2) as calls:
+    with (
+        Kvferryd(*arguments) as server,
+        grpc.insecure_channel(server.address) as channel,
+        ThreadPoolExecutor(2) as calls,
+    ):
         kv = KVTransferStub(channel)
         secret = SECRETS[P]
         watch = kv.Watch(pb.WatchRequest(engine=proto(P), session_secret=secret, role=pb.WATCH_ROLE_SCHEDULER))

@@ -28,8 +28,8 @@ MAX_GROUPS = 256
 """Groups of one step of a publication."""
 
 MAX_RUNS = 1 << 17
-"""Runs of one step of a publication, over all groups: what a step costs to check, and to send to each reader at once. Two
-million tokens in blocks of 16, no two of which are neighbours; more go into a further step."""
+"""Runs of one step of a publication, over all groups: what a step costs to check, and to send to each reader at once.
+Two million tokens in blocks of 16, no two of which are neighbours; more go into a further step."""
 
 TOKEN_LIMIT = 1 << 62
 """Token numbers stay below, so that sums of them fit 64 bits."""

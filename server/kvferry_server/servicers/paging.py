@@ -1,8 +1,8 @@
 """Pages of a list (AIP-158). A token is the key of the last entry of the page before it, so that a list may change in
 between.
 
-A list lies on shelves, one for each start of an engine: only those are looked at whose entries are on the page, since lists
-are long and whoever asks holds up all others.
+A list lies on shelves, one for each start of an engine: only those are looked at whose entries are on the page, since
+lists are long and whoever asks holds up all others.
 """
 
 from __future__ import annotations
