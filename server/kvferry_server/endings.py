@@ -59,11 +59,26 @@ class Endings:
         self._publication_times: Agenda[Publication] = Agenda()
         self._lease_times: Agenda[Lease] = Agenda()
 
-    def advance(self, now: float) -> None:
-        """End and release what is due."""
+    def advance(self, now: float, most: int | None = None) -> None:
+        """End and release what is due; at most so many of each kind."""
         # Leases first: a publication whose last lease ends at its final deadline is then released at once.
-        self._lease_times.advance(now, self._on_lease_due)
-        self._publication_times.advance(now, self._on_publication_due)
+        self._lease_times.advance(now, self._on_lease_due, most)
+        self._publication_times.advance(now, self._on_publication_due, most)
+
+    def publication(self, book: Book, number: int, now: float) -> Publication | None:
+        """What a book has under a number at this moment, even if `advance` has not come to it yet."""
+        publication = book.publications.get(number)
+        if publication is not None:
+            self._settle_due(publication, now)
+        return book.publications.get(number)
+
+    def lease(self, lease_id: bytes, now: float) -> Lease | None:
+        """A lease as it is at this moment, likewise."""
+        return self._at(self.leases.get(lease_id), now)
+
+    def lease_of_read(self, read: ReadKey, now: float) -> Lease | None:
+        """The lease of a read as it is at this moment, likewise."""
+        return self._at(self.reads.get(read), now)
 
     def next_deadline(self) -> float:
         """When to call `advance` next."""
@@ -183,6 +198,21 @@ class Endings:
         if book.standing is Standing.REPLACED and not book.publications and book.source in self.books:
             del self.books[book.source]
             self.memory.give(book.source, book.numbers_size)
+
+    def _at(self, lease: Lease | None, now: float) -> Lease | None:
+        if lease is None:
+            return None
+        self._settle_due(lease.publication, now)
+        if lease.due() <= now:
+            self._on_lease_due(lease, now)
+        return self.leases.get(lease.lease_id)
+
+    def _settle_due(self, publication: Publication, now: float) -> None:
+        """What `advance` would do about a publication and its live leases."""
+        for lease in [lease for lease in publication.leases if lease.due() <= now]:
+            self._on_lease_due(lease, now)
+        if publication.due() <= now:
+            self._on_publication_due(publication, now)
 
     def _settle(self, publication: Publication, now: float) -> None:
         """Release or forget what nothing holds any more."""

@@ -21,7 +21,7 @@ from kvferry_server.endings import Released
 from kvferry_server.engines import EngineDied, EngineGone, RankDied, Registry
 from kvferry_server.events import Draining, Event, Feed, Process, PublicationReleased, RankLost, Role
 from kvferry_server.identity import EngineRef
-from kvferry_server.lessor import Lessor
+from kvferry_server.lessor import SLICE, Lessor
 from kvferry_server.limits import Limits
 from kvferry_server.publications import Publication
 from kvferry_server.registrations import Registration
@@ -218,7 +218,7 @@ class Home:
             elif isinstance(happened, RankDied):
                 lost = RankLost(happened.rank, happened.node, happened.node_lost)
                 self._push(Process(happened.engine, Role.SCHEDULER), lost)
-        self.lessor.advance()
+        self.lessor.advance(SLICE)
         for change in self.lessor.take_effects():
             if isinstance(change, Released):
                 scheduler = Process(change.publication.source, Role.SCHEDULER)

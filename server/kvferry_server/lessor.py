@@ -54,6 +54,10 @@ from kvferry_server.publications import (
 from kvferry_server.shares import Memory, Shares, check_share
 from kvferry_server.times import Times
 
+SLICE = 256
+"""Leases, and publications, that are ended in one go: a hundred thousand may be due at once, and everybody waits meanwhile.
+"""
+
 
 class Lessor:
     """Publications and leases of all engines of a home. Not thread-safe: it belongs to its home's event loop."""
@@ -67,10 +71,15 @@ class Lessor:
         self._draining = False
         self._lease_numbers = itertools.count(1)
 
-    def advance(self) -> float:
-        """Bring everything up to the present; returns it."""
+    def advance(self, most: int | None = None) -> float:
+        """Bring everything up to the present; returns it.
+
+        Args:
+            most: leases, and publications, to end or release in this call; None: all. The rest stays due, and whoever
+                asks for one of them is told the truth all the same.
+        """
         now = self._clock.now()
-        self._endings.advance(now)
+        self._endings.advance(now, most)
         return now
 
     def next_deadline(self) -> float:
@@ -91,7 +100,7 @@ class Lessor:
             source: the incarnation.
             secret: of its session.
         """
-        self.advance()
+        self.advance(SLICE)
         book = self._endings.books.get(source)
         if book is None:
             waiting = Shares(self._limits.waiting_reads)
@@ -105,7 +114,7 @@ class Lessor:
 
     def end_engine(self, source: EngineRef, standing: Standing) -> None:
         """The engine is `DEAD`, or `REPLACED`: all it published ends; leases run out as they would have."""
-        now = self.advance()
+        now = self.advance(SLICE)
         book = self._endings.book(source)
         book.standing = standing
         for publication in list(book.publications.values()):
@@ -120,7 +129,7 @@ class Lessor:
 
     def set_groups(self, source: EngineRef, groups: Iterable[Group]) -> None:
         """The first rank said what groups the engine has. What a snapshot offered before that is checked now (R7)."""
-        now = self.advance()
+        now = self.advance(SLICE)
         book = self._endings.book(source)
         if book.groups is not None:
             return
@@ -147,9 +156,9 @@ class Lessor:
             LimitReached: the engine has too many.
             ServerDraining: a new publication at a draining home.
         """
-        now = self.advance()
+        now = self.advance(SLICE)
         book = self._endings.book(source)
-        publication = book.publications.get(offer.number)
+        publication = self._endings.publication(book, offer.number, now)
         if publication is None or publication.stage is Stage.AWAITED:
             book.check_may_come(offer.number, now - self._times.max_ttl)
         elif offer.step < publication.step_count:
@@ -173,9 +182,9 @@ class Lessor:
         A number that has not come is released as well, and can't come any more: its source keeps the blocks until it
         hears so.
         """
-        now = self.advance()
+        now = self.advance(SLICE)
         book = self._endings.book(source)
-        publication = book.publications.get(number)
+        publication = self._endings.publication(book, number, now)
         if publication is None or publication.stage is Stage.AWAITED:
             try:
                 book.check_may_come(number, now - self._times.max_ttl)
@@ -190,7 +199,7 @@ class Lessor:
 
     def acknowledge(self, source: EngineRef, numbers: Iterable[int]) -> None:
         """The source knows of these releases. Idempotent; says nothing of numbers that are not released."""
-        self.advance()
+        self.advance(SLICE)
         book = self._endings.book(source)
         for number in numbers:
             publication = book.publications.get(number)
@@ -204,9 +213,9 @@ class Lessor:
             PublicationStale, PublicationReleased: there is none of this number.
             HomeRecovering: it may be in the source's snapshot.
         """
-        self.advance()
+        now = self.advance(SLICE)
         book = self._endings.book(source)
-        publication = book.publications.get(number)
+        publication = self._endings.publication(book, number, now)
         if publication is None or publication.stage is Stage.AWAITED:
             if book.recovering:
                 waits = f"this home restarted and waits for the snapshot of {source}"
@@ -245,7 +254,7 @@ class Lessor:
 
     def begin_snapshot(self, source: EngineRef) -> None:
         """The source starts to tell all it holds published."""
-        self.advance()
+        self.advance(SLICE)
         self._endings.book(source).snapshot = set()
 
     def end_snapshot(self, source: EngineRef, high_water: int) -> None:
@@ -256,7 +265,7 @@ class Lessor:
         Raises:
             InvalidField: this home saw no beginning; it restarted in between.
         """
-        now = self.advance()
+        now = self.advance(SLICE)
         book = self._endings.book(source)
         if book.snapshot is None:
             raise InvalidField("resync.phase", "END", "a BEGIN before")
@@ -278,11 +287,11 @@ class Lessor:
             PublicationStale, PublicationReleased, PublicationAborted: there is nothing to read.
             HomeRecovering, ServerDraining, LimitReached: not now.
         """
-        now = self.advance()
+        now = self.advance(SLICE)
         book = self._endings.book(ask.read.source)
         book.check_key(ask.read.publication, ask.key)
-        publication = book.publications.get(ask.read.publication)
-        lease = self._endings.reads.get(ask.read)
+        publication = self._endings.publication(book, ask.read.publication, now)
+        lease = self._endings.lease_of_read(ask.read, now)
         if lease is not None:
             lease.check_replay(ask)
             self._expect(lease.publication, ask)
@@ -312,8 +321,8 @@ class Lessor:
             LeaseEnded: there is no record of the lease.
             WrongIdentity: it is somebody else's.
         """
-        now = self.advance()
-        lease = self._lease(lease_id, reader, names)
+        now = self.advance(SLICE)
+        lease = self._lease(lease_id, reader, names, now)
         if lease is None:
             raise LeaseEnded("there is no record of this lease")
         if lease.live and lease.revoked is None and not self._draining:
@@ -334,8 +343,8 @@ class Lessor:
             LeaseEnded: there is no such lease, or it has ended.
             WrongIdentity: it is somebody else's.
         """
-        self.advance()
-        lease = self._lease(lease_id, reader, names)
+        now = self.advance(SLICE)
+        lease = self._lease(lease_id, reader, names, now)
         if lease is None:
             raise LeaseEnded("there is no record of this lease")
         if not lease.live:
@@ -351,8 +360,8 @@ class Lessor:
             PartiesMismatch: more distinct ranks than parties.
             WrongIdentity: the lease is somebody else's.
         """
-        now = self.advance()
-        lease = self._lease(lease_id, reader, names)
+        now = self.advance(SLICE)
+        lease = self._lease(lease_id, reader, names, now)
         if lease is None:
             return Judgement(Verdict.UNKNOWN)
         before = lease.size
@@ -366,8 +375,8 @@ class Lessor:
     def cancel(self, lease_id: bytes, reader: EngineRef, names: Names = NOBODY) -> None:
         """The reader gives up: the lease ends at once, since reading harms no source (PROTOCOL, Leases 7). Idempotent;
         raises `WrongIdentity` for somebody else's."""
-        now = self.advance()
-        lease = self._lease(lease_id, reader, names)
+        now = self.advance(SLICE)
+        lease = self._lease(lease_id, reader, names, now)
         if lease is not None and lease.live:
             self._endings.end_lease(lease, ReadState.CANCELLED, now)
 
@@ -379,10 +388,10 @@ class Lessor:
             WrongKey: the key is not the publication's.
             LimitReached: too many.
         """
-        now = self.advance()
+        now = self.advance(SLICE)
         book = self._endings.book(source)
         book.check_key(number, key)
-        publication = book.publications.get(number)
+        publication = self._endings.publication(book, number, now)
         if publication is not None and publication.stage is not Stage.AWAITED:
             self._endings.end(publication, Outcome.DECLINED, now)
             return
@@ -447,9 +456,9 @@ class Lessor:
 
     # Within.
 
-    def _lease(self, lease_id: bytes, reader: EngineRef, names: Names) -> Lease | None:
+    def _lease(self, lease_id: bytes, reader: EngineRef, names: Names, now: float) -> Lease | None:
         """The lease, for the reader who has it; raises `WrongIdentity`."""
-        lease = self._endings.leases.get(lease_id)
+        lease = self._endings.lease(lease_id, now)
         if lease is None or lease.ask.read.reader != reader:
             return None
         lease.check_names(names)
