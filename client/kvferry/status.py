@@ -50,6 +50,9 @@ MESSAGE_BYTES = 512
 VALUE_BYTES = 384
 VALUES_BYTES = 3072
 
+NOTIFICATION_ERROR_BYTES = 3840
+"""Bytes that the error of one notification takes at most in an answer."""
+
 _PREFIX = "ERROR_REASON_"
 
 # What an error of a reason that this version does not know can still be told from: its code.

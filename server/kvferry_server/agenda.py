@@ -43,9 +43,17 @@ class Agenda(Generic[Item]):
         """When to call `advance` next; `NEVER` if nothing is due."""
         return self._heap[0][0] if self._heap else NEVER
 
-    def advance(self, now: float, act: Callable[[Item, float], None]) -> None:
-        """Act on every item that is due. `act` must move the item's deadline past `now`."""
-        while self._heap and self._heap[0][0] <= now:
+    def advance(self, now: float, act: Callable[[Item, float], None], most: int | None = None) -> None:
+        """Act on every item that is due, the earliest first. `act` must move the item's deadline past `now`.
+
+        Args:
+            now: the present.
+            act: what to do about an item.
+            most: items to look at in this call; None: all.
+        """
+        looked_at = 0
+        while self._heap and self._heap[0][0] <= now and looked_at != most:
+            looked_at += 1
             at, _, item = heapq.heappop(self._heap)
             if item.scheduled != at:
                 continue  # Put again since, with an earlier deadline.

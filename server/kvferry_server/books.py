@@ -12,9 +12,13 @@ from kvferry.errors import HomeRecovering, PublicationStale, WrongKey
 from kvferry.geometry import Group
 from kvferry_server.identity import EngineRef
 from kvferry_server.publications import Publication
+from kvferry_server.shares import Shares
 
 MAX_SKIPPED = 1024
 """Numbers below the high-water mark that may still come."""
+
+NUMBER_BYTES = 128
+"""About what a number takes in memory."""
 
 
 class Standing(enum.Enum):
@@ -40,27 +44,35 @@ class Book:
         standing: whether its leases are renewed and its releases acknowledged.
         groups: of the engine, by name; None until a rank has registered.
         publications: by number, until their release is acknowledged.
-        awaited: those of them that have not come.
+        arrived: how many of them have come.
+        released: how many of those are released.
+        live_leases: on them.
+        waiting: live leases on those of them that have not come, by who asked.
+        declined: those of them that have not come, and were declined.
         high_water: the highest number seen.
         skipped: numbers below it that were never seen, and since when they are awaited.
         recovering: the engine's snapshot is not complete yet. A home cannot tell an engine that is new from one that it
             has lost its record of, so every engine sends one.
         snapshot: numbers seen since the snapshot began; None outside of one.
-        size: bytes that the unreleased publications take.
-        checksum_bytes: bytes that their sums take.
+        gone: numbers that came and were forgotten since a home that lost its record saw the engine again.
+        checksum_bytes: bytes that the sums of unreleased publications take.
     """
 
     source: EngineRef
     secret: bytes = field(repr=False)
+    waiting: Shares
     recovering: bool = True
     standing: Standing = Standing.LIVE
     groups: Mapping[str, Group] | None = None
     publications: dict[int, Publication] = field(default_factory=dict)
-    awaited: set[Publication] = field(default_factory=set)
+    declined: set[Publication] = field(default_factory=set)
+    arrived: int = 0
+    released: int = 0
+    live_leases: int = 0
     high_water: int = 0
     skipped: dict[int, float] = field(default_factory=dict)
     snapshot: set[int] | None = None
-    size: int = 0
+    gone: set[int] = field(default_factory=set)
     checksum_bytes: int = 0
 
     def key(self, number: int) -> bytes:
@@ -102,6 +114,9 @@ class Book:
         since = self.skipped.get(number)
         if number > self.high_water or (since is not None and since > not_before):
             return
+        if self.recovering and number not in self.gone:
+            # Its mark says nothing of what came before this home: the snapshot will.
+            return
         source = self.source
         raise PublicationStale(
             f"publication {number} of {source} is gone, or never was; the last was {self.high_water}",
@@ -111,6 +126,7 @@ class Book:
 
     def see(self, number: int, now: float) -> None:
         """Take note that a number came: from now on it is live, or stale for ever."""
+        self.arrived += 1
         if number <= self.high_water:
             self.skipped.pop(number, None)
             return
@@ -124,11 +140,17 @@ class Book:
         """Nothing at or below this number will come any more, but for what is here."""
         self.high_water = max(self.high_water, high_water)
         self.skipped = {number: since for number, since in self.skipped.items() if number > high_water}
+        self.gone.clear()
 
     def live_until(self) -> float:
         """When the last live lease ends; 0 if there is none."""
         return max((lease.expires for found in self.publications.values() for lease in found.leases), default=0.0)
 
-    def waiting_reads(self) -> int:
-        """Reads, and declines, of publications that have not come."""
-        return sum(max(1, len(publication.leases)) for publication in self.awaited)
+    def passed_over_size(self, number: int) -> int:
+        """About as many bytes as the numbers take that a publication passes over."""
+        return NUMBER_BYTES * min(MAX_SKIPPED, max(0, number - 1 - self.high_water))
+
+    @property
+    def numbers_size(self) -> int:
+        """About as many bytes as the numbers take that are kept apart from publications."""
+        return NUMBER_BYTES * (len(self.skipped) + len(self.gone))

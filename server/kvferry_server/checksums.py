@@ -23,6 +23,9 @@ Places: TypeAlias = npt.NDArray[np.int64]
 PAGE_OVERHEAD = 512
 """Bytes that a page takes beside its places and sums."""
 
+MAX_PAGES = 256
+"""Pages of one plane of a publication: a new page is compared with all of them."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Page:
@@ -48,7 +51,13 @@ class Page:
 
     def overlaps(self, other: Page) -> bool:
         """Whether both have a sum for one block and unit."""
-        return self.units.intersect(other.units) is not None and bool(np.isin(self.places, other.places).any())
+        if self.units.intersect(other.units) is None or not self.reaches(other.places):
+            return False
+        return bool(np.isin(self.places, other.places, assume_unique=True).any())
+
+    def reaches(self, places: Places) -> bool:
+        """Whether the page begins before these places end, and ends after they begin. Places rise."""
+        return bool(self.places[0] <= places[-1] and places[0] <= self.places[-1])
 
     def equals(self, other: Page) -> bool:
         """Whether both say the same of the same blocks."""
@@ -61,7 +70,7 @@ class Page:
     def part(self, units: Interval, places: Places) -> Page | None:
         """What the page has of these units and blocks; None if nothing."""
         both = self.units.intersect(units)
-        if both is None:
+        if both is None or not self.reaches(places):
             return None
         chosen = np.isin(self.places, places, assume_unique=True)
         if not bool(chosen.any()):
@@ -97,18 +106,24 @@ class Checksums:
         """Those pages that are not here yet.
 
         Raises:
-            InvalidField: a page overlaps another one and is not the same.
+            InvalidField: a page overlaps another one and is not the same, or there are too many of one plane.
         """
-        found: list[Page] = []
+        found: dict[tuple[int, str], list[Page]] = {}
         for page in pages:
-            others = [*self._pages.get((page.rank, page.plane), ()), *found]
-            overlapping = [other for other in others if other.plane == page.plane and page.overlaps(other)]
+            key = page.rank, page.plane
+            new = found.setdefault(key, [])
+            others = [*self._pages.get(key, ()), *new]
+            overlapping = [other for other in others if page.overlaps(other)]
             if any(not page.equals(other) for other in overlapping):
                 problem = "blocks that have other sums already, or are in another page"
                 raise InvalidField("checksums", f"{page.plane}, rank {page.rank}", f"no {problem}")
-            if not overlapping:
-                found.append(page)
-        return found
+            if overlapping:
+                continue
+            if len(others) == MAX_PAGES:
+                where = f"{page.plane}, rank {page.rank}"
+                raise InvalidField("checksums", where, f"at most {MAX_PAGES} pages of a plane")
+            new.append(page)
+        return [page for new in found.values() for page in new]
 
     def add(self, pages: Iterable[Page]) -> None:
         """Keep pages that are `new`."""

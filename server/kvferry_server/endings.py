@@ -11,10 +11,11 @@ from dataclasses import dataclass
 
 from kvferry.errors import EngineUnknown
 from kvferry_server.agenda import NEVER, Agenda
-from kvferry_server.books import Book, Standing
+from kvferry_server.books import NUMBER_BYTES, Book, Standing
 from kvferry_server.identity import EngineRef
 from kvferry_server.leases import Lease, ReadKey, ReadState, RevokeReason
-from kvferry_server.publications import Outcome, Publication, Stage
+from kvferry_server.publications import PUBLICATION_BYTES, Outcome, Publication, Stage
+from kvferry_server.shares import Memory, Shares
 from kvferry_server.times import Times
 
 
@@ -40,23 +41,44 @@ class Endings:
         leases: by lease_id, live ones and ended ones whose outcome is kept. The time of a look-up says nothing of the
             others: a dictionary compares a keyed hash of the whole id before it looks at any byte of one.
         reads: the same by what makes two calls one read, its 128-bit read_id included.
+        leases_by_source: the same by incarnation, then by the numbers of publication and lease.
+        leases_of: how many those are.
+        memory: what all this takes.
         effects: what others have to be told.
     """
 
-    def __init__(self, times: Times) -> None:
+    def __init__(self, times: Times, memory: Memory, leases_of: Shares) -> None:
         self.books: dict[EngineRef, Book] = {}
         self.leases: dict[bytes, Lease] = {}
         self.reads: dict[ReadKey, Lease] = {}
+        self.leases_by_source: dict[EngineRef, dict[tuple[int, int], Lease]] = {}
+        self.leases_of = leases_of
+        self.memory = memory
         self.effects: list[Changed | Released] = []
         self._times = times
         self._publication_times: Agenda[Publication] = Agenda()
         self._lease_times: Agenda[Lease] = Agenda()
 
-    def advance(self, now: float) -> None:
-        """End and release what is due."""
+    def advance(self, now: float, most: int | None = None) -> None:
+        """End and release what is due; at most so many of each kind."""
         # Leases first: a publication whose last lease ends at its final deadline is then released at once.
-        self._lease_times.advance(now, self._on_lease_due)
-        self._publication_times.advance(now, self._on_publication_due)
+        self._lease_times.advance(now, self._on_lease_due, most)
+        self._publication_times.advance(now, self._on_publication_due, most)
+
+    def publication(self, book: Book, number: int, now: float) -> Publication | None:
+        """What a book has under a number at this moment, even if `advance` has not come to it yet."""
+        publication = book.publications.get(number)
+        if publication is not None:
+            self._settle_due(publication, now)
+        return book.publications.get(number)
+
+    def lease(self, lease_id: bytes, now: float) -> Lease | None:
+        """A lease as it is at this moment, likewise."""
+        return self._at(self.leases.get(lease_id), now)
+
+    def lease_of_read(self, read: ReadKey, now: float) -> Lease | None:
+        """The lease of a read as it is at this moment, likewise."""
+        return self._at(self.reads.get(read), now)
 
     def next_deadline(self) -> float:
         """When to call `advance` next."""
@@ -71,21 +93,33 @@ class Endings:
 
     def add_lease(self, lease: Lease) -> None:
         """A new lease, with its time running."""
+        publication = lease.publication
+        book = self.books[publication.source]
         self.leases[lease.lease_id] = self.reads[lease.ask.read] = lease
-        lease.publication.leases.add(lease)
-        lease.publication.reads.append(lease)
+        self.leases_by_source.setdefault(publication.source, {})[publication.number, lease.number] = lease
+        book.live_leases += 1
+        publication.leases.add(lease)
+        publication.reads.append(lease)
+        self.leases_of.take(publication.source)
+        self.memory.take(publication.source, lease.size)
+        if publication.stage is Stage.AWAITED:
+            book.waiting.take(lease.ask.asker)
         self._lease_times.put(lease)
 
     def awaited(self, book: Book, number: int) -> Publication:
         """A record of a publication that has not come."""
         publication = book.publications[number] = Publication(book.source, number)
-        book.awaited.add(publication)
+        self.memory.take(book.source, PUBLICATION_BYTES)
         return publication
 
     def seen(self, book: Book, publication: Publication, now: float) -> None:
         """An awaited publication came: from now on its number is live, or stale for ever."""
+        numbers = book.numbers_size
         book.see(publication.number, now)
-        book.awaited.discard(publication)
+        self.memory.take(book.source, book.numbers_size - numbers)
+        book.declined.discard(publication)
+        for lease in publication.leases:
+            book.waiting.give(lease.ask.asker)
         publication.first_at = now
         publication.stage = Stage.PUBLISHING
 
@@ -100,6 +134,10 @@ class Endings:
     def end_lease(self, lease: Lease, state: ReadState, now: float) -> None:
         """The one end of a lease."""
         publication = lease.publication
+        book = self.books[publication.source]
+        book.live_leases -= 1
+        if publication.stage is Stage.AWAITED:
+            book.waiting.give(lease.ask.asker)
         lease.ended_as = state
         lease.forget_at = now + self._times.outcomes
         self._lease_times.put(lease)
@@ -133,16 +171,48 @@ class Endings:
 
     def forget(self, publication: Publication) -> None:
         """Take it out of its book."""
+        if publication.stage is Stage.FORGOTTEN:
+            return
         book = self.books[publication.source]
+        del book.publications[publication.number]
+        book.declined.discard(publication)
+        size = PUBLICATION_BYTES + sum(lease.size for lease in publication.reads if lease.lease_id not in self.leases)
+        if publication.stage is not Stage.AWAITED:
+            book.arrived -= 1
+            book.released -= publication.stage is Stage.RELEASED
+            if book.recovering:
+                book.gone.add(publication.number)
+                size -= NUMBER_BYTES
         publication.stage = Stage.FORGOTTEN
-        book.publications.pop(publication.number, None)
-        book.awaited.discard(publication)
+        self.memory.give(book.source, size)
         self.close_if_empty(book)
+
+    def close_below(self, book: Book, high_water: int) -> None:
+        """The source has told all it holds up to this number."""
+        numbers = book.numbers_size
+        book.close_below(high_water)
+        self.memory.take(book.source, book.numbers_size - numbers)
 
     def close_if_empty(self, book: Book) -> None:
         """Drop the book of a replaced incarnation once nothing of it is held."""
-        if book.standing is Standing.REPLACED and not book.publications:
-            self.books.pop(book.source, None)
+        if book.standing is Standing.REPLACED and not book.publications and book.source in self.books:
+            del self.books[book.source]
+            self.memory.give(book.source, book.numbers_size)
+
+    def _at(self, lease: Lease | None, now: float) -> Lease | None:
+        if lease is None:
+            return None
+        self._settle_due(lease.publication, now)
+        if lease.due() <= now:
+            self._on_lease_due(lease, now)
+        return self.leases.get(lease.lease_id)
+
+    def _settle_due(self, publication: Publication, now: float) -> None:
+        """What `advance` would do about a publication and its live leases."""
+        for lease in [lease for lease in publication.leases if lease.due() <= now]:
+            self._on_lease_due(lease, now)
+        if publication.due() <= now:
+            self._on_publication_due(publication, now)
 
     def _settle(self, publication: Publication, now: float) -> None:
         """Release or forget what nothing holds any more."""
@@ -157,9 +227,11 @@ class Endings:
     def _release(self, publication: Publication, now: float) -> None:
         book = self.books[publication.source]
         publication.stage = Stage.RELEASED
-        book.size -= publication.size
+        book.released += 1
+        sums = publication.checksums.clear()
+        self.memory.give(book.source, publication.size + sums)
         publication.steps.clear()
-        book.checksum_bytes -= publication.checksums.clear()
+        book.checksum_bytes -= sums
         if book.standing is Standing.REPLACED:
             # Its memory is the new incarnation's, which `reuse_after` held back; nobody acknowledges.
             self.forget(publication)
@@ -178,6 +250,14 @@ class Endings:
             del self.leases[lease.lease_id]
             del self.reads[lease.ask.read]
             lease.forget_at = NEVER
+            source = lease.publication.source
+            self.leases_of.give(source)
+            found = self.leases_by_source[source]
+            del found[lease.publication.number, lease.number]
+            if not found:
+                del self.leases_by_source[source]
+            if lease.publication.stage is Stage.FORGOTTEN:
+                self.memory.give(source, lease.size)
 
     def _on_publication_due(self, publication: Publication, now: float) -> None:
         if publication.stage is Stage.RELEASED:
@@ -188,4 +268,5 @@ class Endings:
             self.end(publication, Outcome.FINAL if now >= publication.final_at else Outcome.UNREAD, now)
         else:
             publication.declined = False
+            self.books[publication.source].declined.discard(publication)
             self._settle(publication, now)

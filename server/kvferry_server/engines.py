@@ -34,6 +34,7 @@ from kvferry_server.clock import Clock
 from kvferry_server.identity import EngineRef
 from kvferry_server.limits import Limits, check_limit
 from kvferry_server.registrations import Registration, engine_difference, first_difference
+from kvferry_server.shares import Memory, Shares, check_share
 from kvferry_server.sources import Source
 from kvferry_server.times import Times
 
@@ -42,6 +43,9 @@ MISSING_TOLD = 64
 
 NODES_TOLD = 16
 """Node servers of missing ranks that are named."""
+
+RECOVERING_RETRY = 0.25
+"""Seconds after which it makes sense to ask a home again that waits for its engines."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +87,7 @@ class Engine:
         nodes: node servers that relay for ranks, by rank.
         left_ranks: relayed ones of which their node server says that their processes ended.
         cache_bytes: over all ranks.
+        peer: that its scheduler comes from; empty if it cannot be told apart from others.
     """
 
     ref: EngineRef
@@ -96,6 +101,7 @@ class Engine:
     rank_lost_at: dict[int, float] = field(default_factory=dict)
     nodes: dict[int, str] = field(default_factory=dict)
     left_ranks: set[int] = field(default_factory=set)
+    peer: str = ""
     scheduled: float = NEVER
     cache_bytes: int = 0
     _source: Source | None = None
@@ -146,10 +152,12 @@ class Engine:
 class Registry:
     """The engines whose home this is. Not thread-safe: it belongs to its home's event loop."""
 
-    def __init__(self, clock: Clock, times: Times, limits: Limits) -> None:
+    def __init__(self, clock: Clock, times: Times, limits: Limits, memory: Memory | None = None) -> None:
         self._clock = clock
         self._times = times
         self._limits = limits
+        self._memory = memory or Memory(limits.memory, limits.engine_memory, times.renew_every)
+        self._peers = Shares(limits.engines)
         self._started = clock.now()
         self._engines: dict[EngineRef, Engine] = {}
         self._retired: dict[EngineRef, float] = {}
@@ -245,12 +253,13 @@ class Registry:
 
     # An engine's processes.
 
-    def open_engine(self, ref: EngineRef, secret: bytes) -> Engine:
+    def open_engine(self, ref: EngineRef, secret: bytes, peer: str = "") -> Engine:
         """The scheduler's Watch opens: a new incarnation, or one that lives on.
 
         Args:
             ref: the incarnation.
             secret: of its session.
+            peer: that it comes from, if it can be told apart from others.
 
         Raises:
             WrongSession: the secret is not that of the incarnation.
@@ -267,9 +276,12 @@ class Registry:
             for other in self._named(ref.engine_id):
                 self._replace(other, now)
             check_limit("engines", len(self._engines), self._limits.engines, self._times.engine_ttl)
+            if peer:
+                check_share("engines", self._peers, peer, self._times.engine_ttl)
             engine = Engine(ref, self._times.engine_ttl, self._times.retire)
             self._engines[ref] = engine
         engine.lost_at, engine.dead = None, False
+        self._comes_from(engine, peer)
         return engine
 
     def close_engine(self, ref: EngineRef) -> None:
@@ -318,6 +330,7 @@ class Registry:
         Raises:
             CacheDiffers: the rank, or its engine, was registered with another content.
             InvalidField: too many ranks, or the name of another rank's agent.
+            LimitReached: the engine takes too much memory.
             WrongSession, PeerRestarted, EngineUnknown, Unavailable: see `check_session`.
         """
         now = self.advance()
@@ -331,6 +344,8 @@ class Registry:
             if registration.num_ranks > self._limits.ranks:
                 raise InvalidField("num_ranks", registration.num_ranks, f"at most {self._limits.ranks}")
             self._check_agent_name(engine, registration)
+            self._memory.check(engine.ref, registration.size)
+            self._memory.take(engine.ref, registration.size)
         if registration.rank in engine.lost_ranks and registration.rank not in engine.watched_ranks:
             # Back, but not watched: that gives it one engine_ttl to open its Watch.
             engine.rank_lost_at[registration.rank] = now
@@ -362,16 +377,27 @@ class Registry:
         self._forget(engine)
         self._retired[ref] = now + self._times.retire
 
+    def _comes_from(self, engine: Engine, peer: str) -> None:
+        if engine.peer:
+            self._peers.give(engine.peer)
+        if peer:
+            self._peers.take(peer)
+        engine.peer = peer
+        self._memory.comes_from(engine.ref, peer)
+
     def _forget(self, engine: Engine) -> None:
         del self._engines[engine.ref]
+        self._comes_from(engine, "")
+        self._memory.give(engine.ref, sum(registration.size for registration in engine.ranks.values()))
         engine.lost_at = None
         engine.rank_lost_at.clear()
         self._effects.append(EngineGone(engine.ref))
 
     def _is_retired(self, ref: EngineRef) -> bool:
         now = self._clock.now()
-        for old in [old for old, until in self._retired.items() if until <= now]:
-            del self._retired[old]
+        # They end in the order in which they came.
+        while self._retired and next(iter(self._retired.values())) <= now:
+            del self._retired[next(iter(self._retired))]
         return ref in self._retired
 
     @property
@@ -396,7 +422,7 @@ class Registry:
     def _unknown(self, engine_id: str) -> EngineUnknown | HomeRecovering:
         if self._new:
             waits = f"this home has just started and waits for its engines; {engine_id!r} is not back yet"
-            return HomeRecovering(waits, engine_id=engine_id)
+            return HomeRecovering(waits, retry_after=RECOVERING_RETRY, engine_id=engine_id)
         return EngineUnknown(f"no engine {engine_id!r} at this home", engine_id=engine_id)
 
     def _on_due(self, engine: Engine, now: float) -> None:

@@ -21,12 +21,19 @@ from kvferry_server.endings import Released
 from kvferry_server.engines import EngineDied, EngineGone, RankDied, Registry
 from kvferry_server.events import Draining, Event, Feed, Process, PublicationReleased, RankLost, Role
 from kvferry_server.identity import EngineRef
-from kvferry_server.lessor import Lessor
+from kvferry_server.lessor import SLICE, Lessor
 from kvferry_server.limits import Limits
 from kvferry_server.publications import Publication
 from kvferry_server.registrations import Registration
+from kvferry_server.shares import Memory
 from kvferry_server.times import Times
 from kvferry_server.wakeups import Waker, Wakeups
+
+EVENT_BYTES = 160
+"""About what an event takes in memory while it is kept, or waits to be told."""
+
+FEED_BYTES = 2048
+"""About what the feed of a process takes in memory beside its events. A rank's has next to none."""
 
 SHORTEST_SLEEP = 0.001
 """Seconds: a timer that fires a little early must not spin."""
@@ -44,6 +51,7 @@ class Home:
     Attributes:
         epoch: 16 bytes, random per start.
         engines, lessor: the domain; to be asked within a `turn`.
+        memory: what they and the events take.
         wakeups: topics are publications and feeds.
         draining: no new work is taken.
     """
@@ -54,12 +62,14 @@ class Home:
         self.advertise = advertise
         self.limits = limits or Limits()
         self.epoch = secrets.token_bytes(16)
-        self.engines = Registry(clock, times, self.limits)
-        self.lessor = Lessor(clock, times, self.limits)
+        self.memory = Memory(self.limits.memory, self.limits.engine_memory, times.renew_every)
+        self.engines = Registry(clock, times, self.limits, self.memory)
+        self.lessor = Lessor(clock, times, self.limits, self.memory)
         self.wakeups = Wakeups()
         self.draining = False
         self._started = clock.now()
         self._feeds: dict[Process, Feed] = {}
+        self._feed_sizes: dict[EngineRef, int] = {}
         self._driver = Waker()
         self._sleeps_until = -math.inf
 
@@ -106,10 +116,16 @@ class Home:
 
     # An engine's processes.
 
-    def open_watch(self, process: Process, secret: bytes) -> Feed:
-        """A process's Watch opens, within a turn. Errors as `Registry.open_engine` or `Registry.open_rank`."""
+    def open_watch(self, process: Process, secret: bytes, peer: str = "") -> Feed:
+        """A process's Watch opens, within a turn. Errors as `Registry.open_engine` or `Registry.open_rank`, and
+        `LimitReached`: the engine takes too much memory."""
+        size = FEED_BYTES
         if process.role is Role.SCHEDULER:
-            engine = self.engines.open_engine(process.engine, secret)
+            size += EVENT_BYTES * self.limits.watch_queue
+        if process not in self._feeds:
+            self.memory.check(process.engine, size)
+        if process.role is Role.SCHEDULER:
+            engine = self.engines.open_engine(process.engine, secret, peer)
             # The end of a predecessor comes before the beginning of its successor.
             self._settle()
             self.lessor.open(engine.ref, secret)
@@ -118,6 +134,8 @@ class Home:
         feed = self._feeds.get(process)
         if feed is None:
             feed = self._feeds[process] = Feed(process, self.limits.watch_queue)
+            self.memory.take(process.engine, size)
+            self._feed_sizes[process.engine] = self._feed_sizes.get(process.engine, 0) + size
         return feed
 
     def close_watch(self, process: Process) -> None:
@@ -200,7 +218,7 @@ class Home:
             elif isinstance(happened, RankDied):
                 lost = RankLost(happened.rank, happened.node, happened.node_lost)
                 self._push(Process(happened.engine, Role.SCHEDULER), lost)
-        self.lessor.advance()
+        self.lessor.advance(SLICE)
         for change in self.lessor.take_effects():
             if isinstance(change, Released):
                 scheduler = Process(change.publication.source, Role.SCHEDULER)
@@ -217,3 +235,4 @@ class Home:
     def _drop_feeds(self, engine: EngineRef) -> None:
         for process in [process for process in self._feeds if process.engine == engine]:
             del self._feeds[process]
+        self.memory.give(engine, self._feed_sizes.pop(engine, 0))

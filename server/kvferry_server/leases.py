@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -51,6 +51,13 @@ class RevokeReason(enum.IntEnum):
     FINAL_DEADLINE = 3
 
 
+LEASE_BYTES = 1024
+"""About what a lease takes in memory, with its place in the lists of its home."""
+
+REPORT_BYTES = 160
+"""About what a rank's report takes in memory."""
+
+
 @dataclass(frozen=True, slots=True)
 class RankReport:
     """The end of one rank's share: `bytes` is what it moved."""
@@ -80,6 +87,7 @@ class Ask:
         parties: ranks that will report.
         expected_reads: reads that will be made of the publication; 0: as its source said.
         names: those of the caller's certificate.
+        peer: that the call came from, if it can be told apart from others.
     """
 
     read: ReadKey
@@ -87,6 +95,12 @@ class Ask:
     parties: int = 1
     expected_reads: int = 0
     names: Names = NOBODY
+    peer: str = ""
+
+    @property
+    def asker(self) -> Hashable:
+        """Whose share of what is left for readers this takes: readers name themselves as they like, peers do not."""
+        return self.peer or self.read.reader
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +135,7 @@ class Lease:
         reports: by rank, those that came while it was live. A set: repeating one changes nothing.
         ended_as: how it ended; None while it is live.
         forget_at: until when its outcome is kept.
+        streams: that tell its blocks.
     """
 
     lease_id: bytes = field(repr=False)
@@ -134,6 +149,12 @@ class Lease:
     ended_as: ReadState | None = None
     forget_at: float = NEVER
     scheduled: float = NEVER
+    streams: int = 0
+
+    @property
+    def size(self) -> int:
+        """About as many bytes as it takes in memory."""
+        return LEASE_BYTES + REPORT_BYTES * len(self.reports)
 
     @property
     def live(self) -> bool:

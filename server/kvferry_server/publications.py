@@ -6,6 +6,8 @@ import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from kvferry.errors import (
     BadBlock,
     InvalidField,
@@ -21,6 +23,9 @@ from kvferry_server.leases import Lease
 
 MAX_PAYLOAD = 64 * 1024
 """Bytes of a publication's payload."""
+
+PUBLICATION_BYTES = 2048
+"""About what a publication takes in memory beside its steps, until it is forgotten."""
 
 
 class Stage(enum.Enum):
@@ -102,7 +107,8 @@ class Offer:
     @property
     def size(self) -> int:
         """About as many bytes as it takes in memory."""
-        return 512 + len(self.payload) + 64 * sum(len(blocks.starts) for blocks in self.groups)
+        runs = sum(len(blocks.starts) for blocks in self.groups)
+        return 512 + len(self.payload) + 512 * len(self.groups) + 80 * runs
 
 
 @dataclass(slots=True, eq=False)
@@ -262,8 +268,11 @@ def _check_tokens(group: Group, blocks: GroupBlocks, last: bool) -> None:
 def _check_ids(group: Group, blocks: GroupBlocks) -> None:
     """The rules of `kvferry.blocks.check_ids`, on runs: a peer's few bytes must not become a million ids here."""
     null = group.null_block
-    for start, count in zip(blocks.starts, blocks.counts, strict=True):
-        if start + count > group.num_blocks:
-            raise BadBlock(group.name, "source", max(start, group.num_blocks), group.num_blocks, "out of range")
-        if null is not None and start <= null < start + count:
-            raise BadBlock(group.name, "source", null, group.num_blocks, "the null block holds nothing")
+    # There may be many, and everybody waits for them.
+    starts, counts = np.array(blocks.starts, np.int64), np.array(blocks.counts, np.int64)
+    beyond = starts[starts + counts > group.num_blocks]
+    if len(beyond):
+        block = max(int(beyond[0]), group.num_blocks)
+        raise BadBlock(group.name, "source", block, group.num_blocks, "out of range")
+    if null is not None and bool(((starts <= null) & (null < starts + counts)).any()):
+        raise BadBlock(group.name, "source", null, group.num_blocks, "the null block holds nothing")

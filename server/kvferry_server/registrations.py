@@ -12,6 +12,12 @@ from kvferry.errors import BadAgentMetadata, InvalidField
 from kvferry.geometry import EngineGeometry, Group, MemoryRegion, Plane, RankGeometry, check_regions
 from kvferry_server.identity import EngineRef
 
+PLANE_BYTES = 512
+"""About what a plane takes in memory. Its names are shared with no other, for a peer chooses them."""
+
+REGISTRATION_BYTES = 4096
+"""About what a registration takes in memory beside what grows."""
+
 MAX_REGION_CHECKS = 1 << 22
 """Planes times regions of one rank: what one registration may cost a node server to check."""
 
@@ -75,6 +81,17 @@ class Registration:
     def rank(self) -> int:
         """Index of the rank."""
         return self.geometry.rank
+
+    @property
+    def size(self) -> int:
+        """About as many bytes as it takes in memory."""
+        names = sum(
+            len(text.encode()) for plane in self.geometry.planes for text in (plane.layer, plane.format, plane.dtype)
+        )
+        identity = sum(256 + len(key.encode()) + len(value.encode()) for key, value in self.identity.items())
+        agent = 0 if self.agent is None else len(self.agent.metadata) + 256 * len(self.agent.regions)
+        planes = PLANE_BYTES * len(self.geometry.planes) + names
+        return REGISTRATION_BYTES + planes + PLANE_BYTES * len(self.groups) + identity + agent
 
     @property
     def cache_bytes(self) -> int:

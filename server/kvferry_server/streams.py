@@ -3,14 +3,16 @@ when."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeAlias
 
 from kvferry.errors import PublicationTimeout, ServerDraining, WatchTakenOver
 from kvferry_server.events import Feed, Numbered, Process
-from kvferry_server.home import Home
+from kvferry_server.home import EVENT_BYTES, Home
 from kvferry_server.leases import Ask, Lease, RevokeReason
+from kvferry_server.limits import check_limit
 from kvferry_server.publications import Offer, Publication, Stage
 
 
@@ -35,6 +37,9 @@ class Revoked:
 
     reason: RevokeReason
 
+
+STREAMS_CUT_OFF = 8
+"""Streams of one lease whose readers have gone, as this server has not seen yet."""
 
 ReadMessage: TypeAlias = Accepted | Offer | Completed | Revoked
 
@@ -79,7 +84,7 @@ async def read_blocks(home: Home, ask: Ask, wait: float) -> AsyncGenerator[ReadM
         home.engines.check_readable(home.engines.find_live(ask.read.source.engine_id, ask.read.source.incarnation))
         lease = home.lessor.grant(ask)
     publication, waits_until = lease.publication, now + wait
-    with home.wakeups.watching(publication) as waker:
+    with _streaming(home, lease), home.wakeups.watching(publication) as waker:
         yield Accepted(lease)
         steps, completed, revoked = 0, False, False
         while True:
@@ -104,7 +109,7 @@ async def read_blocks(home: Home, ask: Ask, wait: float) -> AsyncGenerator[ReadM
 
 
 async def watch(
-    home: Home, process: Process, secret: bytes, resume_epoch: bytes, resume_sequence: int
+    home: Home, process: Process, secret: bytes, resume_epoch: bytes, resume_sequence: int, peer: str = ""
 ) -> AsyncGenerator[WatchMessage, None]:
     """Be a process's Watch: its full state, or what came after `resume_sequence`, then events as they happen.
 
@@ -115,7 +120,7 @@ async def watch(
     """
     with home.turn():
         home.check_taking()
-        feed = home.open_watch(process, secret)
+        feed = home.open_watch(process, secret, peer)
         holder = feed.take_over()
         home.wakeups.wake(feed)
         told = resume_sequence
@@ -155,9 +160,23 @@ async def watch(
 
 
 async def _full_state(home: Home, process: Process) -> AsyncGenerator[WatchMessage, None]:
-    for event in home.state(process):
-        yield Numbered(0, event)
+    events = home.state(process)
+    with home.memory.holding(process.engine, EVENT_BYTES * len(events)):
+        for event in events:
+            yield Numbered(0, event)
     yield Synced(home.need_resync(process))
+
+
+@contextmanager
+def _streaming(home: Home, lease: Lease) -> Iterator[None]:
+    """One more stream tells the blocks of a lease: one for each party, and some that were cut off unseen."""
+    most = lease.ask.parties + STREAMS_CUT_OFF
+    check_limit("streams", lease.streams, most, home.times.renew_every)
+    lease.streams += 1
+    try:
+        yield
+    finally:
+        lease.streams -= 1
 
 
 def _check_holder(feed: Feed, holder: int) -> None:

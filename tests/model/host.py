@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Generator, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 from kvferry.clock import from_duration, to_duration
 from kvferry.errors import KvferryError
@@ -107,7 +107,13 @@ class Host:
         for notification in request.notifications:
             if notification.WhichOneof("kind") == "renew":
                 self.renewed_at[notification.renew.lease_id] = self.clock.now()
-        return notify(self.home, request, NOBODY)
+        # Nothing in it waits; a long batch only lets others have their turn.
+        answering = notify(self.home, request, NOBODY)
+        while True:
+            try:
+                answering.send(None)
+            except StopIteration as end:
+                return cast(pb.NotifyResponse, end.value)
 
     def register(self, registration: Registration, secret: bytes) -> float:
         """As the servicer does; seconds of `reuse_after`."""

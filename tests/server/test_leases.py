@@ -19,6 +19,7 @@ from kvferry.errors import (
 )
 from kvferry_server.books import Standing
 from kvferry_server.leases import RankOutcome, ReadState, RevokeReason, Verdict
+from kvferry_server.lessor import SLICE
 from kvferry_server.limits import Limits
 from kvferry_server.publications import Outcome, Stage
 from kvferry_server.times import Times
@@ -368,12 +369,13 @@ def test_numbers_that_are_gone_are_stale_whatever_request_they_carry(scene: Scen
 
 
 def test_waiting_reads_and_leases_are_limited() -> None:
-    scene = Scene(limits=Limits(waiting_reads=2, reads=3, leases=6))
+    scene = Scene(limits=Limits(waiting_reads=4, reads=3))
     scene.grant(1, name="a")
     scene.grant(2, name="a")
     with pytest.raises(LimitReached) as caught:
         scene.grant(3, name="a")
     assert caught.value.retryable
+    assert caught.value.values["limit"] == "waiting_reads"
     scene.publish(1)
     for name in "bc":
         scene.grant(1, name=name)
@@ -411,3 +413,41 @@ def test_under_mutual_tls_a_lease_obeys_the_certificate_that_acquired_it(scene: 
     assert scene.grant(names=frozenset({b"node-3", b"decode"})) is lease
     assert scene.renew(lease) == TIMES.ttl
     assert scene.report(lease, 0).verdict is Verdict.VALID
+
+
+def test_of_many_leases_that_end_at_once_each_is_told_the_truth_before_its_turn_comes() -> None:
+    scene = Scene(limits=Limits(reads=10_000))
+    scene.publish(1, expected_reads=2)
+    scene.publish(2)
+    leases = [scene.grant(1, name=str(number)) for number in range(5 * SLICE)]
+    alone = scene.grant(2)
+    scene.clock.pass_by(TIMES.ttl)
+    scene.lessor.advance(SLICE)
+    assert leases[0].state is ReadState.EXPIRED
+    assert alone.live
+    assert scene.lessor.next_deadline() <= scene.clock.now()
+    # Not one moment longer than its time, all the same.
+    assert scene.report(alone, 0).verdict is Verdict.EXPIRED
+    assert scene.renew(leases[-1]) == 0
+    with pytest.raises(LeaseEnded):
+        scene.grant(1, name=str(5 * SLICE - 1))
+    calls = 0
+    while scene.lessor.next_deadline() <= scene.clock.now():
+        scene.lessor.advance(SLICE)
+        calls += 1
+    assert calls <= 6
+    assert {lease.state for lease in leases} == {ReadState.EXPIRED}
+
+
+def test_a_publication_is_over_at_its_time_though_others_are_due_before_it() -> None:
+    scene = Scene(limits=Limits(publications=10_000))
+    for number in range(1, 4 * SLICE):
+        scene.publish(number)
+    last = 4 * SLICE - 1
+    scene.clock.pass_by(TIMES.hold)
+    with pytest.raises(PublicationReleased):
+        scene.grant(last)
+    with pytest.raises(PublicationReleased):
+        scene.lessor.offered(P, last - 1)
+    scene.lessor.advance()
+    assert sorted(number for number, _ in scene.told()) == list(range(1, 4 * SLICE))

@@ -326,11 +326,11 @@ def test_a_jump_of_numbers_costs_nothing(scene: Scene) -> None:
 
 
 def test_publications_and_their_bytes_are_limited() -> None:
-    scene = Scene(limits=Limits(publications=2, publication_bytes=4096))
-    scene.publish(1, payload=b"x" * 2000)
+    scene = Scene(limits=Limits(publications=2, memory=0, engine_memory=12_000))
+    scene.publish(1, payload=b"x" * 4000)
     with pytest.raises(LimitReached) as caught:
-        scene.publish(2, payload=b"x" * 2000)
-    assert caught.value.values["limit"] == "publication_bytes"
+        scene.publish(2, payload=b"x" * 4000)
+    assert caught.value.values["limit"] == "memory"
     scene.publish(2)
     with pytest.raises(LimitReached) as caught:
         scene.publish(3)
@@ -340,7 +340,7 @@ def test_publications_and_their_bytes_are_limited() -> None:
     with pytest.raises(LimitReached):
         scene.publish(3)  # Released, but its source has not said that it knows.
     scene.lessor.acknowledge(P, [1, 2])
-    scene.publish(3, payload=b"x" * 2000)
+    scene.publish(3, payload=b"x" * 4000)
 
 
 # A home that restarted.

@@ -64,3 +64,29 @@ def test_home_that_renews_no_more_is_not_asked_again() -> None:
     held = lease()
     held.renewed(110.0, 110.1, 5.0, more=False)
     assert held.next_renewal is None
+
+
+def test_a_grant_that_came_again_before_the_deadline_goes_on() -> None:
+    held = lease()
+    assert held.acquired_again(b"\1" * 16, 120.0, 125.0, 30.0)
+    assert held.lease_id == b"\1" * 16
+    assert held.deadline == pytest.approx(120.0 + 30.0 - 0.3)
+
+
+@pytest.mark.parametrize("late", [0.0, 0.001, 1.0])
+def test_a_grant_that_came_again_at_the_deadline_or_later_revives_nothing(late: float) -> None:
+    # It was asked for before the deadline; what counts is when it was had: in between the source may have changed its
+    # blocks.
+    held = lease()
+    before = held.deadline
+    assert not held.acquired_again(b"\1" * 16, before - 1.0, before + late, 30.0)
+    assert held.deadline == before
+    assert held.lease_id == b"\0" * 16
+    assert not held.live(before + late)
+
+
+def test_a_grant_that_came_again_after_the_end_of_its_read_is_nobodys() -> None:
+    held = lease()
+    held.end()
+    assert not held.acquired_again(b"\1" * 16, 110.0, 111.0, 30.0)
+    assert held.lease_id == b"\0" * 16

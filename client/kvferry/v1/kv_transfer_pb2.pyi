@@ -16,6 +16,9 @@ Rules for every call:
  - Secrets are the session secret, a reference's key, a lease_id, a read_id and agent metadata. Each says below what it allows.
    No listing, page token, error or event holds one. Everything else is public and proves nothing.
  - Durations are what remains when the message is sent, never points in time: no clock crosses a host.
+ - No message is larger than 4 MiB. What can grow is bounded where it is described; a sender splits it. A limit of what the
+   server holds is LIMIT with a retry delay, for the caller alone whose share is used up: a server shares its memory out
+   over engines and over the hosts that they come from, so that none takes the room of all.
  - Errors are described in errors.proto.
 """
 
@@ -707,7 +710,7 @@ class ReadBlocksRequest(google.protobuf.message.Message):
     """parties is the number of ranks that will report. At least 1; equal in every call of one read."""
     expected_reads: builtins.int
     """expected_reads is the number of reads that will be made of this publication (n-way sampling). 0 means 1; the highest
-    value stated by the publication or any reader wins.
+    value stated by the publication or any reader wins. A reader's counts as at most 64: more is the publication's to state.
     """
     @property
     def reader(self) -> global___EngineRef:
@@ -1025,14 +1028,14 @@ class Publish(google.protobuf.message.Message):
     last: builtins.bool
     """last says that no step follows."""
     expected_reads: builtins.int
-    """expected_reads is the number of reads that will be made. 0 means 1."""
+    """expected_reads is the number of reads that will be made, at most 1024. 0 means 1."""
     payload: builtins.bytes
     """payload for the readers, opaque, at most 64 KiB. With the last step only."""
     checksums: builtins.bool
     """checksums says that every rank will send the sums of its blocks (PublishChecksums), so that readers wait for them."""
     @property
     def groups(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___GroupBlocks]:
-        """groups that gain blocks."""
+        """groups that gain blocks, at most 256, with at most 131072 runs together; more go into a further step."""
 
     def __init__(
         self,
@@ -1128,7 +1131,9 @@ class PublishChecksums(google.protobuf.message.Message):
     """last says that the rank sends no more sums of this publication."""
     @property
     def checksums(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Checksums]:
-        """checksums of the page, all of one rank, at most 131072 sums together."""
+        """checksums of the page, all of one rank, at most 1024 with together 131072 sums. A plane has at most 256 in all pages of a
+        publication.
+        """
 
     def __init__(
         self,
@@ -1189,7 +1194,7 @@ class ReleasedAck(google.protobuf.message.Message):
     PUBLICATIONS_FIELD_NUMBER: builtins.int
     @property
     def publications(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """publications acknowledged."""
+        """publications acknowledged, at most 65536."""
 
     def __init__(
         self,
@@ -1256,7 +1261,7 @@ class ReadDone(google.protobuf.message.Message):
     """lease_id from Accepted."""
     @property
     def reports(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___RankReport]:
-        """reports of ranks, at least one."""
+        """reports of ranks, at least one and at most 4096."""
 
     def __init__(
         self,
@@ -1347,7 +1352,7 @@ class ReadChecksumsRequest(google.protobuf.message.Message):
 
     @property
     def queries(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ChecksumQuery]:
-        """queries, together for at most 524288 sums."""
+        """queries, together for at most 524288 sums of 4096 planes, and for no more than an answer holds (INVALID_FIELD)."""
 
     def __init__(
         self,
@@ -1796,15 +1801,18 @@ class Released(google.protobuf.message.Message):
     REQUEST_ID_FIELD_NUMBER: builtins.int
     OUTCOME_FIELD_NUMBER: builtins.int
     READS_FIELD_NUMBER: builtins.int
+    READS_LEFT_OUT_FIELD_NUMBER: builtins.int
     publication: builtins.int
     """publication number."""
     request_id: builtins.str
     """request_id at the source."""
     outcome: global___ReleaseOutcome.ValueType
     """outcome of the publication."""
+    reads_left_out: builtins.int
+    """reads_left_out is how many more there were."""
     @property
     def reads(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ReadSummary]:
-        """reads made of it."""
+        """reads made of it, at most 256: those that ended VALID first."""
 
     def __init__(
         self,
@@ -1813,8 +1821,9 @@ class Released(google.protobuf.message.Message):
         request_id: builtins.str = ...,
         outcome: global___ReleaseOutcome.ValueType = ...,
         reads: collections.abc.Iterable[global___ReadSummary] | None = ...,
+        reads_left_out: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["outcome", b"outcome", "publication", b"publication", "reads", b"reads", "request_id", b"request_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["outcome", b"outcome", "publication", b"publication", "reads", b"reads", "reads_left_out", b"reads_left_out", "request_id", b"request_id"]) -> None: ...
 
 global___Released = Released
 

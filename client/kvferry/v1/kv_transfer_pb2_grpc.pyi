@@ -16,6 +16,9 @@ Rules for every call:
  - Secrets are the session secret, a reference's key, a lease_id, a read_id and agent metadata. Each says below what it allows.
    No listing, page token, error or event holds one. Everything else is public and proves nothing.
  - Durations are what remains when the message is sent, never points in time: no clock crosses a host.
+ - No message is larger than 4 MiB. What can grow is bounded where it is described; a sender splits it. A limit of what the
+   server holds is LIMIT with a retry delay, for the caller alone whose share is used up: a server shares its memory out
+   over engines and over the hosts that they come from, so that none takes the room of all.
  - Errors are described in errors.proto.
 """
 

@@ -4,8 +4,10 @@ contract."""
 from __future__ import annotations
 
 from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import Message
 
 from kvferry.authority import SECRET_BYTES
+from kvferry.channel import MAX_MESSAGE_BYTES
 from kvferry.clock import from_duration
 from kvferry.errors import InvalidField
 from kvferry.v1 import kv_transfer_pb2 as pb
@@ -13,6 +15,9 @@ from kvferry_server.identity import EngineRef
 
 MAX_TEXT = 256
 MAX_SECONDS = 1e9
+
+MAX_ANSWER_BYTES = MAX_MESSAGE_BYTES - 64 * 1024
+"""Bytes of an answer: what grows in it is paged, or refused. Less than any caller takes, for what gRPC adds."""
 
 
 def text(field: str, value: str, least: int = 1) -> str:
@@ -59,3 +64,8 @@ def _exactly(field: str, value: bytes, size: int, *, optional: bool) -> bytes:
     if len(value) != size and not (optional and not value):
         raise InvalidField(field, f"{len(value)} bytes", f"{size} bytes" + (", or none" if optional else ""))
     return value
+
+
+def entry_size(message: Message) -> int:
+    """Bytes that a message takes as an entry of a repeated field, about: never less."""
+    return message.ByteSize() + 6

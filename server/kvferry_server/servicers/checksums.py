@@ -17,6 +17,9 @@ from kvferry_server.worker import Worker
 MAX_PAGE_SUMS = 1 << 17
 """Sums of one notification."""
 
+MAX_PAGE_PARTS = 1024
+"""Parts of one notification."""
+
 MAX_ASKED_SUMS = 1 << 19
 """Sums of one answer: 2 MiB."""
 
@@ -33,8 +36,10 @@ def publish_checksums(home: Home, sender: EngineRef, message: pb.PublishChecksum
         LimitReached: the engine has too many.
     """
     number = checks.positive("checksums.publication", message.publication)
-    if sum(len(part.sums) for part in message.checksums) > MAX_PAGE_SUMS:
-        raise InvalidField("checksums", "more sums", f"at most {MAX_PAGE_SUMS}")
+    parts, sums = len(message.checksums), sum(len(part.sums) for part in message.checksums)
+    if parts > MAX_PAGE_PARTS or sums > MAX_PAGE_SUMS:
+        limits = f"at most {MAX_PAGE_SUMS} sums in {MAX_PAGE_PARTS} parts"
+        raise InvalidField("checksums", f"{sums} sums in {parts} parts", limits)
     pages = [_page(part) for part in message.checksums]
     with home.turn():
         engine = home.engines.find(sender)
@@ -75,8 +80,19 @@ async def read_checksums(
     size = sum(page.size for _, pages in found for page in pages)
 
     def answer() -> pb.ReadChecksumsResponse:
-        parts = [_to_proto(part) for query, pages in found for part in answers(query, pages)]
-        return pb.ReadChecksumsResponse(home_epoch=home.epoch, checksums=parts, pending_ranks=sorted(pending))
+        response = pb.ReadChecksumsResponse(home_epoch=home.epoch, pending_ranks=sorted(pending))
+        left = checks.MAX_ANSWER_BYTES - response.ByteSize()
+        for query, pages in found:
+            for page in answers(query, pages):
+                part = _to_proto(page)
+                left -= checks.entry_size(part)
+                if left < 0:
+                    problem = f"{sum(len(asked.planes) for asked in queries)} planes with more than an answer holds"
+                    raise InvalidField(
+                        "queries", problem, f"an answer of {checks.MAX_ANSWER_BYTES} bytes: ask for fewer"
+                    )
+                response.checksums.append(part)
+        return response
 
     return await worker.run_if_heavy(size, answer)
 

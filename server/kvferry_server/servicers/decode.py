@@ -25,6 +25,13 @@ MAX_METADATA = 2 << 20
 MAX_IDENTITY = 256
 """Entries of an identity."""
 
+MAX_GROUPS = 256
+"""Groups of one step of a publication."""
+
+MAX_RUNS = 1 << 17
+"""Runs of one step of a publication, over all groups: what a step costs to check, and to send to each reader at once.
+Two million tokens in blocks of 16, no two of which are neighbours; more go into a further step."""
+
 TOKEN_LIMIT = 1 << 62
 """Token numbers stay below, so that sums of them fit 64 bits."""
 
@@ -63,13 +70,13 @@ def reader_geometry(request: pb.HandshakeRequest) -> EngineGeometry:
     )
 
 
-def ask(request: pb.ReadBlocksRequest, max_parties: int, names: Names) -> Ask:
+def ask(request: pb.ReadBlocksRequest, max_parties: int, names: Names, peer: str = "") -> Ask:
     """What a reader asks for; raises `NotImplementedHere` for a reference that a router made."""
     if not 1 <= request.parties <= max_parties:
         raise InvalidField("parties", request.parties, f"1 to {max_parties}")
     source, number, key = reference(request.reference)
     read = ReadKey(source, number, engine_ref("reader", request.reader), random_bytes("read_id", request.read_id))
-    return Ask(read, key, request.parties, request.expected_reads, names)
+    return Ask(read, key, request.parties, request.expected_reads, names, peer)
 
 
 def reference(given: str) -> tuple[EngineRef, int, bytes]:
@@ -112,10 +119,16 @@ def process(request: pb.WatchRequest) -> Process:
     return Process(engine_ref("engine", request.engine), role, request.rank, node)
 
 
-def offer(message: pb.Publish) -> Offer:
+def offer(message: pb.Publish, max_reads: int) -> Offer:
     """One step of a publication, checked in itself; `check_offer` knows the engine's groups."""
     if len(message.payload) > MAX_PAYLOAD:
         raise InvalidField("publish.payload", f"{len(message.payload)} bytes", f"at most {MAX_PAYLOAD} bytes")
+    runs = sum(len(blocks.run_starts) for blocks in message.groups)
+    if runs > MAX_RUNS or len(message.groups) > MAX_GROUPS:
+        given, most = f"{runs} runs in {len(message.groups)} groups", f"at most {MAX_RUNS} in {MAX_GROUPS}"
+        raise InvalidField("publish.groups", given, most)
+    if message.expected_reads > max_reads:
+        raise InvalidField("publish.expected_reads", message.expected_reads, f"at most {max_reads}")
     if message.payload and not message.last:
         raise InvalidField("publish.payload", f"{len(message.payload)} bytes", "none before the last step")
     return Offer(
@@ -130,10 +143,10 @@ def offer(message: pb.Publish) -> Offer:
     )
 
 
-def reports(message: pb.ReadDone) -> tuple[RankReport, ...]:
-    """The reports of a notification, at least one."""
-    if not message.reports:
-        raise InvalidField("read_done.reports", "none", "at least one")
+def reports(message: pb.ReadDone, max_parties: int) -> tuple[RankReport, ...]:
+    """The reports of a notification, at least one and no more than a read has parties."""
+    if not 1 <= len(message.reports) <= max_parties:
+        raise InvalidField("read_done.reports", f"{len(message.reports)}", f"1 to {max_parties}")
     return tuple(_report(report) for report in message.reports)
 
 

@@ -8,7 +8,7 @@ from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry_server.engines import MISSING_TOLD, Engine
 from kvferry_server.events import Event, PublicationReleased, RankLost
 from kvferry_server.identity import EngineRef
-from kvferry_server.leases import Lease, RankReport, RevokeReason
+from kvferry_server.leases import Lease, RankReport, ReadState, RevokeReason
 from kvferry_server.publications import GroupBlocks, Offer, Publication, Stage
 from kvferry_server.streams import (
     Accepted,
@@ -21,6 +21,9 @@ from kvferry_server.streams import (
     WatchMessage,
 )
 from kvferry_server.times import Times
+
+MAX_TOLD_READS = 256
+"""Reads that are told with a release."""
 
 _STAGES = {
     Stage.PUBLISHING: ipb.REQUEST_STATE_PUBLISHING,
@@ -165,11 +168,15 @@ def _event(response: pb.WatchResponse, event: Event) -> None:
 
 
 def _released(publication: Publication) -> pb.Released:
+    # Whoever has the reference may read, and fail, as often as he likes: what counts comes first.
+    reads = sorted(publication.reads, key=lambda lease: lease.ended_as is not ReadState.VALID)
+    told = reads[:MAX_TOLD_READS]
     return pb.Released(
         publication=publication.number,
         request_id=publication.request_id,
         outcome=pb.ReleaseOutcome.ValueType(publication.outcome or 0),
-        reads=[_read_summary(lease) for lease in publication.reads],
+        reads=[_read_summary(lease) for lease in told],
+        reads_left_out=len(reads) - len(told),
     )
 
 

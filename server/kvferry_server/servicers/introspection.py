@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import grpc.aio
 
@@ -24,23 +23,13 @@ from kvferry.v1.introspection_pb2_grpc import IntrospectionServicer
 from kvferry_server.engines import Engine
 from kvferry_server.home import Home
 from kvferry_server.identity import EngineRef
-from kvferry_server.leases import Lease
-from kvferry_server.publications import Publication, Stage
 from kvferry_server.servicers import checks, encode
-from kvferry_server.servicers.paging import (
-    MAX_SIZE,
-    Key,
-    check_size,
-    make_token,
-    number_key,
-    page,
-    parse_token,
-    text_key,
-)
+from kvferry_server.servicers.paging import MAX_SIZE, check_size, make_token, number_key, page, parse_token
 from kvferry_server.sources import MAX_RANK_BYTES, engine_header
 from kvferry_server.worker import Worker
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+Shelf = TypeVar("Shelf")
 
 PLAN_SECONDS = 5
 """For the ranks of one PlanRead together: a tool may ask for engines that take minutes."""
@@ -65,8 +54,8 @@ class Introspection(IntrospectionServicer):
         """See the contract."""
         home = self._home
         with home.turn():
-            summary = self._summary()
-            summaries, token = page(home.engines.engines(), _engine_key, summary, request.page_size, request.page_token)
+            shelves = {engine.ref: [((), engine)] for engine in home.engines.engines()}
+            summaries, token = page(shelves, self._summary, request.page_size, request.page_token)
         return ipb.ListEnginesResponse(home_epoch=home.epoch, engines=summaries, next_page_token=token)
 
     async def GetEngine(self, request: ipb.GetEngineRequest, context: Context) -> ipb.GetEngineResponse:
@@ -77,7 +66,7 @@ class Introspection(IntrospectionServicer):
         most = check_size(request.page_size) or MAX_SIZE
         with home.turn():
             engine = home.engines.find_live(engine_id, incarnation)
-            summary, source, first = self._summary()(engine), engine.source, engine.first
+            summary, source, first = self._summary(engine), engine.source, engine.first
         if source is None or first is None:
             geometry = geometry_pb2.EngineGeometry(engine_id=engine_id, incarnation=engine.ref.incarnation)
             return ipb.GetEngineResponse(home_epoch=home.epoch, summary=summary, geometry=geometry)
@@ -104,9 +93,9 @@ class Introspection(IntrospectionServicer):
         home = self._home
         wanted = checks.text("engine_id", request.engine_id, least=0)
         with home.turn() as now:
-            found = (one for one in home.lessor.publications() if wanted in ("", one.source.engine_id))
-            summarise = partial(encode.request_summary, now=now)
-            summaries, token = page(found, _publication_key, summarise, request.page_size, request.page_token)
+            shelves = _of_engine(wanted, home.lessor.shelves_of_publications())
+            encoded = partial(encode.request_summary, now=now)
+            summaries, token = page(shelves, encoded, request.page_size, request.page_token)
         return ipb.ListRequestsResponse(home_epoch=home.epoch, requests=summaries, next_page_token=token)
 
     async def ListTransfers(self, request: ipb.ListTransfersRequest, context: Context) -> ipb.ListTransfersResponse:
@@ -114,9 +103,9 @@ class Introspection(IntrospectionServicer):
         home = self._home
         wanted = checks.text("engine_id", request.engine_id, least=0)
         with home.turn() as now:
-            found = (one for one in home.lessor.leases() if wanted in ("", one.publication.source.engine_id))
-            summarise = partial(encode.transfer_summary, now=now)
-            summaries, token = page(found, _lease_key, summarise, request.page_size, request.page_token)
+            shelves = _of_engine(wanted, home.lessor.shelves_of_leases())
+            encoded = partial(encode.transfer_summary, now=now)
+            summaries, token = page(shelves, encoded, request.page_size, request.page_token)
         return ipb.ListTransfersResponse(home_epoch=home.epoch, transfers=summaries, next_page_token=token)
 
     async def PlanRead(self, request: ipb.PlanReadRequest, context: Context) -> ipb.PlanReadResponse:
@@ -169,15 +158,8 @@ class Introspection(IntrospectionServicer):
             source = self._home.engines.check_readable(engine)
         return await self._worker.run(0, lambda: source.geometry)
 
-    def _summary(self) -> Callable[[Engine], ipb.EngineSummary]:
-        """Makes lines about engines, as they are now."""
-        publications: Counter[EngineRef] = Counter()
-        leases: Counter[EngineRef] = Counter()
-        for publication in self._home.lessor.publications():
-            publications[publication.source] += publication.stage is not Stage.RELEASED
-        for lease in self._home.lessor.leases():
-            leases[lease.publication.source] += lease.live
-        return lambda engine: encode.engine_summary(engine, publications[engine.ref], leases[engine.ref])
+    def _summary(self, engine: Engine) -> ipb.EngineSummary:
+        return encode.engine_summary(engine, *self._home.lessor.counts(engine.ref))
 
 
 def _rank_after(page_token: str) -> tuple[bytes, int]:
@@ -190,14 +172,6 @@ def _rank_after(page_token: str) -> tuple[bytes, int]:
     return key[0], int.from_bytes(key[1], "big")
 
 
-def _engine_key(engine: Engine) -> Key:
-    return text_key(engine.ref.engine_id), engine.ref.incarnation
-
-
-def _publication_key(publication: Publication) -> Key:
-    source = publication.source
-    return text_key(source.engine_id), source.incarnation, number_key(publication.number)
-
-
-def _lease_key(lease: Lease) -> Key:
-    return *_publication_key(lease.publication), number_key(lease.number)
+def _of_engine(engine_id: str, shelves: Mapping[EngineRef, Shelf]) -> Mapping[EngineRef, Shelf]:
+    """The shelves of one engine; of all without a name."""
+    return {ref: shelf for ref, shelf in shelves.items() if engine_id in ("", ref.engine_id)}

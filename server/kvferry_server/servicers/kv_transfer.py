@@ -17,7 +17,7 @@ from kvferry_server.engines import MISSING_TOLD
 from kvferry_server.home import Home
 from kvferry_server.relays import Relays
 from kvferry_server.servicers import checks, decode, encode
-from kvferry_server.servicers.callers import names_of
+from kvferry_server.servicers.callers import names_of, peer_of
 from kvferry_server.servicers.checksums import read_checksums
 from kvferry_server.servicers.notify import notify
 from kvferry_server.streams import read_blocks, watch
@@ -94,17 +94,20 @@ class KVTransfer(KVTransferServicer):
     ) -> AsyncGenerator[pb.ReadBlocksResponse, None]:
         """See the contract."""
         home = self._home
-        ask = decode.ask(request, home.limits.ranks, names_of(context))
+        ask = decode.ask(request, home.limits.ranks, names_of(context), peer_of(context))
         wait = min(_time_to_wait(context), home.times.max_wait)
         if request.HasField("wait"):
             wait = min(wait, checks.seconds("wait", request.wait) or wait)
         async with aclosing(read_blocks(home, ask, wait)) as messages:
             async for message in messages:
-                yield encode.read_message(home.epoch, message, home.times, home.clock.now())
+                answer = encode.read_message(home.epoch, message, home.times, home.clock.now())
+                # A reader that does not take what it asked for holds up as much as it was told.
+                with home.memory.holding(ask.read.source, answer.ByteSize()):
+                    yield answer
 
     async def Notify(self, request: pb.NotifyRequest, context: Context) -> pb.NotifyResponse:
         """See the contract."""
-        return notify(self._home, request, names_of(context))
+        return await notify(self._home, request, names_of(context))
 
     async def ReadChecksums(self, request: pb.ReadChecksumsRequest, context: Context) -> pb.ReadChecksumsResponse:
         """See the contract."""
@@ -120,7 +123,9 @@ class KVTransfer(KVTransferServicer):
                 async for answer in relayed:
                     yield answer
             return
-        stream = watch(home, process, request.session_secret, request.resume_epoch, request.resume_sequence)
+        stream = watch(
+            home, process, request.session_secret, request.resume_epoch, request.resume_sequence, peer_of(context)
+        )
         async with aclosing(stream) as messages:
             async for message in messages:
                 yield encode.watch_message(home.epoch, message, home.times, home.advertise)

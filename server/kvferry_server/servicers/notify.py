@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
+
 from kvferry.clock import to_duration
 from kvferry.errors import InvalidField, KvferryError
 from kvferry.status import to_notification_error
@@ -17,8 +20,17 @@ OF_A_SOURCE = frozenset({"publish", "abort", "released_ack", "resync", "checksum
 """Said in an engine's name, so its session secret is needed."""
 
 
-def notify(home: Home, request: pb.NotifyRequest, names: Names) -> pb.NotifyResponse:
+MAX_ACKNOWLEDGED = 1 << 16
+"""Releases acknowledged by one notification."""
+
+TURN_SECONDS = 0.005
+"""A batch lets others have their turn after this time: a thousand heavy notifications take seconds."""
+
+
+async def notify(home: Home, request: pb.NotifyRequest, names: Names) -> pb.NotifyResponse:
     """Do what a batch says; `names` are those of the caller's certificate.
+
+    The answer fits a message: an error takes at most `status.NOTIFICATION_ERROR_BYTES`, and there are at most 1,024.
 
     Raises:
         InvalidField: too many notifications, or a malformed sender.
@@ -34,7 +46,12 @@ def notify(home: Home, request: pb.NotifyRequest, names: Names) -> pb.NotifyResp
             raise InvalidField("sender", None, "the source that speaks")
         with home.turn():
             home.engines.check_session(sender, request.session_secret)
-    results = [_result(home, sender, names, notification) for notification in request.notifications]
+    results, until = list[pb.NotificationResult](), time.monotonic() + TURN_SECONDS
+    for notification in request.notifications:
+        if time.monotonic() > until:
+            await asyncio.sleep(0)
+            until = time.monotonic() + TURN_SECONDS
+        results.append(_result(home, sender, names, notification))
     return pb.NotifyResponse(home_epoch=home.epoch, results=results)
 
 
@@ -56,7 +73,7 @@ def _result(home: Home, sender: EngineRef | None, names: Names, notification: pb
 
 def _from_source(home: Home, sender: EngineRef, kind: str, notification: pb.Notification) -> pb.NotificationResult:
     if kind == "publish":
-        offer = decode.offer(notification.publish)
+        offer = decode.offer(notification.publish, home.limits.reads)
         with home.turn() as now:
             publication = home.lessor.publish(sender, offer)
             published = pb.Published(
@@ -71,12 +88,19 @@ def _from_source(home: Home, sender: EngineRef, kind: str, notification: pb.Noti
         if kind == "abort":
             home.lessor.abort(sender, checks.positive("abort.publication", notification.abort.publication))
         elif kind == "released_ack":
-            home.acknowledge(sender, frozenset(notification.released_ack.publications))
+            _acknowledge(home, sender, notification.released_ack)
         elif kind == "rank_left":
             home.engines.rank_left(sender, notification.rank_left.rank)
         else:
             _resync(home, sender, notification.resync)
     return _done()
+
+
+def _acknowledge(home: Home, sender: EngineRef, message: pb.ReleasedAck) -> None:
+    if len(message.publications) > MAX_ACKNOWLEDGED:
+        given, most = f"{len(message.publications)}", f"at most {MAX_ACKNOWLEDGED}"
+        raise InvalidField("released_ack.publications", given, most)
+    home.acknowledge(sender, frozenset(message.publications))
 
 
 def _resync(home: Home, sender: EngineRef, resync: pb.Resync) -> None:
@@ -99,7 +123,7 @@ def _from_reader(
         return pb.NotificationResult(renewed=pb.Renewed(remaining=to_duration(renewal.remaining), revoked=revoked))
     if kind == "read_done":
         lease_id = checks.random_bytes("read_done.lease_id", notification.read_done.lease_id)
-        reports = decode.reports(notification.read_done)
+        reports = decode.reports(notification.read_done, home.limits.ranks)
         with home.turn():
             judged = home.lessor.report(lease_id, sender, reports, names)
         verdict = pb.Verdict.ValueType(judged.verdict)

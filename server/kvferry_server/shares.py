@@ -1,0 +1,152 @@
+"""How what a home has room for is shared out, so that nobody who takes all he can get leaves others without.
+
+Whoever holds more than the floor may take no more than would stay free: one holder gets at most half of the room, three
+that take all they can a quarter each, and the last quarter stays for everybody else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
+
+from kvferry.errors import LimitReached
+from kvferry_server.identity import EngineRef
+
+
+class Shares:
+    """Room that many share.
+
+    Args:
+        most: all the room there is.
+        floor: what a holder gets for as long as there is any room, whatever the others hold; by default the 256th part.
+
+    Attributes:
+        used: what all hold together.
+    """
+
+    def __init__(self, most: int, floor: int | None = None) -> None:
+        self.most = most
+        self.floor = max(1, most // 256) if floor is None else floor
+        self.used = 0
+        self._held: dict[Hashable, int] = {}
+
+    def held(self, holder: Hashable) -> int:
+        """What one holds."""
+        return self._held.get(holder, 0)
+
+    def fits(self, holder: Hashable, size: int = 1) -> bool:
+        """Whether there is room for so much more of one's."""
+        free = self.most - self.used - size
+        return free >= 0 and (self.in_floor(holder, size) or self.held(holder) + size <= free)
+
+    def in_floor(self, holder: Hashable, size: int = 1) -> bool:
+        """Whether one would still hold no more than the floor."""
+        return self.held(holder) + size <= self.floor
+
+    def take(self, holder: Hashable, size: int = 1) -> None:
+        """One holds so much more; negative: so much less."""
+        self.used += size
+        held = self._held.get(holder, 0) + size
+        if held:
+            self._held[holder] = held
+        else:
+            self._held.pop(holder, None)
+
+    def give(self, holder: Hashable, size: int = 1) -> None:
+        """One holds so much less."""
+        self.take(holder, -size)
+
+
+def check_share(limit: str, shares: Shares, holder: Hashable, retry_after: float) -> None:
+    """Raise `LimitReached` if a holder may not take one more.
+
+    Args:
+        limit: what is shared, a field of `Limits`.
+        shares: the room.
+        holder: who wants more.
+        retry_after: seconds after which there can be room.
+    """
+    if not shares.fits(holder):
+        raise LimitReached(
+            f"{limit}: this one holds {shares.held(holder)}, all together {shares.used} of {shares.most}",
+            retry_after=retry_after,
+            limit=limit,
+            value=shares.most,
+        )
+
+
+class Memory:
+    """Bytes that a home holds, by the engine on whose behalf, and by the peer that the engine came from.
+
+    Sizes are what things take in memory, about. Peers of a UNIX socket cannot be told apart: they are no peer, and
+    their engines' shares decide.
+
+    Args:
+        most: bytes of the home.
+        floor: bytes of one engine that are never refused; beyond `most`, if it comes to that.
+        retry_after: seconds after which there can be room.
+    """
+
+    def __init__(self, most: int, floor: int, retry_after: float) -> None:
+        self._engines = Shares(most, floor)
+        self._peers = Shares(most, 0)
+        self._peer_of: dict[EngineRef, str] = {}
+        self._retry_after = retry_after
+
+    @property
+    def used(self) -> int:
+        """Bytes of all engines."""
+        return self._engines.used
+
+    def held(self, engine: EngineRef) -> int:
+        """Bytes of one engine."""
+        return self._engines.held(engine)
+
+    def comes_from(self, engine: EngineRef, peer: str) -> None:
+        """The peer of an engine, now; empty if it cannot be told apart."""
+        before, held = self._peer_of.pop(engine, ""), self._engines.held(engine)
+        if before:
+            self._peers.give(before, held)
+        if peer:
+            self._peer_of[engine] = peer
+            self._peers.take(peer, held)
+
+    def check(self, engine: EngineRef, size: int) -> None:
+        """Raise `LimitReached` if there is no room for so many bytes more of an engine's."""
+        if self._engines.in_floor(engine, size):
+            return
+        peer = self._peer_of.get(engine)
+        if self._engines.fits(engine, size) and (peer is None or self._peers.fits(peer, size)):
+            return
+        raise LimitReached(
+            f"memory: {engine} holds {self._engines.held(engine)} bytes; {size} more are above its share "
+            f"of this server's {self._engines.most}",
+            retry_after=self._retry_after,
+            limit="memory",
+            value=self._engines.most,
+        )
+
+    def take(self, engine: EngineRef, size: int) -> None:
+        """So many bytes more; negative: less."""
+        self._engines.take(engine, size)
+        peer = self._peer_of.get(engine)
+        if peer is not None:
+            self._peers.take(peer, size)
+
+    def give(self, engine: EngineRef, size: int) -> None:
+        """So many bytes less."""
+        self.take(engine, -size)
+
+    def forget(self, engine: EngineRef) -> None:
+        """The engine is gone; what is still held of it is no peer's any more."""
+        self.comes_from(engine, "")
+
+    @contextmanager
+    def holding(self, engine: EngineRef, size: int) -> Iterator[None]:
+        """Bytes that are held for a while, such as those of a message that waits for a slow reader. Checked."""
+        self.check(engine, size)
+        self.take(engine, size)
+        try:
+            yield
+        finally:
+            self.give(engine, size)

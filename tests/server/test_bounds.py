@@ -1,0 +1,356 @@
+"""What a peer can make grow is bounded in bytes: the largest input that is accepted gives an answer that arrives."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import grpc.aio
+import pytest
+from google.protobuf.wrappers_pb2 import BytesValue
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvferry.authority import incarnation_of
+from kvferry.channel import MAX_MESSAGE_BYTES
+from kvferry.errors import BadReference, InvalidField, KvferryError, LimitReached
+from kvferry.status import NOTIFICATION_ERROR_BYTES
+from kvferry.v1 import introspection_pb2 as ipb
+from kvferry.v1 import kv_transfer_pb2 as pb
+from kvferry.v1.kv_transfer_pb2_grpc import KVTransferStub
+from kvferry_server.identity import EngineRef
+from kvferry_server.limits import Limits
+from kvferry_server.servicers import checks
+from kvferry_server.servicers.decode import MAX_GROUPS, MAX_RUNS
+from kvferry_server.servicers.encode import MAX_TOLD_READS
+from kvferry_server.servicers.notify import MAX_NOTIFICATIONS
+from kvferry_server.servicers.paging import page
+from kvferry_server.streams import STREAMS_CUT_OFF
+from tests.server.node import (
+    TIMEOUT,
+    Node,
+    Stream,
+    Watch,
+    proto,
+    publish_notification,
+    raised,
+    read_done,
+    read_request,
+    reference,
+    register_request,
+    running,
+)
+from tests.server.parties import SECRETS, D, E, P, read_id, start
+
+LONGEST = "\N{PILE OF POO}" * 64
+"""256 bytes; three times as many where a header's bytes are written in hexadecimal."""
+
+STRANGER = start(LONGEST, "?")
+
+SCATTERED = pb.GroupBlocks(
+    group="full",
+    end_token=16 * MAX_RUNS,
+    run_starts=[1 + 2 * (index % 499) for index in range(MAX_RUNS)],
+    run_counts=[1] * MAX_RUNS,
+)
+"""As many runs as a step may have."""
+
+
+async def ready(node: Node) -> Watch:
+    watch = await node.open_engine()
+    await node.register()
+    return watch
+
+
+async def test_the_largest_step_and_payload_reach_a_reader(tmp_path: Path) -> None:
+    async with running(tmp_path) as node:
+        await ready(node)
+        answer = await node.publish(1, groups=[SCATTERED], payload=b"x" * 65536)
+        assert answer.WhichOneof("kind") == "published", answer
+        stream = node.read(1)
+        accepted, blocks, complete = [await stream.next() for _ in range(3)]
+        assert accepted.accepted.lease_id
+        assert list(blocks.blocks.groups[0].run_starts) == list(SCATTERED.run_starts)
+        assert len(complete.complete.payload) == 65536
+
+
+@pytest.mark.parametrize("beyond", ["runs", "groups", "payload", "expected_reads"])
+async def test_a_step_beyond_a_limit_is_refused_and_changes_nothing(tmp_path: Path, beyond: str) -> None:
+    async with running(tmp_path) as node:
+        await ready(node)
+        more = pb.GroupBlocks()
+        more.CopyFrom(SCATTERED)
+        more.run_starts.append(1)
+        more.run_counts.append(1)
+        changes: dict[str, dict[str, Any]] = {
+            "runs": {"groups": [more]},
+            "groups": {"groups": [pb.GroupBlocks(group=f"g{index}") for index in range(MAX_GROUPS + 1)]},
+            "payload": {"payload": b"x" * 65537},
+            "expected_reads": {"expected_reads": Limits().reads + 1},
+        }
+        answer = await node.publish(1, **changes[beyond])
+        assert answer.error.metadata["field"].startswith("publish.")
+        assert (await node.publish(1)).WhichOneof("kind") == "published"
+
+
+def errors() -> dict[str, Callable[[int], pb.Notification]]:
+    """Notifications that fail, each with as much of its sender's in the error as can be."""
+    stranger = proto(STRANGER)
+    name = LONGEST
+    return {
+        "decline": lambda number: pb.Notification(decline=pb.Decline(reference=reference(number + 1, STRANGER))),
+        "wrong key": lambda number: pb.Notification(decline=pb.Decline(reference=reference(1, P, wrong=b"x" * 16))),
+        "unknown group": lambda number: publish_notification(number + 1, groups=[pb.GroupBlocks(group=name)]),
+        "group twice": lambda number: publish_notification(
+            number + 1, groups=[pb.GroupBlocks(group=name[:-1] + chr(0x1F600 + index)) for index in range(MAX_GROUPS)]
+        ),
+        "request_id": lambda number: publish_notification(number + 1, request_id=name * 4),
+        "step": lambda number: publish_notification(number + 1, step=2**32 - 1),
+        "number": lambda number: pb.Notification(abort=pb.Abort(publication=0)),
+        "plane": lambda number: pb.Notification(
+            checksums=pb.PublishChecksums(publication=1, checksums=[pb.Checksums(plane=name, unit_end=2**64 - 1)])
+        ),
+        "lease": lambda number: pb.Notification(renew=pb.Renew(lease_id=stranger.incarnation)),
+    }
+
+
+@pytest.mark.parametrize("kind", errors())
+async def test_a_full_batch_is_answered_whatever_its_errors_repeat(tmp_path: Path, kind: str) -> None:
+    async with running(tmp_path) as node:
+        await ready(node)
+        await node.publish(1)
+        make = errors()[kind]
+        count = MAX_NOTIFICATIONS if kind != "group twice" else 50
+        results = await node.source(*(make(number) for number in range(count)))
+        assert len(results) == count
+        assert {result.WhichOneof("kind") for result in results} == {"error"}
+        assert max(result.ByteSize() for result in results) <= NOTIFICATION_ERROR_BYTES
+
+
+def test_a_full_batch_of_the_largest_errors_fits_a_message() -> None:
+    assert MAX_NOTIFICATIONS * (NOTIFICATION_ERROR_BYTES + 6) + 1024 <= MAX_MESSAGE_BYTES
+
+
+async def test_a_full_batch_of_publications_is_answered(tmp_path: Path) -> None:
+    async with running(tmp_path) as node:
+        await ready(node)
+        batch = (publish_notification(number, request_id=LONGEST) for number in range(1, MAX_NOTIFICATIONS + 1))
+        results = await node.source(*batch)
+        assert {result.WhichOneof("kind") for result in results} == {"published"}
+
+
+@pytest.mark.parametrize(
+    "named", [LONGEST, "\x00" * 256, "%" * 256, "\x7f" * 256], ids=["emoji", "nul", "percent", "del"]
+)
+async def test_an_error_arrives_whatever_it_repeats(tmp_path: Path, named: str) -> None:
+    secret = b"!" * 32
+    stranger = EngineRef(named, incarnation_of(secret))
+    SECRETS[stranger] = secret
+    async with running(tmp_path) as node:
+        await ready(node)
+        who, kv, look = proto(stranger), node.kv, node.introspection
+        calls: list[Any] = [
+            kv.RegisterCache(register_request(ref=stranger), timeout=TIMEOUT),
+            node.handshake(engine_id=named, incarnation=b"", reader=who, reference=""),
+            Stream(kv.ReadBlocks(read_request(reference=reference(1, stranger)), timeout=TIMEOUT)).next(),
+            Stream(kv.ReadBlocks(read_request(reference="kvf1." + named), timeout=TIMEOUT)).next(),
+            kv.Notify(
+                pb.NotifyRequest(sender=who, session_secret=secret, notifications=[publish_notification()]),
+                timeout=TIMEOUT,
+            ),
+            kv.ReadChecksums(pb.ReadChecksumsRequest(reader=who, lease_id=b"x" * 16), timeout=TIMEOUT),
+            Watch(node, stranger, role=pb.WATCH_ROLE_RANK).next(),
+            look.GetEngine(ipb.GetEngineRequest(engine_id=named), timeout=TIMEOUT),
+            look.ListEngines(ipb.ListEnginesRequest(page_token=named * 8), timeout=TIMEOUT),
+            look.PlanRead(ipb.PlanReadRequest(source_engine_id=named, destination_engine_id=named), timeout=TIMEOUT),
+        ]
+        for call in calls:
+            error = await raised(call)
+            assert error.reason, error
+            assert isinstance(error, BadReference) or error.values or error.reason == "LEASE_ENDED", error
+
+
+async def test_a_release_tells_as_many_reads_as_a_message_holds_the_valid_ones_first(tmp_path: Path) -> None:
+    async with running(tmp_path) as node:
+        watch = await ready(node)
+        await node.publish(1)
+        reads = Limits().reads
+        for number in range(reads):
+            stream = node.read(1, reader=STRANGER, read_id=read_id(str(number)), parties=1)
+            lease_id = (await stream.next()).accepted.lease_id
+            stream.cancel()
+            outcome = pb.RANK_OUTCOME_DONE if number == reads - 1 else pb.RANK_OUTCOME_FAILED
+            await node.reader(read_done(lease_id, 0, outcome=outcome), ref=STRANGER)
+        released = (await watch.next()).released
+        assert len(released.reads) == MAX_TOLD_READS
+        assert released.reads_left_out == reads - MAX_TOLD_READS
+        assert released.reads[0].state == pb.READ_STATE_VALID
+        assert released.outcome == pb.RELEASE_OUTCOME_READ
+
+
+async def test_transfers_of_many_ranks_are_listed_in_pages_that_arrive(tmp_path: Path) -> None:
+    async with running(tmp_path, Limits(memory=1 << 31)) as node:
+        await ready(node)
+        await node.publish(1)
+        leases, ranks = 60, Limits().ranks
+        for number in range(leases):
+            stream = node.read(1, read_id=read_id(str(number)), parties=ranks)
+            lease_id = (await stream.next()).accepted.lease_id
+            stream.cancel()
+            reports = [
+                pb.RankReport(rank=rank, outcome=pb.RANK_OUTCOME_DONE, bytes=2**64 - 1) for rank in range(ranks - 1)
+            ]
+            await node.reader(pb.Notification(read_done=pb.ReadDone(lease_id=lease_id, reports=reports)))
+        token, pages = "", []
+        while True:
+            request = ipb.ListTransfersRequest(page_size=1000, page_token=token)
+            answer = await node.introspection.ListTransfers(request, timeout=TIMEOUT)
+            pages.append([transfer.read.lease_number for transfer in answer.transfers])
+            token = answer.next_page_token
+            if not token:
+                break
+        assert len(pages) > 1
+        found = list(itertools.chain.from_iterable(pages))
+        assert found == sorted(set(found))
+        assert len(found) == leases
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    shelves=st.dictionaries(
+        st.sampled_from("abcd"), st.dictionaries(st.integers(0, 2**64 - 1), st.integers(0, 1 << 21), max_size=8)
+    ),
+    size=st.integers(0, 5),
+)
+def test_pages_hold_everything_once_in_order_and_none_is_larger_than_a_message(
+    shelves: dict[str, dict[int, int]], size: int
+) -> None:
+    by_ref = {
+        start(name, name): [((number,), length) for number, length in held.items()] for name, held in shelves.items()
+    }
+    token, found = "", list[int]()
+    for _ in range(100):
+        entries, token = page(by_ref, lambda length: BytesValue(value=b"x" * length), size, token)
+        assert sum(entry.ByteSize() for entry in entries) < MAX_MESSAGE_BYTES
+        assert len(entries) <= (size or 100)
+        found += [len(entry.value) for entry in entries]
+        if not token:
+            break
+    assert found == [length for name in sorted(shelves) for _, length in sorted(shelves[name].items())]
+
+
+async def test_sums_that_no_answer_holds_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running(tmp_path) as node:
+        await ready(node)
+        await node.publish(1, checksums=True)
+        part = pb.Checksums(plane="layers.0/key", unit_end=8, place_starts=[0], place_counts=[4], sums=list(range(32)))
+        [answer] = await node.source(
+            pb.Notification(checksums=pb.PublishChecksums(publication=1, checksums=[part], last=True))
+        )
+        assert answer.WhichOneof("kind") == "done", answer
+        lease_id = (await node.read(1).next()).accepted.lease_id
+        query = pb.ChecksumQuery(planes=[part.plane], unit_end=8, place_starts=[0], place_counts=[4])
+        request = pb.ReadChecksumsRequest(reader=proto(D), lease_id=lease_id, queries=[query])
+        assert list((await node.kv.ReadChecksums(request, timeout=TIMEOUT)).checksums[0].sums) == list(range(32))
+        monkeypatch.setattr(checks, "MAX_ANSWER_BYTES", 100)
+        assert isinstance(await raised(node.kv.ReadChecksums(request, timeout=TIMEOUT)), InvalidField)
+
+
+async def test_a_page_of_sums_in_very_many_parts_is_refused_at_once(tmp_path: Path) -> None:
+    async with running(tmp_path) as node:
+        await ready(node)
+        await node.publish(1, checksums=True)
+        parts = [
+            pb.Checksums(plane="layers.0/key", unit_end=1, place_starts=[index], place_counts=[1], sums=[0])
+            for index in range(100_000)
+        ]
+        [answer] = await node.source(pb.Notification(checksums=pb.PublishChecksums(publication=1, checksums=parts)))
+        assert answer.error.metadata["field"] == "checksums"
+
+
+async def test_readers_that_do_not_take_what_they_asked_for_hold_up_a_share_of_the_memory(tmp_path: Path) -> None:
+    budget = 32 << 20
+    async with running(tmp_path, Limits(memory=budget, engine_memory=1 << 20)) as node:
+        await ready(node)
+        await node.publish(1, groups=[SCATTERED])
+        held = node.home.memory.held(P)
+        # Accepted comes, and nothing more is taken: gRPC itself reads ahead by little.
+        options = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 4096)]
+        channel = grpc.aio.insecure_channel(f"unix:{tmp_path / 's'}", options=options)
+        kv: Any = KVTransferStub(channel)
+        asked = [read_request(read_id=read_id(str(number))) for number in range(100)]
+        answers = [Stream(kv.ReadBlocks(request, timeout=TIMEOUT)) for request in asked]
+        found = await asyncio.gather(*(raised_or_none(stream) for stream in answers))
+        until = asyncio.get_running_loop().time() + TIMEOUT
+        while node.home.memory.held(P) < held + (2 << 20) and asyncio.get_running_loop().time() < until:
+            await asyncio.sleep(0.01)
+        assert held + (2 << 20) <= node.home.memory.held(P) <= budget // 2
+        # A victim is served.
+        await node.open_engine(E)
+        await node.register(ref=E)
+        [answer] = await node.source(publish_notification(1), ref=E)
+        assert answer.WhichOneof("kind") == "published", answer
+        stream = Stream(node.kv.ReadBlocks(read_request(reference=reference(1, E)), timeout=TIMEOUT))
+        for kind in ("accepted", "blocks", "complete"):
+            assert (await stream.next()).WhichOneof("message") == kind
+        # Who was refused is told when to come again.
+        assert any(isinstance(error, LimitReached) and error.retry_after for error in found)
+        await channel.close()
+
+
+async def test_a_lease_has_few_more_streams_than_parties(tmp_path: Path) -> None:
+    async with running(tmp_path) as node:
+        await ready(node)
+        streams = [node.read(1, parties=2) for _ in range(2 + STREAMS_CUT_OFF)]
+        for stream in streams:
+            await stream.next()
+        error = await raised(node.read(1, parties=2).next())
+        assert isinstance(error, LimitReached)
+        assert error.values["limit"] == "streams"
+        streams[0].cancel()
+        for _ in range(100):
+            stream = node.read(1, parties=2)
+            if not isinstance(await raised_or_none(stream), LimitReached):
+                break
+            await asyncio.sleep(0.05)
+        else:
+            raise AssertionError("no room after one had left")
+
+
+async def raised_or_none(stream: Stream) -> KvferryError | None:
+    try:
+        await stream.next()
+    except KvferryError as error:
+        return error
+    return None
+
+
+async def test_acknowledgements_and_reports_have_limits(tmp_path: Path) -> None:
+    async with running(tmp_path) as node:
+        await ready(node)
+        [answer] = await node.source(pb.Notification(released_ack=pb.ReleasedAck(publications=range(65_537))))
+        assert answer.error.metadata["field"] == "released_ack.publications"
+        reports = [pb.RankReport(rank=rank, outcome=pb.RANK_OUTCOME_DONE) for rank in range(Limits().ranks + 1)]
+        [answer] = await node.reader(pb.Notification(read_done=pb.ReadDone(lease_id=b"x" * 16, reports=reports)))
+        assert answer.error.metadata["field"] == "read_done.reports"
+
+
+async def test_a_heavy_batch_lets_others_have_their_turn(tmp_path: Path) -> None:
+    async with running(tmp_path) as node:
+        await ready(node)
+        await node.publish(1)
+        stream = node.read(1)
+        lease_id = (await stream.next()).accepted.lease_id
+        small = pb.GroupBlocks(group="full", end_token=16 * 4096, run_starts=[1, 3] * 2048, run_counts=[1] * 4096)
+        heavy = node.source(*(publish_notification(number, groups=[small]) for number in range(2, 300)))
+        task = asyncio.create_task(heavy)
+        renewals = 0
+        while not task.done():
+            [answer] = await node.reader(pb.Notification(renew=pb.Renew(lease_id=lease_id)))
+            assert answer.WhichOneof("kind") == "renewed"
+            renewals += 1
+        assert {result.WhichOneof("kind") for result in await task} == {"published"}
+        assert renewals > 3
