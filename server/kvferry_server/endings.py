@@ -66,10 +66,11 @@ class Endings:
         self._publication_times.advance(now, self._on_publication_due, most)
 
     def publication(self, book: Book, number: int, now: float) -> Publication | None:
-        """What a book has under a number at this moment, even if `advance` has not come to it yet."""
+        """What a book has under a number at this moment, even if `advance` has not come to it yet. Of its leases some may
+        be over that `advance` has not come to: then it is held, or not released, for a moment longer."""
         publication = book.publications.get(number)
-        if publication is not None:
-            self._settle_due(publication, now)
+        if publication is not None and publication.due() <= now:
+            self._on_publication_due(publication, now)
         return book.publications.get(number)
 
     def lease(self, lease_id: bytes, now: float) -> Lease | None:
@@ -202,17 +203,12 @@ class Endings:
     def _at(self, lease: Lease | None, now: float) -> Lease | None:
         if lease is None:
             return None
-        self._settle_due(lease.publication, now)
         if lease.due() <= now:
             self._on_lease_due(lease, now)
-        return self.leases.get(lease.lease_id)
-
-    def _settle_due(self, publication: Publication, now: float) -> None:
-        """What `advance` would do about a publication and its live leases."""
-        for lease in [lease for lease in publication.leases if lease.due() <= now]:
+        if lease.due() <= now:
+            # It was over for so long that its outcome is, too.
             self._on_lease_due(lease, now)
-        if publication.due() <= now:
-            self._on_publication_due(publication, now)
+        return self.leases.get(lease.lease_id)
 
     def _settle(self, publication: Publication, now: float) -> None:
         """Release or forget what nothing holds any more."""
