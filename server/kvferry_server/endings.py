@@ -66,8 +66,10 @@ class Endings:
         self._publication_times.advance(now, self._on_publication_due, most)
 
     def publication(self, book: Book, number: int, now: float) -> Publication | None:
-        """What a book has under a number at this moment, even if `advance` has not come to it yet. Of its leases some may
-        be over that `advance` has not come to: then it is held, or not released, for a moment longer."""
+        """What a book has under a number at this moment, even if `advance` has not come to it yet.
+
+        Of its leases some may be over that `advance` has not come to: it is held or pinned for a moment longer then.
+        """
         publication = book.publications.get(number)
         if publication is not None and publication.due() <= now:
             self._on_publication_due(publication, now)
