@@ -179,6 +179,8 @@ class Endings:
         book = self.books[publication.source]
         del book.publications[publication.number]
         book.declined.discard(publication)
+        if book.snapshot is not None:
+            book.snapshot.discard(publication.number)
         size = PUBLICATION_BYTES + sum(lease.size for lease in publication.reads if lease.lease_id not in self.leases)
         if publication.stage is not Stage.AWAITED:
             book.arrived -= 1
