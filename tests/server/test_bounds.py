@@ -357,3 +357,33 @@ async def test_a_heavy_batch_lets_others_have_their_turn(tmp_path: Path) -> None
             renewals += 1
         assert {result.WhichOneof("kind") for result in await task} == {"published"}
         assert renewals > 3
+
+
+async def test_a_flood_by_three_engines_refuses_them_and_nobody_else(tmp_path: Path) -> None:
+    budget = 16 << 20
+    async with running(tmp_path, Limits(memory=budget, engine_memory=256 << 10)) as node:
+        for letter in "abc":
+            flood = start(f"flood-{letter}", letter)
+            await node.open_engine(flood)
+            await node.register(ref=flood)
+            number, refused = 1, False
+            while not refused:
+                batch = [publish_notification(number + index, payload=b"x" * 65536) for index in range(32)]
+                aborts = [pb.Notification(abort=pb.Abort(publication=number + 100 + index)) for index in range(100)]
+                results = await node.source(*batch, *aborts, ref=flood)
+                errors_of = [result.error for result in results if result.WhichOneof("kind") == "error"]
+                refused = any(
+                    error.metadata["limit"] == "memory" and error.HasField("retry_after") for error in errors_of
+                )
+                number += 300
+        assert node.home.memory.used <= budget
+        watch = await ready(node)
+        for number in range(1, 30):
+            assert (await node.publish(number, payload=b"x" * 4096)).WhichOneof("kind") == "published"
+            lease_id = (await node.read(number).next()).accepted.lease_id
+            [renewed] = await node.reader(pb.Notification(renew=pb.Renew(lease_id=lease_id)))
+            assert renewed.renewed.remaining.seconds > 0
+            [ended] = await node.reader(read_done(lease_id, 0))
+            assert ended.read_ended.verdict == pb.VERDICT_VALID
+            assert (await watch.next()).released.publication == number
+            await node.source(pb.Notification(released_ack=pb.ReleasedAck(publications=[number])))
