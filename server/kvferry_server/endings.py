@@ -66,10 +66,13 @@ class Endings:
         self._publication_times.advance(now, self._on_publication_due, most)
 
     def publication(self, book: Book, number: int, now: float) -> Publication | None:
-        """What a book has under a number at this moment, even if `advance` has not come to it yet."""
+        """What a book has under a number at this moment, even if `advance` has not come to it yet.
+
+        Of its leases some may be over that `advance` has not come to: it is held or pinned for a moment longer then.
+        """
         publication = book.publications.get(number)
-        if publication is not None:
-            self._settle_due(publication, now)
+        if publication is not None and publication.due() <= now:
+            self._on_publication_due(publication, now)
         return book.publications.get(number)
 
     def lease(self, lease_id: bytes, now: float) -> Lease | None:
@@ -176,6 +179,8 @@ class Endings:
         book = self.books[publication.source]
         del book.publications[publication.number]
         book.declined.discard(publication)
+        if book.snapshot is not None:
+            book.snapshot.discard(publication.number)
         size = PUBLICATION_BYTES + sum(lease.size for lease in publication.reads if lease.lease_id not in self.leases)
         if publication.stage is not Stage.AWAITED:
             book.arrived -= 1
@@ -202,17 +207,12 @@ class Endings:
     def _at(self, lease: Lease | None, now: float) -> Lease | None:
         if lease is None:
             return None
-        self._settle_due(lease.publication, now)
         if lease.due() <= now:
             self._on_lease_due(lease, now)
-        return self.leases.get(lease.lease_id)
-
-    def _settle_due(self, publication: Publication, now: float) -> None:
-        """What `advance` would do about a publication and its live leases."""
-        for lease in [lease for lease in publication.leases if lease.due() <= now]:
+        if lease.due() <= now:
+            # It was over for so long that its outcome is, too.
             self._on_lease_due(lease, now)
-        if publication.due() <= now:
-            self._on_publication_due(publication, now)
+        return self.leases.get(lease.lease_id)
 
     def _settle(self, publication: Publication, now: float) -> None:
         """Release or forget what nothing holds any more."""

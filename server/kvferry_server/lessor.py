@@ -55,8 +55,7 @@ from kvferry_server.shares import Memory, Shares, check_share
 from kvferry_server.times import Times
 
 SLICE = 256
-"""Leases, and publications, that are ended in one go: a hundred thousand may be due at once, and everybody waits meanwhile.
-"""
+"""Leases, and publications, that are ended in one go: a hundred thousand may be due at once, and everybody waits."""
 
 
 class Lessor:

@@ -297,6 +297,19 @@ def test_a_snapshot_that_a_new_request_overtakes_is_complete() -> None:
     assert [scene.grant(number).live for number in (1, 2, 4999, 5000)] == [True] * 4
 
 
+def test_a_snapshot_without_an_end_remembers_only_what_is_there() -> None:
+    scene = Scene()
+    scene.lessor.begin_snapshot(P)
+    for number in range(1, 100):
+        scene.publish(number)
+        scene.lessor.abort(P, number)
+        scene.lessor.acknowledge(P, [number])
+    scene.publish(100)
+    assert scene.lessor._endings.book(P).snapshot == {100}
+    scene.lessor.end_snapshot(P, 100)
+    assert scene.grant(100).live
+
+
 def test_what_came_and_is_gone_does_not_come_again_while_a_home_recovers() -> None:
     scene = Scene(recovering=True)
     scene.publish(1)

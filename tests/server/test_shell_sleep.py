@@ -1,5 +1,5 @@
-"""A server that slept for longer than a publication's final deadline: its source may have released by itself, so nothing
-of it is granted on waking, whatever was asked meanwhile."""
+"""A server that slept for longer than a publication's final deadline: its source may have released by itself, so
+nothing of it is granted on waking, whatever was asked meanwhile."""
 
 from __future__ import annotations
 
