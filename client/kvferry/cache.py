@@ -10,12 +10,14 @@ from dataclasses import replace
 from functools import partial
 
 from kvferry.agents import AgentInfo, ServingAgent
+from kvferry.batches import check_size
 from kvferry.blocks import Blocks
 from kvferry.checksumming import Checksummer
 from kvferry.clock import from_duration, now
 from kvferry.codec import group_to_proto, rank_to_proto, region_to_proto
 from kvferry.control import Control, retrying
-from kvferry.errors import Closed, InvalidField, KvferryError
+from kvferry.errors import Closed, InvalidField, KvferryError, MessageTooLarge
+from kvferry.forks import OneProcess
 from kvferry.geometry import EngineGeometry, MemoryRegion, RankGeometry, check_rank, check_regions
 from kvferry.homes import Homes
 from kvferry.integrity import IntegrityOptions
@@ -49,7 +51,7 @@ READ_TIMEOUT = 120.0
 """Seconds a read may take unless it says otherwise, its wait for the publication included."""
 
 
-class Cache:
+class Cache(OneProcess):
     """One registered rank. Made by `Client.register_cache`.
 
     The memory must stay mapped, and its tensors referenced, for the life of the process: NIXL revokes nothing.
@@ -74,7 +76,6 @@ class Cache:
         max_reads: int,
         session: EngineSession | None,
         timeout: float,
-        check_process: Callable[[], None],
         keep: object,
     ) -> None:
         check_rank(spec.groups, rank)
@@ -86,7 +87,6 @@ class Cache:
         self._session = session
         self._homes = homes
         self._token = token
-        self._check_process = check_process
         self._keep = keep
         self._closed = False
         self._lock = threading.Lock()
@@ -105,6 +105,16 @@ class Cache:
             rank=rank_to_proto(rank),
             agent=_agent_to_proto(self._agent) if self._agent else None,
         )
+        try:
+            check_size(
+                f"the registration of rank {rank.rank} with {len(rank.planes)} planes, {len(regions)} regions and "
+                f"{self._registration.agent.ByteSize()} bytes of its agent",
+                self._registration,
+            )
+        except MessageTooLarge:
+            if self._agent is not None:
+                self._agent.close()
+            raise
         self._staging = staging
         self._rules: dict[str, PathRule] = {}
         self._transport = Transport(regions, options, staging=staging, tensors=tensors, keep=keep)
@@ -309,7 +319,8 @@ class Cache:
 
     def _register(self, timeout: float) -> pb.RegisterCacheResponse:
         control: Control = self._homes.own
-        return retrying(lambda left: control.register_cache(self._registration, left), now() + timeout)
+        what = f"the registration of rank {self.rank.rank} of engine {self.spec.engine_id!r} at {control.address}"
+        return retrying(lambda left: control.register_cache(self._registration, left), now() + timeout, what=what)
 
     def _geometry(self, deadline: float) -> EngineGeometry:
         """The whole engine; asked for once, since an incarnation's geometry does not change."""
@@ -348,7 +359,6 @@ class Cache:
             self._transport.retire(agent.name)
 
     def _check_open(self) -> None:
-        self._check_process()
         if self._closed:
             raise Closed(f"the cache of rank {self.rank.rank} of engine {self.spec.engine_id!r} is closed")
 

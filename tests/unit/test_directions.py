@@ -52,6 +52,8 @@ LAYERS = [
     {
         "status",
         "channel",
+        "threads",
+        "forks",
         "leases",
         "judgement",
         "offers",
@@ -69,6 +71,9 @@ LAYERS = [
     },
     {
         "breaker",
+        "batches",
+        "acknowledging",
+        "telling",
         "checksumming",
         "verifying",
         "reporting",
