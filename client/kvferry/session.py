@@ -28,7 +28,6 @@ MAX_PAYLOAD = 64 * 1024
 """Bytes of a publication's payload."""
 
 
-
 class EngineSession(OneProcess):
     """An engine as its home knows it. Made by `Client.open_engine`, in the one process that chooses the incarnation.
 
@@ -191,6 +190,7 @@ class EngineSession(OneProcess):
         with self._news:
             self._closed = True
             self._news.notify_all()
+        self._acknowledgements.close()
         self._watcher.close()
 
     def _encode(self, blocks: Mapping[str, Blocks]) -> list[pb.GroupBlocks]:

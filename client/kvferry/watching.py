@@ -98,7 +98,6 @@ class Watcher:
                 self._say(error)
                 self._failure = error
                 if _for_good(error):
-                    self._synced.set()
                     return
                 pause = max(self._back_off(), error.retry_after or 0.0)
             except Exception:

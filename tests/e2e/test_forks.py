@@ -6,13 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("how", ["_exit", "exit"])
-def test_every_method_in_a_child_while_the_parent_reads_on(homes: tuple[str, str], how: str) -> None:
-    command = [sys.executable, "-m", "tests.e2e.forked", homes[0], how]
+def test_every_method_in_a_child_while_the_parent_reads_on(homes: tuple[str, str]) -> None:
+    command = [sys.executable, "-m", "tests.e2e.forked", homes[0]]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
