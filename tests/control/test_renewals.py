@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -56,9 +57,7 @@ def test_more_leases_than_a_call_holds_of_two_readers_in_one_client(tmp_path: Pa
             reference = session.publish(f"request {number}", {"full": Blocks([1])}, expected_reads=1000).reference
             for read in range(PER_PUBLICATION):
                 lease = acquired(home, reference, reader, read)
-                renewals.keep(
-                    lease, home, reader, f"read {read}", lambda _: None, lambda lease=lease: lost.append(lease)
-                )  # type: ignore[misc]
+                renewals.keep(lease, home, reader, f"read {read}", lambda _: None, partial(lost.append, lease))
                 leases.append((lease, reader))
         # All are due together from now on, and each outlives its first term twice.
         together = now()

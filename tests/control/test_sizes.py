@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import signal
 from pathlib import Path
 
@@ -47,7 +48,7 @@ def test_any_notifications_go_out_in_order_and_within_the_limits(sizes: list[int
         assert len(request.notifications) <= BATCH
         # One that fits alone has the margin for its envelope.
         assert request.ByteSize() <= (SENT_BYTES if len(request.notifications) > 1 else SENT_BYTES + 1024)
-    for one, other in zip(requests, requests[1:], strict=False):
+    for one, other in itertools.pairwise(requests):
         full = len(one.notifications) == BATCH or one.ByteSize() + other.notifications[0].ByteSize() > SENT_BYTES - 8192
         assert full, "as few calls as the limits allow"
 
