@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -36,10 +37,13 @@ from kvferry.spec import EngineSpec, EngineToken
 from kvferry.staging import StagingOptions
 from kvferry.summing import Summers
 from kvferry.tensors import Tensor
+from kvferry.threads import start_thread
 from kvferry.transfers import Transport, TransportGauges
 from kvferry.v1 import geometry_pb2
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry.verifying import Verifier
+
+logger = logging.getLogger(__name__)
 
 MEASURE_TIMEOUT = 2.0
 """Seconds for measuring what reads cost; a peer that takes longer is not measured, and its first read does not wait."""
@@ -255,6 +259,7 @@ class Cache(OneProcess):
 
         Raises:
             HomeNotAllowed: the home may not be dialled.
+            LimitReached: the system gives no thread.
             ForkedClient, Closed: this cache cannot be used any more.
         """
         self._check_open()
@@ -271,7 +276,7 @@ class Cache(OneProcess):
             else:
                 done.set_result(tuple(peer.agents))
 
-        threading.Thread(target=run, name=f"kvferry-warm-{engine_id}", daemon=True).start()
+        start_thread(run, f"kvferry-warm-{engine_id}")
         return done
 
     def rank_reads(self, ended: Callable[[RankRead], None], quiesced: Callable[[RankRead], None]) -> RankReads:
@@ -313,9 +318,20 @@ class Cache(OneProcess):
             self._agent.close()
 
     def register_again(self) -> None:
-        """Refill a home that lost its record of this rank. Same content, so it changes nothing at one that has it."""
-        if not self._closed:
+        """Refill a home that lost its record of this rank. Same content, so it changes nothing at one that has it.
+
+        Raises:
+            Unavailable: the node server cannot take it now. What it refuses for good is logged.
+        """
+        if self._closed:
+            return
+        try:
             self._register(5.0)
+        except KvferryError as error:
+            if error.retryable:
+                raise
+            message = "rank %d of engine %s was not registered again: %s"
+            logger.warning(message, self.rank.rank, self.spec.engine_id, error)
 
     def _register(self, timeout: float) -> pb.RegisterCacheResponse:
         control: Control = self._homes.own

@@ -84,7 +84,13 @@ class Client(OneProcess):
         self._check_open()
         session = EngineSession(self._homes.own, spec, timeout)
         with self._lock:
-            self._sessions[spec.engine_id] = session
+            late = self._closed
+            if not late:
+                self._sessions[spec.engine_id] = session
+        if late:
+            # `close` came meanwhile, and does not know of it.
+            session.close()
+        self._check_open()
         self._homes.known_as(session.advertise)
         return session
 
@@ -156,7 +162,12 @@ class Client(OneProcess):
         if session is not None:
             session.on_refill(cache.register_again)
         with self._lock:
-            self._caches.append(cache)
+            late = self._closed
+            if not late:
+                self._caches.append(cache)
+        if late:
+            cache.close()
+        self._check_open()
         return cache
 
     def lease_holder(self, session: EngineSession) -> LeaseHolder:
@@ -234,7 +245,12 @@ class Client(OneProcess):
         opened = watcher.open(timeout)
         self._homes.known_as(opened.advertise)
         with self._lock:
-            self._watchers.append(watcher)
+            late = self._closed
+            if not late:
+                self._watchers.append(watcher)
+        if late:
+            watcher.close()
+        self._check_open()
 
     def _check_open(self) -> None:
         if self._closed:

@@ -4,6 +4,7 @@ message allow."""
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -55,6 +56,8 @@ class Renewals:
         """Leases of which a warning said that they are not renewed."""
         self._thread: threading.Thread | None = None
         self._closed = False
+        self._wakes_at = 0.0
+        """When the thread looks at the leases next without being told to."""
 
     def keep(
         self,
@@ -84,7 +87,10 @@ class Renewals:
             if self._thread is None:
                 self._thread = start_thread(self._run, "kvferry-renewals")
             self._kept[lease] = _Kept(lease, home, sender, name, extended, lost)
-            self._changed.notify()
+            due = lease.next_renewal
+            if due is not None and due < self._wakes_at:
+                # Else the thread looks in time by itself; waking it for each of many leases would cost their square.
+                self._changed.notify()
 
     def drop(self, lease: ReaderLease) -> None:
         """Renew it no more: its read has ended."""
@@ -127,7 +133,9 @@ class Renewals:
             if due:
                 return due
             first = min((at for at, _ in pending), default=None)
-            self._changed.wait(None if first is None else max(0.0, min(LONGEST_SLEEP, first - time)))
+            pause = None if first is None else max(0.0, min(LONGEST_SLEEP, first - time))
+            self._wakes_at = math.inf if pause is None else time + pause
+            self._changed.wait(pause)
         return None
 
     def _renew(self, due: Sequence[_Kept]) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from kvferry.acknowledging import Acknowledgements
 from kvferry.batches import batches, check_size
 from kvferry.blocks import Blocks, blocks_to_proto, check_ids
-from kvferry.clock import from_duration, now
+from kvferry.clock import LONGEST, from_duration, now
 from kvferry.control import CALL_TIMEOUT, Control, retrying
 from kvferry.errors import Closed, InvalidField, KvferryError, Unavailable
 from kvferry.forks import OneProcess
@@ -173,7 +173,7 @@ class EngineSession(OneProcess):
                 left = deadline - now()
                 if self._offers.news or self._closed or left <= 0:
                     return self._offers.take_released()
-                self._news.wait(max(0.001, min(left, self._offers.next_deadline() - now())))
+                self._news.wait(max(0.001, min(LONGEST, left, self._offers.next_deadline() - now())))
 
     def unreleased(self) -> tuple[Publication, ...]:
         """Publications whose blocks are still pinned."""
@@ -285,12 +285,7 @@ class EngineSession(OneProcess):
             KvferryError: the home has not taken all of it, and may another time. It has not been told the end.
         """
         for refill in tuple(self._refills):
-            try:
-                refill()
-            except KvferryError as error:
-                if error.retryable:
-                    raise
-                logger.warning("refilling %s: %s", self._control.address, error)
+            refill()
         with self._lock:
             snapshot = self._offers.snapshot()
         try:

@@ -36,9 +36,20 @@ class Scripted(KVTransferServicer):
             self.notified.append(request)
             self.news.notify_all()
         try:
-            return pb.NotifyResponse(home_epoch=EPOCH, results=self.notify(request))
+            results = self.notify(request)
         except KvferryError as error:
             _abort(context, error)
+            results = []
+        return pb.NotifyResponse(home_epoch=EPOCH, results=results)
+
+    def RegisterCache(self, request: pb.RegisterCacheRequest, context: Any) -> pb.RegisterCacheResponse:
+        return pb.RegisterCacheResponse(home_epoch=EPOCH)
+
+    def Handshake(self, request: pb.HandshakeRequest, context: Any) -> pb.HandshakeResponse:
+        return pb.HandshakeResponse(home_epoch=EPOCH)
+
+    def ReadChecksums(self, request: pb.ReadChecksumsRequest, context: Any) -> pb.ReadChecksumsResponse:
+        return pb.ReadChecksumsResponse(home_epoch=EPOCH)
 
     def Watch(self, request: pb.WatchRequest, context: Any) -> Iterator[pb.WatchResponse]:
         with self.news:

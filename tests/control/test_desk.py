@@ -11,7 +11,8 @@ from kvferry.errors import LimitReached
 
 
 def test_work_and_ticks_that_raise_do_not_end_it() -> None:
-    ticks, done = [], threading.Event()
+    ticks: list[None] = []
+    done = threading.Event()
 
     def tick() -> float:
         ticks.append(None)

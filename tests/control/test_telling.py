@@ -136,7 +136,8 @@ def test_a_report_is_told_until_it_is_answered(tmp_path: Path, ranks: int) -> No
 
 def acquire(acquirer: Acquirer, control: Control, cancellation: Cancellation) -> tuple[threading.Thread, list[object]]:
     """Acquire on a thread; what came of it."""
-    text, found = reference(control.address), []
+    text = reference(control.address)
+    found: list[object] = []
     parsed = pb.Reference(home=control.address, engine_id="source", publication=1)
     request = AcquireRequest(control, parsed, text, "read", 1, 0, now() + 60)
 
