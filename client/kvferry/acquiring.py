@@ -6,6 +6,7 @@ import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 from kvferry.authority import read_id_of
 from kvferry.blocks import MAX_BLOCKS, Blocks, blocks_from_proto
@@ -23,6 +24,7 @@ from kvferry.errors import (
 from kvferry.leases import ReaderLease
 from kvferry.renewals import Renewals
 from kvferry.spec import EngineToken
+from kvferry.threads import start_thread
 from kvferry.v1 import kv_transfer_pb2 as pb
 
 logger = logging.getLogger(__name__)
@@ -30,6 +32,9 @@ logger = logging.getLogger(__name__)
 HOME_PATIENCE = 15.0
 """Seconds after which a read gives up a home that cannot be reached: longer than one that restarts, or an engine that
 counts as dead, takes; the engine can recompute instead of waiting for the read's whole timeout."""
+
+RENEW_LEAST = 0.05
+"""Seconds between renewals, whatever a home asks for: one that said 0 would keep a thread busy."""
 
 ACCEPTED_PATIENCE = 1.0
 """Seconds that a read which was cancelled waits for its lease, to end it."""
@@ -41,33 +46,36 @@ class Cancellation:
     def __init__(self, read_id: str) -> None:
         self._read_id = read_id
         self._lock = threading.Lock()
-        self._cancelled = False
+        self._cancelled = threading.Event()
         self._interrupt: Callable[[], None] | None = None
 
     @property
     def cancelled(self) -> bool:
         """Whether it was cancelled."""
-        return self._cancelled
+        return self._cancelled.is_set()
 
     def cancel(self) -> None:
         """Cancel it; interrupts what waits. Idempotent."""
         with self._lock:
-            self._cancelled = True
+            self._cancelled.set()
             interrupt = self._interrupt
         if interrupt is not None:
             interrupt()
 
     def check(self) -> None:
         """Raise `TransferCancelled` if it was cancelled."""
-        if self._cancelled:
+        if self.cancelled:
             raise TransferCancelled(f"read {self._read_id} was cancelled", read_id=self._read_id)
+
+    def wait(self, seconds: float) -> bool:
+        """Wait that long, or until it is cancelled; whether it is."""
+        return self._cancelled.wait(seconds)
 
     def interrupt_by(self, interrupt: Callable[[], None] | None) -> None:
         """How to interrupt what waits from now on."""
         with self._lock:
             self._interrupt = interrupt
-            cancelled = self._cancelled
-        if cancelled and interrupt is not None:
+        if self.cancelled and interrupt is not None:
             interrupt()
 
 
@@ -150,12 +158,10 @@ class Acquirer:
             KvferryError: what the home answered.
         """
         backoff = BACKOFF_FIRST
-        woken = threading.Event()
-        cancellation.interrupt_by(woken.set)
         while True:
             cancellation.check()
             try:
-                return self._ask(request, cancellation, extended, woken)
+                return self._ask(request, cancellation, extended)
             except KvferryError as error:
                 cancellation.check()
                 pause = max(error.retry_after or 0.0, backoff)
@@ -163,16 +169,10 @@ class Acquirer:
                     raise
                 if isinstance(error, Unreachable) and request.home.unreachable_for > HOME_PATIENCE:
                     raise
-            woken.wait(pause)
+            cancellation.wait(pause)
             backoff = min(2 * backoff, BACKOFF_LAST)
 
-    def _ask(
-        self,
-        request: AcquireRequest,
-        cancellation: Cancellation,
-        extended: Callable[[float], None],
-        woken: threading.Event,
-    ) -> Granted:
+    def _ask(self, request: AcquireRequest, cancellation: Cancellation, extended: Callable[[float], None]) -> Granted:
         """One ReadBlocks call, up to Complete. The stream is then left: losing it ends nothing (PROTOCOL, Leases 5)."""
         left = max(0.001, request.deadline - now())
         sent_at = now()
@@ -189,14 +189,17 @@ class Acquirer:
         lease: ReaderLease | None = None
 
         def interrupt() -> None:
-            woken.set()
             if lease is not None:
                 stream.cancel()
                 return
             # A lease that was granted, and whose answer we did not wait for, would pin the source until it ends.
             timer = threading.Timer(ACCEPTED_PATIENCE, stream.cancel)
             timer.daemon = True
-            timer.start()
+            try:
+                timer.start()
+            except RuntimeError:
+                # No thread to be had: then the lease ends with its time.
+                stream.cancel()
 
         cancellation.interrupt_by(interrupt)
         steps: list[pb.Blocks] = []
@@ -204,11 +207,11 @@ class Acquirer:
         try:
             for message in request.home.typed(stream):
                 kind = message.WhichOneof("message")
-                if kind == "accepted":
+                if kind == "accepted" and lease is None:
                     accepted = message.accepted
                     source, request_id = accepted.source, accepted.request_id or request_id
                     remaining, every = from_duration(accepted.remaining), from_duration(accepted.renew_every)
-                    lease = ReaderLease(accepted.lease_id, sent_at, remaining, every)
+                    lease = ReaderLease(accepted.lease_id, sent_at, remaining, max(RENEW_LEAST, every))
                     self._keep(request, lease, extended)
                     cancellation.check()
                 elif kind == "blocks":
@@ -225,14 +228,18 @@ class Acquirer:
                 elif kind == "complete" and lease is not None:
                     return Granted(lease, source, request_id, joined(steps), message.complete.payload)
             raise _timeout(request)
-        except KvferryError as error:
+        except Exception as failure:
             if lease is None:
                 raise
             self._renewals.drop(lease)
+            if not isinstance(failure, KvferryError):
+                self._gave_up(request.home, lease, pb.RANK_OUTCOME_FAILED)
+                raise
+            error: KvferryError = failure
             if error.retryable and request.deadline - now() < BACKOFF_FIRST:
                 # The source was heard, its blocks were not: the call's own deadline cut the stream.
                 error = _timeout(request)
-            cancelled = woken.is_set()
+            cancelled = cancellation.cancelled
             if cancelled or not error.retryable:
                 # The read is over, so the source need not wait for the lease to run out.
                 outcome = pb.RANK_OUTCOME_CANCELLED if cancelled else pb.RANK_OUTCOME_FAILED
@@ -244,17 +251,20 @@ class Acquirer:
 
     def _keep(self, request: AcquireRequest, lease: ReaderLease, extended: Callable[[float], None]) -> None:
         def lost() -> None:
-            name = f"kvferry-reacquire-{request.read_id}"
-            threading.Thread(
-                target=self._acquire_again, args=(request, lease, extended), name=name, daemon=True
-            ).start()
+            start_thread(
+                partial(self._acquire_again, request, lease, extended),
+                f"kvferry-reacquire-{request.reference.engine_id}-{request.reference.publication}",
+            )
 
-        self._renewals.keep(lease, request.home, self._reader, extended, lost)
+        name = f"the read of publication {request.reference.publication} of engine {request.reference.engine_id!r}"
+        self._renewals.keep(lease, request.home, self._reader, name, extended, lost)
 
     def _acquire_again(self, request: AcquireRequest, lease: ReaderLease, extended: Callable[[float], None]) -> None:
         """The home restarted. Ask for the same read again, so that a transfer under way need not start anew."""
 
         def ask(left: float) -> None:
+            if lease.ended:
+                return
             sent_at = now()
             call = pb.ReadBlocksRequest(
                 reference=request.text,
@@ -264,17 +274,28 @@ class Acquirer:
             )
             stream = request.home.read_blocks(call, left)
             try:
-                accepted = next(request.home.typed(stream)).accepted
+                first = next(request.home.typed(stream), None)
             finally:
                 stream.cancel()
-            if lease.acquired_again(accepted.lease_id, sent_at, now(), from_duration(accepted.remaining)):
+            if first is None or first.WhichOneof("message") != "accepted":
+                raise Unreachable(f"{request.home.address} did not accept the read", address=request.home.address)
+            lease_id, remaining = first.accepted.lease_id, from_duration(first.accepted.remaining)
+            if lease.acquired_again(lease_id, sent_at, now(), remaining):
                 self._keep(request, lease, extended)
                 extended(lease.deadline)
+            else:
+                # Too late: nobody needs the new one, and it pins the source.
+                self._gave_up(
+                    request.home, ReaderLease(lease_id, sent_at, remaining, remaining), pb.RANK_OUTCOME_CANCELLED
+                )
 
+        what = f"publication {request.reference.publication} of engine {request.reference.engine_id!r}"
         try:
             retrying(ask, lease.deadline)
         except KvferryError as error:
-            logger.info("read %s was not acquired again: %s", request.read_id, error)
+            logger.warning("the read of %s has lost its lease, which was not acquired again: %s", what, error)
+        except Exception:
+            logger.exception("the read of %s has lost its lease, which was not acquired again", what)
 
 
 def _timeout(request: AcquireRequest) -> PublicationTimeout:

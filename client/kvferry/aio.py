@@ -15,6 +15,7 @@ from kvferry.blocks import Blocks
 from kvferry.cache import READ_TIMEOUT, Cache
 from kvferry.channel import TlsConfig
 from kvferry.client import Client
+from kvferry.forks import OneProcess
 from kvferry.integrity import IntegrityOptions
 from kvferry.nixl_options import NixlOptions
 from kvferry.read import Read
@@ -23,7 +24,7 @@ from kvferry.spec import EngineSpec
 from kvferry.staging import StagingOptions
 
 
-class AsyncClient:
+class AsyncClient(OneProcess):
     """`kvferry.Client` for an event loop. Arguments and errors are the same.
 
     Threading: made and used on one event loop, which is never blocked.
@@ -75,7 +76,7 @@ class AsyncClient:
         await self.close()
 
 
-class AsyncSession:
+class AsyncSession(OneProcess):
     """`EngineSession` for an event loop."""
 
     def __init__(self, session: EngineSession) -> None:
@@ -99,7 +100,7 @@ class AsyncSession:
         return await asyncio.to_thread(self.sync.released, timeout)
 
 
-class AsyncCache:
+class AsyncCache(OneProcess):
     """`Cache` for an event loop."""
 
     def __init__(self, cache: Cache) -> None:

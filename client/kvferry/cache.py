@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -10,12 +11,14 @@ from dataclasses import replace
 from functools import partial
 
 from kvferry.agents import AgentInfo, ServingAgent
+from kvferry.batches import check_size
 from kvferry.blocks import Blocks
 from kvferry.checksumming import Checksummer
 from kvferry.clock import from_duration, now
 from kvferry.codec import group_to_proto, rank_to_proto, region_to_proto
 from kvferry.control import Control, retrying
-from kvferry.errors import Closed, InvalidField, KvferryError
+from kvferry.errors import Closed, InvalidField, KvferryError, MessageTooLarge
+from kvferry.forks import OneProcess
 from kvferry.geometry import EngineGeometry, MemoryRegion, RankGeometry, check_rank, check_regions
 from kvferry.homes import Homes
 from kvferry.integrity import IntegrityOptions
@@ -34,10 +37,13 @@ from kvferry.spec import EngineSpec, EngineToken
 from kvferry.staging import StagingOptions
 from kvferry.summing import Summers
 from kvferry.tensors import Tensor
+from kvferry.threads import start_thread
 from kvferry.transfers import Transport, TransportGauges
 from kvferry.v1 import geometry_pb2
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry.verifying import Verifier
+
+logger = logging.getLogger(__name__)
 
 MEASURE_TIMEOUT = 2.0
 """Seconds for measuring what reads cost; a peer that takes longer is not measured, and its first read does not wait."""
@@ -49,7 +55,7 @@ READ_TIMEOUT = 120.0
 """Seconds a read may take unless it says otherwise, its wait for the publication included."""
 
 
-class Cache:
+class Cache(OneProcess):
     """One registered rank. Made by `Client.register_cache`.
 
     The memory must stay mapped, and its tensors referenced, for the life of the process: NIXL revokes nothing.
@@ -74,7 +80,6 @@ class Cache:
         max_reads: int,
         session: EngineSession | None,
         timeout: float,
-        check_process: Callable[[], None],
         keep: object,
     ) -> None:
         check_rank(spec.groups, rank)
@@ -86,7 +91,6 @@ class Cache:
         self._session = session
         self._homes = homes
         self._token = token
-        self._check_process = check_process
         self._keep = keep
         self._closed = False
         self._lock = threading.Lock()
@@ -105,6 +109,16 @@ class Cache:
             rank=rank_to_proto(rank),
             agent=_agent_to_proto(self._agent) if self._agent else None,
         )
+        try:
+            check_size(
+                f"the registration of rank {rank.rank} with {len(rank.planes)} planes, {len(regions)} regions and "
+                f"{self._registration.agent.ByteSize()} bytes of its agent",
+                self._registration,
+            )
+        except MessageTooLarge:
+            if self._agent is not None:
+                self._agent.close()
+            raise
         self._staging = staging
         self._rules: dict[str, PathRule] = {}
         self._transport = Transport(regions, options, staging=staging, tensors=tensors, keep=keep)
@@ -253,6 +267,7 @@ class Cache:
         Raises:
             BadReference: not an engine's reference.
             HomeNotAllowed: the home may not be dialled.
+            LimitReached: the system gives no thread.
             ForkedClient, Closed: this cache cannot be used any more.
         """
         self._check_open()
@@ -270,7 +285,7 @@ class Cache:
             else:
                 done.set_result(tuple(peer.agents))
 
-        threading.Thread(target=run, name=f"kvferry-warm-{engine.engine_id}", daemon=True).start()
+        start_thread(run, f"kvferry-warm-{engine.engine_id}")
         return done
 
     def rank_reads(self, ended: Callable[[RankRead], None], quiesced: Callable[[RankRead], None]) -> RankReads:
@@ -312,13 +327,25 @@ class Cache:
             self._agent.close()
 
     def register_again(self) -> None:
-        """Refill a home that lost its record of this rank. Same content, so it changes nothing at one that has it."""
-        if not self._closed:
+        """Refill a home that lost its record of this rank. Same content, so it changes nothing at one that has it.
+
+        Raises:
+            Unavailable: the node server cannot take it now. What it refuses for good is logged.
+        """
+        if self._closed:
+            return
+        try:
             self._register(5.0)
+        except KvferryError as error:
+            if error.retryable:
+                raise
+            message = "rank %d of engine %s was not registered again: %s"
+            logger.warning(message, self.rank.rank, self.spec.engine_id, error)
 
     def _register(self, timeout: float) -> pb.RegisterCacheResponse:
         control: Control = self._homes.own
-        return retrying(lambda left: control.register_cache(self._registration, left), now() + timeout)
+        what = f"the registration of rank {self.rank.rank} of engine {self.spec.engine_id!r} at {control.address}"
+        return retrying(lambda left: control.register_cache(self._registration, left), now() + timeout, what=what)
 
     def _geometry(self, deadline: float) -> EngineGeometry:
         """The whole engine; asked for once, since an incarnation's geometry does not change."""
@@ -357,7 +384,6 @@ class Cache:
             self._transport.retire(agent.name)
 
     def _check_open(self) -> None:
-        self._check_process()
         if self._closed:
             raise Closed(f"the cache of rank {self.rank.rank} of engine {self.spec.engine_id!r} is closed")
 

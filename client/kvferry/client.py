@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Mapping, Sequence
 from types import TracebackType
@@ -11,7 +10,8 @@ from kvferry.cache import OPEN_TIMEOUT, Cache
 from kvferry.channel import TlsConfig
 from kvferry.clock import now
 from kvferry.control import CALL_TIMEOUT, retrying
-from kvferry.errors import Closed, ForkedClient, InvalidField
+from kvferry.errors import Closed, InvalidField
+from kvferry.forks import OneProcess
 from kvferry.geometry import MemoryRegion, Plane, RankGeometry
 from kvferry.homes import Homes
 from kvferry.integrity import IntegrityOptions
@@ -27,7 +27,7 @@ from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry.watching import Watcher
 
 
-class Client:
+class Client(OneProcess):
     """A process's way to its node server, and through it to every source.
 
     Nothing is connected or started before it is needed, and every method may be called from any thread. A client does
@@ -57,7 +57,6 @@ class Client:
     ) -> None:
         if max_reads < 1:
             raise InvalidField("max_reads", max_reads, "at least 1")
-        self._pid = os.getpid()
         self._homes = Homes(address, tls, allowed_homes)
         self._renewals = Renewals()
         self._options = options or NixlOptions()
@@ -85,7 +84,13 @@ class Client:
         self._check_open()
         session = EngineSession(self._homes.own, spec, timeout)
         with self._lock:
-            self._sessions[spec.engine_id] = session
+            late = self._closed
+            if not late:
+                self._sessions[spec.engine_id] = session
+        if late:
+            # `close` came meanwhile, and does not know of it.
+            session.close()
+        self._check_open()
         self._homes.known_as(session.advertise)
         return session
 
@@ -152,13 +157,17 @@ class Client:
             max_reads=self._max_reads,
             session=session,
             timeout=deadline - now(),
-            check_process=self._check_open,
             keep=(tensors, keep),
         )
         if session is not None:
             session.on_refill(cache.register_again)
         with self._lock:
-            self._caches.append(cache)
+            late = self._closed
+            if not late:
+                self._caches.append(cache)
+        if late:
+            cache.close()
+        self._check_open()
         return cache
 
     def lease_holder(self, session: EngineSession) -> LeaseHolder:
@@ -176,7 +185,7 @@ class Client:
     def close(self) -> None:
         """Cancel reads, end agents, sessions and connections. Idempotent."""
         with self._lock:
-            if self._closed or os.getpid() != self._pid:
+            if self._closed:
                 return
             self._closed = True
             caches, sessions, watchers = self._caches, list(self._sessions.values()), self._watchers
@@ -236,15 +245,14 @@ class Client:
         opened = watcher.open(timeout)
         self._homes.known_as(opened.advertise)
         with self._lock:
-            self._watchers.append(watcher)
+            late = self._closed
+            if not late:
+                self._watchers.append(watcher)
+        if late:
+            watcher.close()
+        self._check_open()
 
     def _check_open(self) -> None:
-        if os.getpid() != self._pid:
-            raise ForkedClient(
-                f"this client was made in process {self._pid}; process {os.getpid()} must make its own",
-                made_in=self._pid,
-                used_in=os.getpid(),
-            )
         if self._closed:
             raise Closed("the client is closed")
 

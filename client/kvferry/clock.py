@@ -9,6 +9,9 @@ from google.protobuf.duration_pb2 import Duration
 # CLOCK_BOOTTIME is Linux; elsewhere the monotonic clock is the closest there is.
 _CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 
+LONGEST = 1e8
+"""Seconds; timeouts are shorter. Who asks for three years means no deadline at all, and nothing here has none."""
+
 
 def now() -> float:
     """Seconds on this host's clock; never compared with another host's."""

@@ -11,6 +11,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Protocol, TypeVar, cast
 
 import grpc
@@ -19,7 +20,7 @@ from google.protobuf.message import Message
 from kvferry.breaker import Breaker
 from kvferry.channel import TlsConfig, connect
 from kvferry.clock import now
-from kvferry.errors import KvferryError, Unreachable
+from kvferry.errors import Closed, InternalError, KvferryError, Unreachable
 from kvferry.handshaking import Handshaken, put_together
 from kvferry.status import from_notification_error, from_rpc_error
 from kvferry.v1 import kv_transfer_pb2 as pb
@@ -44,6 +45,9 @@ BREAKER_LAST = 1.0
 BACKOFF_FIRST = 0.02
 BACKOFF_LAST = 1.0
 
+SILENCE = 1.0
+"""Seconds after which somebody who waits is told what for."""
+
 
 class Stream(Protocol[Message_co]):
     """A server stream that can be cancelled from another thread."""
@@ -59,6 +63,7 @@ class Control:
         self.address = address
         self._tls = tls
         self._lock = threading.Lock()
+        self._closed = False
         self._channel: grpc.Channel | None = None
         self._stub: KVTransferStub | None = None
         self._breaker = Breaker(BREAKER_THRESHOLD, BREAKER_FIRST, BREAKER_LAST)
@@ -92,31 +97,33 @@ class Control:
 
     def notify_one(self, request: pb.NotifyRequest, timeout: float = CALL_TIMEOUT) -> pb.NotificationResult:
         """Send a batch of one; raises if its result is an error."""
-        result = self.notify(request, timeout)[0]
-        if result.WhichOneof("kind") == "error":
-            raise from_notification_error(result.error)
-        return result
+        return checked_results(request, self.notify(request, timeout), self.address)[0]
 
     def notify_later(
-        self, request: pb.NotifyRequest, timeout: float, answered: Callable[[list[pb.NotificationResult] | None], None]
+        self,
+        request: pb.NotifyRequest,
+        timeout: float,
+        answered: Callable[[list[pb.NotificationResult] | KvferryError], None],
     ) -> None:
-        """Send a batch without waiting; `answered` is called on gRPC's thread with the results, or, also on the
-        caller's, with None if the call failed."""
+        """Send a batch without waiting; `answered` is called once, on gRPC's thread with the results, or, also on the
+        caller's, with why the call failed."""
         try:
             future = self._call(lambda stub: stub.Notify.future(request, timeout=timeout))
-        except Unreachable as error:
-            logger.info("notifications to %s not sent: %s", self.address, error)
-            answered(None)
+        except KvferryError as error:
+            answered(error)
             return
 
         def on_done(_: object) -> None:
-            failure = future.exception()
-            self._judge(failure)
-            if failure is None:
-                answered(list(future.result().results))
-            else:
-                logger.info("notifications to %s not answered: %s", self.address, failure)
-                answered(None)
+            try:
+                failure = future.exception()
+                self._judge(failure)
+                answer = self._typed(failure) if failure is not None else list(future.result().results)
+            except Exception as error:
+                answer = self._typed(error)
+            try:
+                answered(answer)
+            except Exception:
+                logger.exception("what %s answered was not taken", self.address)
 
         future.add_done_callback(on_done)
 
@@ -136,21 +143,24 @@ class Control:
                 yield message
         except grpc.RpcError as error:
             self._judge(error)
-            raise from_rpc_error(error, self.address) from None
+            raise self._typed(error) from None
 
     def close(self) -> None:
-        """Close the channel; later calls open a new one."""
+        """Close the channel: what is under way ends, and later calls raise `Closed`. Idempotent."""
         with self._lock:
+            self._closed = True
             channel, self._channel, self._stub = self._channel, None, None
         if channel is not None:
             channel.close()
 
     def _call(self, call: Callable[[KVTransferStub], Answer]) -> Answer:
         pause = self._breaker.ask(now())
-        if pause > 0:
-            message = f"{self.address} cannot be reached; the next attempt is due in {pause:.1f} s"
-            raise Unreachable(message, retry_after=pause, address=self.address)
         with self._lock:
+            if self._closed:
+                raise self._typed(None)
+            if pause > 0:
+                message = f"{self.address} cannot be reached; the next attempt is due in {pause:.1f} s"
+                raise Unreachable(message, retry_after=pause, address=self.address)
             if self._stub is None:
                 self._channel = connect(self.address, self._tls)
                 self._stub = KVTransferStub(self._channel)
@@ -159,10 +169,20 @@ class Control:
             answer = call(stub)
         except grpc.RpcError as error:
             self._judge(error)
-            raise from_rpc_error(error, self.address) from None
+            raise self._typed(error) from None
+        except ValueError as error:
+            # What gRPC raises for a channel that was closed since.
+            raise self._typed(error) from None
         if isinstance(answer, Message):
             self._judge(None)
         return answer
+
+    def _typed(self, failure: BaseException | None) -> KvferryError:
+        if self._closed:
+            return Closed(f"the connection to {self.address} is closed")
+        if isinstance(failure, grpc.RpcError):
+            return from_rpc_error(failure, self.address)
+        return InternalError(f"the call to {self.address} failed: {failure!r}", address=self.address)
 
     def _judge(self, failure: BaseException | None) -> None:
         """Tell the breaker how an attempt ended. A deadline that passed proves nothing: it may have been short."""
@@ -176,11 +196,29 @@ class Control:
                 self._breaker.succeeded()
 
 
+def checked_results(
+    request: pb.NotifyRequest, results: list[pb.NotificationResult], address: str
+) -> list[pb.NotificationResult]:
+    """The results of a batch; raises the first error among them, and `InternalError` if there are not as many as there
+    were notifications."""
+    if len(results) != len(request.notifications):
+        raise InternalError(
+            f"{address} answered {len(request.notifications)} notifications with {len(results)} results",
+            address=address,
+        )
+    for result in results:
+        if result.WhichOneof("kind") == "error":
+            raise from_notification_error(result.error)
+    return results
+
+
 def retrying(
     call: Callable[[float], Answer],
     deadline: float,
     wait: Callable[[float], object] = time.sleep,
     most: float = CALL_TIMEOUT,
+    *,
+    what: str = "",
 ) -> Answer:
     """Repeat a call while its error says that repeating can help.
 
@@ -189,15 +227,50 @@ def retrying(
         deadline: on `kvferry.clock`; the last error is raised once it has passed.
         wait: how to wait between attempts, e.g. an event's `wait`.
         most: seconds that one call may use.
+        what: is being waited for. Given, a warning says so, once, when it takes longer than `SILENCE`.
     """
     backoff = BACKOFF_FIRST
-    while True:
-        left = deadline - now()
-        try:
-            return call(max(0.001, min(most, left)))
-        except KvferryError as error:
-            pause = max(error.retry_after or 0.0, backoff * random.uniform(0.5, 1.0))
-            if not error.retryable or now() + pause >= deadline:
-                raise
-        wait(pause)
-        backoff = min(2 * backoff, BACKOFF_LAST)
+    with announced(what) as waiting:
+        while True:
+            left = deadline - now()
+            try:
+                return call(max(0.001, min(most, left)))
+            except KvferryError as error:
+                pause = max(error.retry_after or 0.0, backoff * random.uniform(0.5, 1.0))
+                if not error.retryable or now() + pause >= deadline:
+                    raise
+                waiting.reason = error.message
+            wait(pause)
+            backoff = min(2 * backoff, BACKOFF_LAST)
+
+
+class _Waiting:
+    """Something that is waited for.
+
+    Attributes:
+        reason: why it is not there yet; empty: nothing was answered.
+    """
+
+    def __init__(self, what: str) -> None:
+        self.reason = ""
+        self._what = what
+
+    def say(self) -> None:
+        """Warn."""
+        logger.warning("still waiting for %s: %s", self._what, self.reason or "there is no answer yet")
+
+
+@contextmanager
+def announced(what: str) -> Iterator[_Waiting]:
+    """Warn once if the block takes longer than `SILENCE`; never where nothing is said to be waited for."""
+    waiting = _Waiting(what)
+    timer = threading.Timer(SILENCE, waiting.say)
+    timer.daemon = True
+    if what:
+        # A warning is not worth failing for where no thread can be had.
+        with suppress(RuntimeError):
+            timer.start()
+    try:
+        yield waiting
+    finally:
+        timer.cancel()

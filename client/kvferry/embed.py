@@ -12,13 +12,13 @@ from __future__ import annotations
 import asyncio
 import atexit
 import logging
-import os
 import threading
 from concurrent.futures import Future
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from kvferry.errors import KvferryError
+from kvferry.forks import OneProcess
 
 if TYPE_CHECKING:
     from kvferry_server.config import NodeConfig
@@ -62,7 +62,7 @@ def serve(listen: str = "127.0.0.1:0", *, unix: str = "", **settings: Any) -> Em
     return EmbeddedServer(NodeServer, uvloop.new_event_loop(), config)
 
 
-class EmbeddedServer:
+class EmbeddedServer(OneProcess):
     """A node server on a thread of this process. Its methods may be called from any thread.
 
     Attributes:
@@ -73,7 +73,6 @@ class EmbeddedServer:
 
     def __init__(self, server_type: type[NodeServer], loop: asyncio.AbstractEventLoop, config: NodeConfig) -> None:
         self._loop = loop
-        self._pid = os.getpid()
         self._closing = asyncio.Event()
         self._started: Future[NodeServer] = Future()
         self._thread = threading.Thread(
@@ -100,8 +99,7 @@ class EmbeddedServer:
         Raises:
             KvferryError: it did not end in time.
         """
-        if os.getpid() != self._pid or not self._thread.is_alive():
-            # In a forked child the thread does not exist, and the files are the parent's.
+        if not self._thread.is_alive():
             return
         self._loop.call_soon_threadsafe(self._closing.set)
         self._thread.join(timeout)

@@ -34,6 +34,7 @@
     │   ├── ServerDraining
     │   ├── Unreachable
     │   └── LimitReached
+    ├── MessageTooLarge                .values name the size and the limit
     ├── PublicationTimeout (TimeoutError)
     ├── BadAgentMetadata
     ├── TransferError                  a read that gave no good bytes; .quiet says whether its blocks may be reused
@@ -85,6 +86,7 @@ __all__ = [
     "KvferryError",
     "LeaseEnded",
     "LimitReached",
+    "MessageTooLarge",
     "Mismatch",
     "NixlError",
     "NixlMissing",
@@ -454,6 +456,13 @@ class LimitReached(Unavailable):
     """A limit of the server; retry after `.retry_after` seconds. Values: limit, value."""
 
     reason = "LIMIT"
+    code = "RESOURCE_EXHAUSTED"
+
+
+class MessageTooLarge(KvferryError):
+    """A message that no node server takes, or one from a node server that is larger than a client takes. Values: what,
+    size, limit; from gRPC itself: address."""
+
     code = "RESOURCE_EXHAUSTED"
 
 

@@ -13,7 +13,7 @@ from fnmatch import fnmatchcase
 
 from kvferry.channel import TlsConfig, is_loopback
 from kvferry.control import Control
-from kvferry.errors import HomeNotAllowed
+from kvferry.errors import Closed, HomeNotAllowed
 from kvferry.spec import EngineToken
 
 
@@ -32,6 +32,7 @@ class Homes:
         self._allowed = (own, *allowed)
         self._lock = threading.Lock()
         self._controls: dict[str, Control] = {own: self.own}
+        self._closed = False
 
     def known_as(self, advertise: str) -> None:
         """The own node server is what others call by this address."""
@@ -39,9 +40,11 @@ class Homes:
             self._controls.setdefault(advertise, self.own)
 
     def get(self, address: str) -> Control:
-        """The node server of this address; raises `HomeNotAllowed`."""
+        """The node server of this address; raises `HomeNotAllowed`, `Closed`."""
         with self._lock:
             control = self._controls.get(address)
+            if self._closed:
+                raise Closed("the client is closed")
             if control is None:
                 allowed = self._tls is not None or is_loopback(address)
                 if not allowed and not any(fnmatchcase(address, pattern) for pattern in self._allowed):
@@ -57,8 +60,9 @@ class Homes:
             return self._controls.setdefault(token.home, Control(token.home, self._tls))
 
     def close(self) -> None:
-        """Close all connections."""
+        """Close all connections; none is made any more."""
         with self._lock:
+            self._closed = True
             controls = set(self._controls.values())
         for control in controls:
             control.close()

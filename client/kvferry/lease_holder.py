@@ -4,26 +4,30 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Sequence
-from functools import partial
 
 from kvferry.acquiring import Acquirer, AcquireRequest, Cancellation, Granted
-from kvferry.clock import now
-from kvferry.control import CALL_TIMEOUT, Control, retrying
+from kvferry.batches import read_done
+from kvferry.clock import LONGEST, now
+from kvferry.control import Control
 from kvferry.errors import InvalidField, KvferryError
+from kvferry.forks import OneProcess
 from kvferry.homes import Homes
 from kvferry.leases import ReaderLease
 from kvferry.reference import parse_reference
 from kvferry.renewals import Renewals
-from kvferry.reporting import VERDICT_TIMEOUT, Reporter
+from kvferry.reporting import VERDICT_TIMEOUT
 from kvferry.spec import EngineToken
+from kvferry.telling import Telling
 from kvferry.v1 import kv_transfer_pb2 as pb
 
 logger = logging.getLogger(__name__)
 
+DECLINE_PATIENCE = 120.0
+"""Seconds for which a decline is told again: after them a publication that nobody reads is released anyway."""
 
-class LeaseHolder:
+
+class LeaseHolder(OneProcess):
     """The leases of one destination engine.
 
     Threading: `acquire` and `end` wait; everything else makes a call and returns at once.
@@ -38,7 +42,7 @@ class LeaseHolder:
         self._homes = homes
         self._renewals = renewals
         self._reader = token.ref()
-        self._reporter = Reporter(self._reader)
+        self._telling = Telling(self._reader)
         self._acquirer = Acquirer(token, renewals, lambda home, lease, _: self.cancel(home, lease))
 
     def request(
@@ -51,8 +55,8 @@ class LeaseHolder:
             HomeNotAllowed: its home may not be dialled.
             InvalidField: an argument is out of range.
         """
-        if not timeout > 0:
-            raise InvalidField("timeout", timeout, "more than 0 seconds")
+        if not 0 < timeout < LONGEST:
+            raise InvalidField("timeout", timeout, f"more than 0 seconds, and less than {LONGEST:g}")
         parsed = parse_reference(reference)
         home = self._homes.get(parsed.home)
         return AcquireRequest(home, parsed, reference, read_id, parties, expected_reads, now() + timeout)
@@ -76,63 +80,49 @@ class LeaseHolder:
         reports: Sequence[pb.RankReport],
         answered: Callable[[pb.Verdict.ValueType | None], None],
     ) -> None:
-        """Tell how all shares ended; `answered` is called on another thread with the home's verdict, or None.
+        """Tell how all shares ended; `answered` is called, on any thread, with the home's verdict, or with None for
+        each attempt that gave none.
 
         A home that does not answer in time is told again in the background, for as long as the lease runs.
         """
-        done = pb.Notification(read_done=pb.ReadDone(lease_id=lease.lease_id, reports=reports))
 
-        def on_results(results: list[pb.NotificationResult] | None) -> None:
-            if results is not None:
-                kind = results[0].WhichOneof("kind")
-                answered(results[0].read_ended.verdict if kind == "read_ended" else None)
-                return
-            answered(None)
-            again = partial(self._reporter.report_until_answered, home, lease, tuple(reports))
-            threading.Thread(target=again, name="kvferry-report", daemon=True).start()
+        def on_result(result: pb.NotificationResult | None) -> None:
+            ended = result is not None and result.WhichOneof("kind") == "read_ended"
+            answered(result.read_ended.verdict if result is not None and ended else None)
 
-        request = pb.NotifyRequest(sender=self._reader, notifications=[done])
-        home.notify_later(request, VERDICT_TIMEOUT, on_results)
+        self._telling.tell(home, read_done(lease.lease_id, reports), lease.deadline, on_result, timeout=VERDICT_TIMEOUT)
 
     def cancel(self, home: Control, lease: ReaderLease) -> None:
         """End a lease at its home, at once if it can be reached, else with its time (PROTOCOL, Leases 7)."""
-        self._tell(home, [pb.Notification(cancel=pb.CancelRead(lease_id=lease.lease_id))])
+        self._telling.tell(home, [_cancelled(lease)], lease.deadline)
 
     def end(self, home: Control, granted: Granted, timeout: float) -> None:
         """`drop` and `cancel`, and wait until the home has heard it; what fails is logged."""
         self.drop(granted)
-        cancel = pb.Notification(cancel=pb.CancelRead(lease_id=granted.lease.lease_id))
         try:
-            home.notify(pb.NotifyRequest(sender=self._reader, notifications=[cancel]), timeout)
+            home.notify(pb.NotifyRequest(sender=self._reader, notifications=[_cancelled(granted.lease)]), timeout)
         except KvferryError as error:
             logger.info("%s was not told of the end: %s", home.address, error)
 
     def decline(self, reference: str, leases: Sequence[ReaderLease] = ()) -> None:
-        """Say that nobody will read a publication, and end the leases on it (PROTOCOL, Leases 8). A home that cannot be
-        reached releases it by time.
+        """Say that nobody will read a publication, and end the leases on it (PROTOCOL, Leases 8). A home that recovers,
+        or cannot be reached, is told again for `DECLINE_PATIENCE`; after that the publication is released by time.
 
         Raises:
             BadReference, HomeNotAllowed: as `request`.
         """
         home = self._homes.get(parse_reference(reference).home)
-        cancels = [pb.Notification(cancel=pb.CancelRead(lease_id=lease.lease_id)) for lease in leases]
-        self._tell(home, [*cancels, pb.Notification(decline=pb.Decline(reference=reference))])
+        cancels = [_cancelled(lease) for lease in leases]
+        decline = pb.Notification(decline=pb.Decline(reference=reference))
+        self._telling.tell(home, [*cancels, decline], now() + DECLINE_PATIENCE)
 
-    def _tell(self, home: Control, notifications: Sequence[pb.Notification]) -> None:
-        """Without waiting; what was not answered is told again in the background for a while."""
-        request = pb.NotifyRequest(sender=self._reader, notifications=notifications)
+    def close(self) -> None:
+        """Tell nothing again any more. Idempotent."""
+        self._telling.close()
 
-        def again() -> None:
-            try:
-                retrying(lambda left: home.notify(request, left), now() + CALL_TIMEOUT)
-            except KvferryError as error:
-                logger.info("%s was not told: %s", home.address, error)
 
-        def on_results(results: list[pb.NotificationResult] | None) -> None:
-            if results is None:
-                threading.Thread(target=again, name="kvferry-tell", daemon=True).start()
-
-        home.notify_later(request, CALL_TIMEOUT, on_results)
+def _cancelled(lease: ReaderLease) -> pb.Notification:
+    return pb.Notification(cancel=pb.CancelRead(lease_id=lease.lease_id))
 
 
 def _nothing_to_tell(_: float) -> None:

@@ -53,6 +53,12 @@ class ReaderLease:
         with self._lock:
             return self._next_renewal if self._renewable else None
 
+    @property
+    def ended(self) -> bool:
+        """Whether its read has ended, so that nobody needs it any more."""
+        with self._lock:
+            return self._ended
+
     def live(self, now: float) -> bool:
         """Whether a read that ended by now counts."""
         return now < self.deadline
@@ -61,6 +67,11 @@ class ReaderLease:
         """A renewal is being sent; the next one is due after the usual time whatever becomes of it."""
         with self._lock:
             self._next_renewal = sent_at + self.renew_every
+
+    def not_renewed(self, again_at: float) -> None:
+        """A renewal was not answered, or refused: the next one is due at `again_at`, if not before."""
+        with self._lock:
+            self._next_renewal = min(self._next_renewal, again_at)
 
     def renewed(self, sent_at: float, now: float, remaining: float, *, more: bool) -> None:
         """A renewal was acknowledged.

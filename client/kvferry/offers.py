@@ -11,7 +11,7 @@ from __future__ import annotations
 import enum
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from kvferry.authority import publication_key
@@ -75,11 +75,13 @@ class Snapshot:
 
     Attributes:
         publications: numbers of what is told.
-        notifications: what to tell, in this order.
+        notifications: what to tell, in this order; made while they are taken, once, since copying them all takes long.
+        end: what to tell when all of them were taken.
     """
 
     publications: tuple[int, ...]
-    notifications: tuple[pb.Notification, ...]
+    notifications: Iterator[pb.Notification]
+    end: pb.Notification
 
 
 @dataclass(slots=True)
@@ -123,6 +125,9 @@ class Offers:
         self._next = 1
         self._held: dict[int, _Held] = {}
         self._released: deque[Release] = deque()
+        self._next_deadline = math.inf
+        """At most the earliest time at which something is to be released, so that `advance`, which engines call in each
+        step, need not look at everything that is held."""
 
     def publish(self, home: str, step: pb.Publish) -> Publication:
         """Take a request's first step; gives it its number. To be sent; then `sent`.
@@ -186,6 +191,7 @@ class Offers:
         if held is not None:
             held.sending -= 1
             held.release_at = now + self.final * (1 + LOCAL_RELEASE_SHARE) + LOCAL_RELEASE_MARGIN
+            self._next_deadline = min(self._next_deadline, held.release_at)
 
     def abort(self, number: int) -> None:
         """The source takes a publication back. A home that forgot is told so again."""
@@ -195,17 +201,16 @@ class Offers:
 
     def snapshot(self) -> Snapshot:
         """Tell all that is held to a home that has lost its record. To be sent; then `snapshot_sent`."""
-        high_water = self._next - 1
-        notifications = [pb.Notification(resync=pb.Resync(phase=pb.RESYNC_PHASE_BEGIN, high_water=high_water))]
+        held_now: list[tuple[int, bool, tuple[pb.Publish, ...]]] = []
         for number, held in self._held.items():
             held.sending += 1
-            if held.aborted:
-                notifications.append(pb.Notification(abort=pb.Abort(publication=number)))
-                continue
-            notifications += [pb.Notification(publish=step) for step in held.steps]
-            held.open_steps.update(step.step for step in held.steps)
-        notifications.append(pb.Notification(resync=pb.Resync(phase=pb.RESYNC_PHASE_END, high_water=high_water)))
-        return Snapshot(tuple(self._held), tuple(notifications))
+            # Steps are not changed once they are held, so these are no copies.
+            held_now.append((number, held.aborted, tuple(held.steps)))
+            if not held.aborted:
+                held.open_steps.update(step.step for step in held.steps)
+        high_water = self._next - 1
+        end = pb.Notification(resync=pb.Resync(phase=pb.RESYNC_PHASE_END, high_water=high_water))
+        return Snapshot(tuple(self._held), _told(high_water, held_now), end)
 
     def snapshot_sent(self, snapshot: Snapshot, now: float) -> None:
         """The snapshot was told, or the attempt was given up."""
@@ -214,16 +219,25 @@ class Offers:
 
     def released(self, message: pb.Released) -> None:
         """The home says that a publication is released. The second of two releases finds nothing."""
-        self._release(message.publication, ReleaseOutcome(message.outcome), tuple(message.reads))
+        try:
+            outcome = ReleaseOutcome(message.outcome)
+        except ValueError:
+            # A home of a later version may know outcomes that this one does not; the blocks are free all the same.
+            outcome = ReleaseOutcome.FINAL
+        self._release(message.publication, outcome, tuple(message.reads))
 
     def advance(self, now: float) -> None:
         """Release what no home can hold a lease on any more (PROTOCOL, Endings)."""
+        if now < self._next_deadline:
+            return
         for number in [number for number, held in self._held.items() if not held.sending and held.release_at <= now]:
             self._release(number, ReleaseOutcome.FINAL, local=True)
+        waiting = (held.release_at for held in self._held.values() if not held.sending)
+        self._next_deadline = min(waiting, default=math.inf)
 
     def next_deadline(self) -> float:
-        """When `advance` releases something next; infinite if nothing is held that waits for its time."""
-        return min((held.release_at for held in self._held.values() if not held.sending), default=math.inf)
+        """`advance` releases nothing before."""
+        return self._next_deadline
 
     def take_released(self) -> list[Release]:
         """What was released since the last call; each publication exactly once (R3)."""
@@ -246,3 +260,12 @@ class Offers:
         held = self._held.pop(number, None)
         if held is not None:
             self._released.append(Release(number, held.publication.request_id, outcome, reads, local))
+
+
+def _told(high_water: int, held: list[tuple[int, bool, tuple[pb.Publish, ...]]]) -> Iterator[pb.Notification]:
+    yield pb.Notification(resync=pb.Resync(phase=pb.RESYNC_PHASE_BEGIN, high_water=high_water))
+    for number, aborted, steps in held:
+        if aborted:
+            yield pb.Notification(abort=pb.Abort(publication=number))
+        else:
+            yield from (pb.Notification(publish=step) for step in steps)

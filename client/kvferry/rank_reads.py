@@ -30,10 +30,12 @@ from kvferry.errors import (
     TransferStuck,
     WrongKey,
 )
+from kvferry.forks import OneProcess
 from kvferry.needed import needed
 from kvferry.peers import Peer, Peers
 from kvferry.summing import Summers
 from kvferry.tails import Tails, clear_tails
+from kvferry.threads import start_thread
 from kvferry.transfers import Part, Transfer, TransferState, Transport
 from kvferry.verifying import Arrived, Verifier
 
@@ -41,6 +43,8 @@ logger = logging.getLogger(__name__)
 
 REFERENCE_GONE = (WrongKey, PublicationStale, PublicationReleased)
 """Why a source's home does not accept a reference any more, or never did."""
+LONGEST_SLEEP = 1.0
+"""Seconds after which deadlines are looked at again while shares run: what a thread sleeps does not count suspends."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -111,7 +115,7 @@ class RankRead:
         return 0 if self._transfer is None else self._transfer.progress().bytes_done
 
 
-class RankReads:
+class RankReads(OneProcess):
     """The shares of one destination rank.
 
     Args:
@@ -142,15 +146,17 @@ class RankReads:
         self._running: set[RankRead] = set()
         self._meeting: dict[tuple[str, str, bytes], list[RankRead]] = {}
         self._closed = False
-        self._thread = threading.Thread(target=self._run, name="kvferry-rank", daemon=True)
-        self._thread.start()
+        self._closing = threading.Lock()
+        """Nothing is begun after what ends the thread."""
+        self._thread = start_thread(self._run, "kvferry-rank")
 
     def start(self, order: RankOrder) -> RankRead:
         """Begin a share. Returns at once; whatever goes wrong is its `error`. Raises `Closed`."""
-        if self._closed:
-            raise Closed("the cache is closed")
         read = RankRead(order)
-        self._queue.put(partial(self._begin, read))
+        with self._closing:
+            if self._closed:
+                raise Closed("the cache is closed")
+            self._queue.put(partial(self._begin, read))
         return read
 
     def cancel(self, read: RankRead) -> None:
@@ -160,9 +166,11 @@ class RankReads:
 
     def close(self, timeout: float) -> None:
         """Cancel everything, and end the thread. Idempotent."""
-        self._closed = True
-        self._queue.put(self._close)
-        self._thread.join(timeout)
+        with self._closing:
+            self._closed = True
+            self._queue.put(self._close)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(timeout)
 
     # What follows runs on the thread.
 
@@ -176,7 +184,7 @@ class RankReads:
     def _step(self) -> None:
         first = min((read.order.deadline for read in self._running), default=None)
         try:
-            work = self._queue.get(timeout=None if first is None else max(0.0, first - now()))
+            work = self._queue.get(timeout=None if first is None else max(0.0, min(LONGEST_SLEEP, first - now())))
         except queue.Empty:
             for read in [read for read in self._running if read.order.deadline <= now()]:
                 self._overdue(read)
@@ -184,6 +192,9 @@ class RankReads:
             work()
 
     def _begin(self, read: RankRead) -> None:
+        if read.ended:
+            # Cancelled, or its time was up, while its source was being handshaken.
+            return
         self._running.add(read)
         if read._cancellation.cancelled:
             self._cancelled(read)
@@ -199,9 +210,13 @@ class RankReads:
 
     def _meet(self, read: RankRead) -> None:
         """Handshake with a source that is not known, once for all that wait for it."""
-        self._meeting[read.order.source] = [read]
-        name = f"kvferry-meet-{read.order.engine_id}"
-        threading.Thread(target=self._handshake, args=(read.order,), name=name, daemon=True).start()
+        order = read.order
+        self._meeting[order.source] = [read]
+        try:
+            start_thread(partial(self._handshake, order), f"kvferry-meet-{order.engine_id}")
+        except KvferryError as error:
+            del self._meeting[order.source]
+            self._end(read, error)
 
     def _handshake(self, order: RankOrder) -> None:
         """On its own thread."""
@@ -216,13 +231,13 @@ class RankReads:
             self._queue.put(partial(self._met, order, peer))
 
     def _met(self, order: RankOrder, peer: Peer) -> None:
-        for read in self._meeting.pop(order.source):
+        for read in self._meeting.pop(order.source, ()):
             self._go(read, peer)
 
     def _not_met(self, order: RankOrder, error: KvferryError) -> None:
         if isinstance(error, (PeerRestarted, EngineUnknown)):
             self._peers.gone(order.engine_id, order.incarnation)
-        for read in self._meeting.pop(order.source):
+        for read in self._meeting.pop(order.source, ()):
             waits_longer = error.retryable and read.order.deadline > max(order.deadline, now())
             if waits_longer or (isinstance(error, REFERENCE_GONE) and read.order.reference != order.reference):
                 # It may wait for longer than the one whose time was up; and one reference says nothing of another.
@@ -263,8 +278,13 @@ class RankReads:
         if self._verifier is None:
             self._arrived(read, None)
             return
-        name = f"kvferry-verify-{read.order.read_id}"
-        threading.Thread(target=self._verify, args=(read, self._verifier), name=name, daemon=True).start()
+        try:
+            start_thread(
+                partial(self._verify, read, self._verifier),
+                f"kvferry-verify-{read.order.engine_id}-{read.order.publication}",
+            )
+        except KvferryError as error:
+            self._end(read, error)
 
     def _verify(self, read: RankRead, verifier: Verifier) -> None:
         """On its own thread."""
@@ -301,6 +321,9 @@ class RankReads:
                 self._clear_tails(read)
             except KvferryError as failure:
                 error = failure
+            except Exception as failure:
+                logger.exception("the tails of read %s were not cleared", read.order.read_id)
+                error = TransferFailed(f"read {read.order.read_id}: {failure!r}")
         self._end(read, error)
 
     def _clear_tails(self, read: RankRead) -> None:
@@ -322,22 +345,37 @@ class RankReads:
             self._end(read, TransferCancelled(f"read {read_id} was cancelled", read_id=read_id))
 
     def _overdue(self, read: RankRead) -> None:
-        read._cancellation.cancel()
-        quiet = read._transfer is None or read._transfer.cancel()
-        read_id = read.order.read_id
-        self._end(read, TransferStuck(f"read {read_id} did not end in time", quiet=quiet, read_id=read_id))
+        quiet = False
+        try:
+            read._cancellation.cancel()
+            quiet = read._transfer is None or read._transfer.cancel()
+        finally:
+            # Whatever that raised: one that stayed among the running would be overdue again at once, and for ever.
+            read_id = read.order.read_id
+            self._end(read, TransferStuck(f"read {read_id} did not end in time", quiet=quiet, read_id=read_id))
 
     def _end(self, read: RankRead, error: KvferryError | None) -> None:
+        self._running.discard(read)
         if read.ended:
             return
         read.ended, read.error = True, error
-        self._running.discard(read)
         transfer = read._transfer
         quiet = read.quiet
-        self._on_ended(read)
+        self._tell(self._on_ended, read)
         if not quiet and transfer is not None:
-            transfer.add_quiet_callback(lambda _: self._queue.put(partial(self._on_quiesced, read)))
+            # Not by way of the queue: after `close` nobody takes from it, and the transport ends later.
+            transfer.add_quiet_callback(lambda _: self._tell(self._on_quiesced, read))
+
+    def _tell(self, told: Callable[[RankRead], None], read: RankRead) -> None:
+        try:
+            told(read)
+        except Exception:
+            logger.exception("the end of read %s was not taken", read.order.read_id)
 
     def _close(self) -> None:
         for read in tuple(self._running):
-            self._cancelled(read)
+            try:
+                self._cancelled(read)
+            except Exception:
+                # It ends by its deadline.
+                logger.exception("read %s was not cancelled", read.order.read_id)

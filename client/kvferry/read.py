@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from kvferry.acquiring import Cancellation
 from kvferry.errors import KvferryError, TransferCancelled
+from kvferry.forks import OneProcess
 from kvferry.integrity import Verification
 from kvferry.transfers import Transfer
 
@@ -68,7 +69,7 @@ class ReadProgress:
     total: int
 
 
-class Read:
+class Read(OneProcess):
     """One rank's read of one publication. Thread-safe; no method but `result`, `exception` and `wait_quiet` waits.
 
     Await it in asyncio, call `result` in threads, or poll `done` from an engine's step.

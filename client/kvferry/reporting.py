@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from kvferry.control import Control, retrying
+from kvferry.batches import read_done
+from kvferry.control import Control, checked_results, retrying
 from kvferry.errors import KvferryError
 from kvferry.leases import ReaderLease
 from kvferry.v1 import kv_transfer_pb2 as pb
@@ -42,6 +43,8 @@ class Reporter:
     def _tell(
         self, home: Control, lease: ReaderLease, reports: Sequence[pb.RankReport], timeout: float
     ) -> pb.Verdict.ValueType:
-        done = pb.ReadDone(lease_id=lease.lease_id, reports=reports)
-        notify = pb.NotifyRequest(sender=self._reader, notifications=[pb.Notification(read_done=done)])
-        return home.notify_one(notify, timeout).read_ended.verdict
+        request = pb.NotifyRequest(sender=self._reader, notifications=read_done(lease.lease_id, reports))
+        results = checked_results(request, home.notify(request, timeout), home.address)
+        verdicts = [result.read_ended.verdict for result in results]
+        # Those of one lease at one moment; if it ended in between, that is what counts.
+        return next((verdict for verdict in verdicts if verdict != pb.VERDICT_VALID), verdicts[-1])

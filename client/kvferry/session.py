@@ -6,13 +6,17 @@ import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 
+from kvferry.acknowledging import Acknowledgements
 from kvferry.authority import incarnation_of, new_session_secret
+from kvferry.batches import batches, check_size
 from kvferry.blocks import Blocks, blocks_to_proto, check_ids
-from kvferry.clock import from_duration, now
+from kvferry.clock import LONGEST, from_duration, now
 from kvferry.control import CALL_TIMEOUT, Control, retrying
-from kvferry.errors import Closed, KvferryError, Unavailable
+from kvferry.errors import Closed, InvalidField, KvferryError, Unavailable
+from kvferry.forks import OneProcess
 from kvferry.offers import Offers, Publication, Release, ReleaseOutcome, leaves_open
 from kvferry.spec import EngineSpec, EngineToken
+from kvferry.status import from_notification_error
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry.watching import Watcher
 
@@ -20,11 +24,11 @@ __all__ = ["EngineSession", "Publication", "Release", "ReleaseOutcome"]
 
 logger = logging.getLogger(__name__)
 
-BATCH = 512
-"""Notifications per call when refilling a home; the contract allows 1024."""
+MAX_PAYLOAD = 64 * 1024
+"""Bytes of a publication's payload."""
 
 
-class EngineSession:
+class EngineSession(OneProcess):
     """An engine as its home knows it. Made by `Client.open_engine`, in the one process that chooses the incarnation.
 
     Threading: every method may be called from any thread. `publish`, `abort` make one call; `released` makes none.
@@ -39,6 +43,7 @@ class EngineSession:
         self._news = threading.Condition(self._lock)
         self._publishing = threading.Lock()
         self._offers = Offers(self._engine, self._secret)
+        self._acknowledgements = Acknowledgements(control)
         self._refills: list[Callable[[], None]] = []
         self._closed = False
         request = pb.WatchRequest(engine=self._engine, session_secret=self._secret, role=pb.WATCH_ROLE_SCHEDULER)
@@ -79,7 +84,8 @@ class EngineSession:
             timeout: seconds to keep trying.
 
         Raises:
-            BadBlock, InvalidField: the blocks are not ones of this engine.
+            BadBlock, InvalidField: the blocks are not ones of this engine, or another argument is out of range.
+            MessageTooLarge: the blocks do not fit a message; publish them in several steps. Nothing was published.
             Unavailable: the home could not be reached. Whether the publication exists is not known, so it is aborted as
                 well as can be, and its blocks stay pinned until `released` comes, once.
             KvferryError: the home refused; nothing was published.
@@ -134,6 +140,7 @@ class EngineSession:
             payload=payload,
             checksums=checksums,
         )
+        _check_step(step)
         with self._lock:
             # Number and record together, or a snapshot taken in between would name the number and not hold it.
             return self._offers.publish(self.advertise, step), step
@@ -144,6 +151,7 @@ class EngineSession:
         """The part of `publish_more` that makes no call; what it returns is to be handed to `send`."""
         self._check_open()
         step = pb.Publish(groups=self._encode(blocks), last=last, payload=payload)
+        _check_step(step)
         with self._lock:
             self._offers.publish_more(publication.number, step)
         return step
@@ -169,7 +177,7 @@ class EngineSession:
                 left = deadline - now()
                 if self._offers.news or self._closed or left <= 0:
                     return self._offers.take_released()
-                self._news.wait(max(0.001, min(left, self._offers.next_deadline() - now())))
+                self._news.wait(max(0.001, min(LONGEST, left, self._offers.next_deadline() - now())))
 
     def unreleased(self) -> tuple[Publication, ...]:
         """Publications whose blocks are still pinned."""
@@ -186,6 +194,7 @@ class EngineSession:
         with self._news:
             self._closed = True
             self._news.notify_all()
+        self._acknowledgements.close()
         self._watcher.close()
 
     def _encode(self, blocks: Mapping[str, Blocks]) -> list[pb.GroupBlocks]:
@@ -270,27 +279,43 @@ class EngineSession:
         with self._news:
             self._offers.released(released)
             self._news.notify_all()
-        acknowledged = pb.Notification(released_ack=pb.ReleasedAck(publications=[released.publication]))
-        try:
-            self._control.notify(self._request([acknowledged]))
-        except KvferryError as error:
-            # It stays part of the home's full state and is acknowledged when it is told again.
-            logger.info("release of publication %d not acknowledged: %s", released.publication, error)
+        self._acknowledgements.add(released.publication, self._request([]))
 
     def _refill(self) -> None:
-        """Tell a restarted home all that this engine holds published (PROTOCOL, Home restart)."""
+        """Tell a restarted home all that this engine holds published (PROTOCOL, Home restart).
+
+        Raises:
+            KvferryError: the home has not taken all of it, and may another time. It has not been told the end.
+        """
         for refill in tuple(self._refills):
             refill()
         with self._lock:
             snapshot = self._offers.snapshot()
-        notifications = snapshot.notifications
         try:
-            for first in range(0, len(notifications), BATCH):
-                for result in self._control.notify(self._request(notifications[first : first + BATCH])):
-                    if result.WhichOneof("kind") == "error":
-                        logger.warning("refilling %s: %s", self._control.address, result.error.message)
+            for request in batches(self._engine, snapshot.notifications, session_secret=self._secret):
+                if self._closed:
+                    return
+                self._refill_with(request)
+            self._refill_with(self._request([snapshot.end]))
         finally:
             # Also when it failed: the home may have taken what it did not answer.
             with self._news:
                 self._offers.snapshot_sent(snapshot, now())
                 self._news.notify_all()
+
+    def _refill_with(self, request: pb.NotifyRequest) -> None:
+        for result in self._control.notify(request):
+            if result.WhichOneof("kind") == "error":
+                error = from_notification_error(result.error)
+                if error.retryable:
+                    raise error
+                logger.warning("refilling %s: %s", self._control.address, error)
+
+
+def _check_step(step: pb.Publish) -> None:
+    """Raise for a step that no home takes, before its blocks are pinned."""
+    if len(step.payload) > MAX_PAYLOAD:
+        raise InvalidField("payload", f"{len(step.payload)} bytes", f"at most {MAX_PAYLOAD} bytes")
+    if step.payload and not step.last:
+        raise InvalidField("payload", f"{len(step.payload)} bytes", "none before the last step")
+    check_size("a step of a publication", step)

@@ -26,6 +26,7 @@ from kvferry.errors import (
     InvalidInput,
     KvferryError,
     LimitReached,
+    MessageTooLarge,
     NotFound,
     NotImplementedHere,
     Refused,
@@ -52,6 +53,8 @@ VALUES_BYTES = 3072
 
 NOTIFICATION_ERROR_BYTES = 3840
 """Bytes that the error of one notification takes at most in an answer."""
+TOO_LARGE = "larger than max"
+"""What gRPC says of a message over the size limit, of either side and in either direction; there is no code for it."""
 
 _PREFIX = "ERROR_REASON_"
 
@@ -106,9 +109,11 @@ def from_rpc_error(error: grpc.RpcError, address: str) -> KvferryError:
 
     - `Unreachable` for UNAVAILABLE; for DEADLINE_EXCEEDED, because every call of kvferry is idempotent, so
       that no answer in time and no connection ask the caller for the same thing; and for CANCELLED, which is
-      what a server that stops leaves behind (a caller that cancelled by itself knows);
-    - `NotImplementedHere`, `LimitReached` (a message over the size limit: without a retry) or `InternalError`
-      for their codes;
+      what a server that stops, or that a hostile peer floods with resets, leaves behind (a caller that cancelled
+      by itself knows);
+    - `MessageTooLarge` for a message over either side's limit;
+    - `NotImplementedHere`, `LimitReached` (without a retry, since nobody said when) or `InternalError` for their
+      codes;
     - the nearest class by its code for anything else.
 
     Args:
@@ -122,12 +127,16 @@ def from_rpc_error(error: grpc.RpcError, address: str) -> KvferryError:
     found = _from_details(_details(call) if hasattr(error, "trailing_metadata") else None, name, text)
     if found is not None:
         return found
-    if name in ("UNAVAILABLE", "CANCELLED"):
+    if name == "UNAVAILABLE":
         return Unreachable(f"{address} cannot be reached: {text}", address=address)
+    if name == "CANCELLED":
+        return Unreachable(f"{address} left the call without an answer: {text}", address=address)
     if name == "DEADLINE_EXCEEDED":
         return Unreachable(f"{address} did not answer in time", address=address)
     if name == "UNIMPLEMENTED":
         return NotImplementedHere(f"{address} does not offer this call: {text}", what=text)
+    if name == "RESOURCE_EXHAUSTED" and TOO_LARGE in text:
+        return MessageTooLarge(f"{address}: {text}", address=address)
     return _by_code(name, f"{address} answered {name}: {text}", {"address": address})
 
 

@@ -30,6 +30,7 @@ from kvferry_server.clock import Clock
 from kvferry_server.endings import Changed, Endings, Released
 from kvferry_server.identity import NOBODY, EngineRef, Names
 from kvferry_server.leases import (
+    LEASE_BYTES,
     Ask,
     Judgement,
     Lease,
@@ -41,25 +42,43 @@ from kvferry_server.leases import (
     Verdict,
 )
 from kvferry_server.limits import Limits, check_limit
-from kvferry_server.publications import Offer, Outcome, Publication, Stage, check_follows, check_offer
+from kvferry_server.publications import (
+    PUBLICATION_BYTES,
+    Offer,
+    Outcome,
+    Publication,
+    Stage,
+    check_follows,
+    check_offer,
+)
+from kvferry_server.shares import Memory, Shares, check_share
 from kvferry_server.times import Times
+
+SLICE = 256
+"""Leases, and publications, that are ended in one go: a hundred thousand may be due at once, and everybody waits."""
 
 
 class Lessor:
     """Publications and leases of all engines of a home. Not thread-safe: it belongs to its home's event loop."""
 
-    def __init__(self, clock: Clock, times: Times, limits: Limits) -> None:
+    def __init__(self, clock: Clock, times: Times, limits: Limits, memory: Memory | None = None) -> None:
         self._clock = clock
         self._times = times
         self._limits = limits
-        self._endings = Endings(times)
+        self._memory = memory or Memory(limits.memory, limits.engine_memory, times.renew_every)
+        self._endings = Endings(times, self._memory, Shares(limits.leases))
         self._draining = False
         self._lease_numbers = itertools.count(1)
 
-    def advance(self) -> float:
-        """Bring everything up to the present; returns it."""
+    def advance(self, most: int | None = None) -> float:
+        """Bring everything up to the present; returns it.
+
+        Args:
+            most: leases, and publications, to end or release in this call; None: all. The rest stays due, and whoever
+                asks for one of them is told the truth all the same.
+        """
         now = self._clock.now()
-        self._endings.advance(now)
+        self._endings.advance(now, most)
         return now
 
     def next_deadline(self) -> float:
@@ -80,10 +99,11 @@ class Lessor:
             source: the incarnation.
             secret: of its session.
         """
-        self.advance()
+        self.advance(SLICE)
         book = self._endings.books.get(source)
         if book is None:
-            self._endings.books[source] = Book(source, secret)
+            waiting = Shares(self._limits.waiting_reads)
+            self._endings.books[source] = Book(source, secret, waiting)
         else:
             book.standing = Standing.LIVE
 
@@ -93,7 +113,7 @@ class Lessor:
 
     def end_engine(self, source: EngineRef, standing: Standing) -> None:
         """The engine is `DEAD`, or `REPLACED`: all it published ends; leases run out as they would have."""
-        now = self.advance()
+        now = self.advance(SLICE)
         book = self._endings.book(source)
         book.standing = standing
         for publication in list(book.publications.values()):
@@ -108,7 +128,7 @@ class Lessor:
 
     def set_groups(self, source: EngineRef, groups: Iterable[Group]) -> None:
         """The first rank said what groups the engine has. What a snapshot offered before that is checked now (R7)."""
-        now = self.advance()
+        now = self.advance(SLICE)
         book = self._endings.book(source)
         if book.groups is not None:
             return
@@ -135,9 +155,9 @@ class Lessor:
             LimitReached: the engine has too many.
             ServerDraining: a new publication at a draining home.
         """
-        now = self.advance()
+        now = self.advance(SLICE)
         book = self._endings.book(source)
-        publication = book.publications.get(offer.number)
+        publication = self._endings.publication(book, offer.number, now)
         if publication is None or publication.stage is Stage.AWAITED:
             book.check_may_come(offer.number, now - self._times.max_ttl)
         elif offer.step < publication.step_count:
@@ -161,14 +181,16 @@ class Lessor:
         A number that has not come is released as well, and can't come any more: its source keeps the blocks until it
         hears so.
         """
-        now = self.advance()
+        now = self.advance(SLICE)
         book = self._endings.book(source)
-        publication = book.publications.get(number)
+        publication = self._endings.publication(book, number, now)
         if publication is None or publication.stage is Stage.AWAITED:
             try:
                 book.check_may_come(number, now - self._times.max_ttl)
             except PublicationStale:
                 return
+            # Its source acknowledges the release, or this home keeps it: as many as publications, and no more.
+            self._check_room(book, number, 0)
             publication = publication or self._endings.awaited(book, number)
             self._endings.seen(book, publication, now)
             self._touch(book, publication, now)
@@ -176,7 +198,7 @@ class Lessor:
 
     def acknowledge(self, source: EngineRef, numbers: Iterable[int]) -> None:
         """The source knows of these releases. Idempotent; says nothing of numbers that are not released."""
-        self.advance()
+        self.advance(SLICE)
         book = self._endings.book(source)
         for number in numbers:
             publication = book.publications.get(number)
@@ -190,12 +212,12 @@ class Lessor:
             PublicationStale, PublicationReleased: there is none of this number.
             HomeRecovering: it may be in the source's snapshot.
         """
-        self.advance()
+        now = self.advance(SLICE)
         book = self._endings.book(source)
-        publication = book.publications.get(number)
+        publication = self._endings.publication(book, number, now)
         if publication is None or publication.stage is Stage.AWAITED:
             if book.recovering:
-                waits = f"this home waits for the snapshot of {source}"
+                waits = f"this home restarted and waits for the snapshot of {source}"
                 raise HomeRecovering(waits, engine_id=source.engine_id)
             message = f"publication {number} of {source} is gone, or never was"
             raise PublicationStale(message, engine_id=source.engine_id, publication=number)
@@ -222,6 +244,8 @@ class Lessor:
         size = sum(page.size for page in new)
         most = self._limits.checksum_bytes
         check_limit("checksum_bytes", book.checksum_bytes + size, most, self._times.ttl)
+        self._memory.check(source, size)
+        self._memory.take(source, size)
         publication.checksums.add(new)
         book.checksum_bytes += size
         if last:
@@ -229,7 +253,7 @@ class Lessor:
 
     def begin_snapshot(self, source: EngineRef) -> None:
         """The source starts to tell all it holds published."""
-        self.advance()
+        self.advance(SLICE)
         self._endings.book(source).snapshot = set()
 
     def end_snapshot(self, source: EngineRef, high_water: int) -> None:
@@ -240,17 +264,43 @@ class Lessor:
         Raises:
             InvalidField: this home saw no beginning; it restarted in between.
         """
-        now = self.advance()
+        now = self.advance(SLICE)
         book = self._endings.book(source)
         if book.snapshot is None:
             raise InvalidField("resync.phase", "END", "a BEGIN before")
         for number, publication in list(book.publications.items()):
             if number <= high_water and number not in book.snapshot and publication.offered:
                 self._abort(publication, now)
-        book.close_below(high_water)
+        self._endings.close_below(book, high_water)
         book.snapshot, book.recovering = None, False
 
     # The reader.
+
+    def check_reference(self, source: EngineRef, number: int, key: bytes) -> None:
+        """Whether who shows a reference may have the agents of its engine.
+
+        Args:
+            source: the engine.
+            number: of the publication, which is live or may come; 0: the reference is the engine's own.
+            key: of the reference.
+
+        Raises:
+            WrongKey: the key is not the publication's, come or not, or not the engine's.
+            PublicationStale, PublicationReleased: there is nothing to read any more.
+            HomeRecovering: not now.
+        """
+        now = self.advance()
+        book = self._endings.book(source)
+        if number == 0:
+            book.check_engine_key(key)
+            return
+        book.check_key(number, key)
+        publication = book.publications.get(number)
+        if publication is None:
+            book.check_refilled()
+            book.check_may_come(number, now - self._times.max_ttl)
+        elif publication.stage is Stage.RELEASED:
+            raise publication.refusal()
 
     def grant(self, ask: Ask) -> Lease:
         """Lease a publication, perhaps before it has come. A replay gets the same lease, unextended.
@@ -262,30 +312,28 @@ class Lessor:
             PublicationStale, PublicationReleased, PublicationAborted: there is nothing to read.
             HomeRecovering, ServerDraining, LimitReached: not now.
         """
-        now = self.advance()
+        now = self.advance(SLICE)
         book = self._endings.book(ask.read.source)
         book.check_key(ask.read.publication, ask.key)
-        publication = book.publications.get(ask.read.publication)
-        lease = self._endings.reads.get(ask.read)
+        publication = self._endings.publication(book, ask.read.publication, now)
+        lease = self._endings.lease_of_read(ask.read, now)
         if lease is not None:
             lease.check_replay(ask)
-            lease.publication.expected_reads = max(lease.publication.expected_reads, ask.expected_reads)
+            self._expect(lease.publication, ask)
             return lease
         if self._draining:
             raise ServerDraining("this node server is draining: ask again")
-        if book.recovering:
-            waits = f"this home waits for the snapshot of {book.source}"
-            raise HomeRecovering(waits, engine_id=book.source.engine_id)
+        book.check_refilled()
         if publication is None:
             book.check_may_come(ask.read.publication, now - self._times.max_ttl)
         elif publication.stage in (Stage.ENDING, Stage.RELEASED):
             raise publication.refusal()
-        self._check_room(book, publication)
+        self._check_room_to_read(book, publication, ask)
         if publication is None:
             publication = self._endings.awaited(book, ask.read.publication)
         expires = min(now + self._times.ttl, publication.final_at)
         lease = Lease(secrets.token_bytes(16), next(self._lease_numbers), ask, publication, now, expires)
-        publication.expected_reads = max(publication.expected_reads, ask.expected_reads)
+        self._expect(publication, ask)
         self._endings.add_lease(lease)
         return lease
 
@@ -296,8 +344,8 @@ class Lessor:
             LeaseEnded: there is no record of the lease.
             WrongIdentity: it is somebody else's.
         """
-        now = self.advance()
-        lease = self._lease(lease_id, reader, names)
+        now = self.advance(SLICE)
+        lease = self._lease(lease_id, reader, names, now)
         if lease is None:
             raise LeaseEnded("there is no record of this lease")
         if lease.live and lease.revoked is None and not self._draining:
@@ -318,8 +366,8 @@ class Lessor:
             LeaseEnded: there is no such lease, or it has ended.
             WrongIdentity: it is somebody else's.
         """
-        self.advance()
-        lease = self._lease(lease_id, reader, names)
+        now = self.advance(SLICE)
+        lease = self._lease(lease_id, reader, names, now)
         if lease is None:
             raise LeaseEnded("there is no record of this lease")
         if not lease.live:
@@ -335,11 +383,13 @@ class Lessor:
             PartiesMismatch: more distinct ranks than parties.
             WrongIdentity: the lease is somebody else's.
         """
-        now = self.advance()
-        lease = self._lease(lease_id, reader, names)
+        now = self.advance(SLICE)
+        lease = self._lease(lease_id, reader, names, now)
         if lease is None:
             return Judgement(Verdict.UNKNOWN)
+        before = lease.size
         verdict = lease.add(reports)
+        self._memory.take(lease.publication.source, lease.size - before)
         if lease.live and lease.complete:
             done = all(report.outcome is RankOutcome.DONE for report in lease.reports.values())
             self._endings.end_lease(lease, ReadState.VALID if done else ReadState.FAILED, now)
@@ -348,8 +398,8 @@ class Lessor:
     def cancel(self, lease_id: bytes, reader: EngineRef, names: Names = NOBODY) -> None:
         """The reader gives up: the lease ends at once, since reading harms no source (PROTOCOL, Leases 7). Idempotent;
         raises `WrongIdentity` for somebody else's."""
-        now = self.advance()
-        lease = self._lease(lease_id, reader, names)
+        now = self.advance(SLICE)
+        lease = self._lease(lease_id, reader, names, now)
         if lease is not None and lease.live:
             self._endings.end_lease(lease, ReadState.CANCELLED, now)
 
@@ -361,10 +411,10 @@ class Lessor:
             WrongKey: the key is not the publication's.
             LimitReached: too many.
         """
-        now = self.advance()
+        now = self.advance(SLICE)
         book = self._endings.book(source)
         book.check_key(number, key)
-        publication = book.publications.get(number)
+        publication = self._endings.publication(book, number, now)
         if publication is not None and publication.stage is not Stage.AWAITED:
             self._endings.end(publication, Outcome.DECLINED, now)
             return
@@ -373,9 +423,13 @@ class Lessor:
                 book.check_may_come(number, now - self._times.max_ttl)
             except PublicationStale:
                 return
-            check_limit("waiting_reads", book.waiting_reads(), self._limits.waiting_reads, self._times.ttl)
-            publication = self._endings.awaited(book, number)
-        publication.declined = True
+        if publication is None or not publication.declined:
+            most = self._limits.waiting_declines
+            check_limit("waiting_declines", len(book.declined), most, self._times.ttl)
+            self._memory.check(source, PUBLICATION_BYTES)
+            publication = publication or self._endings.awaited(book, number)
+            book.declined.add(publication)
+            publication.declined = True
         publication.awaited_until = now + self._times.max_wait
         self._endings.reschedule(publication)
 
@@ -394,6 +448,20 @@ class Lessor:
         """All leases, ended ones for as long as their outcome is kept."""
         return iter(self._endings.leases.values())
 
+    def shelves_of_publications(self) -> dict[EngineRef, Iterator[tuple[tuple[int, ...], Publication]]]:
+        """`publications` by incarnation and number, for who wants a few of many."""
+        books = self._endings.books.items()
+        return {source: _shelf_of_publications(book) for source, book in books}
+
+    def shelves_of_leases(self) -> dict[EngineRef, Iterable[tuple[tuple[int, ...], Lease]]]:
+        """`leases` by incarnation of the source, and the numbers of publication and lease."""
+        return {source: found.items() for source, found in self._endings.leases_by_source.items()}
+
+    def counts(self, source: EngineRef) -> tuple[int, int]:
+        """How many publications of an incarnation are not released, and how many leases on them live."""
+        book = self._endings.books.get(source)
+        return (book.arrived - book.released, book.live_leases) if book else (0, 0)
+
     def released(self, source: EngineRef) -> list[Publication]:
         """Releases that the source has not acknowledged."""
         found = self._endings.book(source).publications.values()
@@ -411,28 +479,32 @@ class Lessor:
 
     # Within.
 
-    def _lease(self, lease_id: bytes, reader: EngineRef, names: Names) -> Lease | None:
+    def _lease(self, lease_id: bytes, reader: EngineRef, names: Names, now: float) -> Lease | None:
         """The lease, for the reader who has it; raises `WrongIdentity`."""
-        lease = self._endings.leases.get(lease_id)
+        lease = self._endings.lease(lease_id, now)
         if lease is None or lease.ask.read.reader != reader:
             return None
         lease.check_names(names)
         return lease
 
     def _check_step(self, book: Book, publication: Publication | None, offer: Offer) -> None:
+        if offer.step == 0:
+            if self._draining:
+                raise ServerDraining("this node server is draining: publish again")
+            self._check_room(book, offer.number, offer.size)
+        else:
+            self._memory.check(book.source, offer.size)
         check_follows(publication.steps if publication else [], offer)
         if book.groups is not None:
             check_offer(book.groups, offer)
         elif not book.recovering:
             source = f"{book.source} offers blocks of groups that no rank has registered"
             raise EngineIncomplete(source, engine_id=book.source.engine_id, missing_ranks="")
-        if offer.step == 0:
-            if self._draining:
-                raise ServerDraining("this node server is draining: publish again")
-            count = len(book.publications) - len(book.awaited)
-            check_limit("publications", count, self._limits.publications, self._times.ttl)
-        size = book.size + offer.size
-        check_limit("publication_bytes", size, self._limits.publication_bytes, self._times.ttl)
+
+    def _check_room(self, book: Book, number: int, size: int) -> None:
+        """Whether the engine may have one more publication, of so many bytes."""
+        check_limit("publications", book.arrived, self._limits.publications, self._times.ttl)
+        self._memory.check(book.source, PUBLICATION_BYTES + book.passed_over_size(number) + size)
 
     def _arrive(self, book: Book, publication: Publication, offer: Offer, now: float) -> None:
         """The first step of a publication."""
@@ -449,7 +521,7 @@ class Lessor:
         publication.expected_reads = max(publication.expected_reads, offer.expected_reads)
         publication.hold_until = now + self._times.hold
         publication.stage = Stage.PUBLISHED if offer.last else Stage.PUBLISHING
-        book.size += offer.size
+        self._memory.take(book.source, offer.size)
         self._touch(book, publication, now)
         self._endings.reschedule(publication)
         self._endings.changed(publication)
@@ -469,10 +541,25 @@ class Lessor:
         if book.recovering:
             publication.release_floor = max(publication.release_floor, now + self._times.max_ttl)
 
-    def _check_room(self, book: Book, publication: Publication | None) -> None:
+    def _check_room_to_read(self, book: Book, publication: Publication | None, ask: Ask) -> None:
+        """Whether there may be one more lease, and a record of what it waits for."""
         retry_after = self._times.ttl
-        check_limit("leases", len(self._endings.leases), self._limits.leases, retry_after)
+        check_share("leases", self._endings.leases_of, book.source, retry_after)
+        size = LEASE_BYTES
         if publication is not None:
             check_limit("reads", len(publication.reads), self._limits.reads, retry_after)
+        else:
+            size += PUBLICATION_BYTES
         if publication is None or publication.stage is Stage.AWAITED:
-            check_limit("waiting_reads", book.waiting_reads(), self._limits.waiting_reads, retry_after)
+            check_share("waiting_reads", book.waiting, ask.asker, retry_after)
+        self._memory.check(book.source, size)
+
+    def _expect(self, publication: Publication, ask: Ask) -> None:
+        """A reader says how many reads there will be, within a bound: what never comes is waited for."""
+        expected = min(ask.expected_reads, self._limits.raised_reads)
+        publication.expected_reads = max(publication.expected_reads, expected)
+
+
+def _shelf_of_publications(book: Book) -> Iterator[tuple[tuple[int, ...], Publication]]:
+    found = book.publications.items()
+    return (((number,), publication) for number, publication in found if publication.stage is not Stage.AWAITED)

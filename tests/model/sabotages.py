@@ -131,7 +131,7 @@ def released_locally_while_a_home_is_told_again(patch: pytest.MonkeyPatch) -> No
         taken = original(self)
         for held in self._held.values():
             held.sending -= 1
-        return offers.Snapshot((), taken.notifications)
+        return offers.Snapshot((), taken.notifications, taken.end)
 
     patch.setattr(offers.Offers, "snapshot", snapshot)
 

@@ -252,7 +252,7 @@ class Source:
 
     def _refill(self) -> None:
         snapshot = self.offers.snapshot()
-        rest = list(snapshot.notifications)
+        rest = [*snapshot.notifications, snapshot.end]
 
         def done() -> None:
             self.offers.snapshot_sent(snapshot, self.clock.now())

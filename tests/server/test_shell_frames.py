@@ -14,7 +14,7 @@ import grpc
 import pytest
 
 from kvferry.channel import MAX_MESSAGE_BYTES, connect, parse_address
-from kvferry.errors import LimitReached, NotImplementedHere
+from kvferry.errors import MessageTooLarge, NotImplementedHere
 from kvferry.status import from_rpc_error
 from tests.server.shell import Kvferryd, serves
 
@@ -84,7 +84,7 @@ def test_a_message_over_the_limit_is_refused_and_the_connection_lives(server: Kv
         with pytest.raises(grpc.RpcError) as caught:
             raw(channel, "/kvferry.v1.KVTransfer/Handshake", b"\0" * (MAX_MESSAGE_BYTES + 1))
         error = from_rpc_error(caught.value, server.address)
-        assert isinstance(error, LimitReached)
+        assert isinstance(error, MessageTooLarge)
         assert not error.retryable
     assert serves(server.address)
 

@@ -53,6 +53,8 @@ LAYERS = [
         "status",
         "handshaking",
         "channel",
+        "threads",
+        "forks",
         "leases",
         "judgement",
         "offers",
@@ -70,6 +72,9 @@ LAYERS = [
     },
     {
         "breaker",
+        "batches",
+        "acknowledging",
+        "telling",
         "checksumming",
         "verifying",
         "reporting",

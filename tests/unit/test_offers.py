@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import time
+
 import pytest
 
 from kvferry.authority import incarnation_of, new_session_secret
@@ -27,3 +30,63 @@ def test_a_step_told_to_a_restarted_home_may_have_been_taken() -> None:
     offers.publish("home:1", step)
     offers.snapshot()
     assert not offers.refused(step)
+
+
+def held(count: int) -> Offers:
+    """A source of so many publications, each with all the payload it may have."""
+    offers = Offers(ENGINE)
+    offers.final = 10.0
+    for _ in range(count):
+        step = pb.Publish(request_id="r", key=b"k" * 16, last=True, payload=b"x" * 65_536)
+        offers.publish("home:1", step)
+        offers.sent(step.publication, 100.0)
+    return offers
+
+
+def test_a_snapshot_copies_nothing_while_the_source_waits() -> None:
+    offers = held(1000)
+    began = time.perf_counter()
+    snapshot = offers.snapshot()
+    taken = time.perf_counter()
+    notifications = list(snapshot.notifications)
+    copied = time.perf_counter()
+    # The payloads are copied when they are told; the lock of `released` is held for the first part only.
+    assert taken - began < (copied - taken) / 3
+    assert [told.publish.publication for told in notifications[1:]] == list(range(1, 1001))
+    assert (notifications[0].resync.phase, snapshot.end.resync.phase) == (1, 2)
+
+
+def test_a_snapshot_is_of_its_moment() -> None:
+    offers = held(3)
+    offers.abort(2)
+    snapshot = offers.snapshot()
+    offers.abort(1)
+    offers.released(pb.Released(publication=3, outcome=pb.RELEASE_OUTCOME_READ))
+    late = pb.Publish(request_id="late", key=b"k" * 16, last=True)
+    offers.publish("home:1", late)
+    assert [told.WhichOneof("kind") for told in snapshot.notifications] == ["resync", "publish", "abort", "publish"]
+    assert snapshot.end.resync.high_water == 3
+
+
+def test_each_final_deadline_is_met_whatever_is_sent_meanwhile() -> None:
+    offers = held(2)
+    first = offers.next_deadline()
+    assert first < 120
+    snapshot = offers.snapshot()
+    # While a home is told again, nobody knows when it may hold a lease on them.
+    offers.advance(first + 1)
+    assert not offers.news
+    offers.snapshot_sent(snapshot, 200.0)
+    offers.advance(first + 2)
+    assert not offers.news
+    assert offers.next_deadline() > 200
+    offers.advance(offers.next_deadline())
+    assert [(release.publication, release.local) for release in offers.take_released()] == [(1, True), (2, True)]
+    assert offers.next_deadline() == math.inf
+
+
+def test_an_outcome_that_is_not_known_frees_the_blocks_all_the_same() -> None:
+    offers = held(1)
+    offers.released(pb.Released(publication=1, outcome=99))  # type: ignore[arg-type]
+    (release,) = offers.take_released()
+    assert (release.publication, release.local) == (1, False)

@@ -24,6 +24,7 @@ from kvferry.clock import now
 from kvferry.engine.desk import Desk
 from kvferry.engine.values import BlockRuns, Finished, Grant, RankEnd, ReadEnd, WorkerOutput
 from kvferry.errors import (
+    Closed,
     InvalidField,
     KvferryError,
     LimitReached,
@@ -35,7 +36,9 @@ from kvferry.errors import (
 from kvferry.judgement import Judgement, judge
 from kvferry.lease_holder import LeaseHolder
 from kvferry.leases import ReaderLease
+from kvferry.reporting import VERDICT_TIMEOUT
 from kvferry.spec import EngineSpec
+from kvferry.threads import start_thread
 from kvferry.v1 import kv_transfer_pb2 as pb
 
 logger = logging.getLogger(__name__)
@@ -59,6 +62,10 @@ class Stage(enum.Enum):
     READING = "reading"
     JUDGING = "judging"
     ENDED = "ended"
+
+
+UNDER_WAY = (Stage.GRANTED, Stage.READING, Stage.JUDGING)
+"""Stages whose time is looked at."""
 
 
 @dataclass(slots=True, eq=False)
@@ -118,6 +125,7 @@ class Reads:
         self._cancels: list[str] = []
         self.counts: Counter[str] = Counter()
         self.bytes = 0
+        self._closed = False
         self._desk = Desk(f"kvferry-leases-{spec.engine_id}", self._look)
 
     def acquire(self, request_id: str, reference: str, expected_reads: int, timeout: float) -> None:
@@ -128,6 +136,7 @@ class Reads:
         )
         read = _Read(request, request_id, Cancellation(read_id))
         with self._lock:
+            self._check_open()
             if request_id in self._by_request:
                 raise InvalidField("request_id", request_id, "a request that is not being read")
             waiting = self._count(Stage.WAITING)
@@ -139,8 +148,12 @@ class Reads:
                     value=waiting,
                 )
             self._by_request[request_id] = self._by_id[read_id] = read
-        name = f"kvferry-acquire-{read_id}"
-        threading.Thread(target=self._acquire, args=(read,), name=name, daemon=True).start()
+        try:
+            start_thread(partial(self._acquire, read), f"kvferry-acquire-{request_id}")
+        except KvferryError:
+            with self._lock:
+                self._forget(read)
+            raise
 
     def granted(self, request_id: str) -> Grant | None:
         """See `SchedulerPort.granted`."""
@@ -174,6 +187,7 @@ class Reads:
         """See `SchedulerPort.decline`."""
         self._holder.check(reference)
         with self._lock:
+            self._check_open()
             reads = [read for read in self._by_id.values() if read.request.text == reference]
             early = [read for read in reads if read.stage in (Stage.WAITING, Stage.GRANTED)]
             leases = [read.lease.lease for read in early if read.lease is not None]
@@ -231,13 +245,17 @@ class Reads:
             return Counter(read.stage for read in self._by_id.values())
 
     def close(self, timeout: float) -> None:
-        """Cancel everything at the homes, then end the thread."""
+        """Cancel everything at the homes, then end the thread. Idempotent."""
         with self._lock:
+            if self._closed:
+                return
+            self._closed = True
             for read in self._by_id.values():
                 self._desk.do(read.cancellation.cancel)
                 if read.lease is not None and read.stage is not Stage.ENDED:
                     self._desk.do(partial(self._holder.end, read.request.home, read.lease, LAST_WORD))
         self._desk.close(timeout)
+        self._holder.close()
 
     # On the thread of an acquisition.
 
@@ -270,7 +288,7 @@ class Reads:
     def _look(self) -> float | None:
         """Look at deadlines; answers when to look again."""
         with self._lock:
-            under_way = [read for read in self._by_id.values() if read.stage in (Stage.GRANTED, Stage.READING)]
+            under_way = [read for read in self._by_id.values() if read.stage in UNDER_WAY]
             for read in under_way:
                 self._judge_time(read)
             return LOOK_EVERY if under_way else None
@@ -279,6 +297,10 @@ class Reads:
         if read.lease is None:
             return
         time, read_id = now(), read.read_id
+        if read.stage is Stage.JUDGING:
+            if time >= read.ended_at + VERDICT_TIMEOUT + LOOK_EVERY:
+                self._judged(read, None)
+            return
         overdue = time >= read.request.deadline
         if read.error is None and not read.lease.lease.live(time):
             self._fail(read, TransferExpired(f"read {read_id}: its lease ended before its last byte", read_id=read_id))
@@ -307,15 +329,23 @@ class Reads:
 
     def _answered(self, read: _Read, verdict: pb.Verdict.ValueType | None) -> None:
         with self._lock:
-            if read.stage is not Stage.JUDGING or read.lease is None:
-                return
-            judgement = judge(read.ended_at, read.lease.lease.deadline, verdict)
-            if judgement is Judgement.EXPIRED:
-                read_id = read.read_id
-                read.error = TransferExpired(f"read {read_id}: the home says that its lease ended", read_id=read_id)
-            self._end(read, confirmed=judgement is Judgement.CONFIRMED)
+            self._judged(read, verdict)
 
     # With the lock held.
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise Closed(f"the port of engine {self._spec.engine_id!r} is closed")
+
+    def _judged(self, read: _Read, verdict: pb.Verdict.ValueType | None) -> None:
+        """The home's verdict, or that there is none, and the reader's own deadline decides."""
+        if read.stage is not Stage.JUDGING or read.lease is None:
+            return
+        judgement = judge(read.ended_at, read.lease.lease.deadline, verdict)
+        if judgement is Judgement.EXPIRED:
+            read_id = read.read_id
+            read.error = TransferExpired(f"read {read_id}: the home says that its lease ended", read_id=read_id)
+        self._end(read, confirmed=judgement is Judgement.CONFIRMED)
 
     def _find(self, request_id: str) -> _Read:
         read = self._by_request.get(request_id)

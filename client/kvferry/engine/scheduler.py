@@ -12,6 +12,7 @@ from kvferry.engine.publishing import Publishing
 from kvferry.engine.reads import Reads, Stage
 from kvferry.engine.values import Finished, Grant, WorkerOutput
 from kvferry.errors import InvalidField
+from kvferry.forks import OneProcess
 from kvferry.offers import Publication, Release
 from kvferry.spec import EngineSpec, EngineToken
 
@@ -48,7 +49,7 @@ class SchedulerStats:
     uncertain: int
 
 
-class SchedulerPort:
+class SchedulerPort(OneProcess):
     """An engine's scheduler: offers what it has computed, and holds the leases of what its ranks read.
 
     One per engine; it opens the engine's session, and judges its reads (PROTOCOL, Leases 4). What workers say reaches

@@ -12,14 +12,19 @@ from kvferry.cache import OPEN_TIMEOUT, Cache
 from kvferry.client import Client
 from kvferry.clock import now
 from kvferry.engine.values import Grant, RankEnd, WorkerOutput
-from kvferry.errors import InvalidField
+from kvferry.errors import InvalidField, KvferryError
+from kvferry.forks import OneProcess
 from kvferry.rank_reads import RankOrder, RankRead, RankReads
 from kvferry.spec import EngineSpec, EngineToken
 from kvferry.tails import Tails
 from kvferry.tensors import Tensor
 
+MAX_DONE = 65_536
+"""Reads that are remembered after their end was acknowledged: hours of them, where a grant is delivered twice within
+seconds if at all."""
 
-class WorkerPort:
+
+class WorkerPort(OneProcess):
     """One rank of an engine: its memory, and its shares of the reads whose leases the scheduler holds.
 
     Threading: every method may be called from any thread, and returns at once, but for `register` and `close`. No call
@@ -46,6 +51,8 @@ class WorkerPort:
         self._ended: dict[str, RankEnd] = {}
         self._failed: dict[str, RankEnd] = {}
         self._quiesced: dict[str, None] = {}
+        self._done: dict[str, None] = {}
+        """read_ids that were acknowledged, the latest last: a grant that comes twice must not be read twice."""
 
     def register(
         self, kv_caches: Mapping[str, Tensor] | None = None, *, timeout: float = OPEN_TIMEOUT, **memory: Any
@@ -66,7 +73,12 @@ class WorkerPort:
         cache = self._client.register_cache(
             self.spec, self.rank, tensors=kv_caches, token=self._token, timeout=timeout, **memory
         )
-        self._cache, self._shares = cache, cache.rank_reads(self._share_ended, self._share_quiesced)
+        try:
+            shares = cache.rank_reads(self._share_ended, self._share_quiesced)
+        except KvferryError:
+            cache.close()
+            raise
+        self._cache, self._shares = cache, shares
         return cache
 
     @property
@@ -114,7 +126,7 @@ class WorkerPort:
             deadline=now() + grant.timeout,
         )
         with self._lock:
-            if grant.read_id in self._reads:
+            if grant.read_id in self._reads or grant.read_id in self._done:
                 raise InvalidField("read_id", grant.read_id, "a read that was not started here")
             if self._shares is not None:
                 self._reads[grant.read_id] = self._shares.start(order)
@@ -140,10 +152,10 @@ class WorkerPort:
             for end in (*output.ended, *output.failed):
                 known = self._ended.pop(end.read_id, None) or self._failed.pop(end.read_id, None)
                 if known is not None and known.quiet:
-                    self._reads.pop(end.read_id, None)
+                    self._forget(end.read_id)
             for read_id in output.quiesced:
                 self._quiesced.pop(read_id, None)
-                self._reads.pop(read_id, None)
+                self._forget(read_id)
 
     def finished(self) -> WorkerOutput:
         """What has happened since the last call: for `SchedulerPort.collect`. To be asked each step."""
@@ -168,6 +180,13 @@ class WorkerPort:
         """Cancel the shares and end the agents. Idempotent."""
         if self._cache is not None:
             self._cache.close()
+
+    def _forget(self, read_id: str) -> None:
+        """With the lock held: it has ended, is quiet, and the engine knows."""
+        if self._reads.pop(read_id, None) is not None:
+            self._done[read_id] = None
+            if len(self._done) > MAX_DONE:
+                del self._done[next(iter(self._done))]
 
     # On the thread of the shares.
 

@@ -1,0 +1,74 @@
+"""Objects that do not survive a fork: their connections, threads and NIXL agents are those of the process that made
+them. In a child they say so, and what ends them does nothing there, since it would end them for the parent."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+from collections.abc import Callable
+from typing import Any, ClassVar, TypeVar
+
+from kvferry.errors import ForkedClient
+
+Made = TypeVar("Made", bound="OneProcess")
+
+
+class OneProcess:
+    """Base of every public object that lives in one process.
+
+    In a child of that process each public method and property of a subclass raises `ForkedClient`, whatever its
+    arguments, but those named in `ENDINGS`, which do nothing. Attributes of instances stay readable. ``with`` ends by
+    `close`, so that leaving a block does nothing there either.
+    """
+
+    ENDINGS: ClassVar[frozenset[str]] = frozenset({"close"})
+
+    _made_in: int
+
+    def __new__(cls: type[Made], *_: Any, **__: Any) -> Made:
+        made = object.__new__(cls)
+        made._made_in = os.getpid()
+        return made
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        for name, member in tuple(vars(cls).items()):
+            if name.startswith("_") and name not in ("__enter__", "__aenter__", "__await__"):
+                continue
+            if isinstance(member, property) and member.fget is not None:
+                setattr(cls, name, property(_guarded(member.fget, ends=False), doc=member.__doc__))
+            elif inspect.isfunction(member):
+                setattr(cls, name, _guarded(member, ends=name in cls.ENDINGS))
+
+
+def _guarded(method: Callable[..., Any], *, ends: bool) -> Callable[..., Any]:
+    """The method; in a child of the process that made its object, nothing if it ends it, else `ForkedClient`."""
+    if inspect.iscoroutinefunction(method):
+
+        @functools.wraps(method)
+        async def guarded_later(self: OneProcess, *args: Any, **options: Any) -> Any:
+            return None if _forked(self, ends) else await method(self, *args, **options)
+
+        return guarded_later
+
+    @functools.wraps(method)
+    def guarded(self: OneProcess, *args: Any, **options: Any) -> Any:
+        return None if _forked(self, ends) else method(self, *args, **options)
+
+    return guarded
+
+
+def _forked(made: OneProcess, ends: bool) -> bool:
+    """Whether this is a child; raises `ForkedClient` there unless nothing is to be done."""
+    here = os.getpid()
+    if here == made._made_in:
+        return False
+    if ends:
+        return True
+    name = type(made).__name__
+    raise ForkedClient(
+        f"this {name} was made in process {made._made_in}; process {here} must make its own",
+        made_in=made._made_in,
+        used_in=here,
+    )

@@ -1,0 +1,184 @@
+"""Leases live as long as they are renewed, however many there are and whoever reads."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvferry import Blocks, Client, EngineSpec, Group
+from kvferry.batches import BATCH
+from kvferry.clock import from_duration, now, to_duration
+from kvferry.control import Control
+from kvferry.errors import InvalidField
+from kvferry.leases import ReaderLease
+from kvferry.renewals import Renewals
+from kvferry.v1 import kv_transfer_pb2 as pb
+from tests.control.scripted import scripted
+from tests.e2e.servers import NodeServerProcess
+from tests.e2e.world import unique_id, until
+
+TTL = 4.0
+PER_PUBLICATION = 700
+AXES = ("kv", "block", "head", "token", "content")
+READERS = [pb.EngineRef(engine_id=f"reader-{index}", incarnation=bytes([index]) * 16) for index in range(2)]
+
+
+def acquired(home: Control, reference: str, reader: pb.EngineRef, read: int) -> ReaderLease:
+    """A lease, as a read of a publication gets it."""
+    sent_at = now()
+    request = pb.ReadBlocksRequest(reference=reference, reader=reader, read_id=f"read {read}", parties=1)
+    stream = home.read_blocks(request, 30)
+    accepted = next(iter(stream)).accepted
+    stream.cancel()
+    remaining, every = from_duration(accepted.remaining), from_duration(accepted.renew_every)
+    return ReaderLease(accepted.lease_id, sent_at, remaining, every)
+
+
+def remaining_at(home: Control, lease: ReaderLease, reader: pb.EngineRef) -> float:
+    """Seconds that the home says a lease has."""
+    request = pb.NotifyRequest(sender=reader, notifications=[pb.Notification(renew=pb.Renew(lease_id=lease.lease_id))])
+    return from_duration(home.notify_one(request).renewed.remaining)
+
+
+def test_more_leases_than_a_call_holds_of_two_readers_in_one_client(tmp_path: Path) -> None:
+    with NodeServerProcess(tmp_path / "home", ttl=TTL, max_ttl=TTL) as server, Client(server.address) as client:
+        spec = EngineSpec(unique_id("source"), (Group("full", block_tokens=16, num_blocks=8),))
+        tensors = {"layers.0": np.zeros((2, 8, 1, 16, 8), np.uint8)}
+        session = client.register_cache(spec, tensors=tensors, axes=AXES, serve=False).session
+        home, renewals = Control(server.address, None), Renewals()
+        lost: list[ReaderLease] = []
+        leases: list[tuple[ReaderLease, pb.EngineRef]] = []
+        for number, reader in enumerate(READERS):
+            reference = session.publish(f"request {number}", {"full": Blocks([1])}, expected_reads=1000).reference
+            for read in range(PER_PUBLICATION):
+                lease = acquired(home, reference, reader, read)
+                renewals.keep(lease, home, reader, f"read {read}", lambda _: None, partial(lost.append, lease))
+                leases.append((lease, reader))
+        # All are due together from now on, and each outlives its first term twice.
+        together = now()
+        for lease, _ in leases:
+            lease.not_renewed(together)
+        until(lambda: now() > together + 2 * TTL)
+        assert not lost
+        assert all(lease.live(now()) for lease, _ in leases)
+        assert min(remaining_at(home, lease, reader) for lease, reader in leases[:: len(leases) // 20]) > 0
+        renewals.close()
+        home.close()
+
+
+def renewed(request: pb.NotifyRequest) -> list[pb.NotificationResult]:
+    answer = pb.NotificationResult(renewed=pb.Renewed(remaining=to_duration(60)))
+    return [answer for _ in request.notifications]
+
+
+def kept(renewals: Renewals, home: Control, count: int) -> list[ReaderLease]:
+    """Leases that are due in a moment."""
+    leases = [ReaderLease(index.to_bytes(16, "big"), now(), 60.0, 0.2) for index in range(count)]
+    for index, lease in enumerate(leases):
+        renewals.keep(lease, home, READERS[0], f"read number {index}", lambda _: None, lambda: None)
+    return leases
+
+
+def test_a_batch_that_is_refused_goes_again_in_halves(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with scripted(tmp_path) as (server, home):
+        poison = (77).to_bytes(16, "big")
+
+        def notify(request: pb.NotifyRequest) -> list[pb.NotificationResult]:
+            if any(notification.renew.lease_id == poison for notification in request.notifications):
+                raise InvalidField("notifications", len(request.notifications), "none that this home dislikes")
+            return renewed(request)
+
+        server.notify = notify
+        renewals = Renewals()
+        leases = kept(renewals, home, 200)
+        first = leases[0].deadline
+
+        def all_but_one() -> bool:
+            return sum(lease.deadline > first + 0.1 for lease in leases) == 199
+
+        until(all_but_one)
+        until(lambda: "read number 77" in caplog.text)
+        renewals.close()
+    warned = [record for record in caplog.records if record.levelno == logging.WARNING]
+    assert [record.getMessage().split(":")[0] for record in warned if record.name == "kvferry.renewals"] == [
+        "read number 77"
+    ]
+    assert poison.hex() not in caplog.text
+
+
+def test_what_a_home_leaves_out_is_renewed_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with scripted(tmp_path) as (server, home):
+        server.notify = lambda request: renewed(request)[:-1]
+        renewals = Renewals()
+        leases = kept(renewals, home, 3)
+        first = leases[0].deadline
+        until(lambda: leases[0].deadline > first + 0.5)
+        renewals.close()
+    assert "read number 2" in caplog.text
+    assert "read number 0" not in caplog.text
+
+
+def test_one_home_whose_renewals_cannot_be_sent_stops_no_other(tmp_path: Path) -> None:
+    class Broken(Control):
+        def notify_later(self, *_: object) -> None:
+            raise RuntimeError("a bug")
+
+    with scripted(tmp_path) as (server, home):
+        server.notify = renewed
+        renewals = Renewals()
+        kept(renewals, Broken("127.0.0.1:1", None), 1)
+        (lease,) = kept(renewals, home, 1)
+        first = lease.deadline
+        until(lambda: lease.deadline > first + 1)
+        renewals.close()
+
+
+def test_a_lease_whose_read_has_ended_is_not_renewed_when_it_was_acquired_again(tmp_path: Path) -> None:
+    with scripted(tmp_path) as (server, home):
+        server.notify = renewed
+        renewals = Renewals()
+        (other,) = kept(renewals, home, 1)
+        ended = ReaderLease(b"x" * 16, now(), 60.0, 0.05)
+        renewals.drop(ended)
+        renewals.keep(ended, home, READERS[0], "ended", lambda _: None, lambda: None)
+        first = other.deadline
+        until(lambda: other.deadline > first + 0.5)
+        renewals.close()
+    sent = {told.renew.lease_id for request in server.notified for told in request.notifications}
+    assert sent == {other.lease_id}
+
+
+def test_a_thread_that_cannot_be_had_is_said_and_asked_for_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvferry.errors import LimitReached
+
+    start = threading.Thread.start
+    with scripted(tmp_path) as (server, home):
+        server.notify = renewed
+        renewals = Renewals()
+
+        def refused(thread: threading.Thread) -> None:
+            if thread.name == "kvferry-renewals":
+                raise RuntimeError("can't start new thread")
+            start(thread)
+
+        monkeypatch.setattr(threading.Thread, "start", refused)
+        with pytest.raises(LimitReached) as caught:
+            kept(renewals, home, 1)
+        assert caught.value.retryable
+        monkeypatch.setattr(threading.Thread, "start", start)
+        (lease,) = kept(renewals, home, 1)
+        first = lease.deadline
+        until(lambda: lease.deadline > first + 0.1)
+        renewals.close()
+
+
+def test_batches_are_small_enough_that_all_may_fail() -> None:
+    error = pb.NotificationResult(error=pb.NotificationError(message="x" * 512, metadata={"value": "x" * 3072}))
+    assert pb.NotifyResponse(results=[error] * BATCH).ByteSize() < 4 << 20

@@ -1,0 +1,163 @@
+"""No message that the client sends is larger than a node server takes, whatever there is to tell."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvferry import Blocks, Client, EngineSpec, Group, Interval, MemoryKind, MemoryRegion, Plane
+from kvferry.batches import BATCH, SENT_BYTES, batches
+from kvferry.channel import MAX_MESSAGE_BYTES
+from kvferry.clock import now
+from kvferry.control import Control
+from kvferry.errors import MessageTooLarge
+from kvferry.v1 import kv_transfer_pb2 as pb
+from tests.e2e.servers import NodeServerProcess
+from tests.e2e.world import unique_id
+
+AXES = ("kv", "block", "head", "token", "content")
+GROUP = Group("full", block_tokens=16, num_blocks=8)
+WIDE = Group("full", block_tokens=1, num_blocks=3 << 20)
+SENDER = pb.EngineRef(engine_id="e" * 256, incarnation=b"i" * 16)
+
+
+def published(size: int) -> pb.Notification:
+    return pb.Notification(publish=pb.Publish(payload=b"x" * size))
+
+
+@given(
+    sizes=st.lists(
+        st.one_of(st.integers(0, 64), st.integers(60_000, 65_536), st.integers(SENT_BYTES - 400, SENT_BYTES - 100)),
+        max_size=40,
+    ),
+    repeat=st.integers(1, 30),
+)
+@settings(max_examples=60, deadline=None)
+def test_any_notifications_go_out_in_order_and_within_the_limits(sizes: list[int], repeat: int) -> None:
+    told = [published(size) for size in sizes] * (repeat if sum(sizes) < 1 << 20 else 1)
+    requests = list(batches(SENDER, told, session_secret=b"s" * 32))
+    assert [notification for request in requests for notification in request.notifications] == told
+    for request in requests:
+        assert len(request.notifications) <= BATCH
+        # One that fits alone has the margin for its envelope.
+        assert request.ByteSize() <= (SENT_BYTES if len(request.notifications) > 1 else SENT_BYTES + 1024)
+    for one, other in itertools.pairwise(requests):
+        full = len(one.notifications) == BATCH or one.ByteSize() + other.notifications[0].ByteSize() > SENT_BYTES - 8192
+        assert full, "as few calls as the limits allow"
+
+
+def test_one_that_does_not_fit_is_refused_with_its_size() -> None:
+    with pytest.raises(MessageTooLarge) as caught:
+        list(batches(SENDER, [published(SENT_BYTES + 1)]))
+    assert int(caught.value.values["size"]) > int(caught.value.values["limit"]) == SENT_BYTES
+    assert not caught.value.retryable
+
+
+def test_a_home_is_refilled_with_more_than_a_message_holds(tmp_path: Path) -> None:
+    server = NodeServerProcess(tmp_path / "home", tcp=True, engine_ttl=20).start()
+    try:
+        with Client(server.address) as client:
+            tensors = {"layers.0": np.zeros((2, 8, 1, 16, 8), np.uint8)}
+            spec = EngineSpec(unique_id("source"), (GROUP,))
+            session = client.register_cache(spec, tensors=tensors, axes=AXES, serve=False).session
+            made = [
+                session.publish(f"request {number}", {"full": Blocks([1, 2])}, payload=bytes([number]) * 65_536)
+                for number in range(150)
+            ]
+            assert len(made) * 65_536 > 2 * MAX_MESSAGE_BYTES
+
+            server.stop(signal.SIGKILL)
+            server.start()
+
+            # The home has them all again, with what they carry, and the Watch lives: it hears of every release.
+            home = Control(server.address, None)
+            for publication in (made[0], made[75], made[149]):
+                assert payload_of(home, publication.reference) == bytes([publication.number - 1]) * 65_536
+            home.close()
+            assert session.publish("after", {"full": Blocks([3])}).number == 151
+            for publication in made[1:75]:
+                client.decline(publication.reference, timeout=30)
+            gone: set[int] = set()
+            until = now() + 60
+            while not {publication.number for publication in made[1:75]} <= gone:
+                assert now() < until, gone
+                gone |= {release.publication for release in session.released(1.0)}
+    finally:
+        server.stop()
+
+
+def payload_of(home: Control, reference: str) -> bytes:
+    """What a reader gets, once the home has its engines back."""
+    reader = pb.EngineRef(engine_id="reader", incarnation=b"r" * 16)
+    request = pb.ReadBlocksRequest(reference=reference, reader=reader, read_id="read", parties=1)
+    until = now() + 30
+    while True:
+        with contextlib.suppress(Exception):
+            for message in home.typed(home.read_blocks(request, 30)):
+                if message.WhichOneof("message") == "complete":
+                    return message.complete.payload
+        assert now() < until, "the publication is not there"
+
+
+def test_blocks_of_a_step_that_fits_no_message_are_refused_before_they_are_pinned(tmp_path: Path) -> None:
+    with NodeServerProcess(tmp_path / "home") as server, Client(server.address) as client:
+        session = client.open_engine(EngineSpec(unique_id("source"), (WIDE,)))
+        # Every second block: runs of one, six bytes each.
+        blocks = Blocks(np.arange(1, 2_000_000, 2))
+        for last in (True, False):
+            with pytest.raises(MessageTooLarge) as caught:
+                session.publish("wide", {"full": blocks}, last=last)
+            assert int(caught.value.values["size"]) > SENT_BYTES
+        assert session.unreleased() == ()
+        first, step = session.offer("narrow", {"full": Blocks([1])}, last=False)
+        with pytest.raises(MessageTooLarge):
+            session.offer_more(first, {"full": blocks}, last=True)
+        assert session.unreleased() == (first,)
+        assert step.publication == first.number
+
+
+def test_a_rank_that_fits_no_message_is_refused_at_once(tmp_path: Path) -> None:
+    cells = np.zeros(1 << 20, np.uint8)
+    base = cells.ctypes.data
+    planes = [
+        Plane(
+            layer=f"{index:0256d}",
+            component="key",
+            group="full",
+            format="plain",
+            dtype="uint8",
+            memory_kind=MemoryKind.DRAM,
+            device=0,
+            base=base,
+            num_blocks=8,
+            block_stride=128,
+            page_tokens=16,
+            page_stride=0,
+            block_states=16,
+            unit_stride=128,
+            token_stride=8,
+            state_bytes=8,
+            axis_size=1,
+            units=Interval(0, 1),
+        )
+        for index in range(16_384)
+    ]
+    with NodeServerProcess(tmp_path / "home") as server, Client(server.address) as client:
+        began = now()
+        with pytest.raises(MessageTooLarge) as caught:
+            client.register_cache(
+                EngineSpec(unique_id("source"), (GROUP,)),
+                planes=planes,
+                regions=[MemoryRegion(MemoryKind.DRAM, 0, base, len(cells))],
+                serve=False,
+            )
+        assert now() - began < 20
+        assert "16384 planes" in str(caught.value)
+        assert int(caught.value.values["size"]) > SENT_BYTES

@@ -1,0 +1,276 @@
+"""What a home has to hear reaches it, whatever it answers first; and who cancels does not wait for a pause to end."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from kvferry.acquiring import Acquirer, AcquireRequest, Cancellation, Granted
+from kvferry.authority import publication_key
+from kvferry.clock import now, to_duration
+from kvferry.control import Control, retrying
+from kvferry.errors import (
+    Closed,
+    HomeRecovering,
+    InternalError,
+    KvferryError,
+    LimitReached,
+    PublicationAborted,
+    PublicationStale,
+    ServerDraining,
+    TransferCancelled,
+    Unreachable,
+)
+from kvferry.homes import Homes
+from kvferry.lease_holder import LeaseHolder
+from kvferry.leases import ReaderLease
+from kvferry.reference import format_reference
+from kvferry.renewals import Renewals
+from kvferry.status import to_notification_error
+from kvferry.v1 import kv_transfer_pb2 as pb
+from tests.control.scripted import EPOCH, Scripted, scripted
+from tests.e2e.world import until
+
+READER = pb.EngineRef(engine_id="reader", incarnation=b"r" * 16)
+LEASE = b"l" * 16
+DONE = pb.NotificationResult(done=pb.Acknowledged())
+
+
+def reference(home: str) -> str:
+    return format_reference(
+        pb.Reference(
+            home=home,
+            engine_id="source",
+            incarnation=b"i" * 16,
+            publication=1,
+            request_id="request",
+            key=publication_key(b"s" * 32, 1),
+        )
+    )
+
+
+@contextmanager
+def holding(control: Control) -> Iterator[LeaseHolder]:
+    homes, renewals = Homes(control.address, None, ()), Renewals()
+    holder = LeaseHolder(homes, renewals, READER)
+    try:
+        yield holder
+    finally:
+        holder.close()
+        renewals.close()
+        homes.close()
+
+
+def kinds(server: Scripted) -> list[str | None]:
+    return [told.WhichOneof("kind") for request in server.notified for told in request.notifications]
+
+
+@pytest.mark.parametrize("way", ["as a result", "as a status"])
+def test_a_decline_that_a_home_cannot_take_yet_is_kept(tmp_path: Path, way: str) -> None:
+    with scripted(tmp_path) as (server, control), holding(control) as holder:
+        refused = HomeRecovering("the home waits for its engines", retry_after=0.05)
+
+        def notify(request: pb.NotifyRequest) -> list[pb.NotificationResult]:
+            if len(server.notified) < 4:
+                if way == "as a status":
+                    raise refused
+                error = pb.NotificationResult(error=to_notification_error(refused))
+                # What was taken beside it is not told again.
+                return [error if told.HasField("decline") else DONE for told in request.notifications]
+            return [DONE for _ in request.notifications]
+
+        server.notify = notify
+        holder.decline(reference(control.address), [ReaderLease(LEASE, now(), 60.0, 20.0)])
+        server.until(lambda: len(server.notified) == 4)
+        assert kinds(server).count("decline") == 4
+        assert kinds(server).count("cancel") == (4 if way == "as a status" else 1)
+
+
+def test_a_decline_that_a_home_refuses_is_said_once(tmp_path: Path) -> None:
+    with scripted(tmp_path) as (server, control), holding(control) as holder:
+        answered = threading.Event()
+
+        def notify(request: pb.NotifyRequest) -> list[pb.NotificationResult]:
+            if request.notifications[0].HasField("cancel"):
+                answered.set()
+                return [DONE]
+            return [pb.NotificationResult(error=to_notification_error(PublicationStale("it is gone")))]
+
+        server.notify = notify
+        holder.decline(reference(control.address))
+        server.until(lambda: len(server.notified) == 1)
+        holder.cancel(control, ReaderLease(LEASE, now(), 60.0, 20.0))
+        assert answered.wait(30)
+        assert kinds(server) == ["decline", "cancel"]
+
+
+@pytest.mark.parametrize("ranks", [1, 4096])
+def test_a_report_is_told_until_it_is_answered(tmp_path: Path, ranks: int) -> None:
+    with scripted(tmp_path) as (server, control), holding(control) as holder:
+        valid = pb.NotificationResult(read_ended=pb.ReadEnded(verdict=pb.VERDICT_VALID))
+
+        def notify(request: pb.NotifyRequest) -> list[pb.NotificationResult]:
+            if len(server.notified) == 1:
+                return []
+            if len(server.notified) == 2:
+                raise ServerDraining("not now")
+            return [valid for _ in request.notifications]
+
+        server.notify = notify
+        verdicts: list[pb.Verdict.ValueType | None] = []
+        reports = [pb.RankReport(rank=rank, outcome=pb.RANK_OUTCOME_DONE, bytes=1 << 60) for rank in range(ranks)]
+        holder.report(control, ReaderLease(LEASE, now(), 60.0, 20.0), reports, verdicts.append)
+        # A home that answers with less than was asked has answered nothing, and is not asked again.
+        until(lambda: bool(verdicts))
+        assert verdicts[0] is None
+        holder.report(control, ReaderLease(LEASE, now(), 60.0, 20.0), reports, verdicts.append)
+        until(lambda: pb.VERDICT_VALID in verdicts)
+        said = [told.read_done for told in server.notified[-1].notifications]
+        assert [report.rank for done in said for report in done.reports] == list(range(ranks))
+
+
+def acquire(acquirer: Acquirer, control: Control, cancellation: Cancellation) -> tuple[threading.Thread, list[object]]:
+    """Acquire on a thread; what came of it."""
+    text = reference(control.address)
+    found: list[object] = []
+    parsed = pb.Reference(home=control.address, engine_id="source", publication=1)
+    request = AcquireRequest(control, parsed, text, "read", 1, 0, now() + 60)
+
+    def run() -> None:
+        try:
+            found.append(acquirer.acquire(request, cancellation, lambda _: None))
+        except Exception as error:
+            found.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread, found
+
+
+def test_a_cancel_does_not_wait_for_the_end_of_a_pause(tmp_path: Path) -> None:
+    with scripted(tmp_path) as (server, control):
+        asked = threading.Event()
+
+        def recovering() -> Iterator[pb.ReadBlocksResponse]:
+            asked.set()
+            raise HomeRecovering("not now", retry_after=29.0)
+            yield
+
+        server.read_blocks = recovering
+        renewals, cancellation = Renewals(), Cancellation("read")
+        thread, found = acquire(Acquirer(READER, renewals, lambda *_: None), control, cancellation)
+        assert asked.wait(30)
+        began = now()
+        # Long enough for the answer to have come, and for the pause to have begun.
+        threading.Event().wait(0.5)
+        cancellation.cancel()
+        thread.join(30)
+        assert isinstance(found[0], TransferCancelled)
+        assert now() - began < 10
+
+
+def accepted(renew_every: float = 20.0) -> pb.ReadBlocksResponse:
+    lease = pb.Accepted(lease_id=LEASE, remaining=to_duration(60), renew_every=to_duration(renew_every))
+    return pb.ReadBlocksResponse(home_epoch=EPOCH, accepted=lease)
+
+
+def malformed() -> Iterator[pb.ReadBlocksResponse]:
+    """Blocks that are none, in a way that no check foresees."""
+    yield accepted()
+    yield accepted()
+    group = pb.GroupBlocks(group="full", run_starts=[1], run_counts=[])
+    yield pb.ReadBlocksResponse(home_epoch=EPOCH, blocks=pb.Blocks(groups=[group]))
+    yield pb.ReadBlocksResponse(home_epoch=EPOCH, complete=pb.Complete(steps=1))
+
+
+def test_whatever_a_home_answers_the_lease_is_given_back(tmp_path: Path) -> None:
+    with scripted(tmp_path) as (server, control):
+        server.read_blocks = malformed
+        renewals = Renewals()
+        given_back: list[bytes] = []
+        acquirer = Acquirer(READER, renewals, lambda _, lease, __: given_back.append(lease.lease_id))
+        thread, found = acquire(acquirer, control, Cancellation("read"))
+        thread.join(30)
+        assert isinstance(found[0], Exception)
+        assert not isinstance(found[0], Granted)
+        assert given_back == [LEASE]
+        assert not renewals._kept
+        renewals.close()
+
+
+def test_a_home_that_wants_renewals_all_the_time_gets_some(tmp_path: Path) -> None:
+    with scripted(tmp_path) as (server, control):
+        complete = pb.ReadBlocksResponse(home_epoch=EPOCH, complete=pb.Complete(steps=1))
+        server.read_blocks = lambda: iter([accepted(renew_every=0.0), complete])
+        server.notify = lambda request: [
+            pb.NotificationResult(renewed=pb.Renewed(remaining=to_duration(60))) for _ in request.notifications
+        ]
+        renewals = Renewals()
+        thread, found = acquire(Acquirer(READER, renewals, lambda *_: None), control, Cancellation("read"))
+        thread.join(30)
+        assert isinstance(found[0], Granted)
+        threading.Event().wait(1.0)
+        renewals.close()
+        assert 1 <= len(server.notified) < 50
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        InternalError("a bug"),
+        PublicationAborted("taken back"),
+        LimitReached("for good", limit="x", value=1),
+        Closed("x"),
+    ],
+)
+def test_what_cannot_be_named_as_transient_is_not_repeated(error: KvferryError) -> None:
+    calls = []
+
+    def call(left: float) -> None:
+        calls.append(left)
+        raise error
+
+    with pytest.raises(type(error)):
+        retrying(call, now() + 5)
+    assert len(calls) == 1
+
+
+def test_who_waits_in_silence_is_told_what_for(caplog: pytest.LogCaptureFixture) -> None:
+    def call(_: float) -> None:
+        raise Unreachable("nobody is there", address="home:1")
+
+    with caplog.at_level(logging.WARNING), pytest.raises(Unreachable):
+        retrying(call, now() + 2.5, what="the registration of rank 3")
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert "the registration of rank 3" in said
+    assert "nobody is there" in said
+
+
+def test_a_connection_that_was_closed_says_so(tmp_path: Path) -> None:
+    with scripted(tmp_path) as (server, control):
+        release = threading.Event()
+
+        def notify(request: pb.NotifyRequest) -> list[pb.NotificationResult]:
+            release.wait(30)
+            return [DONE for _ in request.notifications]
+
+        server.notify = notify
+        answers: list[object] = []
+        control.notify_later(pb.NotifyRequest(notifications=[pb.Notification()]), 30, answers.append)
+        server.until(lambda: len(server.notified) == 1)
+        control.close()
+        release.set()
+        until(lambda: bool(answers))
+        assert isinstance(answers[0], Closed)
+        calls: list[Callable[[], object]] = [
+            lambda: control.notify(pb.NotifyRequest()),
+            lambda: control.watch(pb.WatchRequest()),
+        ]
+        for call in calls:
+            with pytest.raises(Closed):
+                call()

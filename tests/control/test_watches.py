@@ -1,0 +1,190 @@
+"""Nothing that a node server says, and nothing that a handler raises, ends a Watch for good but a refusal."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvferry import EngineSpec, Group
+from kvferry.channel import MAX_MESSAGE_BYTES
+from kvferry.errors import HomeRecovering, InternalError, KvferryError, ServerDraining, WatchTakenOver
+from kvferry.session import EngineSession
+from kvferry.v1 import kv_transfer_pb2 as pb
+from kvferry.watching import Watcher
+from tests.control.scripted import opened, released, scripted, synced
+
+SPEC = EngineSpec("engine", (Group("full", block_tokens=16, num_blocks=8),))
+SCHEDULER = pb.WatchRequest(
+    engine=pb.EngineRef(engine_id="engine", incarnation=b"i" * 16), role=pb.WATCH_ROLE_SCHEDULER
+)
+
+
+class Handler:
+    """Takes events; raises while it is told to."""
+
+    def __init__(self, error: Exception | None) -> None:
+        self.error = error
+        self.taken: list[int] = []
+        self.done = threading.Event()
+
+    def __call__(self, message: pb.WatchResponse) -> None:
+        if message.WhichOneof("event") != "released":
+            return
+        if message.released.publication == 1 and self.error is not None:
+            error, self.error = self.error, None
+            raise error
+        self.taken.append(message.released.publication)
+        if {1, 2} <= set(self.taken):
+            self.done.set()
+
+
+@pytest.mark.parametrize("error", [ValueError("a bug"), HomeRecovering("not now"), KvferryError("neither")])
+def test_an_event_whose_handler_raises_is_told_again(
+    tmp_path: Path, error: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
+    with scripted(tmp_path) as (server, control):
+        server.watch = lambda _: iter([opened(), released(1), released(2), synced()])
+        handler = Handler(error)
+        watcher = Watcher(control, pb.WatchRequest.FromString(SCHEDULER.SerializeToString()), handler, "engine")
+        watcher.open(30)
+        assert handler.done.wait(30)
+        # The event after the one that failed was not held up by it, and both are told again.
+        assert handler.taken[0] == 2
+        assert watcher.failure is None
+        watcher.close()
+    assert not server.watched[1].resume_epoch
+    assert str(error) in caplog.text
+
+
+def interrupted(kind: str) -> Iterator[pb.WatchResponse]:
+    """A Watch that goes wrong after it was open."""
+    yield opened()
+    yield synced()
+    if kind == "oversized":
+        yield pb.WatchResponse(opened=pb.WatchOpened(advertise="x" * (MAX_MESSAGE_BYTES + 1)))
+    elif kind == "internal":
+        raise InternalError("a bug of the server")
+    elif kind == "draining":
+        raise ServerDraining("the node server is draining")
+    else:
+        # What gRPC makes of an exception of the other side: UNKNOWN.
+        raise RuntimeError("not ours")
+
+
+@pytest.mark.parametrize("kind", ["oversized", "internal", "draining", "unknown"])
+def test_an_answer_that_cannot_be_taken_is_survived(tmp_path: Path, kind: str) -> None:
+    with scripted(tmp_path) as (server, control):
+        server.watch = lambda count: interrupted(kind) if count < 3 else iter([opened(), released(1), released(2)])
+        handler = Handler(None)
+        watcher = Watcher(control, pb.WatchRequest.FromString(SCHEDULER.SerializeToString()), handler, "engine")
+        watcher.open(30)
+        assert handler.done.wait(30)
+        assert watcher.failure is None
+        watcher.close()
+
+
+def test_a_refusal_ends_it(tmp_path: Path) -> None:
+    def taken_over() -> Iterator[pb.WatchResponse]:
+        yield opened()
+        raise WatchTakenOver("a newer one", engine_id="engine")
+
+    with scripted(tmp_path) as (server, control):
+        server.watch = lambda _: taken_over()
+        watcher = Watcher(control, pb.WatchRequest.FromString(SCHEDULER.SerializeToString()), lambda _: None, "engine")
+        with pytest.raises(WatchTakenOver):
+            watcher.open(30)
+        assert isinstance(watcher.failure, WatchTakenOver)
+
+
+def test_a_refill_that_a_home_cannot_take_now_is_made_again(tmp_path: Path) -> None:
+    with scripted(tmp_path) as (server, control):
+        server.watch = lambda _: iter([opened(), synced(need_resync=True)])
+        refusals = [HomeRecovering("not now", retry_after=0.01), InternalError("lost")]
+
+        def notify(request: pb.NotifyRequest) -> list[pb.NotificationResult]:
+            if refusals:
+                raise refusals.pop()
+            return [pb.NotificationResult(done=pb.Acknowledged()) for _ in request.notifications]
+
+        server.notify = notify
+        session = EngineSession(control, SPEC, 30)
+        phases = [
+            notification.resync.phase
+            for request in server.notified
+            for notification in request.notifications
+            if notification.WhichOneof("kind") == "resync"
+        ]
+        # The end is told only once all before it was taken.
+        assert phases == [pb.RESYNC_PHASE_BEGIN] * 3 + [pb.RESYNC_PHASE_END]
+        session.close()
+
+
+def test_a_storm_of_releases_is_acknowledged_in_few_calls(tmp_path: Path) -> None:
+    count = 2000
+    with scripted(tmp_path) as (server, control):
+        answering = threading.Event()
+
+        def notify(request: pb.NotifyRequest) -> list[pb.NotificationResult]:
+            answering.wait(60)
+            return [pb.NotificationResult(done=pb.Acknowledged()) for _ in request.notifications]
+
+        server.watch = lambda _: iter([opened(), *(released(1 + number) for number in range(count)), synced()])
+        server.notify = notify
+        # A home that answers nothing meanwhile does not hold up the Watch.
+        session = EngineSession(control, SPEC, 4)
+        answering.set()
+
+        def acknowledged() -> set[int]:
+            return {
+                number
+                for request in server.notified
+                for notification in request.notifications
+                for number in notification.released_ack.publications
+            }
+
+        server.until(lambda: len(acknowledged()) == count)
+        assert len(server.notified) < 10
+        session.close()
+
+
+def test_acknowledgements_that_failed_are_sent_again(tmp_path: Path) -> None:
+    with scripted(tmp_path) as (server, control):
+        more = threading.Event()
+
+        def events() -> Iterator[pb.WatchResponse]:
+            yield from (opened(), released(7), synced())
+            more.wait(30)
+            yield released(8, sequence=1)
+
+        def notify(request: pb.NotifyRequest) -> list[pb.NotificationResult]:
+            if len(server.notified) == 1:
+                raise ServerDraining("not now")
+            return [pb.NotificationResult(done=pb.Acknowledged()) for _ in request.notifications]
+
+        server.watch, server.notify = lambda _: events(), notify
+        session = EngineSession(control, SPEC, 30)
+        server.until(lambda: len(server.notified) == 1)
+        more.set()
+        server.until(lambda: any(8 in told.notifications[0].released_ack.publications for told in server.notified))
+        assert {7, 8} <= {
+            number for told in server.notified[1:] for number in told.notifications[0].released_ack.publications
+        }
+        session.close()
+
+
+def test_who_waits_for_a_home_is_told_why(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def recovering() -> Iterator[pb.WatchResponse]:
+        raise HomeRecovering("the home waits for its engines")
+        yield
+
+    with scripted(tmp_path) as (server, control), caplog.at_level(logging.WARNING):
+        server.watch = lambda _: recovering()
+        with pytest.raises(HomeRecovering):
+            EngineSession(control, SPEC, 3)
+    (said,) = [record.getMessage() for record in caplog.records if "still waiting" in record.getMessage()]
+    assert "the home waits for its engines" in said
+    assert control.address in said
