@@ -240,7 +240,12 @@ class Link:
             if share.account.ended_at is not None:
                 share.account.settle(self._clock())
                 continue
-            chunk = share.next(self._options)
+            try:
+                chunk = share.next(self._options)
+            except Exception as error:
+                # Whatever cannot be divided is one transfer's fault; the other peers' go on (R10).
+                share.account.fail(self._unreadable(error))
+                continue
             if chunk is not None or share.blocked:
                 self.shares.append(share)
             if chunk is not None:
@@ -406,6 +411,12 @@ class Link:
     def _failed(self, error: KvferryError) -> KvferryError:
         """The error as the transfer reports it: what says something about input stays what it is."""
         return self._error(str(error)) if isinstance(error, NixlError) else error
+
+    def _unreadable(self, error: Exception) -> KvferryError:
+        if isinstance(error, KvferryError):
+            return error
+        logger.exception("peer %s: a read could not be divided", self.info.name)
+        return self._error(f"the read could not be divided: {error!r}")
 
     def _error(self, problem: str) -> TransferFailed:
         return TransferFailed(f"peer {self.info.name!r}: {problem}", quiet=False, peer=self.info.name, problem=problem)

@@ -83,7 +83,7 @@ def _reads(region: MemoryRegion, pool: StagingPool, slot: int, count: int, size:
     here = pool.space.region
     # Short pieces come in clusters, as those of one block do.
     cluster = CLUSTER if size == SHORT_BYTES else 1
-    group, within = np.divmod(np.arange(count), cluster)
+    group, within = np.divmod(np.arange(count, dtype=np.int64), cluster)
     step = region.length // (TIMES * (int(group[-1]) + 1))
     source = (region.base + (group * TIMES + turn) * step + within * 2 * size).astype(np.uint64)
     destination = slot + np.arange(count, dtype=np.uint64) * np.uint64(size)
@@ -121,7 +121,7 @@ def _copied(pool: StagingPool, slot: int, targets: list[int], cell: int) -> floa
             places=np.arange(rows, dtype=np.int64),
             destination=target,
             destination_stride=COLUMNS * cell,
-            ids=np.arange(rows, dtype=np.int32),
+            ids=np.arange(rows, dtype=np.int64),
             axes=((COLUMNS, rows * cell, cell),),
             cell=cell,
         )

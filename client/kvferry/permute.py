@@ -94,7 +94,7 @@ class TorchSpace:
 
     def _copy(self, copy: Copy) -> None:
         places = self._torch.from_numpy(copy.places).to(self._device)
-        ids = self._torch.from_numpy(copy.ids.astype(np.int64)).to(self._device)
+        ids = self._torch.from_numpy(copy.ids).to(self._device)
         counts = [axis[0] for axis in copy.axes]
         source = self._view(copy, copy.source, (int(copy.places[-1]) + 1, *counts), copy.source_stride, 1)
         destination = self._view(copy, copy.destination, (int(copy.ids.max()) + 1, *counts), copy.destination_stride, 2)

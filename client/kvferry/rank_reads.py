@@ -227,9 +227,7 @@ class RankReads:
         order = read.order
         try:
             expansion = peer.plan.expand(order.granted, order.blocks, order.tokens)
-            parts = [
-                Part(peer.agents[source.source_rank], source.descriptors, source.staged) for source in expansion.sources
-            ]
+            parts = [Part.of(peer.agents[source.source_rank], source) for source in expansion.sources]
             transfer = self._transport.start(parts, deadline=None, label=order.read_id)
         except KvferryError as error:
             self._end(read, error)

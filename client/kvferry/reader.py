@@ -189,9 +189,7 @@ class Reader:
         self, request: ReadRequest, read: Read, grant: Granted, peer: Peer, expansion: Expansion
     ) -> Transfer:
         """Move the bytes and wait for the end, at most until the read's own deadline."""
-        parts = [
-            Part(peer.agents[source.source_rank], source.descriptors, source.staged) for source in expansion.sources
-        ]
+        parts = [Part.of(peer.agents[source.source_rank], source) for source in expansion.sources]
         transfer = self._transport.start(parts, deadline=grant.lease.deadline, label=read.read_id)
         read._moving(transfer)
         # A renewal may have been acknowledged between the two lines above.

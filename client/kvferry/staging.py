@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from kvferry.agents import AgentInfo
 from kvferry.descriptors import MemoryPair
 from kvferry.errors import InvalidField, KvferryError, TransferFailed
+from kvferry.footprint import Footprint
 from kvferry.links import Chunk, Share, divide
 from kvferry.nixl_options import NixlOptions
 from kvferry.paths import Costs, Path
@@ -120,11 +121,18 @@ class StagedShare(Share):
     """What one transfer reads from one peer through staging memory."""
 
     def __init__(
-        self, account: Transfer, info: AgentInfo, reads: Iterable[StagedRead], pool: StagingPool, since: float
+        self,
+        account: Transfer,
+        info: AgentInfo,
+        reads: Iterable[StagedRead],
+        pool: StagingPool,
+        since: float,
+        footprint: Footprint | None = None,
     ) -> None:
         super().__init__(account, info, (), since, (pool.space,))
         self._transfer = account
         self._pool = pool
+        self._footprint = footprint
         self._batches = (batch for read in reads for batch in read.batches(pool.slot_bytes))
         self._batch: Batch | None = None
         self._parts: deque[Chunk] = deque()
@@ -152,7 +160,14 @@ class StagedShare(Share):
             self._blocked = True
             return None
         batch, self._batch = self._batch, None
-        parts = list(divide(batch.descriptors(slot, self._pool.pair(batch)), options))
+        try:
+            descriptors = batch.descriptors(slot, self._pool.pair(batch))
+            if self._footprint is not None:
+                self._footprint.check_source(descriptors)
+            parts = list(divide(descriptors, options))
+        except BaseException:
+            self._pool.release(slot)
+            raise
         arrival = _Arrival(self._transfer, self._pool, batch, slot, len(parts), self._left)
         with self._lock:
             self._arrivals.add(arrival)

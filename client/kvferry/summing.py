@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.blocks import BlockIds
+from kvferry.blocks import AnyIds
 from kvferry.checksums import Sums, padded, start, sums_of, weights
 from kvferry.errors import InvalidField
 from kvferry.geometry import Interval, MemoryKind, Plane
@@ -119,7 +119,7 @@ def _host_view(plane: Plane, units: int, cells: Cells, last: int) -> npt.NDArray
     return np.ndarray(shape, np.dtype((np.void, cells.size)), memory, 0, strides)
 
 
-def _chosen(view: npt.NDArray[Any], ids: BlockIds) -> npt.NDArray[Any]:
+def _chosen(view: npt.NDArray[Any], ids: AnyIds) -> npt.NDArray[Any]:
     """The blocks of these ids; not copied where they lie one after the other."""
     first = int(ids[0])
     if int(ids[-1]) - first + 1 == len(ids) and bool((np.diff(ids) == 1).all()):

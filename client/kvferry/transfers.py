@@ -21,6 +21,8 @@ from kvferry.clock import now
 from kvferry.defence import RegionMap, check_descriptors
 from kvferry.descriptors import Descriptors
 from kvferry.errors import Closed, InvalidField, KvferryError
+from kvferry.expand import SourceDescriptors
+from kvferry.footprint import Footprint
 from kvferry.geometry import MemoryKind, MemoryRegion
 from kvferry.links import Share
 from kvferry.nixl_options import NixlOptions
@@ -44,12 +46,19 @@ class Part:
         descriptors: read straight into their destinations.
         staged: read through staging memory.
         spaces: memory that the descriptors read into beside the rank's own.
+        footprint: the blocks that may be touched; None: whatever is registered.
     """
 
     peer: AgentInfo
     descriptors: Sequence[Descriptors] = ()
     staged: Sequence[StagedRead] = ()
     spaces: Sequence[Space] = ()
+    footprint: Footprint | None = None
+
+    @classmethod
+    def of(cls, peer: AgentInfo, planned: SourceDescriptors) -> Part:
+        """What a plan reads from the rank of this agent."""
+        return cls(peer, planned.descriptors, planned.staged, footprint=planned.footprint)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +139,8 @@ class Transport:
             label: names the transfer in errors and logs.
 
         Raises:
-            InvalidField: a descriptor lies outside of what is registered here, or announced by its peer.
+            InvalidField: a descriptor lies outside of what is registered here, announced by its peer, or the read's to
+                touch.
             BadAgentMetadata: a peer is not what it announced.
             Closed: the transport was closed.
 
@@ -150,6 +160,8 @@ class Transport:
                 local = RegionMap("this rank", (*self._regions, *(space.region for space in part.spaces)))
             for some in part.descriptors:
                 check_descriptors(some, local, maps[info.name])
+                if part.footprint is not None:
+                    part.footprint.check(some)
         every = [some for part in parts for some in (*part.descriptors, *part.staged)]
         transfer = Transfer(
             label,
@@ -269,7 +281,7 @@ class Transport:
             memory = read.lane.memory
             by_space.setdefault((memory.destination_kind, memory.destination_device), []).append(read)
         for space, reads in by_space.items():
-            self._submit(StagedShare(transfer, part.peer, reads, self.pool(*space), self._clock()))
+            self._submit(StagedShare(transfer, part.peer, reads, self.pool(*space), self._clock(), part.footprint))
 
     def _submit(self, share: Share) -> None:
         try:

@@ -43,7 +43,7 @@ def copies(draw: st.DrawFn) -> tuple[int, int, Copy]:
         np.array(places, np.int64),
         own_offset,
         own_stride,
-        np.array(ids, np.int32),
+        np.array(ids, np.int64),
         axes,
         cell,
     )

@@ -86,7 +86,7 @@ def part(source: Source, memory: Memory, theirs: list[int], mine: list[int], at:
     given = source.bytes[:size].reshape(LAYERS, BLOCKS, TOKENS, HEADS, STATE)
     wanted = memory.expected[at : at + size].reshape(LAYERS, BLOCKS, HEADS, TOKENS, STATE)
     wanted[:, mine] = given[:, theirs].transpose(0, 1, 3, 2, 4)
-    return Part(source.info, staged=found.staged)
+    return Part.of(source.info, found)
 
 
 def ended(transfer: Transfer) -> TransferState:
