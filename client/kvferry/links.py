@@ -317,16 +317,16 @@ class Link:
     def _post(self, account: Account, chunk: Descriptors, size: int) -> None:
         try:
             handle = self._agent.make(self.info.name, chunk)
-        except KvferryError as error:
+        except Exception as error:
             # Nothing was posted. A descriptor that was refused says nothing about the peer; NIXL's refusal does.
-            account.fail(error)
+            account.fail(self._unreadable(error))
             if isinstance(error, NixlError):
                 self._break(error)
             return
+        flight = Flight(handle, account, size)
         if not account.begin():
             self._release(handle)
             return
-        flight = Flight(handle, account, size)
         before = self._clock()
         try:
             state = handle.post()

@@ -17,6 +17,7 @@ from kvferry.descriptors import MemoryPair, RawDescriptors
 from kvferry.errors import KvferryError
 from kvferry.geometry import MemoryRegion
 from kvferry.paths import Costs
+from kvferry.permute import StillCopying
 from kvferry.staged import Copy
 from kvferry.staging import StagingPool
 from kvferry.transfers import Part, Transport
@@ -47,9 +48,10 @@ def measure(transport: Transport, peer: AgentInfo, pool: StagingPool, deadline: 
         return None
     try:
         copied = _copies(pool, slot)
-    except Exception:
+    except Exception as error:
         logger.exception("copies in staging memory were not measured")
-        pool.release(slot)
+        if not isinstance(error, StillCopying):
+            pool.release(slot)
         return None
     kinds = [(1, 64), (min(SHORT_COUNT, count * LONG_BYTES // (2 * SHORT_BYTES)), SHORT_BYTES), (count, LONG_BYTES)]
     times: dict[tuple[int, int], list[float]] = {kind: [] for kind in kinds}

@@ -312,9 +312,12 @@ class RankReads:
 
     def _overdue(self, read: RankRead) -> None:
         read._cancellation.cancel()
-        quiet = read._transfer is None or read._transfer.cancel()
         read_id = read.order.read_id
-        self._end(read, TransferStuck(f"read {read_id} did not end in time", quiet=quiet, read_id=read_id))
+        stuck = TransferStuck(f"read {read_id} did not end in time", read_id=read_id)
+        if read._transfer is not None:
+            read._transfer.cancel()
+            read._transfer.tell(stuck)
+        self._end(read, stuck)
 
     def _end(self, read: RankRead, error: KvferryError | None) -> None:
         if read.ended:

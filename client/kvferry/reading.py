@@ -36,6 +36,9 @@ RETIRE_AGAIN = 0.5
 EXIT_PATIENCE = 2.0
 """Seconds that the interpreter's exit waits for a thread to come out of NIXL: the time of one chunk, with margin."""
 
+FAILURES = 3
+"""Unforeseen errors of a thread, after which it no longer waits for what is posted."""
+
 _living: weakref.WeakSet[ReadingThread] = weakref.WeakSet()
 
 
@@ -165,16 +168,30 @@ class ReadingThread:
         quiet = True
         try:
             agent = ReadingAgent(self.name, self._regions, self._options)
-            self._work(agent)
         except KvferryError as error:
             self._fail(error)
         except Exception as error:
-            logger.exception("reading agent %s failed", self.name)
-            self._fail(TransferFailed(f"reading agent {self.name!r} failed: {error!r}"))
+            self._failed(error)
+        else:
+            self._work_on(agent)
         finally:
             quiet = agent is None or self._destroy(agent)
             self._out_of_nixl.set()
             self._gone(self, quiet)
+
+    def _work_on(self, agent: ReadingAgent) -> None:
+        for _ in range(FAILURES):
+            try:
+                self._work(agent)
+                return
+            except Exception as error:
+                # Everything fails, but what is posted is still waited for: ending an agent under way can kill a source.
+                self._failed(error)
+                self._closing = True
+
+    def _failed(self, error: Exception) -> None:
+        logger.error("reading agent %s failed", self.name, exc_info=error)
+        self._fail(TransferFailed(f"reading agent {self.name!r} failed: {error!r}"))
 
     def _work(self, agent: ReadingAgent) -> None:
         while True:
@@ -234,8 +251,10 @@ class ReadingThread:
         try:
             for space in share.spaces:
                 agent.add_space(space)
-        except NixlError as error:
-            share.account.fail(error)
+        except Exception as error:
+            share.account.fail(
+                error if isinstance(error, KvferryError) else TransferFailed(f"staging memory: {error!r}")
+            )
             return
         link = self._links.get(share.info.name)
         if link is None:

@@ -22,7 +22,7 @@ from kvferry.footprint import Footprint
 from kvferry.links import Chunk, Share, divide
 from kvferry.nixl_options import NixlOptions
 from kvferry.paths import Costs, Path
-from kvferry.permute import Space
+from kvferry.permute import Space, StillCopying
 from kvferry.staged import Batch, StagedRead
 from kvferry.tracking import Transfer
 
@@ -247,9 +247,12 @@ class _Arrival:
             try:
                 self._pool.space.copy(self._batch.copies(self._slot))
             except Exception as error:
-                # Of numpy's, or of the device's: the batch did not reach its blocks, and nothing writes to them now.
+                # Of numpy's, or of the device's: the batch did not reach its blocks.
                 logger.exception("transfer %r: the permutation failed", self.label)
                 self._transfer.fail(TransferFailed(f"transfer {self.label!r}: the permutation failed: {error!r}"))
+                if isinstance(error, StillCopying):
+                    # Neither the blocks nor the slot are ever quiet: a device that cannot be waited for is lost.
+                    return
                 self._transfer.fenced()
             else:
                 self._transfer.landed(self._batch.total_bytes)

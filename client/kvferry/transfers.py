@@ -20,7 +20,7 @@ from kvferry.agents import AgentInfo
 from kvferry.clock import now
 from kvferry.defence import RegionMap, check_descriptors
 from kvferry.descriptors import Descriptors
-from kvferry.errors import Closed, InvalidField, KvferryError
+from kvferry.errors import Closed, InvalidField, KvferryError, TransferFailed
 from kvferry.expand import SourceDescriptors
 from kvferry.footprint import Footprint
 from kvferry.geometry import MemoryKind, MemoryRegion
@@ -144,7 +144,8 @@ class Transport:
             BadAgentMetadata: a peer is not what it announced.
             Closed: the transport was closed.
 
-        Everything else is the transfer's `error`. Nothing is posted if this raises.
+        Everything else is the transfer's `error`: staging memory or a thread that is not to be had, for example. If
+        this raises, nothing was posted, and nothing will be.
         """
         maps: dict[str, RegionMap] = {}
         infos: dict[str, AgentInfo] = {}
@@ -177,8 +178,12 @@ class Transport:
                 self._transfers.add(transfer)
         transfer.add_quiet_callback(self._forget)
         transfer.add_done_callback(self._ended)
-        for part in parts:
-            self._submit_part(transfer, part)
+        try:
+            for part in parts:
+                self._submit_part(transfer, part)
+        except Exception as error:
+            # Parts before this one may be read already: from here on only the transfer knows what is quiet.
+            transfer.fail(_begin_failed(label, error))
         return transfer
 
     def pool(self, kind: MemoryKind, device: int) -> StagingPool:
@@ -287,8 +292,9 @@ class Transport:
         try:
             while not self._thread_of(share.info.name).submit(share):
                 pass
-        except KvferryError as error:
-            share.account.fail(error)
+        except Exception as error:
+            # Also on a reading thread that hands its shares on, which has to go on whatever happens.
+            share.account.fail(_begin_failed(share.account.label, error))
 
     def _thread_of(self, peer_name: str) -> ReadingThread:
         """The thread that reads from a peer; a fresh one where the last was retired."""
@@ -342,3 +348,10 @@ class Transport:
             threads = tuple(self._living)
         for thread in threads:
             thread.wake()
+
+
+def _begin_failed(label: str, error: Exception) -> KvferryError:
+    if isinstance(error, KvferryError):
+        return error
+    logger.error("transfer %r could not begin", label, exc_info=error)
+    return TransferFailed(f"transfer {label!r} could not begin: {error!r}")

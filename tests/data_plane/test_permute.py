@@ -91,7 +91,7 @@ def test_every_cell_goes_to_its_place(library: str, drawn: tuple[int, int, Copy]
 def test_memory_of_no_tensor_is_refused() -> None:
     space = TorchSpace(4096, "cpu", [torch.zeros(16)])
     elsewhere = np.zeros(4096, np.uint8)
-    places, ids = np.zeros(1, np.int64), np.zeros(1, np.int32)
+    places, ids = np.zeros(1, np.int64), np.zeros(1, np.int64)
     copy = Copy(space.region.base, 64, places, elsewhere.ctypes.data, 64, ids, (), 64)
     with pytest.raises(InvalidField, match="a tensor on cpu"):
         space.copy([copy])

@@ -24,7 +24,7 @@ SLOT_BYTES = 1 << 20
 def plane(
     base: int,
     *,
-    heads: Interval = Interval(0, HEADS),
+    heads: Interval = ALL,
     heads_first: bool = True,
     tokens: int = TOKENS,
     packed: bool = False,
