@@ -101,6 +101,9 @@ class Share:
         """`next` had nothing to give, but will have; the thread is woken then."""
         return False
 
+    def step_back(self) -> None:
+        """`next` will not be called for now: whoever waits for the same goes before it."""
+
     def next(self, options: NixlOptions) -> Chunk | None:
         """The next chunk, to be posted now; None if there is none, at least for now."""
         if self._chunks is None:
@@ -235,6 +238,7 @@ class Link:
             if self.state is not LinkState.READY:
                 return False
             if len(self.flights) >= 2 and self._in_flight + self._options.chunk_bytes > self._options.bytes_in_flight:
+                self.step_back()
                 return False
             share = self.shares.popleft()
             if share.account.ended_at is not None:
@@ -252,6 +256,11 @@ class Link:
                 self._post(chunk.account, chunk.descriptors, chunk.descriptors.total_bytes)
                 return True
         return False
+
+    def step_back(self) -> None:
+        """No share is asked for a chunk for now."""
+        for share in self.shares:
+            share.step_back()
 
     def poll(self, now: float) -> bool:
         """Check what is under way, if it is time. Whether anything came of it."""

@@ -206,7 +206,10 @@ class ReadingThread:
                 if link.state is LinkState.NEW:
                     link.open()
                     busy = True
-                busy |= self._room() and link.post_next()
+                if self._room():
+                    busy |= link.post_next()
+                else:
+                    link.step_back()
                 busy |= link.poll(now)
                 self.moved += link.moved - before
             if len(self._links) > 1:
@@ -328,6 +331,7 @@ class ReadingThread:
         self._waiting.clear()
         for share in shares:
             share.since = now
+            share.step_back()
             self._moved_on(share)
 
     def _may_end(self, now: float) -> bool:
