@@ -220,8 +220,9 @@ class Link:
             self._agent.add_peer(self.info)
             self._added = True
             handle = self._agent.warm_up(self.info.name)
-        except KvferryError as error:
-            self._break(error)
+        except Exception as error:
+            # Whatever it is, it is this peer's alone (R10).
+            self._break(self._unreadable(error))
             return
         self._warming = handle
         try:
@@ -424,8 +425,8 @@ class Link:
     def _unreadable(self, error: Exception) -> KvferryError:
         if isinstance(error, KvferryError):
             return error
-        logger.exception("peer %s: a read could not be divided", self.info.name)
-        return self._error(f"the read could not be divided: {error!r}")
+        logger.exception("peer %s: a read could not be made", self.info.name)
+        return self._error(f"the read could not be made: {error!r}")
 
     def _error(self, problem: str) -> TransferFailed:
         return TransferFailed(f"peer {self.info.name!r}: {problem}", quiet=False, peer=self.info.name, problem=problem)

@@ -14,7 +14,6 @@ import numpy as np
 from kvferry.agents import AgentInfo
 from kvferry.clock import now
 from kvferry.descriptors import MemoryPair, RawDescriptors
-from kvferry.errors import KvferryError
 from kvferry.geometry import MemoryRegion
 from kvferry.paths import Costs
 from kvferry.permute import StillCopying
@@ -60,7 +59,8 @@ def measure(transport: Transport, peer: AgentInfo, pool: StagingPool, deadline: 
             part = Part(peer, (_reads(region, pool, slot, *kind, turn),), spaces=(pool.space,))
             try:
                 transfer = transport.start([part], deadline=deadline, label="measuring")
-            except KvferryError:
+            except Exception:
+                # Nothing was posted.
                 pool.release(slot)
                 raise
             began = now()

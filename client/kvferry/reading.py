@@ -88,6 +88,7 @@ class ReadingThread:
         self._accepting = True
         self._closing = False
         # All that follows belongs to the thread.
+        self._taken: deque[Share | AgentInfo | str] = deque()
         self._links: dict[str, Link] = {}
         self._waiting: dict[str, deque[Share]] = {}
         """Shares for a peer that has to be dropped before it can be added again."""
@@ -184,12 +185,12 @@ class ReadingThread:
             try:
                 self._work(agent)
                 return
-            except Exception as error:
-                # Everything fails, but what is posted is still waited for: ending an agent under way can kill a source.
+            except BaseException as error:
+                # A callback's `SystemExit` included. Everything fails, but what is posted is still waited for: ending an agent under way can kill a source.
                 self._failed(error)
                 self._closing = True
 
-    def _failed(self, error: Exception) -> None:
+    def _failed(self, error: BaseException) -> None:
         logger.error("reading agent %s failed", self.name, exc_info=error)
         self._fail(TransferFailed(f"reading agent {self.name!r} failed: {error!r}"))
 
@@ -236,11 +237,15 @@ class ReadingThread:
 
     def _take_inbox(self, agent: ReadingAgent) -> bool:
         with self._changed:
-            items, self._inbox = self._inbox, []
+            self._taken.extend(self._inbox)
+            self._inbox.clear()
             if self._woken:
                 self._woken = False
                 self._settle_at = 0.0
-        for item in items:
+        busy = bool(self._taken)
+        while self._taken:
+            # Taken off only afterwards: should this fail, so does the share, instead of being forgotten.
+            item = self._taken[0]
             if isinstance(item, Share):
                 self._attach(agent, item)
             elif isinstance(item, AgentInfo):
@@ -248,7 +253,8 @@ class ReadingThread:
                     self._add(agent, item)
             elif item in self._links:
                 self._links[item].leaving = True
-        return bool(items)
+            self._taken.popleft()
+        return busy
 
     def _attach(self, agent: ReadingAgent, share: Share) -> None:
         try:
@@ -373,7 +379,9 @@ class ReadingThread:
         """The agent cannot go on: everything fails."""
         with self._changed:
             self._accepting = False
-            items, self._inbox = self._inbox, []
+            items = [*self._taken, *self._inbox]
+            self._taken.clear()
+            self._inbox.clear()
         waiting = [share for shares in self._waiting.values() for share in shares]
         self._waiting.clear()
         for share in [*waiting, *(item for item in items if isinstance(item, Share))]:

@@ -34,7 +34,7 @@ def test_a_first_token_inside_a_granule_is_refused(theirs: int, mine: int) -> No
     plan = plan_read(source, destination, 0, rule=PathRule(Path.DIRECT, slot_bytes=1 << 20))
     blocks = {"full": Blocks(list(range(8)))}
     # The granule of token 32 is that of rank 0 on all sides.
-    with pytest.raises(InvalidField, match=f"first token is '?34'?, expected a multiple of {GRANULE}"):
+    with pytest.raises(InvalidField, match=r"first token is '?34'?, expected a multiple of [48] tokens"):
         plan.expand(blocks, blocks, (34, 128))
     expansion = plan.expand(blocks, blocks, (32, 128))
     first = plan.rank.planes[0]
