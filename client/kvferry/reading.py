@@ -186,7 +186,8 @@ class ReadingThread:
                 self._work(agent)
                 return
             except BaseException as error:
-                # A callback's `SystemExit` included. Everything fails, but what is posted is still waited for: ending an agent under way can kill a source.
+                # A callback's `SystemExit` included. Everything fails, but what is posted is waited for: ending an
+                # agent under way can kill a source.
                 self._failed(error)
                 self._closing = True
 
