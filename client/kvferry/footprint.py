@@ -205,27 +205,34 @@ class _Places:
         return np.less(here, there + other.block_tokens) & np.less(there, here + self.block_tokens)
 
 
-class Footprint:
-    """The blocks of one request that are read from one rank. Immutable, so thread-safe.
+class RequestPlaces:
+    """The blocks of one request on both sides, by group; shared by its footprints.
 
     Args:
-        ground: of the plan, for that rank.
         source_groups, groups: of both engines, by name.
         needed: what is moved, by group.
     """
 
     def __init__(
-        self,
-        ground: Ground,
-        source_groups: Mapping[str, Group],
-        groups: Mapping[str, Group],
-        needed: Mapping[str, Needed],
+        self, source_groups: Mapping[str, Group], groups: Mapping[str, Group], needed: Mapping[str, Needed]
     ) -> None:
-        self._ground = ground
-        self._places = {
+        self.by_group = {
             name: (_places(wanted.source, source_groups[name]), _places(wanted.destination, groups[name]))
             for name, wanted in needed.items()
         }
+
+
+class Footprint:
+    """The blocks of one request that are read from one rank. Immutable, so thread-safe.
+
+    Args:
+        ground: of the plan, for that rank.
+        places: the request's.
+    """
+
+    def __init__(self, ground: Ground, places: RequestPlaces) -> None:
+        self._ground = ground
+        self._places = places.by_group
 
     def check(self, descriptors: Descriptors) -> None:
         """Raise `InvalidField` unless every descriptor reads blocks of the request into the blocks of the same tokens.

@@ -15,7 +15,7 @@ from kvferry.compat import engine_mismatches
 from kvferry.covering import Coverer, PlaneRead
 from kvferry.errors import Incompatible, InvalidField, Mismatch
 from kvferry.expand import Expansion, expand
-from kvferry.footprint import Footprint, Ground
+from kvferry.footprint import Footprint, Ground, RequestPlaces
 from kvferry.geometry import EngineGeometry, Group, Plane, RankGeometry
 from kvferry.lanes import Lane, build_lanes
 from kvferry.needed import needed
@@ -128,9 +128,9 @@ class ReadPlan:
         source_groups = {group.name: group for group in self.source.groups}
         wanted = needed(self.groups, source_groups, source, destination, tokens)
         expansion = expand(self.lanes, self.tables, self.staged, wanted)
+        places = RequestPlaces(*self._groups, wanted)
         sources = tuple(
-            replace(found, footprint=Footprint(self._grounds[found.source_rank], *self._groups, wanted))
-            for found in expansion.sources
+            replace(found, footprint=Footprint(self._grounds[found.source_rank], places)) for found in expansion.sources
         )
         return replace(expansion, sources=sources)
 
