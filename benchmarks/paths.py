@@ -134,7 +134,7 @@ def measure_case(case: Case, info: AgentInfo, region: MemoryRegion, transport: T
     plans = {path: case.plan(info.regions[0].base, region.base, PathRule(path, costs)) for path in (*Path, None)}
     for path in Path:
         expansion = plans[path].expand({"full": Blocks(theirs)}, {"full": Blocks(mine)})
-        parts = [Part(info, of.descriptors, of.staged) for of in expansion.sources]
+        parts = [Part.of(info, of) for of in expansion.sources]
         actions[path] = partial(move, transport, parts)
     # In turn, so that whatever else the machine does hits both.
     rounds = [{path: once(action) for path, action in actions.items()} for _ in range(1 + REPEATS)][1:]

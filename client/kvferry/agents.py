@@ -243,7 +243,10 @@ class ReadingAgent:
         info.check()
         answer = self._call("loadRemoteMD", info.name, lambda: self._agent.loadRemoteMD(info.metadata))
         answered = answer.decode(errors="replace") if isinstance(answer, bytes) else str(answer)
-        problem = f"its metadata are those of {answered[:80]!r}" if answered != info.name else self._unknown(info)
+        try:
+            problem = f"its metadata are those of {answered[:80]!r}" if answered != info.name else self._unknown(info)
+        except NixlError as error:
+            problem = str(error)
         if problem:
             if answered not in self._peers:
                 self._call("invalidateRemoteMD", info.name, lambda: self._agent.invalidateRemoteMD(answered))
@@ -373,9 +376,15 @@ class ReadingAgent:
         for region in info.regions:
             rows = np.array([[region.base, region.length, region.device]], np.uint64)
             segments = self._segments(region.memory_kind, rows)
-            if self._agent.checkRemoteMD(info.name, segments) != self._nixl.NIXL_SUCCESS:
+            answer = self._call(
+                "checkRemoteMD", info.name, functools.partial(self._check_metadata, info.name, segments)
+            )
+            if answer != self._nixl.NIXL_SUCCESS:
                 return f"it does not serve the announced {region.length} bytes at {region.base:#x}"
         return ""
+
+    def _check_metadata(self, peer: str, segments: Any) -> Any:
+        return self._agent.checkRemoteMD(peer, segments)
 
     def _segments(self, kind: MemoryKind, rows: Addresses) -> Any:
         return self._nixl.nixlXferDList(self._space(kind), rows)

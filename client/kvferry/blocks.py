@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +13,7 @@ from kvferry.errors import BadBlock, InvalidField
 from kvferry.v1 import kv_transfer_pb2 as pb
 
 BlockIds: TypeAlias = npt.NDArray[np.int32]
+AnyIds: TypeAlias = npt.NDArray[np.signedinteger[Any]]
 
 MAX_BLOCKS = 1 << 24
 """Blocks of one list; a request of 10**8 tokens at 16 tokens per block has fewer. Bounds what a peer's runs can expand
@@ -132,7 +133,7 @@ def blocks_from_proto(message: pb.GroupBlocks) -> Blocks:
     return Blocks(ids, message.first_token, message.end_token, message.state_token)
 
 
-def check_ids(group: str, side: str, ids: BlockIds, num_blocks: int, null_block: int | None) -> None:
+def check_ids(group: str, side: str, ids: AnyIds, num_blocks: int, null_block: int | None) -> None:
     """Raise `BadBlock` for the first id that is out of range or the null block (R7)."""
     if len(ids) == 0:
         return
@@ -143,7 +144,7 @@ def check_ids(group: str, side: str, ids: BlockIds, num_blocks: int, null_block:
         raise BadBlock(group, side, null_block, num_blocks, "the null block holds nothing")
 
 
-def check_unique(pool: str, lists: Sequence[BlockIds]) -> None:
+def check_unique(pool: str, lists: Sequence[AnyIds]) -> None:
     """Raise `BadBlock` if an id occurs twice in the destination blocks of a pool: NIXL would let the last write win."""
     ids = lists[0] if len(lists) == 1 else np.concatenate(lists)
     if bool((ids[1:] > ids[:-1]).all()):

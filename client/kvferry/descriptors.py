@@ -136,8 +136,8 @@ def _split_long(raw: RawDescriptors, limit: int) -> RawDescriptors:
         return raw
     length = raw.length.astype(np.int64)
     pieces = -(-length // limit)
-    owner = np.repeat(np.arange(raw.count), pieces)
-    offset = (np.arange(len(owner)) - np.repeat(np.cumsum(pieces) - pieces, pieces)) * limit
+    owner = np.repeat(np.arange(raw.count, dtype=np.int64), pieces)
+    offset = (np.arange(len(owner), dtype=np.int64) - np.repeat(np.cumsum(pieces) - pieces, pieces)) * limit
     piece = np.minimum(limit, length[owner] - offset).astype(np.uint64)
     shift = offset.astype(np.uint64)
     return RawDescriptors(raw.memory, raw.source[owner] + shift, raw.destination[owner] + shift, piece)

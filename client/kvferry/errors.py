@@ -489,7 +489,8 @@ class TransferError(KvferryError):
 
     Attributes:
         quiet: True when nothing can write to the destination blocks any more (R4). False: the blocks stay quarantined
-            until the read is seen quiet; `Read.wait_quiet` waits for that.
+            until the read is seen quiet; `Read.wait_quiet` waits for that. In the process whose transfer it was this
+            becomes True by itself when it is so; in another process, a pickle or a message it stays what it was.
     """
 
     def __init__(self, message: str, *, quiet: bool = True, **values: object) -> None:

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.blocks import BlockIds
 from kvferry.descriptors import Descriptors, Indices, MemoryPair, PreparedDescriptors, RawDescriptors
 from kvferry.errors import InvalidField
+from kvferry.footprint import Footprint
 from kvferry.lanes import Lane
 from kvferry.needed import Needed
 from kvferry.rows import Int64s
@@ -37,11 +37,19 @@ MAX_DESCRIPTORS = 1 << 25
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SourceDescriptors:
-    """What is read from one source rank: straight into its destination, or through staging memory."""
+    """What is read from one source rank: straight into its destination, or through staging memory.
+
+    Attributes:
+        source_rank: the rank.
+        descriptors: read straight into their destinations.
+        staged: read through staging memory.
+        footprint: the blocks that either may touch; a plan always says.
+    """
 
     source_rank: int
     descriptors: tuple[Descriptors, ...]
     staged: tuple[StagedRead, ...] = ()
+    footprint: Footprint | None = None
 
     @property
     def total_bytes(self) -> int:
@@ -127,8 +135,8 @@ class _Collector:
         counts = np.diff(np.concatenate((starts, [end])))
         source_block, source_at = np.divmod(starts, line.source_step)
         block, at = np.divmod(starts, line.destination_step)
-        source = needed.source.ids[source_block - needed.source.first] * np.int64(lane.source.block_stride)
-        destination = needed.destination.ids[block - needed.destination.first] * np.int64(lane.destination.block_stride)
+        source = needed.source.ids[source_block - needed.source.first] * lane.source.block_stride
+        destination = needed.destination.ids[block - needed.destination.first] * lane.destination.block_stride
         for members, state_bytes in zip(lane.planes, lane.linear_bytes, strict=True):
             rows = members.source_base[:, None], members.destination_base[:, None]
             self._append(
@@ -178,8 +186,8 @@ class _Collector:
             if not bool(wanted.any()):
                 continue
             # Neither sum can wrap: tables have fewer than 2**31 entries.
-            source = (place.source[wanted][:, None] + segment.source).ravel()
-            destination = (place.destination[wanted][:, None] + segment.destination).ravel()
+            source = (place.source[wanted][:, None] + segment.source.astype(np.int32)).ravel()
+            destination = (place.destination[wanted][:, None] + segment.destination.astype(np.int32)).ravel()
             self._prepared.setdefault((lane.source_rank, place.table), []).append((source, destination))
             self.descriptors += len(source)
             rest[place.rows[wanted]] = False
@@ -188,16 +196,16 @@ class _Collector:
     def _add_raw(
         self,
         lane: Lane,
-        source_ids: BlockIds,
-        destination_ids: BlockIds,
+        source_ids: Int64s,
+        destination_ids: Int64s,
         segment: Segment,
         chosen: npt.NDArray[np.bool_],
         run: Int64s,
     ) -> None:
         """Add rows by address; a run of `run` blocks begins at each pair of ids."""
         rows = lane.rows(segment.cut)
-        source = rows.source[chosen][:, None] + source_ids * np.int64(lane.source.block_stride)
-        destination = rows.destination[chosen][:, None] + destination_ids * np.int64(lane.destination.block_stride)
+        source = rows.source[chosen][:, None] + source_ids * lane.source.block_stride
+        destination = rows.destination[chosen][:, None] + destination_ids * lane.destination.block_stride
         self._append(lane, source, destination, np.broadcast_to(rows.length[chosen][:, None] * run, source.shape))
 
     def _append(self, lane: Lane, source: Int64s, destination: Int64s, length: Int64s) -> None:
@@ -221,7 +229,7 @@ class _Collector:
         return Expansion(sources, self.pieces, self.descriptors)
 
 
-def _jumps(ids: BlockIds, first: int, step: int, begin: int, end: int) -> Int64s:
+def _jumps(ids: Int64s, first: int, step: int, begin: int, end: int) -> Int64s:
     """Places on a line, within ``(begin, end)``, where the next block is not the next in memory."""
     breaks = (np.flatnonzero(np.diff(ids) != 1) + (1 + first)) * step
     return breaks[(breaks > begin) & (breaks < end)]

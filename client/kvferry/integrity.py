@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.blocks import BlockIds, Blocks
+from kvferry.blocks import AnyIds, Blocks
 from kvferry.checksums import sampled
 from kvferry.errors import InvalidField
 from kvferry.geometry import Group, GroupKind, Plane
@@ -95,12 +95,12 @@ class AlikeBlocks:
     Attributes:
         places: of the source's blocks in the request, rising, ``int64[n]``.
         runs: where the states lie, in their order.
-        ids: the block of this side that holds each run, ``int32[n, runs]``.
+        ids: the block of this side that holds each run, ``int32`` or ``int64[n, runs]``; only ever an index.
     """
 
     places: Int64s
     runs: tuple[StateRun, ...]
-    ids: BlockIds
+    ids: AnyIds
 
 
 def published_states(layout: StateLayout, plane: Plane, group: Group, blocks: Blocks) -> tuple[int, int]:

@@ -101,6 +101,9 @@ class Share:
         """`next` had nothing to give, but will have; the thread is woken then."""
         return False
 
+    def step_back(self) -> None:
+        """`next` will not be called for now: whoever waits for the same goes before it."""
+
     def next(self, options: NixlOptions) -> Chunk | None:
         """The next chunk, to be posted now; None if there is none, at least for now."""
         if self._chunks is None:
@@ -217,8 +220,9 @@ class Link:
             self._agent.add_peer(self.info)
             self._added = True
             handle = self._agent.warm_up(self.info.name)
-        except KvferryError as error:
-            self._break(error)
+        except Exception as error:
+            # Whatever it is, it is this peer's alone (R10).
+            self._break(self._unreadable(error))
             return
         self._warming = handle
         try:
@@ -235,18 +239,29 @@ class Link:
             if self.state is not LinkState.READY:
                 return False
             if len(self.flights) >= 2 and self._in_flight + self._options.chunk_bytes > self._options.bytes_in_flight:
+                self.step_back()
                 return False
             share = self.shares.popleft()
             if share.account.ended_at is not None:
                 share.account.settle(self._clock())
                 continue
-            chunk = share.next(self._options)
+            try:
+                chunk = share.next(self._options)
+            except Exception as error:
+                # Whatever cannot be divided is one transfer's fault; the other peers' go on (R10).
+                share.account.fail(self._unreadable(error))
+                continue
             if chunk is not None or share.blocked:
                 self.shares.append(share)
             if chunk is not None:
                 self._post(chunk.account, chunk.descriptors, chunk.descriptors.total_bytes)
                 return True
         return False
+
+    def step_back(self) -> None:
+        """No share is asked for a chunk for now."""
+        for share in self.shares:
+            share.step_back()
 
     def poll(self, now: float) -> bool:
         """Check what is under way, if it is time. Whether anything came of it."""
@@ -312,16 +327,16 @@ class Link:
     def _post(self, account: Account, chunk: Descriptors, size: int) -> None:
         try:
             handle = self._agent.make(self.info.name, chunk)
-        except KvferryError as error:
+        except Exception as error:
             # Nothing was posted. A descriptor that was refused says nothing about the peer; NIXL's refusal does.
-            account.fail(error)
+            account.fail(self._unreadable(error))
             if isinstance(error, NixlError):
                 self._break(error)
             return
+        flight = Flight(handle, account, size)
         if not account.begin():
             self._release(handle)
             return
-        flight = Flight(handle, account, size)
         before = self._clock()
         try:
             state = handle.post()
@@ -406,6 +421,12 @@ class Link:
     def _failed(self, error: KvferryError) -> KvferryError:
         """The error as the transfer reports it: what says something about input stays what it is."""
         return self._error(str(error)) if isinstance(error, NixlError) else error
+
+    def _unreadable(self, error: Exception) -> KvferryError:
+        if isinstance(error, KvferryError):
+            return error
+        logger.exception("peer %s: a read could not be made", self.info.name)
+        return self._error(f"the read could not be made: {error!r}")
 
     def _error(self, problem: str) -> TransferFailed:
         return TransferFailed(f"peer {self.info.name!r}: {problem}", quiet=False, peer=self.info.name, problem=problem)

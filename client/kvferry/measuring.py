@@ -14,9 +14,9 @@ import numpy as np
 from kvferry.agents import AgentInfo
 from kvferry.clock import now
 from kvferry.descriptors import MemoryPair, RawDescriptors
-from kvferry.errors import KvferryError
 from kvferry.geometry import MemoryRegion
 from kvferry.paths import Costs
+from kvferry.permute import StillCopying
 from kvferry.staged import Copy
 from kvferry.staging import StagingPool
 from kvferry.transfers import Part, Transport
@@ -47,9 +47,10 @@ def measure(transport: Transport, peer: AgentInfo, pool: StagingPool, deadline: 
         return None
     try:
         copied = _copies(pool, slot)
-    except Exception:
+    except Exception as error:
         logger.exception("copies in staging memory were not measured")
-        pool.release(slot)
+        if not isinstance(error, StillCopying):
+            pool.release(slot)
         return None
     kinds = [(1, 64), (min(SHORT_COUNT, count * LONG_BYTES // (2 * SHORT_BYTES)), SHORT_BYTES), (count, LONG_BYTES)]
     times: dict[tuple[int, int], list[float]] = {kind: [] for kind in kinds}
@@ -58,7 +59,8 @@ def measure(transport: Transport, peer: AgentInfo, pool: StagingPool, deadline: 
             part = Part(peer, (_reads(region, pool, slot, *kind, turn),), spaces=(pool.space,))
             try:
                 transfer = transport.start([part], deadline=deadline, label="measuring")
-            except KvferryError:
+            except Exception:
+                # Nothing was posted.
                 pool.release(slot)
                 raise
             began = now()
@@ -83,7 +85,7 @@ def _reads(region: MemoryRegion, pool: StagingPool, slot: int, count: int, size:
     here = pool.space.region
     # Short pieces come in clusters, as those of one block do.
     cluster = CLUSTER if size == SHORT_BYTES else 1
-    group, within = np.divmod(np.arange(count), cluster)
+    group, within = np.divmod(np.arange(count, dtype=np.int64), cluster)
     step = region.length // (TIMES * (int(group[-1]) + 1))
     source = (region.base + (group * TIMES + turn) * step + within * 2 * size).astype(np.uint64)
     destination = slot + np.arange(count, dtype=np.uint64) * np.uint64(size)
@@ -121,7 +123,7 @@ def _copied(pool: StagingPool, slot: int, targets: list[int], cell: int) -> floa
             places=np.arange(rows, dtype=np.int64),
             destination=target,
             destination_stride=COLUMNS * cell,
-            ids=np.arange(rows, dtype=np.int32),
+            ids=np.arange(rows, dtype=np.int64),
             axes=((COLUMNS, rows * cell, cell),),
             cell=cell,
         )

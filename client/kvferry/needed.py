@@ -10,6 +10,9 @@ import operator
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
+
 from kvferry.blocks import BlockIds, Blocks, check_ids, check_unique
 from kvferry.errors import BlocksShort, InvalidField
 from kvferry.geometry import Group, GroupKind
@@ -24,11 +27,12 @@ class NeededBlocks:
     """The blocks of one side that hold what is needed.
 
     Attributes:
-        ids: block ids, ``int32[n]``.
+        ids: block ids, ``int64[n]``, so that whatever is computed from them is: before numpy 2 an int32 array times an
+            ``np.int64`` stays int32, and wraps in caches above 2 GiB. A copy of the caller's.
         first: place of the first of them in the request, counted in blocks of this side.
     """
 
-    ids: BlockIds
+    ids: npt.NDArray[np.int64]
     first: int
 
 
@@ -69,7 +73,7 @@ def needed(
     """
     asked = None if tokens is None else _asked(tokens)
     found: dict[str, Needed] = {}
-    pools: dict[tuple[bool, str], list[BlockIds]] = {}
+    pools: dict[tuple[bool, str], list[npt.NDArray[np.int64]]] = {}
     for group in groups:
         if group.name not in destination:
             raise InvalidField("destination blocks", sorted(destination), f"blocks for group {group.name!r}")
@@ -110,7 +114,7 @@ def _state(group: Group, theirs: Blocks, mine: Blocks) -> Needed:
             raise InvalidField(f"{side} blocks of state group {group.name!r}", len(blocks.ids), "one block")
     if theirs.state_token != mine.state_token:
         raise BlocksShort(group.name, "source", f"a state at token {mine.state_token}", f"one at {theirs.state_token}")
-    return Needed(0, 1, 0, NeededBlocks(theirs.ids, 0), NeededBlocks(mine.ids, 0))
+    return Needed(0, 1, 0, NeededBlocks(_widened(theirs.ids), 0), NeededBlocks(_widened(mine.ids), 0))
 
 
 def _tokens(
@@ -148,7 +152,11 @@ def _holding(block_tokens: int, blocks: Blocks, begin: int, end: int) -> NeededB
     """The blocks that hold tokens ``[begin, end)``."""
     first, last = begin // block_tokens, -(-end // block_tokens)
     skipped = blocks.first_token // block_tokens
-    return NeededBlocks(blocks.ids[first - skipped : last - skipped], first)
+    return NeededBlocks(_widened(blocks.ids[first - skipped : last - skipped]), first)
+
+
+def _widened(ids: BlockIds) -> npt.NDArray[np.int64]:
+    return ids.astype(np.int64)
 
 
 def _span(group: Group, side: str, blocks: Blocks) -> tuple[int, int]:

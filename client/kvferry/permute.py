@@ -16,6 +16,10 @@ from kvferry.staged import Copy
 from kvferry.tensors import view_of
 
 
+class StillCopying(Exception):
+    """It is not known whether copies have ended: what was to be written may still be."""
+
+
 class Space(Protocol):
     """One address space in which bytes are permuted. Its calls run on the reading threads."""
 
@@ -24,7 +28,7 @@ class Space(Protocol):
         """The staging memory, mapped for as long as the space is referenced."""
 
     def copy(self, copies: Iterable[Copy]) -> None:
-        """Make copies; they have ended when it returns."""
+        """Make copies; they have ended when it returns, and when it raises, unless it raises `StillCopying`."""
 
 
 class HostSpace:
@@ -87,14 +91,16 @@ class TorchSpace:
 
     def copy(self, copies: Iterable[Copy]) -> None:
         """See `Space`."""
-        for copy in copies:
-            self._copy(copy)
-        if self._device.type != "cpu":
-            self._torch.cuda.current_stream(self._device).synchronize()
+        try:
+            for copy in copies:
+                self._copy(copy)
+        finally:
+            # Also after an error: the copies before it are queued.
+            finish(self._torch, self._device)
 
     def _copy(self, copy: Copy) -> None:
         places = self._torch.from_numpy(copy.places).to(self._device)
-        ids = self._torch.from_numpy(copy.ids.astype(np.int64)).to(self._device)
+        ids = self._torch.from_numpy(copy.ids).to(self._device)
         counts = [axis[0] for axis in copy.axes]
         source = self._view(copy, copy.source, (int(copy.places[-1]) + 1, *counts), copy.source_stride, 1)
         destination = self._view(copy, copy.destination, (int(copy.ids.max()) + 1, *counts), copy.destination_stride, 2)
@@ -117,6 +123,16 @@ class TorchSpace:
             if storage.data_ptr() <= address < storage.data_ptr() + storage.nbytes():
                 return storage
         raise InvalidField("destination", hex(address), f"memory of a tensor on {self._device}")
+
+
+def finish(torch: Any, device: Any) -> None:
+    """Wait until a device has done what this thread gave it; raises `StillCopying` if it does not say so."""
+    if device.type == "cpu":
+        return
+    try:
+        torch.cuda.current_stream(device).synchronize()
+    except Exception as error:
+        raise StillCopying(f"{device}: {error!r}") from error
 
 
 def device_tensors(tensors: Iterable[Any]) -> dict[int, list[Any]]:

@@ -15,6 +15,7 @@ from kvferry.compat import engine_mismatches
 from kvferry.covering import Coverer, Indexed, PlaneRead
 from kvferry.errors import Incompatible, InvalidField, Mismatch
 from kvferry.expand import Expansion, expand
+from kvferry.footprint import Footprint, Ground, RequestPlaces
 from kvferry.geometry import EngineGeometry, Group, Plane, RankGeometry
 from kvferry.lanes import Lane, build_lanes
 from kvferry.needed import needed
@@ -92,6 +93,14 @@ class ReadPlan:
     def _groups(self) -> tuple[Mapping[str, Group], Mapping[str, Group]]:
         return _by_name(self.source), _by_name(self.destination)
 
+    @cached_property
+    def _grounds(self) -> Mapping[int, Ground]:
+        """By source rank."""
+        reads: dict[int, list[PlaneRead]] = {}
+        for read in self.reads:
+            reads.setdefault(read.source_rank, []).append(read)
+        return {rank: Ground(members) for rank, members in reads.items()}
+
     def expand(
         self,
         source: Mapping[str, Blocks],
@@ -117,9 +126,13 @@ class ReadPlan:
             if name not in known:
                 raise InvalidField("group", name, f"one of {sorted(known)}")
         source_groups = {group.name: group for group in self.source.groups}
-        return expand(
-            self.lanes, self.tables, self.staged, needed(self.groups, source_groups, source, destination, tokens)
+        wanted = needed(self.groups, source_groups, source, destination, tokens)
+        expansion = expand(self.lanes, self.tables, self.staged, wanted)
+        places = RequestPlaces(*self._groups, wanted)
+        sources = tuple(
+            replace(found, footprint=Footprint(self._grounds[found.source_rank], places)) for found in expansion.sources
         )
+        return replace(expansion, sources=sources)
 
 
 def plan_read(

@@ -251,9 +251,7 @@ class RankReads(OneProcess):
         order = read.order
         try:
             expansion = peer.plan.expand(order.granted, order.blocks, order.tokens)
-            parts = [
-                Part(peer.agents[source.source_rank], source.descriptors, source.staged) for source in expansion.sources
-            ]
+            parts = [Part.of(peer.agents[source.source_rank], source) for source in expansion.sources]
             transfer = self._transport.start(parts, deadline=None, label=order.read_id)
         except KvferryError as error:
             self._end(read, error)
@@ -345,14 +343,16 @@ class RankReads(OneProcess):
             self._end(read, TransferCancelled(f"read {read_id} was cancelled", read_id=read_id))
 
     def _overdue(self, read: RankRead) -> None:
-        quiet = False
+        read_id = read.order.read_id
+        stuck = TransferStuck(f"read {read_id} did not end in time", read_id=read_id)
         try:
             read._cancellation.cancel()
-            quiet = read._transfer is None or read._transfer.cancel()
+            if read._transfer is not None:
+                read._transfer.cancel()
+                read._transfer.tell(stuck)
         finally:
             # Whatever that raised: one that stayed among the running would be overdue again at once, and for ever.
-            read_id = read.order.read_id
-            self._end(read, TransferStuck(f"read {read_id} did not end in time", quiet=quiet, read_id=read_id))
+            self._end(read, stuck)
 
     def _end(self, read: RankRead, error: KvferryError | None) -> None:
         self._running.discard(read)

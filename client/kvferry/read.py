@@ -83,6 +83,8 @@ class Read(OneProcess):
         self._result: ReadResult | None = None
         self._error: KvferryError | None = None
         self._transfer: Transfer | None = None
+        self._starting = False
+        """The transfer is being started: it may write, and is not known here yet."""
         self._cancellation = Cancellation(read_id)
         self._callbacks: list[Callable[[Read], None]] = []
 
@@ -144,10 +146,12 @@ class Read(OneProcess):
         if not self.done():
             self._cancellation.cancel()
         with self._condition:
-            transfer = self._transfer
-        if transfer is not None and not self.done():
-            transfer.cancel()
-        return transfer is None or transfer.quiet
+            # Whoever starts the transfer looks at the cancellation under the same lock: either he has seen it, or it is
+            # seen here that he has begun.
+            transfer, starting = self._transfer, self._starting
+        if transfer is None:
+            return not starting
+        return transfer.quiet if self.done() else transfer.cancel()
 
     def add_done_callback(self, callback: Callable[[Read], None]) -> None:
         """Call `callback(read)` once it has ended, on the read's thread; at once if it has."""
@@ -186,12 +190,22 @@ class Read(OneProcess):
         if transfer is not None:
             transfer.extend(deadline)
 
-    def _moving(self, transfer: Transfer) -> None:
+    def _begin(self, start: Callable[[], Transfer]) -> Transfer:
+        """Start the transfer, unless the read was cancelled: then this raises `TransferCancelled`."""
         with self._condition:
-            self._transfer = transfer
-            self._state = ReadState.READING
+            self._cancellation.check()
+            self._starting = True
+        transfer: Transfer | None = None
+        try:
+            transfer = start()
+        finally:
+            with self._condition:
+                self._starting = False
+                if transfer is not None:
+                    self._transfer, self._state = transfer, ReadState.READING
         if self._cancellation.cancelled:
             transfer.cancel()
+        return transfer
 
     def _end(self, result: ReadResult | None, error: KvferryError | None) -> None:
         with self._condition:

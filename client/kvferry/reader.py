@@ -100,7 +100,12 @@ class Reader:
                 raise LimitReached(f"{limit} reads are running", retry_after=0.1, limit="max_reads", value=limit)
             self._running.add(read)
         thread = threading.Thread(target=self._run, args=(request, read), name=f"kvferry-read-{read_id}", daemon=True)
-        thread.start()
+        try:
+            thread.start()
+        except (RuntimeError, MemoryError) as error:
+            with self._lock:
+                self._running.discard(read)
+            raise LimitReached(f"no thread for a read: {error}", retry_after=0.1, limit="threads", value=0) from error
         return read
 
     def running(self) -> tuple[Read, ...]:
@@ -142,7 +147,6 @@ class Reader:
             source = grant.source
             peer = self._peers.get(request.home, source.engine_id, source.incarnation, request.text, request.deadline)
             expansion = peer.plan_of(request.layers).expand(grant.blocks, request.blocks, request.tokens)
-            read._cancellation.check()
             transfer = self._transferred(request, read, grant, peer, expansion)
             moved = transfer.progress().bytes_done
             ended_at = self._ended_well(request, read, grant, transfer)
@@ -191,16 +195,15 @@ class Reader:
         self, request: ReadRequest, read: Read, grant: Granted, peer: Peer, expansion: Expansion
     ) -> Transfer:
         """Move the bytes and wait for the end, at most until the read's own deadline."""
-        parts = [
-            Part(peer.agents[source.source_rank], source.descriptors, source.staged) for source in expansion.sources
-        ]
-        transfer = self._transport.start(parts, deadline=grant.lease.deadline, label=read.read_id)
-        read._moving(transfer)
+        parts = [Part.of(peer.agents[source.source_rank], source) for source in expansion.sources]
+        transfer = read._begin(lambda: self._transport.start(parts, deadline=grant.lease.deadline, label=read.read_id))
         # A renewal may have been acknowledged between the two lines above.
         transfer.extend(grant.lease.deadline)
         if not transfer.wait(max(0.0, request.deadline - now())):
             transfer.cancel()
-            raise TransferStuck(f"read {read.read_id} did not end in time", quiet=transfer.quiet, read_id=read.read_id)
+            stuck = TransferStuck(f"read {read.read_id} did not end in time", read_id=read.read_id)
+            transfer.tell(stuck)
+            raise stuck
         return transfer
 
     def _ended_well(self, request: ReadRequest, read: Read, grant: Granted, transfer: Transfer) -> float:

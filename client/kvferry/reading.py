@@ -36,6 +36,9 @@ RETIRE_AGAIN = 0.5
 EXIT_PATIENCE = 2.0
 """Seconds that the interpreter's exit waits for a thread to come out of NIXL: the time of one chunk, with margin."""
 
+FAILURES = 3
+"""Unforeseen errors of a thread, after which it no longer waits for what is posted."""
+
 _living: weakref.WeakSet[ReadingThread] = weakref.WeakSet()
 
 
@@ -85,6 +88,7 @@ class ReadingThread:
         self._accepting = True
         self._closing = False
         # All that follows belongs to the thread.
+        self._taken: deque[Share | AgentInfo | str] = deque()
         self._links: dict[str, Link] = {}
         self._waiting: dict[str, deque[Share]] = {}
         """Shares for a peer that has to be dropped before it can be added again."""
@@ -165,16 +169,31 @@ class ReadingThread:
         quiet = True
         try:
             agent = ReadingAgent(self.name, self._regions, self._options)
-            self._work(agent)
         except KvferryError as error:
             self._fail(error)
         except Exception as error:
-            logger.exception("reading agent %s failed", self.name)
-            self._fail(TransferFailed(f"reading agent {self.name!r} failed: {error!r}"))
+            self._failed(error)
+        else:
+            self._work_on(agent)
         finally:
             quiet = agent is None or self._destroy(agent)
             self._out_of_nixl.set()
             self._gone(self, quiet)
+
+    def _work_on(self, agent: ReadingAgent) -> None:
+        for _ in range(FAILURES):
+            try:
+                self._work(agent)
+                return
+            except BaseException as error:
+                # A callback's `SystemExit` included. Everything fails, but what is posted is waited for: ending an
+                # agent under way can kill a source.
+                self._failed(error)
+                self._closing = True
+
+    def _failed(self, error: BaseException) -> None:
+        logger.error("reading agent %s failed", self.name, exc_info=error)
+        self._fail(TransferFailed(f"reading agent {self.name!r} failed: {error!r}"))
 
     def _work(self, agent: ReadingAgent) -> None:
         while True:
@@ -189,7 +208,10 @@ class ReadingThread:
                 if link.state is LinkState.NEW:
                     link.open()
                     busy = True
-                busy |= self._room() and link.post_next()
+                if self._room():
+                    busy |= link.post_next()
+                else:
+                    link.step_back()
                 busy |= link.poll(now)
                 self.moved += link.moved - before
             if len(self._links) > 1:
@@ -216,11 +238,15 @@ class ReadingThread:
 
     def _take_inbox(self, agent: ReadingAgent) -> bool:
         with self._changed:
-            items, self._inbox = self._inbox, []
+            self._taken.extend(self._inbox)
+            self._inbox.clear()
             if self._woken:
                 self._woken = False
                 self._settle_at = 0.0
-        for item in items:
+        busy = bool(self._taken)
+        while self._taken:
+            # Taken off only afterwards: should this fail, so does the share, instead of being forgotten.
+            item = self._taken[0]
             if isinstance(item, Share):
                 self._attach(agent, item)
             elif isinstance(item, AgentInfo):
@@ -228,14 +254,17 @@ class ReadingThread:
                     self._add(agent, item)
             elif item in self._links:
                 self._links[item].leaving = True
-        return bool(items)
+            self._taken.popleft()
+        return busy
 
     def _attach(self, agent: ReadingAgent, share: Share) -> None:
         try:
             for space in share.spaces:
                 agent.add_space(space)
-        except NixlError as error:
-            share.account.fail(error)
+        except Exception as error:
+            share.account.fail(
+                error if isinstance(error, KvferryError) else TransferFailed(f"staging memory: {error!r}")
+            )
             return
         link = self._links.get(share.info.name)
         if link is None:
@@ -309,6 +338,7 @@ class ReadingThread:
         self._waiting.clear()
         for share in shares:
             share.since = now
+            share.step_back()
             self._moved_on(share)
 
     def _may_end(self, now: float) -> bool:
@@ -350,7 +380,9 @@ class ReadingThread:
         """The agent cannot go on: everything fails."""
         with self._changed:
             self._accepting = False
-            items, self._inbox = self._inbox, []
+            items = [*self._taken, *self._inbox]
+            self._taken.clear()
+            self._inbox.clear()
         waiting = [share for shares in self._waiting.values() for share in shares]
         self._waiting.clear()
         for share in [*waiting, *(item for item in items if isinstance(item, Share))]:

@@ -11,7 +11,6 @@ from fractions import Fraction
 
 import numpy as np
 
-from kvferry.blocks import BlockIds
 from kvferry.errors import InvalidField
 from kvferry.geometry import GroupKind
 from kvferry.lanes import Lane
@@ -21,11 +20,11 @@ from kvferry.rows import Cut, Int64s
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Segment:
-    """The same cut of many blocks: ``source[i]`` is read into ``destination[i]``, block ids, ``int32[n]`` each."""
+    """The same cut of many blocks: ``source[i]`` is read into ``destination[i]``, block ids, ``int64[n]`` each."""
 
     cut: Cut
-    source: BlockIds
-    destination: BlockIds
+    source: Int64s
+    destination: Int64s
 
 
 def segments(lane: Lane, needed: Needed) -> list[Segment]:
@@ -118,11 +117,11 @@ def _enumerated(lane: Lane, begin: int, end: int, needed: Needed) -> list[Segmen
     ]
 
 
-def _repeated(blocks: NeededBlocks, places: Int64s, step: int, first: int, last: int) -> BlockIds:
+def _repeated(blocks: NeededBlocks, places: Int64s, step: int, first: int, last: int) -> Int64s:
     """Ids of the blocks at `places` of every period from `first` to before `last`; a period has `step` blocks."""
     if len(places) == 1:
         begin = first * step + int(places[0]) - blocks.first
         return blocks.ids[begin : begin + (last - first - 1) * step + 1 : step]
     begins = np.arange(last - first, dtype=np.int64) * step + (first * step - blocks.first)
-    ids: BlockIds = blocks.ids[(begins[:, None] + places).ravel()]
+    ids: Int64s = blocks.ids[(begins[:, None] + places).ravel()]
     return ids

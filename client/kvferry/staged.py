@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.blocks import BlockIds
 from kvferry.descriptors import MemoryPair, RawDescriptors
 from kvferry.lanes import Lane
 from kvferry.rows import AlikePlanes, Cut, Extent, Int64s
@@ -31,7 +30,7 @@ class Copy:
         source, source_stride: address of place 0, bytes between places.
         places: ``int64[n]``, rising.
         destination, destination_stride: address of block 0, bytes between blocks.
-        ids: ``int32[n]``.
+        ids: ``int64[n]``.
         axes: (count, source stride, destination stride) of each axis within a block.
         cell: contiguous bytes.
     """
@@ -41,7 +40,7 @@ class Copy:
     places: Places
     destination: int
     destination_stride: int
-    ids: BlockIds
+    ids: Int64s
     axes: tuple[tuple[int, int, int], ...]
     cell: int
 
@@ -52,7 +51,7 @@ class StagedPiece:
 
     cut: Cut
     places: Places
-    destination: BlockIds
+    destination: Int64s
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -61,12 +60,12 @@ class StagedRead:
 
     Attributes:
         lane: the lane.
-        blocks: source blocks, ``int32[n]``, rising.
+        blocks: source blocks, ``int64[n]``, rising.
         pieces: where their bytes go.
     """
 
     lane: Lane
-    blocks: BlockIds
+    blocks: Int64s
     pieces: tuple[StagedPiece, ...]
 
     @property
@@ -142,7 +141,7 @@ class Batch:
             blocks = self.read.blocks[rows.first : rows.end]
             starts = _runs(blocks, lane, rows.extent)
             counts = np.diff(np.concatenate((starts, [len(blocks)])))
-            source = rows.extent.source + blocks[starts] * np.int64(lane.source.block_stride)
+            source = rows.extent.source + blocks[starts] * lane.source.block_stride
             parts.append((source, slot + rows.offset + starts * rows.extent.length, counts * rows.extent.length))
         columns = [np.concatenate(column).astype(np.uint64) for column in zip(*parts, strict=True)]
         return RawDescriptors(memory, *columns)
@@ -184,7 +183,7 @@ def staged_read(lane: Lane, found: Sequence[Segment]) -> StagedRead | None:
     for segment, of in zip(found, np.split(places.reshape(-1).astype(np.int64), ends[:-1]), strict=True):
         order = np.argsort(of, kind="stable")
         pieces.append(StagedPiece(segment.cut, of[order], segment.destination[order]))
-    return StagedRead(lane, blocks.astype(np.int32), tuple(pieces))
+    return StagedRead(lane, blocks, tuple(pieces))
 
 
 def _state_bytes(planes: Sequence[AlikePlanes]) -> int:
@@ -197,7 +196,7 @@ def _within(places: Places, rows: _Rows) -> range:
     return range(int(begin), int(end))
 
 
-def _runs(blocks: BlockIds, lane: Lane, extent: Extent) -> Int64s:
+def _runs(blocks: Int64s, lane: Lane, extent: Extent) -> Int64s:
     """First positions of the runs of blocks whose rows are contiguous."""
     if extent.length != lane.source.block_stride:
         return np.arange(len(blocks), dtype=np.int64)

@@ -18,10 +18,11 @@ from dataclasses import dataclass
 from kvferry.agents import AgentInfo
 from kvferry.descriptors import MemoryPair
 from kvferry.errors import InvalidField, KvferryError, TransferFailed
+from kvferry.footprint import Footprint
 from kvferry.links import Chunk, Share, divide
 from kvferry.nixl_options import NixlOptions
 from kvferry.paths import Costs, Path
-from kvferry.permute import Space
+from kvferry.permute import Space, StillCopying
 from kvferry.staged import Batch, StagedRead
 from kvferry.tracking import Transfer
 
@@ -62,6 +63,10 @@ class StagingOptions:
 class StagingPool:
     """The slots in one address space.
 
+    A source that has stopped keeps the slots that are being read from it. So that others find some (R10), a source has
+    at most a quarter of the slots, and more than one only while half of them are free: as many sources as that leaves
+    slots may stop at once, until their agents are given up.
+
     Args:
         space: its memory.
         slot_bytes: bytes of a slot.
@@ -76,25 +81,48 @@ class StagingPool:
         base = space.region.base
         self._free = [base + at for at in range(0, space.region.length - slot_bytes + 1, slot_bytes)]
         self._slots = len(self._free)
+        self._holders: dict[int, str] = {}
+        """The source that each slot in use is read from."""
         self._waiting: deque[StagedShare] = deque()
 
     def acquire(self, share: StagedShare) -> int | None:
-        """A slot's address; None if none is free, or others came before. Whoever waits is called by `freed`."""
+        """A slot's address; None if none is free for its source, or others came before. Whoever waits is called by
+        `freed`, and then asks, or steps back (`leave`)."""
         with self._lock:
             # Whoever has ended has left the queue.
             self._waiting = deque(other for other in self._waiting if other.account.ended_at is None)
-            if self._free and (not self._waiting or self._waiting[0] is share):
-                if self._waiting:
-                    self._waiting.popleft()
-                return self._free.pop()
+            first = next((other for other in (*self._waiting, share) if self._may_have(other.info.name)), None)
+            if first is share:
+                if share in self._waiting:
+                    self._waiting.remove(share)
+                slot = self._free.pop()
+                self._holders[slot] = share.info.name
+                return slot
             if share not in self._waiting:
                 self._waiting.append(share)
             return None
+
+    def leave(self, share: StagedShare) -> None:
+        """It will not ask for now: who came later goes before it."""
+        with self._lock:
+            if share not in self._waiting:
+                return
+            self._waiting.remove(share)
+            wanted = bool(self._free and self._waiting)
+        if wanted:
+            self._freed()
+
+    def _may_have(self, source: str) -> bool:
+        held = sum(holder == source for holder in self._holders.values())
+        if held == 0:
+            return bool(self._free)
+        return held < self._slots // 4 and 2 * len(self._free) > self._slots
 
     def release(self, slot: int) -> None:
         """Nothing writes to a slot any more."""
         with self._lock:
             self._free.append(slot)
+            self._holders.pop(slot, None)
             wanted = bool(self._waiting)
         if wanted:
             self._freed()
@@ -120,11 +148,18 @@ class StagedShare(Share):
     """What one transfer reads from one peer through staging memory."""
 
     def __init__(
-        self, account: Transfer, info: AgentInfo, reads: Iterable[StagedRead], pool: StagingPool, since: float
+        self,
+        account: Transfer,
+        info: AgentInfo,
+        reads: Iterable[StagedRead],
+        pool: StagingPool,
+        since: float,
+        footprint: Footprint | None = None,
     ) -> None:
         super().__init__(account, info, (), since, (pool.space,))
         self._transfer = account
         self._pool = pool
+        self._footprint = footprint
         self._batches = (batch for read in reads for batch in read.batches(pool.slot_bytes))
         self._batch: Batch | None = None
         self._parts: deque[Chunk] = deque()
@@ -152,12 +187,24 @@ class StagedShare(Share):
             self._blocked = True
             return None
         batch, self._batch = self._batch, None
-        parts = list(divide(batch.descriptors(slot, self._pool.pair(batch)), options))
+        try:
+            descriptors = batch.descriptors(slot, self._pool.pair(batch))
+            if self._footprint is not None:
+                self._footprint.check_source(descriptors)
+            parts = list(divide(descriptors, options))
+        except BaseException:
+            self._pool.release(slot)
+            raise
         arrival = _Arrival(self._transfer, self._pool, batch, slot, len(parts), self._left)
         with self._lock:
             self._arrivals.add(arrival)
         self._parts.extend(Chunk(part, arrival) for part in parts)
         return self._parts.popleft()
+
+    def step_back(self) -> None:
+        """See `Share`."""
+        if self._blocked:
+            self._pool.leave(self)
 
     def _left(self, arrival: _Arrival) -> None:
         with self._lock:
@@ -232,9 +279,12 @@ class _Arrival:
             try:
                 self._pool.space.copy(self._batch.copies(self._slot))
             except Exception as error:
-                # Of numpy's, or of the device's: the batch did not reach its blocks, and nothing writes to them now.
+                # Of numpy's, or of the device's: the batch did not reach its blocks.
                 logger.exception("transfer %r: the permutation failed", self.label)
                 self._transfer.fail(TransferFailed(f"transfer {self.label!r}: the permutation failed: {error!r}"))
+                if isinstance(error, StillCopying):
+                    # Neither the blocks nor the slot are ever quiet: a device that cannot be waited for is lost.
+                    return
                 self._transfer.fenced()
             else:
                 self._transfer.landed(self._batch.total_bytes)

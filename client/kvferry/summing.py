@@ -11,12 +11,12 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.blocks import BlockIds
+from kvferry.blocks import AnyIds
 from kvferry.checksums import Sums, padded, start, sums_of, weights
 from kvferry.errors import InvalidField
 from kvferry.geometry import Interval, MemoryKind, Plane
 from kvferry.integrity import AlikeBlocks
-from kvferry.permute import device_tensors
+from kvferry.permute import device_tensors, finish
 
 HOST_BYTES = 256 << 10
 """Bytes that are gathered at a time in host memory: small enough for a processor's cache."""
@@ -119,7 +119,7 @@ def _host_view(plane: Plane, units: int, cells: Cells, last: int) -> npt.NDArray
     return np.ndarray(shape, np.dtype((np.void, cells.size)), memory, 0, strides)
 
 
-def _chosen(view: npt.NDArray[Any], ids: BlockIds) -> npt.NDArray[Any]:
+def _chosen(view: npt.NDArray[Any], ids: AnyIds) -> npt.NDArray[Any]:
     """The blocks of these ids; not copied where they lie one after the other."""
     first = int(ids[0])
     if int(ids[-1]) - first + 1 == len(ids) and bool((np.diff(ids) == 1).all()):
@@ -167,11 +167,13 @@ class TorchSummer:
     def clear(self, plane: Plane, blocks: AlikeBlocks) -> None:
         """See `Summer`."""
         ids = self._torch.from_numpy(blocks.ids.astype(np.int64)).to(self._device)
-        for cells in cells_of(plane, plane.units, blocks):
-            view = self._view(plane, len(plane.units), cells, int(blocks.ids.max()))
-            view[ids[:, cells.run]] = 0
-        if self._device.type != "cpu":
-            self._torch.cuda.current_stream(self._device).synchronize()
+        try:
+            for cells in cells_of(plane, plane.units, blocks):
+                view = self._view(plane, len(plane.units), cells, int(blocks.ids.max()))
+                view[ids[:, cells.run]] = 0
+        finally:
+            # Also after an error: what was cleared before it is queued.
+            finish(self._torch, self._device)
 
     def _view(self, plane: Plane, units: int, cells: Cells, last: int) -> Any:
         address = plane.base + cells.offset

@@ -79,6 +79,7 @@ class Transfer:
         self._changed = threading.Condition()
         self._state = TransferState.PENDING
         self._error: KvferryError | None = None
+        self._told: list[TransferError] = []
         self._ended_at: float | None = None
         self._bytes_done = 0
         self._chunks = 0
@@ -151,6 +152,12 @@ class Transfer:
             quiet = self.quiet
         self._wake()
         return quiet
+
+    def tell(self, error: TransferError) -> None:
+        """Keep `error.quiet` current: for whoever gives the transfer up with an error of his own."""
+        with self._changed:
+            self._told.append(error)
+            self._quiesce()
 
     def extend(self, deadline: float) -> bool:
         """The lease was renewed. A deadline only moves forward, and one that has passed stays passed.
@@ -248,8 +255,9 @@ class Transfer:
         self._changed.notify_all()
 
     def _quiesce(self) -> None:
-        if isinstance(self._error, TransferError):
-            self._error.quiet = self.quiet
+        own = [self._error] if isinstance(self._error, TransferError) else []
+        for error in (*own, *self._told):
+            error.quiet = self.quiet
         if self.quiet:
             self._changed.notify_all()
 

@@ -20,7 +20,9 @@ from kvferry.agents import AgentInfo
 from kvferry.clock import now
 from kvferry.defence import RegionMap, check_descriptors
 from kvferry.descriptors import Descriptors
-from kvferry.errors import Closed, InvalidField, KvferryError
+from kvferry.errors import Closed, InvalidField, KvferryError, TransferFailed
+from kvferry.expand import SourceDescriptors
+from kvferry.footprint import Footprint
 from kvferry.geometry import MemoryKind, MemoryRegion
 from kvferry.links import Share
 from kvferry.nixl_options import NixlOptions
@@ -44,12 +46,19 @@ class Part:
         descriptors: read straight into their destinations.
         staged: read through staging memory.
         spaces: memory that the descriptors read into beside the rank's own.
+        footprint: the blocks that may be touched; None: whatever is registered.
     """
 
     peer: AgentInfo
     descriptors: Sequence[Descriptors] = ()
     staged: Sequence[StagedRead] = ()
     spaces: Sequence[Space] = ()
+    footprint: Footprint | None = None
+
+    @classmethod
+    def of(cls, peer: AgentInfo, planned: SourceDescriptors) -> Part:
+        """What a plan reads from the rank of this agent."""
+        return cls(peer, planned.descriptors, planned.staged, footprint=planned.footprint)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,11 +139,13 @@ class Transport:
             label: names the transfer in errors and logs.
 
         Raises:
-            InvalidField: a descriptor lies outside of what is registered here, or announced by its peer.
+            InvalidField: a descriptor lies outside of what is registered here, announced by its peer, or the read's to
+                touch.
             BadAgentMetadata: a peer is not what it announced.
             Closed: the transport was closed.
 
-        Everything else is the transfer's `error`. Nothing is posted if this raises.
+        Everything else is the transfer's `error`: staging memory or a thread that is not to be had, for example. If
+        this raises, nothing was posted, and nothing will be.
         """
         maps: dict[str, RegionMap] = {}
         infos: dict[str, AgentInfo] = {}
@@ -150,6 +161,8 @@ class Transport:
                 local = RegionMap("this rank", (*self._regions, *(space.region for space in part.spaces)))
             for some in part.descriptors:
                 check_descriptors(some, local, maps[info.name])
+                if part.footprint is not None:
+                    part.footprint.check(some)
         every = [some for part in parts for some in (*part.descriptors, *part.staged)]
         transfer = Transfer(
             label,
@@ -165,8 +178,12 @@ class Transport:
                 self._transfers.add(transfer)
         transfer.add_quiet_callback(self._forget)
         transfer.add_done_callback(self._ended)
-        for part in parts:
-            self._submit_part(transfer, part)
+        try:
+            for part in parts:
+                self._submit_part(transfer, part)
+        except Exception as error:
+            # Parts before this one may be read already: from here on only the transfer knows what is quiet.
+            transfer.fail(_begin_failed(label, error))
         return transfer
 
     def pool(self, kind: MemoryKind, device: int) -> StagingPool:
@@ -269,14 +286,15 @@ class Transport:
             memory = read.lane.memory
             by_space.setdefault((memory.destination_kind, memory.destination_device), []).append(read)
         for space, reads in by_space.items():
-            self._submit(StagedShare(transfer, part.peer, reads, self.pool(*space), self._clock()))
+            self._submit(StagedShare(transfer, part.peer, reads, self.pool(*space), self._clock(), part.footprint))
 
     def _submit(self, share: Share) -> None:
         try:
             while not self._thread_of(share.info.name).submit(share):
                 pass
-        except KvferryError as error:
-            share.account.fail(error)
+        except Exception as error:
+            # Also on a reading thread that hands its shares on, which has to go on whatever happens.
+            share.account.fail(_begin_failed(share.account.label, error))
 
     def _thread_of(self, peer_name: str) -> ReadingThread:
         """The thread that reads from a peer; a fresh one where the last was retired."""
@@ -330,3 +348,10 @@ class Transport:
             threads = tuple(self._living)
         for thread in threads:
             thread.wake()
+
+
+def _begin_failed(label: str, error: Exception) -> KvferryError:
+    if isinstance(error, KvferryError):
+        return error
+    logger.error("transfer %r could not begin", label, exc_info=error)
+    return TransferFailed(f"transfer {label!r} could not begin: {error!r}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
@@ -11,9 +12,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvferry.errors import InvalidField
+from kvferry.agents import AgentInfo
+from kvferry.blocks import Blocks
+from kvferry.errors import InvalidField, TransferFailed
+from kvferry.nixl_options import NixlOptions
+from kvferry.paths import Path
 from kvferry.permute import HostSpace, Space, TorchSpace
 from kvferry.staged import Copy
+from kvferry.staging import StagedShare, StagingPool
+from kvferry.tracking import Transfer, TransferState
+from tests.plan import large as worlds
 
 SIZE = 1 << 16
 
@@ -43,7 +51,7 @@ def copies(draw: st.DrawFn) -> tuple[int, int, Copy]:
         np.array(places, np.int64),
         own_offset,
         own_stride,
-        np.array(ids, np.int32),
+        np.array(ids, np.int64),
         axes,
         cell,
     )
@@ -91,7 +99,102 @@ def test_every_cell_goes_to_its_place(library: str, drawn: tuple[int, int, Copy]
 def test_memory_of_no_tensor_is_refused() -> None:
     space = TorchSpace(4096, "cpu", [torch.zeros(16)])
     elsewhere = np.zeros(4096, np.uint8)
-    places, ids = np.zeros(1, np.int64), np.zeros(1, np.int32)
+    places, ids = np.zeros(1, np.int64), np.zeros(1, np.int64)
     copy = Copy(space.region.base, 64, places, elsewhere.ctypes.data, 64, ids, (), 64)
     with pytest.raises(InvalidField, match="a tensor on cpu"):
         space.copy([copy])
+
+
+class Device:
+    """torch as a device would have it, on the CPU: what is queued runs when the stream is waited for.
+
+    There is no GPU here. What this stands in for is `torch.cuda`'s stream, and the order of calls on it.
+    """
+
+    type = "cuda"
+    index = 0
+
+    def __init__(self, *, lost: bool = False) -> None:
+        self.waited = 0
+        self.lost = lost
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(torch, name)
+
+    def device(self, _: str) -> Device:
+        return self
+
+    @property
+    def cuda(self) -> Device:
+        return self
+
+    def current_stream(self, device: Device) -> Device:
+        assert device is self
+        return self
+
+    def synchronize(self) -> None:
+        self.waited += 1
+        if self.lost:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+
+@pytest.fixture
+def space_on() -> Callable[[Device], TorchSpace]:
+    def make(device: Device) -> TorchSpace:
+        space = TorchSpace(1 << 14, "cpu", [torch.zeros(1 << 14, dtype=torch.uint8)])
+        space._torch, space._device = device, device
+        return space
+
+    return make
+
+
+@pytest.mark.parametrize("failing", [False, True])
+def test_a_device_is_waited_for_also_when_a_copy_fails(
+    failing: bool, space_on: Callable[[Device], TorchSpace], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = Device()
+    space = space_on(device)
+    made: list[int] = []
+
+    def copies() -> Iterator[Copy]:
+        for _ in range(3):
+            yield Copy(0, 64, np.zeros(1, np.int64), 0, 64, np.zeros(1, np.int64), (), 64)
+            if failing:
+                raise RuntimeError("CUDA out of memory")
+
+    def queued(_: Copy) -> None:
+        # A kernel is queued, never run before the device is waited for.
+        assert device.waited == 0
+        made.append(1)
+
+    monkeypatch.setattr(space, "_copy", queued)
+    if failing:
+        with pytest.raises(RuntimeError, match="out of memory"):
+            space.copy(copies())
+    else:
+        space.copy(copies())
+    assert len(made) == (1 if failing else 3)
+    assert device.waited == 1
+
+
+def test_a_device_that_cannot_be_waited_for_leaves_the_transfer_unquiet_and_the_slot_in_use(
+    space_on: Callable[[Device], TorchSpace], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    space = space_on(Device(lost=True))
+    monkeypatch.setattr(space, "_copy", lambda _: None)
+    pool = StagingPool(space, 1 << 14, lambda: None)
+    source, destination = (worlds.plane(base, heads_first=first) for base, first in ((1 << 36, False), (1 << 40, True)))
+    expansion = worlds.planned(source, destination, Path.STAGED).expand({"full": Blocks([1])}, {"full": Blocks([2])})
+    (read,) = expansion.sources
+    transfer = Transfer("t", expansion.total_bytes, 1, None, lambda: 0.0, lambda: None)
+    info = AgentInfo("source", b"", b"", ())
+    chunk = StagedShare(transfer, info, read.staged, pool, 0.0, read.footprint).next(NixlOptions())
+    assert chunk is not None
+    assert chunk.account.begin()
+    assert transfer.quiet == transfer.state.final
+    chunk.account.landed(chunk.descriptors.total_bytes)
+    assert transfer.state is TransferState.FAILED
+    assert not transfer.quiet
+    assert isinstance(transfer.error, TransferFailed)
+    assert not transfer.error.quiet
+    assert pool.in_use == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,8 +16,9 @@ from kvferry.errors import TransferExpired, TransferFailed
 from kvferry.geometry import EngineGeometry, Group, Interval, MemoryKind, Plane, RankGeometry
 from kvferry.measuring import measure
 from kvferry.paths import Costs, Path, PathRule
+from kvferry.permute import HostSpace
 from kvferry.plan import plan_read
-from kvferry.staging import StagingOptions
+from kvferry.staging import StagedShare, StagingOptions, StagingPool
 from kvferry.transfers import Part, Transfer, TransferState, Transport
 from tests.data_plane.conftest import MakeSource
 from tests.data_plane.sources import SOON, Memory, Source
@@ -86,7 +88,7 @@ def part(source: Source, memory: Memory, theirs: list[int], mine: list[int], at:
     given = source.bytes[:size].reshape(LAYERS, BLOCKS, TOKENS, HEADS, STATE)
     wanted = memory.expected[at : at + size].reshape(LAYERS, BLOCKS, HEADS, TOKENS, STATE)
     wanted[:, mine] = given[:, theirs].transpose(0, 1, 3, 2, 4)
-    return Part(source.info, staged=found.staged)
+    return Part.of(source.info, found)
 
 
 def ended(transfer: Transfer) -> TransferState:
@@ -133,14 +135,14 @@ def test_a_cancelled_read_is_quiet_at_once_and_its_slots_when_nothing_writes_to_
 ) -> None:
     stopped = new_source("tcp")
     # Two chunks in flight at most: of several chunks per slot, some are not posted when the read is cancelled.
-    read = staged("tcp", slots=1 if chunk_bytes == BLOCK_BYTES else 2, chunk_bytes=chunk_bytes, bytes_in_flight=1)
+    read = staged("tcp", slots=1, chunk_bytes=chunk_bytes, bytes_in_flight=1)
     for each in (source, stopped):
         warm = read.start([part(each, memory, [0], [0])], deadline=now() + SOON, label="warm")
         assert ended(warm) is TransferState.DONE
     before = memory.bytes.copy()
     stopped.stop()
     transfer = read.start([part(stopped, memory, some(1), some(2))], deadline=now() + SOON, label="stopped")
-    wait_for(lambda: read.gauges().chunks_in_flight == 2)
+    wait_for(lambda: read.gauges().chunks_in_flight == (2 if chunk_bytes == BLOCK_BYTES else 1))
     # The engine's blocks were never NIXL's destination, so that the engine may use them now.
     assert transfer.cancel()
     assert transfer.quiet
@@ -217,3 +219,75 @@ def wait_for(condition: Callable[[], bool]) -> None:
     until = now() + SOON
     while not condition():
         assert now() < until, "it did not come about in time"
+
+
+def test_a_stopped_source_leaves_slots_for_others(new_source: MakeSource, memory: Memory, staged: MakeStaged) -> None:
+    read = staged("tcp", slots=8)
+    stopped, others = new_source("tcp", size=4 << 20), [new_source("tcp", size=4 << 20) for _ in range(2)]
+    for source in (stopped, *others):
+        warm = read.start([part(source, memory, [0], [0])], deadline=now() + SOON, label="warm")
+        assert ended(warm) is TransferState.DONE
+    stopped.stop()
+    # As many reads as could take every slot, two each.
+    late = [read.start([part(stopped, memory, some(1), some(2))], deadline=None, label="late") for _ in range(6)]
+    wait_for(lambda: read.gauges().chunks_in_flight > 0)
+    for source in others:
+        transfer = read.start([part(source, memory, some(3), some(4))], deadline=now() + SOON, label="other")
+        assert ended(transfer) is TransferState.DONE, transfer.error
+    assert not any(transfer.state.final for transfer in late)
+    stopped.resume()
+    assert [ended(transfer) for transfer in late] == [TransferState.DONE] * len(late)
+
+
+def test_several_stopped_sources_leave_a_slot_for_another(
+    new_source: MakeSource, memory: Memory, staged: MakeStaged
+) -> None:
+    read = staged("tcp", slots=8)
+    sources = [new_source("tcp", size=4 << 20) for _ in range(4)]
+    for source in sources:
+        warm = read.start([part(source, memory, [0], [0])], deadline=now() + SOON, label="warm")
+        assert ended(warm) is TransferState.DONE
+    *stopped, running = sources
+    for source in stopped:
+        source.stop()
+    late = [
+        read.start([part(source, memory, some(1), some(2))], deadline=None, label="late")
+        for source in stopped
+        for _ in range(3)
+    ]
+    wait_for(lambda: read.gauges().staging_slots >= len(stopped))
+    transfer = read.start([part(running, memory, some(3), some(4))], deadline=now() + SOON, label="running")
+    assert ended(transfer) is TransferState.DONE, transfer.error
+    for source in stopped:
+        source.resume()
+    assert [ended(transfer) for transfer in late] == [TransferState.DONE] * len(late)
+
+
+def test_who_cannot_read_now_lets_others_have_the_slot(source: Source, memory: Memory) -> None:
+    woken: list[str] = []
+    pool = StagingPool(HostSpace(1 << 16), 1 << 16, lambda: woken.append("woken"))
+
+    def share(name: str) -> StagedShare:
+        transfer = Transfer(name, 10, 1, None, now, lambda: None)
+        return StagedShare(
+            transfer, replace(source.info, name=name), part(source, memory, [1], [2]).staged, pool, now()
+        )
+
+    one, two, three = share("one"), share("two"), share("three")
+    options = NixlOptions()
+    assert one.next(options) is not None
+    for waits in (two, three):
+        assert waits.next(options) is None
+        assert waits.blocked
+    one.account.fail(TransferFailed("one ends, nothing of it was posted"))
+    assert woken == ["woken"]
+    # First come, first served; but who has no room to read lets others go before.
+    assert three.next(options) is None
+    two.step_back()
+    assert woken == ["woken", "woken"]
+    assert three.next(options) is not None
+    assert two.next(options) is None
+    three.account.fail(TransferFailed("three ends"))
+    assert two.next(options) is not None
+    two.account.fail(TransferFailed("two ends"))
+    assert pool.in_use == 0

@@ -48,6 +48,7 @@ LAYERS = [
         "paths",
         "checksums",
         "integrity",
+        "footprint",
     },
     {
         "status",
