@@ -5,8 +5,8 @@ raises there, and the server shuts down with all its connections. It decodes not
 beforehand. So all methods that we offer are registered, and calls of any other path are taken by a task of ours,
 which never looks at it: they are refused as not offered, without their name.
 
-This is the one file that reaches into grpcio's private parts. Where they are not what they were, its server is used
-as it is; `kvferry_server.serving` replaces one that ended.
+This is the one file that reaches into grpcio's private parts. Where it does not decode (1.80) there is nothing to mend.
+`kvferry_server.serving` replaces a server that ended all the same.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from kvferry_server.interceptors import NO_NAME
 
 logger = logging.getLogger(__name__)
 
-_PRIVATE = ("_schedule_rpc_coro", "_handle_rpc")
-_CAN_MEND = hasattr(cygrpc.AioServer, "_make_request_call_future") and all(hasattr(cygrpc, name) for name in _PRIVATE)
+_NEEDED = ("_schedule_rpc_coro", "_handle_rpc")
+_CAN_MEND = hasattr(cygrpc.AioServer, "_make_request_call_future") and all(hasattr(cygrpc, name) for name in _NEEDED)
 
 
 class _Unregistered:
@@ -38,22 +38,26 @@ class _Unregistered:
 
 
 class _AioServer(cygrpc.AioServer):  # type: ignore[misc]
-    """Takes calls of methods that nobody registered by itself."""
+    """Takes calls of methods that nobody registered by itself, if `mended`; says when it has ended by itself."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, interceptors: tuple[Any, ...], options: Any) -> None:
-        # grpcio's own __init__ makes the server that this belongs to; __cinit__ takes whatever arguments.
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, interceptors: tuple[Any, ...], options: Any, *, mended: bool
+    ) -> None:
         super().__init__(loop, None, (), interceptors, options, None)
-        self._ours = (loop, interceptors)
+        self.ended: asyncio.Future[BaseException] = loop.create_future()
+        # grpcio's own attributes are not to be had from Python.
+        self._known = (loop, interceptors, mended)
         self._calls: set[asyncio.Task[None]] = set()
 
     def _make_request_call_future(self, method: bytes | None) -> Any:
-        if method is not None:
+        loop, _, mended = self._known
+        if method is not None or not mended:
             return super()._make_request_call_future(method)
-        return self._ours[0].create_task(self._take_unregistered())
+        return loop.create_task(self._take_unregistered())
 
     async def _take_unregistered(self) -> None:
         """Ends as grpcio's own would that takes one call: by its error when the server stops."""
-        loop, interceptors = self._ours
+        loop, interceptors, _ = self._known
         while True:
             state = await self._request_call()
             handling = cygrpc._handle_rpc(NO_NAME, _Unregistered(), interceptors, state, loop, False)
@@ -61,13 +65,35 @@ class _AioServer(cygrpc.AioServer):  # type: ignore[misc]
             self._calls.add(call)
             call.add_done_callback(self._calls.discard)
 
+    def _serving_task_crash_handler(self, task: asyncio.Task[None]) -> None:
+        super()._serving_task_crash_handler(task)
+        # With calls that go on, grpcio's `wait_for_termination` would not say so.
+        error = None if task.cancelled() else task.exception()
+        if error is not None and not self.ended.done():
+            self.ended.set_result(error)
 
-class _Server(aio_server.Server):
+
+class Server(aio_server.Server):
     """`grpc.aio.Server` around the one above."""
 
-    def __init__(self, interceptor: grpc.aio.ServerInterceptor, options: Sequence[tuple[str, Any]]) -> None:
+    def __init__(self, interceptor: grpc.aio.ServerInterceptor, options: Sequence[tuple[str, Any]], *, mended: bool):
         self._loop = cygrpc.get_working_loop()
-        self._server = _AioServer(self._loop, (interceptor,), tuple(options))
+        self._server = _AioServer(self._loop, (interceptor,), tuple(options), mended=mended)
+
+    async def stop(self, grace: float | None) -> None:
+        """As of `grpc.aio.Server`."""
+        try:
+            await super().stop(grace)
+        except Exception:
+            # Why it ended by itself, told to whoever stops it first and in the middle of that. The rest is to be done.
+            if not self._server.ended.done():
+                raise
+            await super().stop(grace)
+
+    async def ended(self) -> BaseException:
+        """Wait until it has ended by itself; why."""
+        error: BaseException = await asyncio.shield(self._server.ended)
+        return error
 
 
 class _Collected:
@@ -96,7 +122,7 @@ def make_server(
     add: Callable[[Any], None],
     *,
     mended: bool = True,
-) -> grpc.aio.Server:
+) -> Server:
     """A server for the running loop, without an address yet.
 
     Args:
@@ -106,18 +132,18 @@ def make_server(
         add: calls the generated ``add_…_to_server`` with what it is given.
         mended: False: grpcio's server as it is, for tests of what happens when it ends.
     """
-    if not (mended and _CAN_MEND):
-        server = grpc.aio.server(interceptors=[interceptor], options=options)
+    mended = mended and _CAN_MEND
+    server = Server(interceptor, options, mended=mended)
+    if not mended:
         add(server)
         return server
     collected = _Collected()
     add(collected)
-    mending: grpc.aio.Server = _Server(interceptor, options)
     for service in services:
         found = {}
         for method in descriptor_pool.Default().FindServiceByName(service).methods:
             path: Any = _Details(f"/{service}/{method.name}")
             handlers = [handler for generic in collected.generic if (handler := generic.service(path)) is not None]
             found.update({method.name: handler for handler in handlers})
-        mending.add_registered_method_handlers(service, found)
-    return mending
+        server.add_registered_method_handlers(service, found)
+    return server

@@ -11,8 +11,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-import grpc.aio
-
+from kvferry_server.grpc_server import Server
 from kvferry_server.listen import CannotListen, Listener
 
 logger = logging.getLogger(__name__)
@@ -32,10 +31,10 @@ class Serving:
         make: makes a gRPC server with all its services, without an address.
     """
 
-    def __init__(self, listener: Listener, make: Callable[[], grpc.aio.Server]) -> None:
+    def __init__(self, listener: Listener, make: Callable[[], Server]) -> None:
         self.listener = listener
         self._make = make
-        self._server: grpc.aio.Server | None = None
+        self._server: Server | None = None
         self._replacing: asyncio.Task[None] | None = None
         self._ended, self._logged = 0, float("-inf")
 
@@ -63,7 +62,7 @@ class Serving:
             await self._server.stop(grace)
         self.listener.close()
 
-    async def _started(self) -> grpc.aio.Server:
+    async def _started(self) -> Server:
         server = self._make()
         try:
             self.listener.bind(server)
@@ -78,14 +77,8 @@ class Serving:
         loop = asyncio.get_running_loop()
         while self._server is not None:
             began = loop.time()
-            why: BaseException | None = None
-            # Shielded, since a cancelled wait would leave gRPC's server unable to stop.
-            termination = asyncio.ensure_future(self._server.wait_for_termination())
-            try:
-                await asyncio.shield(termination)
-            except Exception as error:
-                why = error
-            # Its sockets are closed once this returns, so that nothing of it is in the way of the next.
+            why = await self._server.ended()
+            # It has ended when this returns, and nothing of it is in the way of the next.
             await self._server.stop(0)
             self._server = None
             await asyncio.sleep(max(0.0, began + AGAIN - loop.time()))
