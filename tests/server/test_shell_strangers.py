@@ -4,10 +4,8 @@ server, floods, and connections without end."""
 from __future__ import annotations
 
 import asyncio
-import resource
 import signal
 import socket
-import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -21,7 +19,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvferry.channel import connect, parse_address
-from kvferry.errors import LimitReached
+from kvferry.errors import InvalidField, LimitReached, Unreachable
 from kvferry.status import from_rpc_error
 from kvferry.v1 import introspection_pb2 as ipb
 from kvferry.v1 import kv_transfer_pb2 as pb
@@ -295,14 +293,6 @@ def test_the_request_of_a_stream_is_short(server: Kvferryd) -> None:
         assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
-@pytest.fixture
-def few_files() -> Iterator[None]:
-    """What a server that starts now may open."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    yield
-    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-
-
 LIMITED = """
 import resource, sys
 resource.setrlimit(resource.RLIMIT_NOFILE, (128, 400))
@@ -394,3 +384,36 @@ def test_sighup_is_heard_and_ends_nothing(tmp_path: Path) -> None:
         assert victim._watch.is_active()
         node.signal()
         assert node.wait() == 0
+
+
+def relayed(address: str, home: str) -> Exception:
+    """How a registration for this home ends."""
+    with party(address, "relayed") as rank:
+        wanted = rank.registration()
+        wanted.home = home
+        with pytest.raises(grpc.RpcError) as caught:
+            rank.kv.RegisterCache(wanted, timeout=20)
+    return from_rpc_error(caught.value, "server")
+
+
+@pytest.mark.parametrize("home", ["10.255.255.1:1", "127.example.org:80", "metadata.internal:80", "[fd00::1]:1"])
+def test_a_home_off_this_host_is_not_dialled_for_a_stranger(server: Kvferryd, home: str) -> None:
+    assert isinstance(relayed(server.address, home), InvalidField)
+
+
+def test_a_socket_of_this_host_is_not_dialled_for_a_stranger(server: Kvferryd, tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as service:
+        service.bind(str(tmp_path / "service"))
+        service.listen()
+        service.setblocking(False)
+        assert isinstance(relayed(server.address, f"unix:{tmp_path}/service"), InvalidField)
+        with pytest.raises(BlockingIOError):
+            service.accept()
+
+
+def test_only_named_homes_are_dialled(tmp_path: Path) -> None:
+    arguments = ["--unix", str(tmp_path / "node.sock"), "--listen", "", "--relay-homes", "node*:7423, 127.0.0.1:9"]
+    with Kvferryd(*arguments) as node:
+        assert isinstance(relayed(node.address, "127.0.0.1:10"), InvalidField)
+        # It is dialled, and nobody is there.
+        assert isinstance(relayed(node.address, "127.0.0.1:9"), Unreachable)
