@@ -18,7 +18,6 @@ import socket
 import stat
 from collections import Counter, defaultdict
 from dataclasses import dataclass
-from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +30,7 @@ LOOK = 0.5
 NEARLY = 0.75
 """The part of the connections from which on hosts lose theirs."""
 
-OPEN_FILES = Path("/proc/self/fd")
+OPEN_FILES = "/proc/self/fd"
 
 
 def raise_file_limit() -> int:
@@ -103,21 +102,18 @@ class Doorkeeper:
 
     async def run(self) -> None:
         """Look after it, until cancelled."""
-        if not OPEN_FILES.exists():
-            logger.warning("%s is missing: hosts share the connections of port %d as they come", OPEN_FILES, self._port)
-            return
         while True:
             await asyncio.sleep(LOOK)
             # Cheap, and mostly enough: all files together are fewer than the connections that matter.
-            if len(os.listdir(OPEN_FILES)) > self._most * NEARLY:
+            if len(_open()) > self._most * NEARLY:
                 self.look()
 
     def look(self) -> int:
         """End connections of whoever has the most, as far as there are too many; how many were ended."""
         self._looks += 1
         by_host: dict[str, list[_Connection]] = defaultdict(list)
-        for name in os.listdir(OPEN_FILES):
-            if connection := self._connection(int(name)):
+        for number in _open():
+            if connection := self._connection(number):
                 by_host[connection.host].append(connection)
         self._seen = {one.inode: one.seen for connections in by_host.values() for one in connections}
         too_many = len(self._seen) - int(self._most * NEARLY)
@@ -146,6 +142,13 @@ class Doorkeeper:
         except OSError:
             return None
         return _Connection(host, self._seen.get(inode, self._looks), number, inode)
+
+
+def _open() -> list[int]:
+    """The descriptors of this process. Where the system does not tell, hosts share connections as they come."""
+    with contextlib.suppress(FileNotFoundError):
+        return [int(entry.name) for entry in os.scandir(OPEN_FILES)]
+    return []
 
 
 def _end(connection: _Connection) -> None:

@@ -140,10 +140,12 @@ def make_server(
     collected = _Collected()
     add(collected)
     for service in services:
-        found = {}
+        found: dict[str, Any] = {}
         for method in descriptor_pool.Default().FindServiceByName(service).methods:
             path: Any = _Details(f"/{service}/{method.name}")
-            handlers = [handler for generic in collected.generic if (handler := generic.service(path)) is not None]
-            found.update({method.name: handler for handler in handlers})
+            for generic in collected.generic:
+                handler = generic.service(path)
+                if handler is not None:
+                    found[method.name] = handler
         server.add_registered_method_handlers(service, found)
     return server

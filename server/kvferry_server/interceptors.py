@@ -264,7 +264,7 @@ def _draining() -> ServerDraining:
 
 def _short(raw: bytes) -> bytes:
     if len(raw) > STREAM_REQUEST:
-        raise InvalidField("request", f"{len(raw)} bytes", f"at most {STREAM_REQUEST} bytes for the request of a stream")
+        raise InvalidField("request", f"{len(raw)} bytes", f"at most {STREAM_REQUEST} for a stream's request")
     return raw
 
 
@@ -314,4 +314,3 @@ def _not_offered(method: str) -> Behaviour:
         raise NotImplementedHere(f"this node server does not offer {method}", what=method)
 
     return refuse
-

@@ -21,10 +21,11 @@ import weakref
 from pathlib import Path
 from typing import Protocol
 
-import grpc.aio
+import grpc
 
 from kvferry.channel import MAX_SOCKET_PATH, Address, TlsConfig, parse_address
 from kvferry.errors import InvalidField, KvferryError
+from kvferry_server.grpc_server import Server
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +49,7 @@ class Listener(Protocol):
     def hold(self) -> None:
         """Make the address ours, or raise `CannotListen`."""
 
-    def bind(self, server: grpc.aio.Server) -> None:
+    def bind(self, server: Server) -> None:
         """Have this server listen there, where no other does; or raise `CannotListen`."""
 
     def close(self) -> None:
@@ -83,7 +84,7 @@ class UnixListener:
         self._check_directory()
         self._acquire()
 
-    def bind(self, server: grpc.aio.Server) -> None:
+    def bind(self, server: Server) -> None:
         """Clear the path, and bind.
 
         Raises:
@@ -230,7 +231,7 @@ class TcpListener:
                 _held.add(self)
                 return
 
-    def bind(self, server: grpc.aio.Server) -> None:
+    def bind(self, server: Server) -> None:
         """Bind.
 
         Raises:

@@ -1,7 +1,7 @@
 """The command `kvferryd`: one node server, until it is told to stop.
 
-SIGTERM and SIGINT drain it; a second one ends it at once. SIGHUP is heard and changes nothing: settings are read once, at
-the start. Exit codes: 0 after a drain, 1 if it could not
+SIGTERM and SIGINT drain it; a second one ends it at once. SIGHUP is heard and changes nothing: settings are read
+once, at the start. Exit codes: 0 after a drain, 1 if it could not
 start or had to give up, 2 for settings that are wrong.
 """
 

@@ -52,9 +52,7 @@ class Relays:
         patterns: shell patterns of ``host:port``; if there are any, they alone say which homes may be dialled.
     """
 
-    def __init__(
-        self, advertise: str, tls: TlsConfig | None, *, anywhere: bool, patterns: Sequence[str] = ()
-    ) -> None:
+    def __init__(self, advertise: str, tls: TlsConfig | None, *, anywhere: bool, patterns: Sequence[str] = ()) -> None:
         self._advertise = advertise
         self._tls = tls
         self._anywhere = anywhere or (tls is not None and tls.ca is not None)
@@ -182,7 +180,7 @@ class Relays:
                 raise InvalidField("home", home, f"an address that this node server may relay to {self._patterns}")
         elif not self._anywhere and not is_loopback(home):
             raise InvalidField(
-                "home", home, "an address on this host: this node server has neither tls_ca nor relay_homes nor insecure"
+                "home", home, "an address on this host: this server has neither tls_ca nor relay_homes nor insecure"
             )
 
     async def _leave(self, home: str) -> None:

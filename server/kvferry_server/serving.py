@@ -1,8 +1,8 @@
 """A gRPC server on one address, and another one in its place whenever it ends by itself.
 
 What engines have at a home must not depend on grpcio's server: it ends when something in it raises (see
-`kvferry_server.grpc_server` for what did). Then its calls are cut, which clients take as a lost connection, and the next
-one listens at the same address within milliseconds. The home knows nothing of it.
+`kvferry_server.grpc_server` for what did). Then its calls are cut, which clients take as a lost connection, and the
+next one listens at the same address within milliseconds. The home knows nothing of it.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class Serving:
             await asyncio.shield(self._replacing)
 
     async def stop(self, grace: float) -> None:
-        """End the server, give calls in progress `grace` seconds, and give the address up. May be called again, to hurry
-        an earlier call."""
+        """End the server, give calls in progress `grace` seconds, and give the address up. May be called again, to
+        hurry an earlier call."""
         if self._replacing is not None:
             self._replacing.cancel()
             await asyncio.wait([self._replacing])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +86,12 @@ def test_a_lock_that_a_stranger_has_laid_is_not_followed(tmp_path: Path) -> None
     precious = tmp_path / "precious"
     precious.write_text("important")
     lock = tmp_path / "node.sock.lock"
-    for lay in (lambda: lock.symlink_to(precious), lambda: lock.hardlink_to(precious), lambda: os.mkfifo(lock)):
+    laid: list[Callable[[], None]] = [
+        lambda: lock.symlink_to(precious),
+        lambda: lock.hardlink_to(precious),
+        lambda: os.mkfifo(lock),
+    ]
+    for lay in laid:
         lay()
         answer = refused("--unix", str(tmp_path / "node.sock"), "--listen", "")
         assert answer.returncode == 1

@@ -10,7 +10,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -142,7 +142,7 @@ async def test_a_replaced_socket_keeps_its_path_mode_and_lock(tmp_path: Path) ->
         assert path.with_name("node.sock.lock").stat().st_ino == lock
     finally:
         await node.stop(0)
-    assert list(tmp_path.iterdir()) == []
+    assert not path.exists()
 
 
 async def test_a_port_is_nobody_elses_between_two_servers() -> None:
@@ -218,7 +218,7 @@ def test_thousands_of_calls_are_answered_or_refused_typed(server: Kvferryd, kind
 def test_thousands_of_streams_are_open_or_refused_typed(tmp_path: Path) -> None:
     """And who has none gets one, although another host has as many as he may."""
     with (
-        Kvferryd("--unix", "", "--listen", "0.0.0.0:0", "--insecure", "--advertise", "x", "--max-streams", "1000") as node,
+        Kvferryd("--unix", "", "--listen", "127.0.0.1:0", "--max-streams", "1000") as node,
         ExitStack() as stack,
     ):
         port = node.addresses[0].rpartition(":")[2]
@@ -348,10 +348,8 @@ def test_who_has_the_most_connections_loses_them() -> None:
         ended = 0
         for client, _ in greedy:
             client.setblocking(False)
-            try:
+            with suppress(BlockingIOError):
                 ended += client.recv(1) == b""
-            except BlockingIOError:
-                pass
         assert ended == 10
 
 
