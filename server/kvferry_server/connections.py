@@ -21,8 +21,8 @@ from dataclasses import dataclass
 
 logger = logging.getLogger(__name__)
 
-RESERVE = 192
-"""File descriptors for what is no connection from outside: gRPC's own, files, relays."""
+RESERVE = 320
+"""File descriptors for what is no connection from outside: gRPC's own, files, and 256 homes that are relayed to."""
 
 LOOK = 0.5
 """Seconds between looks at the number of connections."""
