@@ -11,9 +11,9 @@ synchronous use it may.
 
 from __future__ import annotations
 
+import ipaddress
 import os
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from pathlib import Path
 
 import grpc
@@ -27,6 +27,12 @@ our memory."""
 
 MAX_SOCKET_PATH = 107
 """Bytes of a UNIX socket's path (``sun_path`` of Linux, less its end)."""
+
+MAX_CONCURRENT_STREAMS = 16_384
+"""Calls and streams of one connection at once: above what the guard of a server lets one peer have."""
+
+MAX_PENDING = 1 << 20
+"""Calls that gRPC holds for a server that is behind. An entry is some kilobytes while its call lives."""
 
 CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -66,12 +72,23 @@ SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     # and lenient to the libraries of others. The spelling `min_recv_ping_interval_without_data_ms` is ignored
     # by gRPC.
     ("grpc.http2.min_ping_interval_without_data_ms", 2_000),
+    # Calls that gRPC has taken and we have not yet. Beyond the first it drops calls at random, anybody's, as CANCELLED;
+    # beyond the second all of them (1,000 and 3,000 by default). Our own limits refuse by peer, and say what to do.
+    ("grpc.server.max_pending_requests", MAX_PENDING),
+    ("grpc.server.max_pending_requests_hard_limit", MAX_PENDING),
+    # Streams of one connection. A client keeps what is more to itself until others end.
+    ("grpc.max_concurrent_streams", MAX_CONCURRENT_STREAMS),
+    # From the connection to the first HTTP/2 settings, TLS included: 120 s by default, for which a silent peer keeps a
+    # file descriptor.
+    ("grpc.server_handshake_timeout_ms", 5_000),
+    # A connection without a call ends; its client connects again when it has something to say. An engine's Watch keeps
+    # its own.
+    ("grpc.max_connection_idle_ms", 120_000),
 )
 """Options of every server."""
 
-
-LOOPBACK = ("unix:*", "localhost:*", "127.*", "[[]::1]:*")
-"""Shell patterns of addresses on the same host."""
+MAX_CONNECTIONS = "grpc.max_allowed_incoming_connections"
+"""The option of a listener for how many connections it keeps; it closes what comes beyond."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,8 +165,15 @@ def parse_address(text: str, field: str = "address") -> Address:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether nothing that is sent to an address leaves the host."""
-    return any(fnmatchcase(address, pattern) for pattern in LOOPBACK)
+    """Whether nothing that is sent to an address leaves the host. Of names only ``localhost`` is known to be."""
+    try:
+        parsed = parse_address(address)
+    except InvalidField:
+        return False
+    try:
+        return parsed.is_unix or parsed.host == "localhost" or ipaddress.ip_address(parsed.host).is_loopback
+    except ValueError:
+        return False
 
 
 def connect(address: str, tls: TlsConfig | None = None) -> grpc.Channel:

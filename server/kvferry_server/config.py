@@ -85,6 +85,17 @@ class NodeConfig(BaseSettings):
         description="Listen off loopback without TLS. For networks that only engines can reach.",
         json_schema_extra={"group": "security"},
     )
+    anonymous_tls: bool = Field(
+        False,
+        description="Listen off loopback with TLS that asks clients for no certificate (no tls_ca).",
+        json_schema_extra={"group": "security"},
+    )
+    relay_homes: str = Field(
+        "",
+        description="Homes that ranks here may name, as shell patterns of host:port, separated by commas. Empty: any "
+        "host with tls_ca or `insecure`, else this host.",
+        json_schema_extra={"group": "security", "metavar": "PATTERNS"},
+    )
 
     ttl: float = Field(
         _TIMES.ttl,
@@ -133,14 +144,23 @@ class NodeConfig(BaseSettings):
         _LIMITS.calls,
         ge=1,
         le=1_000_000,
-        description="Calls that may run at once; more are told to come back.",
+        description="Calls that may run at once over TCP, and again over the socket; more are told to come back. Over "
+        "TCP no host gets more than are left.",
         json_schema_extra={"group": "operation", "metavar": "N"},
     )
     max_streams: int = Field(
         _LIMITS.streams,
         ge=1,
         le=1_000_000,
-        description="Streams (ReadBlocks, Watch) that may be open at once; more are told to come back.",
+        description="Streams (ReadBlocks, Watch) that may be open at once; otherwise like max_calls.",
+        json_schema_extra={"group": "operation", "metavar": "N"},
+    )
+    max_connections: int = Field(
+        4096,
+        ge=8,
+        le=1_000_000,
+        description="TCP connections, and again as many to the socket. Fewer where the process may not open so many "
+        "files. When TCP's are nearly used up, whoever has the most loses his newest.",
         json_schema_extra={"group": "operation", "metavar": "N"},
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
@@ -185,6 +205,11 @@ class NodeConfig(BaseSettings):
     def limits(self) -> CallLimits:
         """The bounds on what runs at once."""
         return CallLimits(calls=self.max_calls, streams=self.max_streams)
+
+    @property
+    def relay_patterns(self) -> tuple[str, ...]:
+        """Of `relay_homes`."""
+        return tuple(pattern.strip() for pattern in self.relay_homes.split(",") if pattern.strip())
 
     @property
     def tls(self) -> TlsConfig | None:

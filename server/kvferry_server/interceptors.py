@@ -1,10 +1,12 @@
 """What stands around every handler of a node server.
 
 `Guard` is the only way that an error gets out: typed errors as their status, anything else as INTERNAL with
-an id that is also in the log, and nothing of its text. It decodes requests itself, so that bytes which are no
-message of ours end in a typed error too; it requires deadlines; it bounds how many calls run at once; and it
-knows the open streams, which must be ended before a server can stop, since a single one would hold up its
-whole grace.
+an id that is also in the log, and nothing of its text. It requires deadlines; it bounds how many calls run at
+once, and shares them out among hosts; and it knows the open streams, which must be ended before a server can
+stop, since a single one would hold up its whole grace.
+
+It reads and decodes requests itself. So a call is refused before its request was read; bytes that are no message
+of ours end in a typed error too; and only so many requests of one host are in memory at once.
 """
 
 from __future__ import annotations
@@ -13,10 +15,12 @@ import asyncio
 import contextlib
 import logging
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias, cast
+from weakref import WeakValueDictionary
 
 import grpc
 import grpc.aio
@@ -31,6 +35,7 @@ from kvferry.errors import (
     ServerDraining,
 )
 from kvferry.status import to_status
+from kvferry_server.connections import host_of
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +45,9 @@ OUR_SERVICE = "/kvferry.v1.KVTransfer/"
 WITHOUT_DEADLINE = frozenset({"/kvferry.v1.KVTransfer/Watch"})
 """Calls of ours that last as long as a process does."""
 
+NO_NAME = "a method of another name"
+"""What a call is called whose method nobody offers: its path is not looked at."""
+
 RETRY_AFTER = 0.25
 """Seconds after which a call refused by a limit is worth repeating."""
 
@@ -48,6 +56,25 @@ Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 Behaviour: TypeAlias = Callable[[Any, Any], Any]
 Decode: TypeAlias = Callable[[bytes], Any]
 Encode: TypeAlias = Callable[[Any], bytes]
+
+
+REQUESTS = 16
+"""Requests of one host that are being read, or worked on if they are large. At most 4 MiB each."""
+
+LOCAL_REQUESTS = 64
+"""The same for all callers of the UNIX socket together: gRPC does not tell one from another."""
+
+LARGE = 256 * 1024
+"""Bytes from which a request counts as large."""
+
+STREAM_REQUEST = 64 * 1024
+"""Bytes that the request of a stream may have. It may be kept for as long as the stream is open."""
+
+LARGE_REQUESTS = frozenset({OUR_SERVICE + "Handshake"})
+"""Streams that spread one answer over several messages: their requests are as large as those of calls."""
+
+REQUEST_TIMEOUT = 10.0
+"""Seconds that a request may take to arrive."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,18 +87,47 @@ class CallLimits:
     streams: int = 8192
     """ReadBlocks, Watch, and the streams of health and reflection."""
 
-    @property
-    def backstop(self) -> int:
-        """What gRPC itself lets in. Above ours, whose refusals are typed."""
-        return 2 * (self.calls + self.streams)
+
+class Shares:
+    """Room for so many calls. A host gets another one as long as it has fewer than are left: one host alone gets half,
+    each of two a third, and there is always one left for a host that has none. Callers on the UNIX socket, which all
+    look alike, have all of it."""
+
+    def __init__(self, limit: str, most: int) -> None:
+        self._limit, self._most = limit, most
+        self._hosts: Counter[str] = Counter()
+        self._all = 0
+
+    @contextlib.contextmanager
+    def one(self, host: str) -> Iterator[None]:
+        """Have room for a call, or raise `LimitReached`."""
+        mine, left = self._hosts[host], self._most - self._all
+        if left <= 0 or (host and mine >= left):
+            who = f"{mine} of them by {host}" if host else "over the UNIX socket"
+            raise LimitReached(
+                f"{self._limit}: {self._all} of {self._most} are running at once, {who}",
+                retry_after=RETRY_AFTER,
+                limit=self._limit,
+                value=self._most,
+            )
+        self._hosts[host] += 1
+        self._all += 1
+        try:
+            yield
+        finally:
+            self._all -= 1
+            self._hosts[host] -= 1
+            if not self._hosts[host]:
+                del self._hosts[host]
 
 
 class Guard(grpc.aio.ServerInterceptor):
     """Wraps every handler. Belongs to one event loop."""
 
     def __init__(self, limits: CallLimits) -> None:
-        self._limits = limits
-        self._calls = 0
+        self._calls = Shares("max_calls", limits.calls)
+        self._room = Shares("max_streams", limits.streams)
+        self._reading: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
         self._streams: set[asyncio.Task[Any]] = set()
         self._ending = False
 
@@ -83,19 +139,20 @@ class Guard(grpc.aio.ServerInterceptor):
         """Called by gRPC for each call, before its request is read."""
         method = handler_call_details.method
         handler = await continuation(handler_call_details)
-        if handler is None:
-            return _unary(self._guarded_call(method, _not_offered(method), None))
-        decode, encode = handler.request_deserializer, partial(_encoded, handler.response_serializer)
-        if handler.stream_stream is not None:
-            guarded = self._guarded_stream(method, handler.stream_stream, partial(_decoded_each, decode))
-            return grpc.stream_stream_rpc_method_handler(guarded, None, encode)
-        if handler.unary_stream is not None:
-            guarded = self._guarded_stream(method, handler.unary_stream, partial(_decoded, decode))
-            return grpc.unary_stream_rpc_method_handler(guarded, None, encode)
-        if handler.unary_unary is not None:
-            guarded = self._guarded_call(method, handler.unary_unary, decode)
-            return grpc.unary_unary_rpc_method_handler(guarded, None, encode)
-        return _unary(self._guarded_call(method, _not_offered(method), None))
+        # Handlers of streams all of them: gRPC reads the request of any other before it calls.
+        if handler is not None:
+            decode, encode = handler.request_deserializer, partial(_encoded, handler.response_serializer)
+            if handler.stream_stream is not None:
+                guarded = self._guarded_stream(method, handler.stream_stream, decode, one_request=False)
+                return grpc.stream_stream_rpc_method_handler(guarded, None, encode)
+            if handler.unary_stream is not None:
+                guarded = self._guarded_stream(method, handler.unary_stream, decode, one_request=True)
+                return grpc.stream_stream_rpc_method_handler(guarded, None, encode)
+            if handler.unary_unary is not None:
+                guarded = self._guarded_call(method, handler.unary_unary, decode)
+                return grpc.stream_unary_rpc_method_handler(guarded, None, encode)
+        refusing = self._guarded_call(method, _not_offered(method), None)
+        return grpc.stream_unary_rpc_method_handler(refusing, None, None)
 
     @property
     def open_streams(self) -> int:
@@ -115,30 +172,48 @@ class Guard(grpc.aio.ServerInterceptor):
         return not self._streams
 
     def _guarded_call(self, method: str, behaviour: Behaviour, decode: Decode | None) -> Behaviour:
-        async def call(raw: bytes, context: Context) -> Any:
-            self._calls += 1
+        async def call(_: object, context: Context) -> Any:
             try:
-                self._check(method, context, "calls", self._calls, self._limits.calls)
-                return await behaviour(_decoded(decode, raw), context)
+                host = host_of(context.peer())
+                with self._calls.one(host):
+                    _check_deadline(method, context)
+                    async with self._request(host, context) as raw:
+                        request = _decoded(decode, raw)
+                        del raw
+                        return await behaviour(request, context)
             except Exception as error:
                 await _abort(context, method, error)
-            finally:
-                self._calls -= 1
 
         return call
 
-    def _guarded_stream(self, method: str, behaviour: Behaviour, decode: Decode) -> Behaviour:
-        async def stream(raw: Any, context: Context) -> None:
+    def _guarded_stream(
+        self, method: str, behaviour: Behaviour, decode: Decode | None, *, one_request: bool
+    ) -> Behaviour:
+        async def stream(raws: AsyncIterable[bytes], context: Context) -> None:
             task = cast("asyncio.Task[Any]", asyncio.current_task())
             self._streams.add(task)
             try:
-                self._check(method, context, "streams", len(self._streams), self._limits.streams)
-                await _drive(behaviour(decode(raw), context), context)
+                if self._ending:
+                    raise _draining()
+                host = host_of(context.peer())
+                with self._room.one(host):
+                    _check_deadline(method, context)
+                    request: Any = _decoded_each(decode, raws)
+                    if method in LARGE_REQUESTS:
+                        async with self._request(host, context) as raw:
+                            request = _decoded(decode, raw)
+                            del raw
+                            await _drive(behaviour(request, context), context)
+                        return
+                    if one_request:
+                        async with self._request(host, context) as raw:
+                            request = _decoded(decode, _short(raw))
+                    await _drive(behaviour(request, context), context)
             except asyncio.CancelledError:
                 # Either the client left, and nobody is there to hear of it, or we end our own streams.
                 if not self._ending:
                     raise
-                await _abort(context, method, ServerDraining("the node server is draining"))
+                await _abort(context, method, _draining())
             except Exception as error:
                 await _abort(context, method, error)
             finally:
@@ -146,19 +221,62 @@ class Guard(grpc.aio.ServerInterceptor):
 
         return stream
 
-    def _check(self, method: str, context: Context, limit: str, running: int, most: int) -> None:
-        if self._ending and limit == "streams":
-            raise ServerDraining("the node server is draining")
-        if running > most:
-            raise LimitReached(
-                f"{most} {limit} are running at once, which is this server's limit",
-                retry_after=RETRY_AFTER,
-                limit=f"max_{limit}",
-                value=most,
-            )
-        needs_deadline = method.startswith(OUR_SERVICE) and method not in WITHOUT_DEADLINE
-        if needs_deadline and context.time_remaining() is None:
-            raise DeadlineRequired(f"{method} needs a deadline: set a timeout on the call")
+    @contextlib.asynccontextmanager
+    async def _request(self, host: str, context: Context) -> AsyncIterator[bytes]:
+        """The bytes of a call's one request. A small one is let go of at once, for the next of the same host to be
+        read; a large one when it was worked on."""
+        turn = self._reading.get(host)
+        if turn is None:
+            turn = self._reading[host] = asyncio.Semaphore(REQUESTS if host else LOCAL_REQUESTS)
+        await turn.acquire()
+        reading = True
+        try:
+            raw = await _read(context)
+            if raw is grpc.aio.EOF:
+                raise InvalidField("request", "nothing", "one message")
+            if len(raw) < LARGE:
+                reading = False
+                turn.release()
+            yield raw
+        finally:
+            if reading:
+                turn.release()
+
+
+async def _read(context: Context) -> Any:
+    # A timer instead of `asyncio.wait_for`, whose task would be a sixth of what a call costs.
+    loop, task, late = asyncio.get_running_loop(), cast("asyncio.Task[Any]", asyncio.current_task()), False
+
+    def end() -> None:
+        nonlocal late
+        late = True
+        task.cancel()
+
+    timer = loop.call_later(REQUEST_TIMEOUT, end)
+    try:
+        return await context.read()
+    except asyncio.CancelledError:
+        if not late:
+            raise
+        raise InvalidField("request", "unfinished", f"all of it within {REQUEST_TIMEOUT:g} s") from None
+    finally:
+        timer.cancel()
+
+
+def _check_deadline(method: str, context: Context) -> None:
+    needed = method.startswith(OUR_SERVICE) and method not in WITHOUT_DEADLINE
+    if needed and context.time_remaining() is None:
+        raise DeadlineRequired(f"{method} needs a deadline: set a timeout on the call")
+
+
+def _draining() -> ServerDraining:
+    return ServerDraining("the node server is draining")
+
+
+def _short(raw: bytes) -> bytes:
+    if len(raw) > STREAM_REQUEST:
+        raise InvalidField("request", f"{len(raw)} bytes", f"at most {STREAM_REQUEST} for a stream's request")
+    return raw
 
 
 async def _drive(answer: AsyncGenerator[Any, None] | Awaitable[None], context: Context) -> None:
@@ -213,7 +331,3 @@ def _not_offered(method: str) -> Behaviour:
         raise NotImplementedHere(f"this node server does not offer {method}", what=method)
 
     return refuse
-
-
-def _unary(behaviour: Behaviour) -> Handler:
-    return grpc.unary_unary_rpc_method_handler(behaviour, None, None)

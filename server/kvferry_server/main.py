@@ -1,6 +1,7 @@
 """The command `kvferryd`: one node server, until it is told to stop.
 
-SIGTERM and SIGINT drain it; a second one ends it at once. Exit codes: 0 after a drain, 1 if it could not
+SIGTERM and SIGINT drain it; a second one ends it at once. SIGHUP is heard and changes nothing: settings are read
+once, at the start. Exit codes: 0 after a drain, 1 if it could not
 start or had to give up, 2 for settings that are wrong.
 """
 
@@ -107,12 +108,16 @@ def run(arguments: Sequence[str]) -> int:
 
 
 async def _serve(loaded: Loaded) -> None:
+    from kvferry_server.connections import raise_file_limit
     from kvferry_server.server import NodeServer
 
     signals: asyncio.Queue[signal.Signals] = asyncio.Queue()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, signals.put_nowait, number)
+    # Its default would end us without a drain, as when a terminal closes.
+    loop.add_signal_handler(signal.SIGHUP, logger.warning, "SIGHUP: nothing is reloaded; settings need a restart")
+    raise_file_limit()
 
     server = NodeServer(loaded.config)
     await server.start()

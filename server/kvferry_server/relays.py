@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
+from fnmatch import fnmatchcase
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -18,7 +19,7 @@ import grpc
 import grpc.aio
 
 from kvferry.channel import TlsConfig, connect_async, is_loopback, parse_address
-from kvferry.errors import InvalidField, RelayLoop
+from kvferry.errors import InvalidField, LimitReached, RelayLoop
 from kvferry.status import from_rpc_error
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry.v1.kv_transfer_pb2_grpc import KVTransferStub
@@ -31,6 +32,12 @@ logger = logging.getLogger(__name__)
 LEFT_TIMEOUT = 1.0
 """Seconds to tell a home that a rank has left; a home that does not hear it takes this node for lost."""
 
+HOMES = 256
+"""Homes that are connected to at once."""
+
+RETRY_AFTER = 1.0
+"""Seconds after which there may be room for another."""
+
 REGISTER_TIMEOUT = 5.0
 """Seconds for a home to take a registration: a rank that waits for a dead one repeats it."""
 
@@ -40,14 +47,16 @@ class Relays:
 
     Args:
         advertise: our own address, as others reach us.
-        tls: credentials; they cover every home.
+        tls: credentials. With an authority they cover every home: only its certificates are talked to.
         anywhere: whether any home may be dialled without TLS; else only loopback.
+        patterns: shell patterns of ``host:port``; if there are any, they alone say which homes may be dialled.
     """
 
-    def __init__(self, advertise: str, tls: TlsConfig | None, *, anywhere: bool) -> None:
+    def __init__(self, advertise: str, tls: TlsConfig | None, *, anywhere: bool, patterns: Sequence[str] = ()) -> None:
         self._advertise = advertise
         self._tls = tls
-        self._anywhere = anywhere
+        self._anywhere = anywhere or (tls is not None and tls.ca is not None)
+        self._patterns = tuple(patterns)
         self._channels: dict[str, tuple[grpc.aio.Channel, int]] = {}
         self._endings: dict[tuple[bytes, int], asyncio.Task[None]] = {}
         self._ending = False
@@ -147,13 +156,32 @@ class Relays:
             del self._endings[process]
 
     def _enter(self, home: str) -> KVTransferAsyncStub:
-        parse_address(home, "home")
-        if self._tls is None and not self._anywhere and not is_loopback(home):
-            raise InvalidField("home", home, "an address on this host: this node server has neither TLS nor `insecure`")
+        self._check(home)
+        if home not in self._channels and len(self._channels) >= HOMES:
+            raise LimitReached(
+                f"relayed_homes: this node server is connected to {HOMES} homes already",
+                retry_after=RETRY_AFTER,
+                limit="relayed_homes",
+                value=HOMES,
+            )
         channel, users = self._channels.get(home) or (connect_async(home, self._tls), 0)
         self._channels[home] = channel, users + 1
         stub: KVTransferAsyncStub = KVTransferStub(channel)  # type: ignore[assignment]
         return stub
+
+    def _check(self, home: str) -> None:
+        """Whoever can register names a home, so this server would dial whatever a stranger wants, for him."""
+        address = parse_address(home, "home")
+        if address.is_unix:
+            # Behind a path there can be any service of this host, and a home has an address that others can reach.
+            raise InvalidField("home", home, "host:port: a home behind a UNIX socket is its own engines' only")
+        if self._patterns:
+            if not any(fnmatchcase(home, pattern) for pattern in self._patterns):
+                raise InvalidField("home", home, f"an address that this node server may relay to {self._patterns}")
+        elif not self._anywhere and not is_loopback(home):
+            raise InvalidField(
+                "home", home, "an address on this host: this server has neither tls_ca nor relay_homes nor insecure"
+            )
 
     async def _leave(self, home: str) -> None:
         channel, users = self._channels[home]

@@ -116,6 +116,12 @@ HOME_GONE = Row(
     "Released by the source itself.",
 )
 DUPLICATES = Row("Every message twice", "always", UNNOTICED, "Released once, told once.")
+STRANGER = Row(
+    "A stranger's request to the source's node server whose path is not UTF-8, 100 times",
+    "during the read",
+    UNNOTICED,
+    "It ends grpcio's own asyncio server.",
+)
 
 HEALED_WHILE_IT_WAITS = Row(
     "Network cut, healed while the reader waits",
@@ -163,4 +169,5 @@ ROWS = (
     CUT_IDLE,
     CUT_WITH_TCP_TIMEOUT,
     DUPLICATES,
+    STRANGER,
 )

@@ -13,8 +13,10 @@ from tests.faults.doubling import DoublingNode
 from tests.faults.parties import SOON
 from tests.faults.playing import PATIENT, judge_read, judge_release, moving, nothing_left, refused, until, works
 from tests.faults.scenario import Term
-from tests.faults.scenarios import DUPLICATES, HOME_GONE, NOBODY_CAME, OVERWRITTEN, STOPPED_FOR_GOOD
+from tests.faults.scenarios import DUPLICATES, HOME_GONE, NOBODY_CAME, OVERWRITTEN, STOPPED_FOR_GOOD, STRANGER
 from tests.faults.world import TIMES, Reader, Source, World
+from tests.fuzz import http2
+from tests.fuzz.http2 import Connection
 
 
 @pytest.mark.parametrize("ucx_tls", ["", "tcp"], ids=["ucx-default", "ucx-tcp"])
@@ -79,6 +81,26 @@ def test_a_home_that_never_comes_back(tmp_path: Path) -> None:
         nothing_left(world)
     finally:
         world.close()
+
+
+def test_a_stranger_who_would_end_the_server(world: World) -> None:
+    world.sound = False
+    pid = world.home.pid
+    for _ in range(4):
+        request, reading = moving(world, [world.source.second], PATIENT)
+        for _ in range(25):
+            with Connection(world.home.listen) as peer:
+                headers = http2.request_headers("/", path=b"/\xff")
+                peer.send(http2.frame(http2.HEADERS, http2.END_HEADERS, 1, headers), *http2.data(1, http2.message(b"")))
+                assert peer.ended(1)
+        world.source.second.resume()
+        judge_read(reading, STRANGER.expected)
+        assert reading.wait_quiet(SOON)
+        judge_release(world, request, STRANGER.expected)
+    assert (world.home.alive, world.home.pid) == (True, pid)
+    works(world)
+    nothing_left(world)
+    world.sound = True
 
 
 def test_every_message_twice(tmp_path: Path) -> None:

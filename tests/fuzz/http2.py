@@ -69,9 +69,9 @@ def _string(text: bytes) -> bytes:
 class Connection:
     """A TCP connection to an ``host:port``. A server may close it at any time, which is no error."""
 
-    def __init__(self, address: str, *, preface: bool = True, **options: int) -> None:
+    def __init__(self, address: str, *, preface: bool = True, source: str = "") -> None:
         host, _, port = address.rpartition(":")
-        self._socket = socket.create_connection((host, int(port)), TIMEOUT)
+        self._socket = socket.create_connection((host, int(port)), TIMEOUT, (source, 0))
         self._unread = b""
         self.closed = False
         if preface:
@@ -95,6 +95,17 @@ class Connection:
                 if kind == PING and not flags & ACK:
                     self.send(frame(PING, ACK, 0, payload))
             return True
+        return False
+
+    def answered(self, stream: int) -> bool:
+        """Read until a message of the stream has come; false if it ended instead, or nothing came in time."""
+        with suppress(TimeoutError):
+            while not self.closed:
+                kind, flags, of, _ = self._frame()
+                if kind == GOAWAY or (of == stream and (kind == RST or (kind == HEADERS and flags & END_STREAM))):
+                    return False
+                if of == stream and kind == DATA:
+                    return True
         return False
 
     def _frame(self) -> tuple[int, int, int, bytes]:

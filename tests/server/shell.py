@@ -42,11 +42,25 @@ def refused(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 class Kvferryd:
-    """A running server. A context manager, which ends it; `log` is what it has written so far."""
+    """A running server. A context manager, which ends it; `log` is what it has written so far.
 
-    def __init__(self, *arguments: str, env: Mapping[str, str] | None = None) -> None:
+    Args:
+        arguments: flags of kvferryd.
+        env: more of the environment.
+        program: arguments of Python that run kvferryd.
+    """
+
+    def __init__(
+        self,
+        *arguments: str,
+        env: Mapping[str, str] | None = None,
+        program: Sequence[str] = ("-m", "kvferry_server.main"),
+    ) -> None:
         self._process = subprocess.Popen(
-            command(*arguments), stderr=subprocess.PIPE, text=True, env=environment(**(env or {}))
+            [sys.executable, *program, *arguments],
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment(**(env or {})),
         )
         self._lines: list[str] = []
         self._ready = threading.Event()

@@ -108,8 +108,8 @@ async def test_the_order_of_a_drain(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
     recorded(server._health, "enter_graceful_shutdown", later=True)
     recorded(server.home, "drain", later=False)
-    recorded(server._guard, "end_streams", later=False)
-    recorded(server._server, "stop", later=True)
+    recorded(server._guards[0], "end_streams", later=False)
+    recorded(server._servings[0], "stop", later=True)
     await server.stop()
     assert steps == ["enter_graceful_shutdown", "drain", "end_streams", "stop"]
     assert names(tmp_path) == set()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -26,7 +27,7 @@ from kvferry.errors import (
 from kvferry.status import from_rpc_error
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry.v1.kv_transfer_pb2_grpc import KVTransferServicer, KVTransferStub, add_KVTransferServicer_to_server
-from kvferry_server.interceptors import CallLimits, Guard
+from kvferry_server.interceptors import CallLimits, Guard, Shares
 
 if TYPE_CHECKING:
     from kvferry.v1.kv_transfer_pb2_grpc import KVTransferAsyncStub
@@ -220,3 +221,57 @@ async def test_a_client_that_leaves_ends_its_stream() -> None:
         await asyncio.wait_for(servicer.entered.wait(), 10)
         watch.cancel()
         assert await guard.streams_ended(10)
+
+
+def room(shares: Shares, host: str) -> contextlib.ExitStack:
+    """Have room for a call until closed."""
+    stack = contextlib.ExitStack()
+    stack.enter_context(shares.one(host))
+    return stack
+
+
+def test_hosts_share_the_calls_and_the_socket_has_all() -> None:
+    def fill(shares: Shares, host: str) -> list[contextlib.ExitStack]:
+        held = []
+        with contextlib.suppress(LimitReached):
+            while True:
+                held.append(room(shares, host))
+        return held
+
+    shares = Shares("max_calls", 100)
+    first = fill(shares, "a")
+    second = fill(shares, "b")
+    third = fill(shares, "c")
+    assert (len(first), len(second), len(third)) == (50, 25, 13)
+    for call in first:
+        call.close()
+    # What one gives back the others may have.
+    assert len(fill(shares, "b")) > 0
+    assert len(fill(Shares("max_calls", 100), "")) == 100
+
+
+async def unfinished(channel: Any, count: int) -> list[Any]:
+    """Requests of which nothing comes."""
+    calls = [channel.stream_unary("/kvferry.v1.KVTransfer/Handshake")(timeout=60) for _ in range(count)]
+    for call in calls:
+        await call.wait_for_connection()
+    return calls
+
+
+async def test_requests_that_do_not_come_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvferry_server.interceptors.REQUEST_TIMEOUT", 0.5)
+    async with guarded() as (stub, _, __, channel):
+        slow = await unfinished(channel, 40)
+        # In its turn, behind those of the same host.
+        assert (await stub.Handshake(pb.HandshakeRequest(), timeout=30)).home_epoch == b"epoch"
+        for call in slow:
+            error = await failure(call)
+            assert isinstance(error, InvalidField)
+            assert error.values["value"] == "'unfinished'"
+
+
+async def test_a_call_without_a_request_is_a_wrong_argument() -> None:
+    async with guarded() as (_, __, ___, channel):
+        call = channel.stream_unary("/kvferry.v1.KVTransfer/Handshake")(timeout=10)
+        await call.done_writing()
+        assert isinstance(await failure(call), InvalidField)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import socket
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +82,49 @@ def test_a_file_that_is_no_socket_is_left_alone(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_a_lock_that_a_stranger_has_laid_is_not_followed(tmp_path: Path) -> None:
+    precious = tmp_path / "precious"
+    precious.write_text("important")
+    lock = tmp_path / "node.sock.lock"
+    laid: list[Callable[[], None]] = [
+        lambda: lock.symlink_to(precious),
+        lambda: lock.hardlink_to(precious),
+        lambda: os.mkfifo(lock),
+    ]
+    for lay in laid:
+        lay()
+        answer = refused("--unix", str(tmp_path / "node.sock"), "--listen", "")
+        assert answer.returncode == 1
+        assert "node.sock.lock" in answer.stderr
+        lock.unlink()
+    assert precious.read_text() == "important"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="makes files of other users")
+def test_what_a_stranger_laid_in_a_directory_of_everybody_is_refused(tmp_path: Path) -> None:
+    everybody = tmp_path / "tmp"
+    everybody.mkdir()
+    everybody.chmod(0o1777)
+    strangers = everybody / "strangers"
+    strangers.mkdir()
+    os.chown(strangers, 65534, 65534)
+    link = everybody / "link"
+    link.symlink_to(tmp_path)
+    os.chown(link, 65534, 65534, follow_symlinks=False)
+    lock = everybody / "taken.sock.lock"
+    lock.touch()
+    os.chown(lock, 65534, 65534)
+    for path in (strangers / "node.sock", link / "node.sock", everybody / "taken.sock"):
+        answer = refused("--unix", str(path), "--listen", "")
+        assert answer.returncode == 1
+        assert "another user's" in answer.stderr
+    with Kvferryd("--unix", str(everybody / "ours" / "node.sock"), "--listen", "") as server:
+        assert serves(server.address)
+    everybody.chmod(0o777)
+    answer = refused("--unix", str(everybody / "ours" / "node.sock"), "--listen", "")
+    assert "everybody may exchange files" in answer.stderr
+
+
 @pytest.mark.parametrize(("directory", "connectable"), [(0o700, 0o600), (0o750, 0o660), (0o755, 0o666)])
 def test_who_may_enter_the_directory_may_connect(tmp_path: Path, directory: int, connectable: int) -> None:
     folder = tmp_path / "run"
@@ -108,6 +153,8 @@ def test_a_missing_directory_is_made_for_this_user_only(tmp_path: Path) -> None:
         (["--unix", "/" + "x" * 200], "107 bytes"),
         (["--listen", "127.0.0.1:0", "--tls-cert", "/nowhere", "--tls-key", "/nowhere"], "/nowhere"),
         (["--listen", "127.0.0.1:0", "--tls-ca", "/nowhere"], "tls_cert"),
+        (["--listen", "0.0.0.0:0", "--tls-cert", "/nowhere", "--tls-key", "/nowhere"], "--anonymous-tls"),
+        (["--listen", "0.0.0.0:0", "--anonymous-tls"], "--insecure"),
     ],
 )
 def test_settings_that_cannot_work_are_named(
