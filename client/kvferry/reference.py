@@ -8,7 +8,7 @@ import binascii
 
 from google.protobuf.message import DecodeError
 
-from kvferry.errors import BadReference
+from kvferry.errors import BadReference, InvalidField
 from kvferry.v1 import kv_transfer_pb2 as pb
 
 PREFIX = "kvf1."
@@ -28,6 +28,8 @@ def parse_reference(text: str) -> pb.Reference:
     Raises:
         BadReference: not a reference, or one that names neither a publication nor a router's key.
     """
+    if not isinstance(text, str):
+        raise InvalidField("reference", type(text), "a string, Publication.reference")
     if not text.startswith(PREFIX):
         raise BadReference(f"it does not start with {PREFIX!r}")
     if len(text) > MAX_LENGTH:

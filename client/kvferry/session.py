@@ -7,10 +7,12 @@ import secrets
 import threading
 from collections.abc import Callable, Mapping, Sequence
 
-from kvferry.blocks import Blocks, blocks_to_proto, check_ids
+from kvferry import arguments
+from kvferry.block_use import BlockUse
+from kvferry.blocks import Blocks, blocks_by_group, blocks_to_proto, check_ids
 from kvferry.clock import from_duration, now
 from kvferry.control import CALL_TIMEOUT, Control, retrying
-from kvferry.errors import Closed, KvferryError, Unavailable
+from kvferry.errors import Closed, InvalidField, KvferryError, Unavailable
 from kvferry.offers import Offers, Publication, Release, ReleaseOutcome, leaves_open
 from kvferry.spec import EngineSpec, EngineToken
 from kvferry.v1 import kv_transfer_pb2 as pb
@@ -19,6 +21,9 @@ from kvferry.watching import Watcher
 __all__ = ["EngineSession", "Publication", "Release", "ReleaseOutcome"]
 
 logger = logging.getLogger(__name__)
+
+MAX_PAYLOAD = 64 << 10
+"""Bytes that a publication may carry beside its blocks; the contract's limit."""
 
 BATCH = 512
 """Notifications per call when refilling a home; the contract allows 1024."""
@@ -38,6 +43,7 @@ class EngineSession:
         self._news = threading.Condition(self._lock)
         self._publishing = threading.Lock()
         self._offers = Offers(self._engine)
+        self.block_use = BlockUse(spec.groups)
         self._refills: list[Callable[[], None]] = []
         self._closed = False
         self._secret = b""
@@ -74,7 +80,8 @@ class EngineSession:
             timeout: seconds to keep trying.
 
         Raises:
-            BadBlock, InvalidField: the blocks are not ones of this engine.
+            BadBlock, InvalidField: the blocks are not ones of this engine, one is given twice, or a read is writing to
+                one.
             Unavailable: the home could not be reached. Whether the publication exists is not known, so it is aborted as
                 well as can be, and its blocks stay pinned until `released` comes, once.
             KvferryError: the home refused; nothing was published.
@@ -121,35 +128,50 @@ class EngineSession:
             The publication, and what is to be handed to `send`, in the order of the publications' numbers.
         """
         self._check_open()
+        given = blocks_by_group("blocks", blocks)
+        if not 1 <= len(arguments.text("request_id", request_id).encode()) <= 256:
+            raise InvalidField("request_id", request_id, "1 to 256 bytes")
         step = pb.Publish(
             request_id=request_id,
             key=secrets.token_bytes(16),
-            groups=self._encode(blocks),
-            last=last,
-            expected_reads=expected_reads,
-            payload=payload,
-            checksums=checksums,
+            groups=self._encode(given),
+            last=arguments.flag("last", last),
+            expected_reads=arguments.integer("expected_reads", expected_reads, 1, 2**31 - 1),
+            payload=_payload(payload),
+            checksums=arguments.flag("checksums", checksums),
         )
+        pin = self.block_use.pin({name: listed.ids for name, listed in given.items()})
         with self._lock:
             # Number and record together, or a snapshot taken in between would name the number and not hold it.
-            return self._offers.publish(self.advertise, step), step
+            publication = self._offers.publish(self.advertise, step)
+        self.block_use.name(pin, publication.number, 0)
+        return publication, step
 
     def offer_more(
         self, publication: Publication, blocks: Mapping[str, Blocks], *, last: bool, payload: bytes = b""
     ) -> pb.Publish:
         """The part of `publish_more` that makes no call; what it returns is to be handed to `send`."""
         self._check_open()
-        step = pb.Publish(groups=self._encode(blocks), last=last, payload=payload)
-        with self._lock:
-            self._offers.publish_more(publication.number, step)
+        number = _number(publication)
+        given = blocks_by_group("blocks", blocks)
+        step = pb.Publish(groups=self._encode(given), last=arguments.flag("last", last), payload=_payload(payload))
+        pin = self.block_use.pin({name: listed.ids for name, listed in given.items()}, number)
+        try:
+            with self._lock:
+                self._offers.publish_more(number, step)
+        except KvferryError:
+            self.block_use.unpin(pin)
+            raise
+        self.block_use.name(pin, number, step.step)
         return step
 
     def abort(self, publication: Publication, timeout: float = CALL_TIMEOUT) -> None:
         """Stop new reads of a publication. Its blocks stay pinned until `released`, which comes within max_ttl (R2)."""
         self._check_open()
+        number = _number(publication)
         with self._lock:
-            self._offers.abort(publication.number)
-        notification = pb.Notification(abort=pb.Abort(publication=publication.number))
+            self._offers.abort(number)
+        notification = pb.Notification(abort=pb.Abort(publication=number))
         self._notify_one(notification, timeout)
 
     def released(self, timeout: float = 0.0) -> list[Release]:
@@ -158,13 +180,15 @@ class EngineSession:
         Args:
             timeout: seconds to wait for the first; 0: only what is there.
         """
-        deadline = now() + timeout
+        deadline = now() + arguments.seconds("timeout", timeout, zero=True)
         with self._news:
             while True:
                 self._offers.advance(now())
                 left = deadline - now()
                 if self._offers.news or self._closed or left <= 0:
-                    return self._offers.take_released()
+                    found = self._offers.take_released()
+                    self.block_use.released(release.publication for release in found)
+                    return found
                 self._news.wait(max(0.001, min(left, self._offers.next_deadline() - now())))
 
     def unreleased(self) -> tuple[Publication, ...]:
@@ -212,6 +236,7 @@ class EngineSession:
             with self._lock:
                 never_was = not error.retryable and self._offers.refused(step)
             if never_was:
+                self.block_use.refused(number, step.step)
                 raise
             self._disown(number)
             if error.retryable:
@@ -291,3 +316,14 @@ class EngineSession:
             with self._news:
                 self._offers.snapshot_sent(snapshot, now())
                 self._news.notify_all()
+
+
+def _payload(payload: bytes) -> bytes:
+    found = arguments.payload("payload", payload)
+    if len(found) > MAX_PAYLOAD:
+        raise InvalidField("payload", f"{len(found)} bytes", f"at most {MAX_PAYLOAD} bytes")
+    return found
+
+
+def _number(publication: Publication) -> int:
+    return arguments.instance("publication", publication, Publication, "the Publication that publish returned").number
