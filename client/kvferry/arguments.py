@@ -1,7 +1,7 @@
 """Arguments where they cross the edge of the SDK: of the type that is expected, and the caller's own no longer.
 
-A caller may change a list, a dict or a buffer as soon as the call that it was given to has returned, and much of what is
-given is used later, on other threads. So everything is checked and copied before a call returns. A number becomes
+A caller may change a list, a dict or a buffer as soon as the call that it was given to has returned, and much of what
+is given is used later, on other threads. So everything is checked and copied before a call returns. A number becomes
 Python's own, because sums of numpy's wrap.
 """
 

@@ -9,8 +9,8 @@ from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 
-from kvferry.agents import AgentInfo, ServingAgent
 from kvferry import arguments
+from kvferry.agents import AgentInfo, ServingAgent
 from kvferry.block_use import BlockUse
 from kvferry.blocks import Blocks, blocks_by_group
 from kvferry.checksumming import Checksummer

@@ -231,6 +231,7 @@ def _run(job: tuple[Any, ...], pipe: Connection) -> None:
             regions=[MemoryRegion(MemoryKind.DRAM, 0, base, len(cells))],
             keep=mapped,
             labels={"tp_rank": rank},
+            replicated=True,
             token=token,
             serve=serve,
         )

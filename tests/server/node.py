@@ -58,6 +58,8 @@ class Node:
         self.kv = cast("KVTransferAsyncStub", KVTransferStub(channel))
         self.introspection = cast("IntrospectionAsyncStub", IntrospectionStub(channel))
         self.secret = b""
+        self._watches: list[Watch] = []
+        """Referenced: the older grpcio ends a call that nobody refers to."""
 
     def pass_by(self, seconds: float) -> None:
         """Time passes and the timers fire."""
@@ -73,6 +75,7 @@ class Node:
     async def open_engine(self, ref: EngineRef = P) -> Watch:
         """Open an engine by its scheduler's Watch."""
         watch = Watch(self, ref)
+        self._watches.append(watch)
         opened = await watch.next()
         self.secret = opened.opened.session_secret
         assert (await watch.next()).WhichOneof("event") == "synced"

@@ -87,7 +87,7 @@ LAYERS = [
         "session",
         "cache",
     },
-    {"client", "aio", "embed"},
+    {"client", "registering", "mapped", "aio", "embed"},
     {"engine"},
     {"integrations"},
     {"demo", "cli"},

@@ -196,15 +196,15 @@ class SchedulerPort:
             request_id: a granted one.
             local_blocks: blocks to read into by group; `Blocks.first_token` is the first token wanted.
             tokens: the tokens wanted, ``[a, b)``; None: all that was published.
-            allow_overlap: also blocks that another read of the engine writes, or that it has published: for engines that
-                know that the bytes are others.
+            allow_overlap: also blocks that another read of the engine writes, or that it has published: for engines
+                that know that the bytes are others.
 
         Returns:
             The grant with these blocks, for `WorkerPort.start` on every rank.
 
         Raises:
-            BadBlock: a block is not one of this engine, is given twice, is published, or another read may still write to
-                it. The request stays granted, as it does with the next two.
+            BadBlock: a block is not one of this engine, is given twice, is published, or another read may still write
+                to it. The request stays granted, as it does with the next two.
             BlocksShort: there are not enough blocks for the tokens, or not enough tokens were published.
             InvalidField: an argument is of another type, a group has no blocks, or the request is not granted.
             KvferryError: the grant has ended since, and why. The request is forgotten then.

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
-from kvferry.errors import BadGeometry
+from kvferry.arguments import coerce_integers, flag, instance, integer, mapping, text, texts
+from kvferry.errors import BadGeometry, InvalidField
 from kvferry.geometry import Group, GroupKind, Interval, Plane, TokenShard
 from kvferry.tensors.view import Tensor, TensorView, view_of
 
@@ -46,6 +47,16 @@ class Part:
     format: str | None = None
     token_granule: int | None = None
 
+    def __post_init__(self) -> None:
+        text("component", self.component)
+        for name in ("kv", "axis_size", "token_granule"):
+            if getattr(self, name) is not None:
+                coerce_integers(self, (name,))
+        for name in ("content", "channels", "units"):
+            _interval(name, getattr(self, name))
+        if self.format is not None:
+            text("format", self.format)
+
 
 Components = Sequence[str | Part] | Mapping[str, int]
 
@@ -76,6 +87,45 @@ class Holding:
     units_divide: bool = True
     optional_cover: bool = False
 
+    def __post_init__(self) -> None:
+        _interval("units", self.units)
+        if self.axis_size is not None:
+            coerce_integers(self, ("axis_size",))
+        coerce_integers(self, ("token_granule",))
+        instance("token_shard", self.token_shard, TokenShard, "a TokenShard")
+        if not isinstance(self.tokens_per_state, Fraction):
+            object.__setattr__(self, "tokens_per_state", Fraction(integer("tokens_per_state", self.tokens_per_state)))
+        if self.tokens_per_state <= 0 or self.token_granule < 0:
+            raise InvalidField("holding", (self.tokens_per_state, self.token_granule), "positive tokens_per_state")
+        text("format", self.format)
+        if self.dtype is not None:
+            text("dtype", self.dtype)
+        flag("units_divide", self.units_divide)
+        flag("optional_cover", self.optional_cover)
+
+
+def _interval(name: str, value: object) -> None:
+    if value is not None:
+        instance(name, value, Interval, "an Interval")
+
+
+def heads_held(heads: range | Interval, total_heads: int | None) -> Holding:
+    """Holding of some heads of the model; raises `InvalidField`.
+
+    Args:
+        heads: the heads, e.g. ``range(2, 4)``.
+        total_heads: heads of the whole model.
+    """
+    expected = "range(first, end) of the model's heads, not empty"
+    if isinstance(heads, range):
+        if heads.step != 1 or not 0 <= heads.start < heads.stop:
+            raise InvalidField("heads", heads, expected)
+        heads = Interval(heads.start, heads.stop)
+    found = instance("heads", heads, Interval, expected)
+    if total_heads is None:
+        raise InvalidField("total_heads", None, "the number of heads of the whole model, beside heads")
+    return Holding(units=found, axis_size=integer("total_heads", total_heads, found.end))
+
 
 def planes_of(
     tensors: Mapping[str, Tensor],
@@ -98,12 +148,30 @@ def planes_of(
         BadGeometry: shape and strides do not fit the axes or the group.
     """
     found: list[Plane] = []
-    for layer, tensor in tensors.items():
+    for layer, tensor in named_tensors(tensors).items():
         if axes is None:
             found += opaque_planes(tensor, layer, group, holding=holding)
         else:
             found += planes_of_tensor(tensor, axes, group, layer, components, holding)
     return tuple(found)
+
+
+def named_tensors(tensors: object) -> dict[str, Tensor]:
+    """A copy of a mapping from layers to their tensors; raises `InvalidField`, or `BadGeometry` naming the tensor that
+    cannot be moved."""
+    found: dict[str, Tensor] = {}
+    for layer, tensor in mapping("tensors", tensors, "a mapping from layer names to tensors").items():
+        name = text("a layer of tensors", layer)
+        try:
+            view_of(tensor)
+        except BadGeometry as error:
+            raise BadGeometry(f"layer {name}", str(error.values["problem"])) from None
+        found[name] = tensor
+    return found
+
+
+def _holding(holding: Holding | None) -> Holding:
+    return Holding() if holding is None else instance("holding", holding, Holding, "a Holding")
 
 
 def planes_of_tensor(
@@ -136,8 +204,9 @@ def planes_of_tensor(
         BadGeometry: with shape and strides in it.
     """
     view = view_of(tensor)
-    axis = _Axes(view, axes)
-    holding = holding or Holding()
+    axis = _Axes(view, texts("axes", axes))
+    instance("group", group, Group, "a Group")
+    holding = _holding(holding)
     parts = _parts(axis, components)
     names = [layers] if isinstance(layers, str) else list(layers)
     if len(names) != axis.size("layer"):
@@ -174,7 +243,9 @@ def opaque_planes(
         BadGeometry: a block that is not contiguous.
     """
     view = view_of(tensor)
-    holding = holding or Holding()
+    block_axis = integer("block_axis", block_axis)
+    instance("group", group, Group, "a Group")
+    holding = _holding(holding)
     if not 0 <= block_axis < len(view.shape) or view.contiguous_tail > block_axis + 1:
         raise BadGeometry(
             f"layer {layer}", f"the blocks along axis {block_axis} of {view.described} are not contiguous"
