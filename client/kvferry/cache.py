@@ -206,6 +206,8 @@ class Cache:
             deadline=deadline,
         )
         identifier = secrets.token_hex(8) if read_id is None else arguments.text("read_id", read_id)
+        if not 1 <= len(identifier.encode()) <= 256:
+            raise InvalidField("read_id", identifier, "1 to 256 bytes")
         started: list[Read] = []
         key = self._writes.begin(
             identifier,

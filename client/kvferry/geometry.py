@@ -124,7 +124,7 @@ class Group:
             raise BadGeometry(where, f"num_blocks is {self.num_blocks}, not in 1 ... 2**31 - 1")
         if self.null_block is not None and not 0 <= self.null_block < self.num_blocks:
             raise BadGeometry(where, f"null_block {self.null_block} is not one of {self.num_blocks} blocks")
-        if (self.kind is GroupKind.WINDOW) != (self.window_tokens > 0):
+        if (self.kind is GroupKind.WINDOW) != (self.window_tokens > 0) or self.window_tokens < 0:
             raise BadGeometry(where, f"window_tokens is {self.window_tokens} for a group of kind {self.kind.name}")
 
 

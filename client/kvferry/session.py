@@ -86,6 +86,7 @@ class EngineSession:
                 well as can be, and its blocks stay pinned until `released` comes, once.
             KvferryError: the home refused; nothing was published.
         """
+        timeout = arguments.seconds("timeout", timeout)
         # One at a time: the home takes a number below the highest it has seen for a stale one.
         with self._publishing:
             publication, step = self.offer(
@@ -110,6 +111,7 @@ class EngineSession:
     ) -> None:
         """Offer the next blocks of a publication that was not the last; each group goes on where it ended. Errors as
         `publish`."""
+        timeout = arguments.seconds("timeout", timeout)
         self.send(self.offer_more(publication, blocks, last=last, payload=payload), timeout)
 
     def offer(
@@ -168,7 +170,7 @@ class EngineSession:
     def abort(self, publication: Publication, timeout: float = CALL_TIMEOUT) -> None:
         """Stop new reads of a publication. Its blocks stay pinned until `released`, which comes within max_ttl (R2)."""
         self._check_open()
-        number = _number(publication)
+        number, timeout = _number(publication), arguments.seconds("timeout", timeout)
         with self._lock:
             self._offers.abort(number)
         notification = pb.Notification(abort=pb.Abort(publication=number))
@@ -198,6 +200,8 @@ class EngineSession:
 
     def on_refill(self, refill: Callable[[], None]) -> None:
         """Call `refill` on the watch's thread whenever the home has lost its record of this engine."""
+        if not callable(refill):
+            raise InvalidField("refill", arguments.described(refill), "a callable")
         with self._lock:
             self._refills.append(refill)
 

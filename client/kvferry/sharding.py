@@ -34,7 +34,7 @@ def shard(index: int, count: int, size: int) -> Interval:
 
 def shards(count: int, size: int) -> tuple[Interval, ...]:
     """`shard` of every part: heads over tensor-parallel ranks, or layers over pipeline stages."""
-    return tuple(shard(index, count, size) for index in range(integer("count", count)))
+    return tuple(shard(index, count, size) for index in range(integer("count", count, 1)))
 
 
 def token_shard(index: int, count: int, interleave: int = 1) -> TokenShard:

@@ -40,6 +40,8 @@ class EngineToken:
     @classmethod
     def parse(cls, text: str) -> EngineToken:
         """The token a string stands for; raises `InvalidField` without repeating the secret."""
+        if not isinstance(text, str):
+            raise InvalidField("token", type(text), "the string of an EngineToken")
         body = text.removeprefix(cls.PREFIX)
         try:
             raw = base64.b64decode(body + "=" * (-len(body) % 4), altchars=b"-_", validate=True)

@@ -326,7 +326,7 @@ def test_constructors(case: Case) -> None:
 
 
 def test_integers_become_pythons_own() -> None:
-    plane = Plane(**{field: np.int32(value) if type(value) is int else value for field, value in right_plane().items()})
+    plane = Plane(**{field: np.int64(value) if type(value) is int else value for field, value in right_plane().items()})
     assert plane == PLANE
     assert type(plane.base + plane.block_stride) is int
     assert type(Interval(np.int8(0), np.int8(2)).end) is int  # type: ignore[arg-type]

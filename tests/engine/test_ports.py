@@ -22,6 +22,7 @@ from kvferry.errors import (
     BadReference,
     DataLoss,
     InvalidField,
+    InvalidInput,
     LimitReached,
     PublicationAborted,
     PublicationTimeout,
@@ -226,17 +227,17 @@ def test_one_that_is_not_attached_in_time(pair: Pair) -> None:
     source.release_of(publication)
 
 
-def test_blocks_that_do_not_hold_it_fail_on_all_ranks(pair: Pair) -> None:
+def test_blocks_that_do_not_hold_it_are_refused_and_the_request_stays_granted(pair: Pair) -> None:
     source, destination = pair
     publication, _ = publish(source, "short")
     destination.scheduler.acquire("mine", publication.reference)
     destination.grant("mine")
-    destination.start("mine", IDS[:1])
-    end = destination.end_of("mine")
-    assert end.error is not None
-    assert end.error.reason == "BLOCKS_SHORT"
-    assert (end.quiet, end.ranks) == (True, 3)
-    source.scheduler.abort(publication)
+    for short in (IDS[:1], [], [IDS[0]] * len(IDS)):
+        with pytest.raises(InvalidInput) as refused:
+            destination.start("mine", short)
+        assert refused.value.reason in ("BLOCKS_SHORT", "BAD_BLOCK")
+    destination.start("mine", IDS)
+    assert destination.end_of("mine").error is None
     source.release_of(publication)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
-from kvferry.arguments import coerce_integers, flag, instance, integer, mapping, text, texts
+from kvferry.arguments import coerce_integers, flag, instance, integer, integer_map, mapping, several, text, texts
 from kvferry.errors import BadGeometry, InvalidField
 from kvferry.geometry import Group, GroupKind, Interval, Plane, TokenShard
 from kvferry.tensors.view import Tensor, TensorView, view_of
@@ -208,7 +208,7 @@ def planes_of_tensor(
     instance("group", group, Group, "a Group")
     holding = _holding(holding)
     parts = _parts(axis, components)
-    names = [layers] if isinstance(layers, str) else list(layers)
+    names = [layers] if isinstance(layers, str) else list(texts("layers", layers))
     if len(names) != axis.size("layer"):
         raise axis.problem(f"{len(names)} layer names for a layer axis of {axis.size('layer')}")
     return tuple(
@@ -351,13 +351,17 @@ def _parts(axis: _Axes, components: Components | None) -> list[Part]:
         components = ("key", "value")
     if isinstance(components, Mapping):
         parts, begin = [], 0
-        for name, size in components.items():
+        for name, size in integer_map("components", components).items():
             parts.append(Part(name, content=Interval(begin, begin + size)))
             begin += size
         if begin != axis.content:
             raise axis.problem(f"components of {begin} elements for a content of {axis.content}")
     else:
-        parts = [Part(part) if isinstance(part, str) else part for part in components]
+        expected = "component names or Parts"
+        listed = several("components", components, object, expected)
+        parts = [
+            Part(part) if isinstance(part, str) else instance("components", part, Part, expected) for part in listed
+        ]
         if axis.has("kv") and all(part.kv is None for part in parts):
             if len(parts) != axis.size("kv"):
                 raise axis.problem(f"{len(parts)} components for a kv axis of {axis.size('kv')}")
