@@ -59,13 +59,13 @@ class BlockUse:
         self.groups = {group.name: group for group in groups}
         self._published: dict[Pool, Counts] = {}
         self._pins: dict[int, list[Pin]] = {}
-        self._writers: list[Writes] = []
+        self.writers: list[Writes] = []
 
-    def writes(self) -> Writes:
-        """For the reads of one rank, or of a scheduler, whose reads are those of all ranks."""
-        made = Writes(self)
+    def writes(self, rank: int | None = None) -> Writes:
+        """For the reads of one rank; None: of a scheduler, whose reads are those of all ranks."""
+        made = Writes(self, rank)
         with self.lock:
-            self._writers.append(made)
+            self.writers.append(made)
         return made
 
     def pin(self, ids: Mapping[str, BlockIds], more_of: int | None = None) -> Pin:
@@ -81,7 +81,7 @@ class BlockUse:
         with self.lock:
             earlier = [pin.ids for pin in self._pins.get(more_of, [])] if more_of is not None else []
             self._check_once(ids, earlier)
-            for writer in self._writers:
+            for writer in self.writers:
                 writer.check(ids, None, "source")
             self._count(ids, 1)
         return Pin(ids)
@@ -157,7 +157,10 @@ class BlockUse:
             for group, listed in given.items():
                 lists.setdefault(self.pool(group), []).append((group, listed))
         for found in lists.values():
-            every = np.sort(np.concatenate([listed for _, listed in found]))
+            every = found[0][1] if len(found) == 1 else np.concatenate([listed for _, listed in found])
+            if bool((every[1:] > every[:-1]).all()):
+                continue
+            every = np.sort(every)
             twice = every[1:][every[1:] == every[:-1]]
             if len(twice):
                 raise self.bad(found[-1][0], "source", int(twice[0]), "it is given twice")
@@ -168,6 +171,7 @@ class Writes:
     """The blocks that some reads write. Made by `BlockUse.writes`; thread-safe."""
 
     use: BlockUse
+    rank: int | None
     _counts: dict[Pool, Counts] = field(default_factory=dict)
     _under_way: dict[object, _Write] = field(default_factory=dict)
 
@@ -195,15 +199,18 @@ class Writes:
         Raises:
             BadBlock: another read writes to one of them, or it is published.
         """
-        # Twice in one list counts once: whether that is right is known when the blocks that are needed are.
-        mine = _Write(read_id, {group: np.unique(listed) for group, listed in ids.items()}, layers, quiet)
+        mine = _Write(read_id, ids, layers, quiet)
         key = object()
         with self.use.lock:
             self._sweep()
             if not allow_overlap:
-                self.use.check_unpublished(mine.ids)
-                self.check(mine.ids, layers, "destination")
-            for group, listed in mine.ids.items():
+                self.use.check_unpublished(ids)
+                for other in self.use.writers:
+                    if other.rank == self.rank or other.rank is None or self.rank is None:
+                        other.check(ids, layers, "destination")
+            for group, listed in ids.items():
+                # One that is given twice counts once, here and when it ends: whether that is right is known when the
+                # blocks that are needed are.
                 self.use.counts(self._counts, group)[listed] += np.int32(1)
             self._under_way[key] = mine
         return key

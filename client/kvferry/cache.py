@@ -88,7 +88,7 @@ class Cache:
         self.rank = rank
         self._session = session
         # Reads of this rank, beside what this process publishes for all ranks.
-        self._writes = (BlockUse(spec.groups) if session is None else session.block_use).writes()
+        self._writes = (BlockUse(spec.groups) if session is None else session.block_use).writes(rank.rank)
         self._homes = homes
         self._token = token
         self._check_process = check_process

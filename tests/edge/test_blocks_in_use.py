@@ -122,7 +122,7 @@ def test_a_block_is_published_once_per_publication(pair: Pair) -> None:
 def test_groups_of_a_pool_share_their_blocks() -> None:
     groups = [Group(name, block_tokens=16, num_blocks=8, pool="device") for name in "ab"]
     use = BlockUse([*groups, Group("apart", block_tokens=16, num_blocks=8)])
-    writes, rank = use.writes(), use.writes()
+    writes, rank = use.writes(0), use.writes(1)
     writes.begin("first", {"a": Blocks([1, 2]).ids})
     with pytest.raises(BadBlock, match="group 'b', destination block 2"):
         writes.begin("second", {"b": Blocks([2]).ids})
@@ -131,6 +131,9 @@ def test_groups_of_a_pool_share_their_blocks() -> None:
     rank.begin("first", {"a": Blocks([1, 2]).ids})
     with pytest.raises(BadBlock):
         use.pin({"b": Blocks([1]).ids})
+    # And a scheduler reads for all of them.
+    with pytest.raises(BadBlock, match="read first"):
+        use.writes().begin("scheduler's", {"b": Blocks([1]).ids})
     with pytest.raises(BadBlock, match="given twice"):
         use.pin({"a": Blocks([5]).ids, "b": Blocks([5]).ids})
 

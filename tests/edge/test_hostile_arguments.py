@@ -8,7 +8,6 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -137,7 +136,7 @@ def constructors() -> Iterator[Case]:
         Plane,
         right,
         {field: [*NOT_AN_INTEGER, *NEGATIVE, *HUGE] for field in integers}
-        | {field: TEXT for field in ("layer", "component", "group", "format", "dtype")}
+        | dict.fromkeys(("layer", "component", "group", "format", "dtype"), TEXT)
         | {
             "memory_kind": [None, 1, "DRAM"],
             "units": [None, (0, 2), range(2), TokenShard()],
@@ -300,7 +299,7 @@ def constructors() -> Iterator[Case]:
         "NixlOptions times",
         NixlOptions,
         {},
-        {name: SECONDS for name in ("tcp_user_timeout", "warm_up_timeout", "fence_time")} | {"ucx_tls": TEXT},
+        dict.fromkeys(("tcp_user_timeout", "warm_up_timeout", "fence_time"), SECONDS) | {"ucx_tls": TEXT},
     )
     yield Case(
         "IntegrityOptions",

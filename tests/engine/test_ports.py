@@ -349,8 +349,8 @@ def test_counts_are_exact(pair: Pair) -> None:
 
 def test_a_home_that_refuses_releases_the_publication(pair: Pair) -> None:
     source, _ = pair
-    # The contract allows 256 bytes; only the home checks.
-    publication = source.scheduler.publish("x" * 257, {"full": Blocks([1])})
+    # Only the home looks at it.
+    publication = source.scheduler.publish("refused", {"full": Blocks([1], state_token=5)})
     release = source.release_of(publication)
     assert (release.outcome, release.local) == (ReleaseOutcome.ABORTED, True)
 
