@@ -131,7 +131,8 @@ def test_geometries_hold_copies() -> None:
     rank = RankGeometry(0, planes, labels)  # type: ignore[arg-type]
     ranks, identity = [rank], {"model": "tiny"}
     engine = EngineGeometry("engine", [group], ranks, identity)  # type: ignore[arg-type]
-    planes.clear(), labels.clear(), ranks.clear(), identity.clear()
+    for changed in (planes, labels, ranks, identity):
+        changed.clear()
     assert (len(rank.planes), rank.labels) == (2, {"tp_rank": 0})
     assert (engine.ranks, engine.identity, engine.groups) == ((rank,), {"model": "tiny"}, (group,))
 
@@ -148,7 +149,8 @@ def test_every_argument_of_the_ports_may_be_changed(pair: Pair, node: str) -> No
         row, payload = np.array([1, 2], np.int32), bytearray(b"payload")
         published = {"full": Blocks(np.array([11, 12], np.int32))}
         publication, step = pair.source.session.offer("request", published, payload=payload)  # type: ignore[arg-type]
-        published.clear(), payload.clear()
+        published.clear()
+        payload.clear()
         pair.source.session.send(step)
         scheduler.acquire("mine", publication.reference)
         while scheduler.granted("mine") is None:

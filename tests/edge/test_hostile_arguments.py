@@ -279,7 +279,7 @@ def constructors() -> Iterator[Case]:
         {"size": 4096},
         {"size": [*NOT_AN_INTEGER, *NEGATIVE, 0], "shared": FLAG, "numa_node": [*NOT_AN_INTEGER[1:], *NEGATIVE, 10**6]},
     )
-    for options, names in (
+    for options, fields in (
         (
             NixlOptions,
             (
@@ -294,7 +294,7 @@ def constructors() -> Iterator[Case]:
         ),
         (StagingOptions, ("slot_bytes", "slots")),
     ):
-        yield Case(options.__name__, options, {}, {name: [*NOT_AN_INTEGER, *NEGATIVE] for name in names})
+        yield Case(options.__name__, options, {}, {name: [*NOT_AN_INTEGER, *NEGATIVE] for name in fields})
     yield Case(
         "NixlOptions times",
         NixlOptions,
@@ -325,7 +325,10 @@ def test_constructors(case: Case) -> None:
 
 
 def test_integers_become_pythons_own() -> None:
-    plane = Plane(**{field: np.int64(value) if type(value) is int else value for field, value in right_plane().items()})
+    given: dict[str, Any] = {
+        field: np.int64(value) if type(value) is int else value for field, value in right_plane().items()
+    }
+    plane = Plane(**given)
     assert plane == PLANE
     assert type(plane.base + plane.block_stride) is int
     assert type(Interval(np.int8(0), np.int8(2)).end) is int  # type: ignore[arg-type]
