@@ -33,6 +33,7 @@ from kvferry import (
     RankGeometry,
     StagingOptions,
     TokenShard,
+    formats,
     sharding,
 )
 from kvferry.engine import Grant, SchedulerPort, WorkerOutput, WorkerPort
@@ -245,6 +246,15 @@ def constructors() -> Iterator[Case]:
             "components": [1, [1], {"key": "a"}, {"key": 0}, {1: 2}, "key"],
         },
     )
+    packed = np.zeros((BLOCKS, 2, TOKENS, 8), np.uint8)
+    caches: list[Any] = [None, [packed], packed, {"l": [1]}, {1: packed}]
+    for name in ("vllm_attention", "vllm_cpu", "vllm_mla"):
+        right = {"kv_caches": {"l": packed}, "group": GROUP}
+        more: dict[str, Any] = {"vllm_cpu": {"isa": "vec"}, "vllm_mla": {"latent_dim": 4}}.get(name, {})
+        wrong: dict[str, list[Any]] = {"kv_caches": caches, "group": [None, "full"], "holding": [1]}
+        wrong |= {"isa": [*TEXT, ""]} if "isa" in more else {}
+        wrong |= {"latent_dim": [*NOT_AN_INTEGER, *NEGATIVE, 0, 9]} if "latent_dim" in more else {}
+        yield Case(name, getattr(formats, name), right | more, wrong)
     yield Case(
         "opaque_planes",
         opaque_planes,

@@ -13,17 +13,8 @@ Neither torch nor numpy is imported here.
 
 from __future__ import annotations
 
-from kvferry.tensors.planes import (
-    OPAQUE,
-    PLAIN,
-    Holding,
-    Part,
-    heads_held,
-    named_tensors,
-    opaque_planes,
-    planes_of,
-    planes_of_tensor,
-)
+from kvferry.tensors.holding import OPAQUE, PLAIN, Holding, Part, heads_held
+from kvferry.tensors.planes import named_tensors, opaque_planes, planes_of, planes_of_tensor
 from kvferry.tensors.view import Tensor, TensorView, held, regions_of, view_of
 
 __all__ = [
