@@ -1,4 +1,4 @@
-# Every target sets up what it needs by itself, in .venv, .venv-proto and tests/node/node_modules.
+# Every target sets up what it needs by itself, in .venv, .venv-oldest, .venv-proto and tests/node/node_modules.
 
 SHELL := bash
 .DEFAULT_GOAL := help
@@ -15,7 +15,7 @@ CODE := $(wildcard client server tests benchmarks examples)
 VENV := .venv/.installed
 NODE := tests/node/node_modules/.installed
 
-.PHONY: help setup node demo test test-vllm lint format reliability soak proto proto-check bench bench-vllm clean
+.PHONY: help setup node demo test test-oldest test-vllm lint format reliability soak proto proto-check bench bench-vllm clean
 
 help: ## Show this help
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -58,6 +58,30 @@ test: setup node ## Run the tests (PYTEST_ARGS=, WORKERS=)
 	@base=$$(mktemp -d) && trap 'rm -rf "$$base"' EXIT && \
 		$(if $(PYTEST_ARGS),$(PYTEST) $(PYTEST_ARGS),$(PYTEST) $(ALONE) && $(PYTEST) -n $(WORKERS) --dist loadfile --ignore $(ALONE))
 
+# What numpy computes, protobuf encodes and grpcio calls, on the oldest that pyproject.toml allows: numpy 1.26 adds and
+# multiplies by other rules than numpy 2, and the add-ons for protobuf 4 are other ones.
+OLDEST_VENV := .venv-oldest/.installed
+OLDEST_TESTS := tests/plan tests/geometry tests/edge tests/unit/test_blocks.py tests/unit/test_descriptors.py \
+	tests/unit/test_directions.py tests/data_plane/test_defence.py tests/data_plane/test_permute.py \
+	tests/e2e/test_reads.py tests/server/test_kv_transfer.py tests/server/test_shell_status.py
+
+# numpy 1.26 has wheels for Python 3.10 to 3.12.
+OLDEST_PYTHON ?= $(PYTHON)
+
+$(OLDEST_VENV): pyproject.toml tests/oldest.txt
+	@$(OLDEST_PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 13))' \
+		|| { echo "numpy 1.26 needs Python 3.10 to 3.12; name one with OLDEST_PYTHON=/path/to/python3" >&2; exit 1; }
+	@echo "Setting up .venv-oldest (about a minute)"
+	@$(OLDEST_PYTHON) -m venv .venv-oldest
+	@.venv-oldest/bin/python -m pip --disable-pip-version-check -qq install -c tests/oldest.txt '$(TORCH)'
+	@.venv-oldest/bin/python -m pip --disable-pip-version-check -qq install -c tests/oldest.txt -e '.[server,nixl,test]'
+	@touch $@
+
+test-oldest: $(OLDEST_VENV) ## Run what depends on them on the oldest numpy, protobuf and grpcio
+	@base=$$(mktemp -d) && trap 'rm -rf "$$base"' EXIT && \
+		.venv-oldest/bin/python -m pytest --basetemp "$$base" \
+		$(or $(PYTEST_ARGS),-n $(WORKERS) --dist loadfile $(OLDEST_TESTS))
+
 # Beside vLLM, whose pins are its own: in another environment, and not part of `make test`.
 VLLM_VENV := .venv-vllm/.installed
 
@@ -99,6 +123,6 @@ bench-vllm: $(VLLM_VENV) ## Compare with vLLM's own connector, in a real vLLM
 	@.venv-vllm/bin/python -m benchmarks.vllm_pd
 
 clean: ## Remove everything that make has set up or left
-	rm -rf .venv .venv-proto .venv-vllm tests/node/node_modules build dist
+	rm -rf .venv .venv-oldest .venv-proto .venv-vllm tests/node/node_modules build dist
 	rm -rf .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find client server tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -18,7 +18,6 @@ import kvferry
 from kvferry import Blocks, EngineSpec, Group
 from kvferry.engine import Grant, SchedulerPort, WorkerPort
 from kvferry.sharding import shard
-from kvferry.tensors import Holding
 
 LAYERS, HEADS, DIM, BLOCK, BLOCKS = 2, 4, 8, 16, 64
 AXES = ("kv", "block", "head", "token", "content")
@@ -37,7 +36,7 @@ def worker(address: str, spec: EngineSpec, rank: int, token: str, pipe: Any) -> 
     caches = {f"layer{layer}": np.zeros((2, BLOCKS, len(heads), BLOCK, DIM), np.uint32) for layer in range(LAYERS)}
     with kvferry.Client(address) as client:
         port = WorkerPort(client, spec, rank, token=token)
-        port.register(caches, axes=AXES, holding=Holding(units=heads, axis_size=HEADS))
+        port.register(caches, axes=AXES, heads=heads, total_heads=HEADS)
         pipe.send("registered")
         while (message := pipe.recv()) is not None:
             starts, cancels, compute, look = message

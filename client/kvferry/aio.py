@@ -118,6 +118,7 @@ class AsyncCache(OneProcess):
         parties: int = 1,
         expected_reads: int = 0,
         timeout: float = READ_TIMEOUT,
+        allow_overlap: bool = False,
     ) -> Read:
         """Start a read; await what this returns. See `Cache.read`."""
         return self.sync.read(
@@ -129,6 +130,7 @@ class AsyncCache(OneProcess):
             parties=parties,
             expected_reads=expected_reads,
             timeout=timeout,
+            allow_overlap=allow_overlap,
         )
 
     async def checksum(self, publication: int, blocks: Mapping[str, Blocks], **options: Any) -> int:

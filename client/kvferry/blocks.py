@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from kvferry.arguments import described, instance, integer, mapping, text
 from kvferry.errors import BadBlock, InvalidField
 from kvferry.v1 import kv_transfer_pb2 as pb
 
@@ -20,6 +21,10 @@ MAX_BLOCKS = 1 << 24
 to."""
 
 
+TOKEN_LIMIT = 1 << 62
+"""Positions of tokens stay below this, as on the wire."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Blocks:
     """Block ids of one group, in token order.
@@ -28,7 +33,8 @@ class Blocks:
     that holds `first_token`, which may lie inside the block.
 
     Attributes:
-        ids: block ids, ``int32[n]``; any sequence of integers is taken.
+        ids: block ids, ``int32[n]``, read-only; any sequence of integers is taken, and copied: whoever gave it may
+            change it afterwards.
         first_token: first token that the blocks hold (source) or want (destination).
         end_token: one past the last token; None: up to the end of the last block.
         state_token: tokens that the state has seen, for state groups.
@@ -46,12 +52,17 @@ class Blocks:
         end_token: int | None = None,
         state_token: int = 0,
     ) -> None:
+        first, state = integer("first_token", first_token), integer("state_token", state_token)
+        end = None if end_token is None else integer("end_token", end_token)
+        if first < 0 or state < 0 or (end is not None and end < first):
+            raise InvalidField("tokens", (first, end, state), "0 <= first_token <= end_token")
+        for name, token in (("first_token", first), ("end_token", end), ("state_token", state)):
+            if token is not None and token >= TOKEN_LIMIT:
+                raise InvalidField(name, token, "a token's position, below 2**62")
         object.__setattr__(self, "ids", _checked_ids(ids))
-        object.__setattr__(self, "first_token", first_token)
-        object.__setattr__(self, "end_token", end_token)
-        object.__setattr__(self, "state_token", state_token)
-        if first_token < 0 or state_token < 0 or (end_token is not None and end_token < first_token):
-            raise InvalidField("tokens", (first_token, end_token, state_token), "0 <= first_token <= end_token")
+        object.__setattr__(self, "first_token", first)
+        object.__setattr__(self, "end_token", end)
+        object.__setattr__(self, "state_token", state)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Blocks):
@@ -76,19 +87,32 @@ class Blocks:
 
 
 def _checked_ids(ids: Sequence[int] | npt.NDArray[np.integer]) -> BlockIds:
-    """Ids as int32; refuses what numpy would silently truncate (floats, 2**32 + 1)."""
-    array = np.asarray(ids)
+    """A copy of the ids as int32; refuses what numpy would silently truncate (floats, 2**32 + 1)."""
+    expected = "a flat sequence of integers"
+    try:
+        # Copied before it is looked at: an engine may be writing its next request into the same row.
+        array = np.array(ids)
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        raise InvalidField("ids", described(ids), expected) from None
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
-        raise InvalidField("ids", f"{array.dtype} of shape {array.shape}", "a flat sequence of integers")
-    if array.dtype == np.int32:
-        checked = array.view()
-    else:
-        if array.size and (int(array.min()) < -(2**31) or int(array.max()) >= 2**31):
-            bad = int(array.max()) if int(array.max()) >= 2**31 else int(array.min())
-            raise InvalidField("ids", bad, "block ids below 2**31")
-        checked = array.astype(np.int32)
-    checked.flags.writeable = False
-    return checked
+        raise InvalidField("ids", f"{array.dtype} of shape {array.shape}", expected)
+    if array.size > MAX_BLOCKS:
+        raise InvalidField("ids", f"{array.size} ids", f"at most {MAX_BLOCKS}")
+    if array.size and array.dtype != np.int32 and (int(array.min()) < -(2**31) or int(array.max()) >= 2**31):
+        bad = int(array.max()) if int(array.max()) >= 2**31 else int(array.min())
+        raise InvalidField("ids", bad, "block ids below 2**31")
+    # Made of bytes, so that nobody can make it writeable again.
+    return np.frombuffer(array.astype(np.int32).tobytes(), np.int32)
+
+
+def blocks_by_group(name: str, blocks: object) -> dict[str, Blocks]:
+    """A copy of a mapping from groups to their blocks; raises `InvalidField`, naming the entry that is none."""
+    expected = "a mapping from group names to Blocks"
+    found = mapping(name, blocks, expected)
+    return {
+        text(f"a group of {name}", group): instance(f"{name}[{group!r}]", listed, Blocks, "Blocks(ids)")
+        for group, listed in found.items()
+    }
 
 
 def blocks_to_proto(group: str, blocks: Blocks, block_tokens: int) -> pb.GroupBlocks:

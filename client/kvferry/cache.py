@@ -10,9 +10,11 @@ from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 
+from kvferry import arguments
 from kvferry.agents import AgentInfo, ServingAgent
 from kvferry.batches import check_size
-from kvferry.blocks import Blocks
+from kvferry.block_use import BlockUse
+from kvferry.blocks import Blocks, blocks_by_group
 from kvferry.checksumming import Checksummer
 from kvferry.clock import from_duration, now
 from kvferry.codec import group_to_proto, rank_to_proto, region_to_proto
@@ -23,6 +25,7 @@ from kvferry.geometry import EngineGeometry, MemoryRegion, RankGeometry, check_r
 from kvferry.homes import Homes
 from kvferry.integrity import IntegrityOptions
 from kvferry.measuring import measure
+from kvferry.needed import written
 from kvferry.nixl_options import NixlOptions
 from kvferry.paths import Costs, PathRule
 from kvferry.peers import Peer, Peers, whole_engine
@@ -89,6 +92,8 @@ class Cache(OneProcess):
         self.spec = spec
         self.rank = rank
         self._session = session
+        # Reads of this rank, beside what this process publishes for all ranks.
+        self._writes = (BlockUse(spec.groups) if session is None else session.block_use).writes(rank.rank)
         self._homes = homes
         self._token = token
         self._keep = keep
@@ -163,6 +168,7 @@ class Cache(OneProcess):
         parties: int = 1,
         expected_reads: int = 0,
         timeout: float = READ_TIMEOUT,
+        allow_overlap: bool = False,
     ) -> Read:
         """Start to read a publication into this rank's blocks. Returns at once.
 
@@ -177,11 +183,14 @@ class Cache(OneProcess):
             parties: ranks that will report under this read_id.
             expected_reads: reads that will be made of the publication (n-way sampling); 0: what its source said.
             timeout: seconds until the read fails, the wait for the publication included (R5).
+            allow_overlap: also into blocks that another read of this cache writes, or that this process has published:
+                for engines that know that the bytes are others.
 
         Raises:
             BadReference: not a reference.
             HomeNotAllowed: its home may not be dialled.
-            InvalidField: an argument is out of range.
+            BadBlock: a block is not one of this engine, another read may still write to it, or it is published.
+            InvalidField: an argument is out of range, or of another type.
             LimitReached: too many reads are running.
             ForkedClient, Closed: this cache cannot read any more.
 
@@ -189,27 +198,45 @@ class Cache(OneProcess):
         """
         self._check_open()
         parsed = parse_reference(reference)
+        arguments.integer("parties", parties)
         if parties < 1 or (parties > 1 and read_id is None):
             raise InvalidField(
                 "parties", (parties, read_id), "at least 1, and a read_id in common where there are several"
             )
-        if not timeout > 0:
-            raise InvalidField("timeout", timeout, "more than 0 seconds")
-        unknown = sorted(set(layers or ()) - {plane.layer for plane in self.rank.planes})
+        deadline = now() + arguments.seconds("timeout", timeout)
+        wanted = None if layers is None else frozenset(arguments.texts("layers", layers))
+        unknown = sorted((wanted or frozenset()) - {plane.layer for plane in self.rank.planes})
         if unknown:
             raise InvalidField("layers", unknown, "layers of this rank")
+        mine, asked = blocks_by_group("blocks", blocks), arguments.token_range(tokens)
         request = ReadRequest(
             home=self._homes.get(parsed.home),
             reference=parsed,
             text=reference,
-            blocks=dict(blocks),
-            tokens=tokens,
-            layers=None if layers is None else frozenset(layers),
-            parties=parties,
-            expected_reads=expected_reads,
-            deadline=now() + timeout,
+            blocks=mine,
+            tokens=asked,
+            layers=wanted,
+            parties=arguments.integer("parties", parties, 1, 2**31 - 1),
+            expected_reads=arguments.integer("expected_reads", expected_reads, 0, 2**31 - 1),
+            deadline=deadline,
         )
-        return self._reader.start(request, read_id or secrets.token_hex(8))
+        identifier = secrets.token_hex(8) if read_id is None else arguments.text("read_id", read_id)
+        if not 1 <= len(identifier.encode()) <= 256:
+            raise InvalidField("read_id", identifier, "1 to 256 bytes")
+        started: list[Read] = []
+        key = self._writes.begin(
+            identifier,
+            written(self.spec.groups, None, mine, asked),
+            layers=wanted,
+            quiet=lambda: bool(started) and started[0].quiet,
+            allow_overlap=arguments.flag("allow_overlap", allow_overlap),
+        )
+        try:
+            started.append(self._reader.start(request, identifier))
+        except BaseException:
+            self._writes.end(key)
+            raise
+        return started[0]
 
     def checksum(
         self, publication: int, blocks: Mapping[str, Blocks], *, last: bool = True, timeout: float = READ_TIMEOUT
@@ -233,7 +260,12 @@ class Cache(OneProcess):
             ForkedClient, Closed: this cache cannot be used any more.
         """
         self._check_open()
-        return self._checksummer.submit(publication, blocks, last=last, timeout=timeout)
+        return self._checksummer.submit(
+            arguments.integer("publication", publication, 1, 2**63 - 1),
+            blocks_by_group("blocks", blocks),
+            last=arguments.flag("last", last),
+            timeout=arguments.seconds("timeout", timeout),
+        )
 
     def prepare(self) -> None:
         """Make the reading agents now; the first read from anybody is the better part of a second faster for it.
@@ -271,8 +303,9 @@ class Cache(OneProcess):
             ForkedClient, Closed: this cache cannot be used any more.
         """
         self._check_open()
+        deadline = now() + arguments.seconds("timeout", timeout)
         engine = parse_engine_reference(engine_reference)
-        control, deadline = self._homes.get(engine.home), now() + timeout
+        control = self._homes.get(engine.home)
         done: Future[tuple[int, ...]] = Future()
 
         def run() -> None:
@@ -298,7 +331,7 @@ class Cache(OneProcess):
 
     def home(self, address: str) -> Control:
         """The node server of this address; raises `HomeNotAllowed`. Makes no call."""
-        return self._homes.get(address)
+        return self._homes.get(arguments.text("home", address))
 
     def gauges(self) -> TransportGauges:
         """What the data plane of this rank is doing."""
@@ -310,6 +343,7 @@ class Cache(OneProcess):
         Args:
             timeout: seconds to wait until all is quiet.
         """
+        timeout = arguments.seconds("timeout", timeout, zero=True)
         with self._lock:
             if self._closed:
                 return

@@ -6,23 +6,25 @@ import threading
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 
+from kvferry import arguments
 from kvferry.cache import OPEN_TIMEOUT, Cache
 from kvferry.channel import TlsConfig
 from kvferry.clock import now
 from kvferry.control import CALL_TIMEOUT, retrying
 from kvferry.errors import Closed, InvalidField
 from kvferry.forks import OneProcess
-from kvferry.geometry import MemoryRegion, Plane, RankGeometry
+from kvferry.geometry import Interval, MemoryRegion, Plane, RankGeometry
 from kvferry.homes import Homes
 from kvferry.integrity import IntegrityOptions
 from kvferry.lease_holder import LeaseHolder
 from kvferry.nixl_options import NixlOptions
 from kvferry.reference import parse_reference
+from kvferry.registering import Declared, memory_of
 from kvferry.renewals import Renewals
 from kvferry.session import EngineSession
 from kvferry.spec import EngineSpec, EngineToken
 from kvferry.staging import StagingOptions
-from kvferry.tensors import Holding, Tensor, planes_of, regions_of
+from kvferry.tensors import Holding, Tensor, held, named_tensors
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry.watching import Watcher
 
@@ -55,9 +57,16 @@ class Client(OneProcess):
         integrity: IntegrityOptions | None = None,
         max_reads: int = 256,
     ) -> None:
-        if max_reads < 1:
-            raise InvalidField("max_reads", max_reads, "at least 1")
-        self._homes = Homes(address, tls, allowed_homes)
+        max_reads = arguments.integer("max_reads", max_reads, 1)
+        for name, given, kind in (
+            ("tls", tls, TlsConfig),
+            ("options", options, NixlOptions),
+            ("staging", staging, StagingOptions),
+            ("integrity", integrity, IntegrityOptions),
+        ):
+            if given is not None:
+                arguments.instance(name, given, kind, f"a {kind.__name__}")
+        self._homes = Homes(arguments.text("address", address), tls, arguments.texts("allowed_homes", allowed_homes))
         self._renewals = Renewals()
         self._options = options or NixlOptions()
         self._staging = staging or StagingOptions()
@@ -82,7 +91,8 @@ class Client(OneProcess):
             Unavailable: the node server could not be reached.
         """
         self._check_open()
-        session = EngineSession(self._homes.own, spec, timeout)
+        arguments.instance("spec", spec, EngineSpec, "an EngineSpec")
+        session = EngineSession(self._homes.own, spec, arguments.seconds("timeout", timeout))
         with self._lock:
             late = self._closed
             if not late:
@@ -101,7 +111,10 @@ class Client(OneProcess):
         *,
         tensors: Mapping[str, Tensor] | None = None,
         axes: Sequence[str] | None = None,
+        heads: range | Interval | None = None,
+        total_heads: int | None = None,
         holding: Holding | None = None,
+        replicated: bool = False,
         planes: Sequence[Plane] | None = None,
         regions: Sequence[MemoryRegion] | None = None,
         keep: object = None,
@@ -120,7 +133,12 @@ class Client(OneProcess):
             rank: index of this rank.
             tensors: a tensor per layer, or whatever the planes were made of; kept referenced.
             axes: their axes, e.g. ``("kv", "block", "head", "token", "content")``; None: pages move whole.
-            holding: which heads and tokens they hold; None: all of the model.
+            heads, total_heads: which of the model's KV heads they hold, ``range(2, 4)`` of 4.
+            holding: the same and more: which tokens, what may be cut.
+            replicated: every rank that has these layers holds all of their heads. Where the engine has several ranks,
+                one of `heads`, `holding` (with its `units`) and `replicated` has to be given: ranks that declare the
+                same heads are taken for copies of each other, and whoever reads them reads some blocks from one and
+                some from the other. With `planes` it has to be given where one of them holds its whole axis.
             planes: what the rank holds.
             regions: the memory that the planes lie in.
             keep: kept referenced as long as the cache is.
@@ -132,13 +150,22 @@ class Client(OneProcess):
 
         Raises:
             BadGeometry: planes that contradict the engine's groups or lie outside the regions.
-            InvalidField: the memory is said in no way, or in two.
+            InvalidField: the memory is said in no way or in two, is not mapped or read-only, or it is not said which
+                heads a rank of several holds.
             CacheDiffers: the rank is registered with another content.
             Unavailable: the node server could not be reached.
         """
         self._check_open()
+        arguments.instance("engine", engine, EngineSpec, "an EngineSpec")
+        rank = arguments.integer("rank", rank, 0)
+        timeout = arguments.seconds("timeout", timeout)
+        arguments.flag("serve", serve)
         deadline = now() + timeout
-        found, ranges = _memory(engine, tensors, axes, holding, planes, regions)
+        if tensors is not None:
+            # Their memory stays referenced, whatever becomes of the caller's mapping and tensors.
+            tensors = {name: held(tensor) for name, tensor in named_tensors(tensors).items()}
+        declared = Declared(heads, total_heads, holding, arguments.flag("replicated", replicated))
+        found, ranges = memory_of(engine, tensors, axes, declared, planes, regions)
         session, own = self._identity(engine, token, timeout)
         if session is None:
             self._watch(own, rank, timeout)
@@ -147,7 +174,7 @@ class Client(OneProcess):
             self._renewals,
             engine,
             own,
-            RankGeometry(rank, found, dict(labels or {})),
+            RankGeometry(rank, found, {} if labels is None else labels),
             ranges,
             serve=serve,
             options=self._options,
@@ -157,7 +184,7 @@ class Client(OneProcess):
             max_reads=self._max_reads,
             session=session,
             timeout=deadline - now(),
-            keep=(tensors, keep),
+            keep=(tensors, _kept(keep)),
         )
         if session is not None:
             session.on_refill(cache.register_again)
@@ -173,11 +200,13 @@ class Client(OneProcess):
     def lease_holder(self, session: EngineSession) -> LeaseHolder:
         """For the one process of an engine that holds the leases of all its ranks' reads."""
         self._check_open()
+        arguments.instance("session", session, EngineSession, "an EngineSession")
         return LeaseHolder(self._homes, self._renewals, session.token)
 
     def decline(self, reference: str, *, timeout: float = CALL_TIMEOUT) -> None:
         """Say that nobody will read a publication: its source gets the blocks back now, not when the hold ends."""
         self._check_open()
+        timeout = arguments.seconds("timeout", timeout)
         home = self._homes.get(parse_reference(reference).home)
         request = pb.NotifyRequest(notifications=[pb.Notification(decline=pb.Decline(reference=reference))])
         retrying(lambda left: home.notify_one(request, left), now() + timeout)
@@ -211,6 +240,8 @@ class Client(OneProcess):
     ) -> tuple[EngineSession | None, EngineToken]:
         """The session if this process has it, and the token of the engine."""
         given = EngineToken.parse(token) if isinstance(token, str) else token
+        if given is not None:
+            arguments.instance("token", given, EngineToken, "an EngineToken, or its string")
         with self._lock:
             session = self._sessions.get(spec.engine_id)
         if session is not None and (given is None or given == session.token):
@@ -257,26 +288,8 @@ class Client(OneProcess):
             raise Closed("the client is closed")
 
 
-def _memory(
-    engine: EngineSpec,
-    tensors: Mapping[str, Tensor] | None,
-    axes: Sequence[str] | None,
-    holding: Holding | None,
-    planes: Sequence[Plane] | None,
-    regions: Sequence[MemoryRegion] | None,
-) -> tuple[tuple[Plane, ...], tuple[MemoryRegion, ...]]:
-    """The planes and regions of a rank, from whichever of its arguments say them."""
-    if tensors is None:
-        if planes is None or regions is None:
-            raise InvalidField("planes", planes, "tensors, or planes with the regions that they lie in")
-        return tuple(planes), tuple(regions)
-    if regions is not None:
-        raise InvalidField("regions", len(regions), "nothing: tensors say where they lie")
-    if planes is None:
-        if len(engine.groups) != 1:
-            names = [group.name for group in engine.groups]
-            raise InvalidField("planes", None, f"planes that say which of the groups {names} they belong to")
-        planes = planes_of(tensors, axes, engine.groups[0], holding=holding)
-    elif axes is not None or holding is not None:
-        raise InvalidField("axes", axes, "nothing: the planes say what the tensors hold")
-    return tuple(planes), regions_of(tensors.values())
+def _kept(keep: object) -> object:
+    """What is to be kept referenced; of a container, what is in it now."""
+    if isinstance(keep, Mapping):
+        return dict(keep)
+    return tuple(keep) if isinstance(keep, (list, set)) else keep

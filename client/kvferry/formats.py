@@ -15,9 +15,21 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from kvferry.arguments import integer, text
 from kvferry.errors import BadGeometry
 from kvferry.geometry import Group, Interval, Plane
-from kvferry.tensors import OPAQUE, PLAIN, Holding, Part, Tensor, TensorView, planes_of, planes_of_tensor, view_of
+from kvferry.tensors import (
+    OPAQUE,
+    PLAIN,
+    Holding,
+    Part,
+    Tensor,
+    TensorView,
+    named_tensors,
+    planes_of,
+    planes_of_tensor,
+    view_of,
+)
 
 __all__ = [
     "OPAQUE",
@@ -47,7 +59,7 @@ def by_layer_number(tensors: Layers) -> dict[str, Tensor]:
             need names of their own).
     """
     found: dict[str, Tensor] = {}
-    for name, tensor in tensors.items():
+    for name, tensor in named_tensors(tensors).items():
         numbers = [part for part in re.split(r"[./]", name) if part.isdigit()]
         if len(numbers) != 1:
             raise BadGeometry(f"layer {name}", f"its name has {len(numbers)} numbers, not one")
@@ -73,7 +85,7 @@ def vllm_attention(kv_caches: Layers, group: Group, holding: Holding | None = No
     NVFP4, which mixes scales into its pages, nor for the CPU's kernel (`vllm_cpu`).
     """
     found: list[Plane] = []
-    for layer, tensor in kv_caches.items():
+    for layer, tensor in named_tensors(kv_caches).items():
         view = _with_axes(layer, tensor, 4)
         halves = _halves(layer, view, view.shape[3])
         axes = ("block", "head", "token", "content")
@@ -119,7 +131,7 @@ def vllm_mla(kv_caches: Layers, group: Group, latent_dim: int, holding: Holding 
     block_size, kv_lora_rank + pe_dim]``); ``create_kv_cache_views`` in vllm/v1/kv_cache_interface.py, 0.32.0.
     """
     found: list[Plane] = []
-    for layer, tensor in kv_caches.items():
+    for layer, tensor in named_tensors(kv_caches).items():
         view = view_of(tensor)
         axes = ("block", "token", "content") if len(view.shape) == 3 else ("block", "head", "token", "content")
         found += planes_of_tensor(view, axes, group, layer, _latent(layer, view.shape[-1], latent_dim), holding)
@@ -140,7 +152,7 @@ def vllm_mla_fp8_ds(kv_caches: Layers, group: Group, holding: Holding | None = N
     """
     found: list[Plane] = []
     named = replace(holding or Holding(), format="vllm-fp8-ds-mla")
-    for layer, tensor in kv_caches.items():
+    for layer, tensor in named_tensors(kv_caches).items():
         view = view_of(tensor)
         axes = ("block", "token", "content") if len(view.shape) == 3 else ("block", "head", "token", "content")
         found += planes_of_tensor(view, axes, group, layer, ("kv",), named)
@@ -162,7 +174,8 @@ def vllm_indexer(kv_caches: Layers, group: Group, index_dim: int, holding: Holdi
     of all tokens, followed by one float32 scale for each token and 128 values. Not for ROCm's shuffled layout.
     """
     found: list[Plane] = []
-    for layer, tensor in kv_caches.items():
+    index_dim = integer("index_dim", index_dim)
+    for layer, tensor in named_tensors(kv_caches).items():
         view = view_of(tensor)
         tokens, width = view.shape[-2:]
         scale = width - index_dim
@@ -200,7 +213,7 @@ def vllm_cpu(kv_caches: Layers, group: Group, isa: str, holding: Holding | None 
     view ``[blocks, heads, 2 · tokens, head_dim]``, cut in two), ``AttentionImpl<ISA::VEC>::reshape_and_cache`` in
     csrc/cpu/cpu_attn_vec.hpp, ``AttentionImpl<ISA::AMX>::reshape_and_cache`` in csrc/cpu/cpu_attn_amx.hpp.
     """
-    if not re.fullmatch(r"[a-z0-9_]{2,16}", isa):
+    if not re.fullmatch(r"[a-z0-9_]{2,16}", text("isa", isa)):
         raise BadGeometry("tensor", f"isa is {isa!r}, not the name of an instruction set like 'vec' or 'amx'")
     own = f"vllm-cpu-{isa}"
     parts = [Part("key", kv=0, format=own, token_granule=0), Part("value", kv=1, format=own, token_granule=0)]
@@ -208,7 +221,7 @@ def vllm_cpu(kv_caches: Layers, group: Group, isa: str, holding: Holding | None 
         # The kernels differ in their tiles only, so their pages are the same.
         parts = [Part("key", kv=0, format="vllm-cpu-column-major", token_granule=0), Part("value", kv=1)]
     found: list[Plane] = []
-    for layer, tensor in kv_caches.items():
+    for layer, tensor in named_tensors(kv_caches).items():
         view = _with_axes(layer, tensor, 4)
         _, _, tokens, width = view.shape
         _halves(layer, view, width)
@@ -264,10 +277,11 @@ def sglang_mha(k_buffer: Layers, v_buffer: Layers, group: Group, holding: Holdin
     python/sglang/srt/mem_cache/memory_pool.py. Not for its ``vectorized_5d`` layout.
     """
     found: list[Plane] = []
-    for layer, key in k_buffer.items():
-        if layer not in v_buffer:
+    keys, values = named_tensors(k_buffer), named_tensors(v_buffer)
+    for layer, key in keys.items():
+        if layer not in values:
             raise BadGeometry(f"layer {layer}", "it has a K buffer and no V buffer")
-        for component, tensor in (("key", key), ("value", v_buffer[layer])):
+        for component, tensor in (("key", key), ("value", values[layer])):
             view = view_of(tensor)
             axes = ("slot", "head", "content") if len(view.shape) == 3 else ("block", "head", "token", "content")
             found += planes_of_tensor(view, axes, group, layer, (component,), holding)
@@ -286,7 +300,7 @@ def sglang_mla(kv_buffer: Layers, group: Group, latent_dim: int, holding: Holdin
     python/sglang/srt/mem_cache/memory_pool.py.
     """
     found: list[Plane] = []
-    for layer, tensor in kv_buffer.items():
+    for layer, tensor in named_tensors(kv_buffer).items():
         view = _with_axes(layer, tensor, 3)
         parts = _latent(layer, view.shape[-1], latent_dim)
         found += planes_of_tensor(view, ("slot", "head", "content"), group, layer, parts, holding)
@@ -316,7 +330,7 @@ def trtllm_pool(
     hiddenSizePerHead]``), 0ccf9032 (2025). Not for FP4 pools, nor for recurrent states, whose layers come first.
     """
     view = _with_axes("pool", pool, 4)
-    size, cells = view.shape[3], heads * group.block_tokens
+    size, cells = view.shape[3], integer("heads", heads) * group.block_tokens
     if heads < 1 or cells < 1 or size % cells:
         raise BadGeometry(
             "pool", f"blocks of {size} elements do not divide by {heads} heads of {group.block_tokens} tokens"
@@ -341,7 +355,7 @@ def _halves(layer: str, view: TensorView, width: int) -> dict[str, int]:
 
 
 def _latent(layer: str, width: int, latent_dim: int) -> dict[str, int]:
-    if not 0 < latent_dim <= width:
+    if not 0 < integer("latent_dim", latent_dim) <= width:
         raise BadGeometry(f"layer {layer}", f"a latent of {latent_dim} elements in a content of {width}")
     rope_dim = width - latent_dim
     return {"latent": latent_dim, "rope": rope_dim} if rope_dim else {"latent": latent_dim}

@@ -20,6 +20,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
 
+from kvferry.arguments import coerce_integers, flag, instance, integer, integer_map, several, string_map, text
 from kvferry.errors import BadGeometry
 
 ADDRESS_LIMIT = 1 << 63
@@ -49,6 +50,7 @@ class Interval:
     end: int
 
     def __post_init__(self) -> None:
+        coerce_integers(self, ("begin", "end"))
         if not 0 <= self.begin < self.end:
             raise BadGeometry("interval", f"[{self.begin}, {self.end}) is empty or negative")
 
@@ -73,6 +75,7 @@ class TokenShard:
     interleave: int = 1
 
     def __post_init__(self) -> None:
+        coerce_integers(self, ("index", "count", "interleave"))
         if not (0 <= self.index < self.count and self.interleave >= 1):
             raise BadGeometry("token shard", f"index {self.index} of {self.count}, interleave {self.interleave}")
         if self.count == 1:
@@ -106,6 +109,12 @@ class Group:
     pool: str = ""
 
     def __post_init__(self) -> None:
+        text("name", self.name)
+        instance("kind", self.kind, GroupKind, "a GroupKind")
+        coerce_integers(self, ("block_tokens", "num_blocks", "window_tokens"))
+        if self.null_block is not None:
+            coerce_integers(self, ("null_block",))
+        text("pool", self.pool)
         where = f"group {self.name!r}"
         if not 1 <= len(self.name.encode()) <= 128:
             raise BadGeometry(where, "the name has 1 to 128 bytes")
@@ -115,8 +124,24 @@ class Group:
             raise BadGeometry(where, f"num_blocks is {self.num_blocks}, not in 1 ... 2**31 - 1")
         if self.null_block is not None and not 0 <= self.null_block < self.num_blocks:
             raise BadGeometry(where, f"null_block {self.null_block} is not one of {self.num_blocks} blocks")
-        if (self.kind is GroupKind.WINDOW) != (self.window_tokens > 0):
+        if (self.kind is GroupKind.WINDOW) != (self.window_tokens > 0) or self.window_tokens < 0:
             raise BadGeometry(where, f"window_tokens is {self.window_tokens} for a group of kind {self.kind.name}")
+
+
+_PLANE_INTEGERS = (
+    "device",
+    "base",
+    "num_blocks",
+    "block_stride",
+    "page_tokens",
+    "page_stride",
+    "block_states",
+    "unit_stride",
+    "token_stride",
+    "state_bytes",
+    "axis_size",
+    "token_granule",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +194,16 @@ class Plane:
     optional_cover: bool = False
 
     def __post_init__(self) -> None:
+        for attribute in ("layer", "component", "group", "format", "dtype"):
+            text(attribute, getattr(self, attribute))
+        coerce_integers(self, _PLANE_INTEGERS)
+        instance("memory_kind", self.memory_kind, MemoryKind, "a MemoryKind")
+        instance("units", self.units, Interval, "an Interval")
+        instance("token_shard", self.token_shard, TokenShard, "a TokenShard")
+        if not isinstance(self.tokens_per_state, Fraction):
+            object.__setattr__(self, "tokens_per_state", Fraction(integer("tokens_per_state", self.tokens_per_state)))
+        flag("units_divide", self.units_divide)
+        flag("optional_cover", self.optional_cover)
         problem = self._problem()
         if problem:
             raise BadGeometry(f"plane {self.name}", problem)
@@ -288,6 +323,9 @@ class RankGeometry:
     labels: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        coerce_integers(self, ("rank",))
+        object.__setattr__(self, "planes", several("planes", self.planes, Plane, "several Planes"))
+        object.__setattr__(self, "labels", integer_map("labels", self.labels))
         if self.rank < 0:
             raise BadGeometry("rank", f"{self.rank} is negative")
         seen: set[str] = set()
@@ -322,6 +360,11 @@ class EngineGeometry:
     incarnation: bytes = b""
 
     def __post_init__(self) -> None:
+        text("engine_id", self.engine_id)
+        object.__setattr__(self, "groups", several("groups", self.groups, Group, "several Groups"))
+        object.__setattr__(self, "ranks", several("ranks", self.ranks, RankGeometry, "several RankGeometry"))
+        object.__setattr__(self, "identity", string_map("identity", self.identity))
+        instance("incarnation", self.incarnation, bytes, "bytes")
         names = [group.name for group in self.groups]
         if len(set(names)) != len(names):
             raise BadGeometry(f"engine {self.engine_id!r}", "two groups have the same name")
@@ -379,6 +422,8 @@ class MemoryRegion:
     length: int
 
     def __post_init__(self) -> None:
+        instance("memory_kind", self.memory_kind, MemoryKind, "a MemoryKind")
+        coerce_integers(self, ("device", "base", "length"))
         if self.base < 0 or self.length < 1 or self.base + self.length >= ADDRESS_LIMIT or self.device < 0:
             raise BadGeometry("memory region", f"{self.length} bytes at {self.base:#x}, device {self.device}")
 

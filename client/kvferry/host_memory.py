@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from kvferry.arguments import flag, integer
 from kvferry.errors import InvalidField
 from kvferry.geometry import MemoryKind, MemoryRegion
 
@@ -49,13 +50,14 @@ class HostMemory:
     """
 
     def __init__(self, size: int, *, shared: bool = False, numa_node: int | None = None) -> None:
-        if size < 1:
-            raise InvalidField("size", size, "at least 1 byte")
-        fd = -1
+        size, shared = integer("size", size, 1), flag("shared", shared)
+        if numa_node is not None:
+            numa_node = integer("numa_node", numa_node, 0)
+        self._fd = -1
         if shared:
-            fd = os.memfd_create("kvferry-cache", os.MFD_CLOEXEC)
-            os.ftruncate(fd, _whole(size))
-        self._map(fd, size, numa_node)
+            self._fd = os.memfd_create("kvferry-cache", os.MFD_CLOEXEC)
+            os.ftruncate(self._fd, _whole(size))
+        self._map(self._fd, size, numa_node)
         # Now, and not in the middle of the first read: a page that is not there costs four times its copy.
         self.array[:: mmap.PAGESIZE] = 0
 
@@ -67,7 +69,15 @@ class HostMemory:
             fd: of `HostMemory.fd`, as it came here: inherited by a fork or spawn, or sent over a UNIX socket. A copy of
                 it is kept.
             size: as it was made with.
+
+        Raises:
+            InvalidField: the memory is smaller.
+            OSError: no such descriptor.
         """
+        fd, size = integer("fd", fd, 0), integer("size", size, 1)
+        there = os.fstat(fd).st_size
+        if _whole(size) > there:
+            raise InvalidField("size", size, f"at most the {there} bytes that are there")
         found = cls.__new__(cls)
         found._map(os.dup(fd), size, None)
         return found

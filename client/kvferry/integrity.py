@@ -25,6 +25,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from kvferry.arguments import described, seconds
 from kvferry.blocks import AnyIds, Blocks
 from kvferry.checksums import sampled
 from kvferry.errors import InvalidField
@@ -56,10 +57,9 @@ class IntegrityOptions:
     def __post_init__(self) -> None:
         if self.mode not in ("off", "sampled", "full"):
             raise InvalidField("mode", self.mode, "off, sampled or full")
-        if not 0 < self.rate <= 1:
-            raise InvalidField("rate", self.rate, "more than 0.0, at most 1.0")
-        if not self.patience >= 0:
-            raise InvalidField("patience", self.patience, "seconds, not negative")
+        if isinstance(self.rate, bool) or not isinstance(self.rate, (int, float)) or not 0 < self.rate <= 1:
+            raise InvalidField("rate", described(self.rate), "more than 0.0, at most 1.0")
+        seconds("patience", self.patience, zero=True)
 
     @property
     def share(self) -> float:

@@ -6,14 +6,14 @@ both sides' blocks hold what is needed. Sums are Python integers, so that no num
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.blocks import BlockIds, Blocks, check_ids, check_unique
+from kvferry.arguments import token_range
+from kvferry.blocks import AnyIds, BlockIds, Blocks, check_ids, check_unique
 from kvferry.errors import BlocksShort, InvalidField
 from kvferry.geometry import Group, GroupKind
 
@@ -71,7 +71,7 @@ def needed(
     Raises:
         BadBlock, BlocksShort, InvalidField: see `ReadPlan.expand`.
     """
-    asked = None if tokens is None else _asked(tokens)
+    asked = token_range(tokens)
     found: dict[str, Needed] = {}
     pools: dict[tuple[bool, str], list[npt.NDArray[np.int64]]] = {}
     for group in groups:
@@ -98,14 +98,74 @@ def needed(
     return found
 
 
-def _asked(tokens: tuple[int, int]) -> tuple[int, int]:
-    try:
-        begin, end = (operator.index(token) for token in tokens)
-    except (TypeError, ValueError):
-        raise InvalidField("tokens", tokens, "two integers") from None
-    if not 0 <= begin <= end:
-        raise InvalidField("tokens", tokens, "0 <= a <= b")
-    return begin, end
+def written(
+    groups: Iterable[Group],
+    source: Mapping[str, Blocks] | None,
+    destination: Mapping[str, Blocks],
+    tokens: tuple[int, int] | None,
+) -> dict[str, AnyIds]:
+    """The destination blocks that a read will write, by group, checked as far as that is possible before the source's
+    geometry is known.
+
+    Args:
+        groups: the destination's.
+        source: what was granted; None: not known yet, so that the answer may hold more blocks than are written, and
+            whether they are enough or given twice is `needed`'s to say.
+        destination, tokens: see `needed`.
+
+    Raises:
+        BadBlock, BlocksShort, InvalidField: see `ReadPlan.expand`.
+    """
+    asked = token_range(tokens)
+    by_name = {group.name: group for group in groups}
+    unknown = sorted(set(destination) - set(by_name))
+    if unknown:
+        raise InvalidField("destination blocks", unknown, f"groups of this engine: {sorted(by_name)}")
+    found: dict[str, AnyIds] = {}
+    pools: dict[tuple[bool, str], list[AnyIds]] = {}
+    for name, group in by_name.items():
+        if source is not None and name in source and name not in destination:
+            raise InvalidField("destination blocks", sorted(destination), f"blocks for group {name!r}")
+        if name not in destination or (source is not None and name not in source):
+            continue
+        mine = destination[name]
+        check_ids(name, "destination", mine.ids, group.num_blocks, None)
+        ids: AnyIds = mine.ids
+        if source is None:
+            ids = _perhaps(group, mine, asked)
+        elif group.kind is GroupKind.STATE:
+            ids = _state(group, source[name], mine).destination.ids
+        else:
+            theirs = source[name]
+            offered = theirs.first_token, max(theirs.first_token, theirs.end_token or 0)
+            span = _wanted(group, offered, mine, asked)
+            if span is None:
+                continue
+            ids = _holding(group.block_tokens, mine, span[0], span[1]).ids
+        if source is not None:
+            check_ids(name, "destination", ids, group.num_blocks, group.null_block)
+            pools.setdefault((bool(group.pool), group.pool or name), []).append(ids)
+        elif group.null_block is not None:
+            ids = ids[ids != group.null_block]
+        found[name] = ids
+    for (_, pool), lists in pools.items():
+        check_unique(pool, lists)
+    return found
+
+
+def _perhaps(group: Group, mine: Blocks, asked: tuple[int, int] | None) -> AnyIds:
+    """The blocks that may be written, whatever the source offers."""
+    if group.kind is GroupKind.STATE:
+        return mine.ids
+    skipped, first, last = mine.first_token // group.block_tokens, 0, len(mine.ids)
+    end = mine.end_token
+    if asked is not None:
+        first, end = max(0, asked[0] // group.block_tokens - skipped), asked[1]
+    if end is not None:
+        last = max(0, -(-end // group.block_tokens) - skipped)
+        if group.kind is GroupKind.WINDOW:
+            first = max(first, (end - group.window_tokens + 1) // group.block_tokens - skipped)
+    return mine.ids[first:last]
 
 
 def _state(group: Group, theirs: Blocks, mine: Blocks) -> Needed:
@@ -123,7 +183,23 @@ def _tokens(
     for side, blocks in (("source", theirs), ("destination", mine)):
         if max(blocks.first_token, blocks.end_token or 0) >= TOKEN_LIMIT:
             raise InvalidField(f"{side} tokens of group {group.name!r}", blocks.first_token, "positions below 2**40")
-    offered = _span(source_group, "source", theirs)
+    span = _wanted(group, _span(source_group, "source", theirs), mine, asked)
+    if span is None:
+        return None
+    begin, end, floor = span
+    return Needed(
+        begin,
+        end,
+        floor,
+        _holding(source_group.block_tokens, theirs, begin, end),
+        _holding(group.block_tokens, mine, begin, end),
+    )
+
+
+def _wanted(
+    group: Group, offered: tuple[int, int], mine: Blocks, asked: tuple[int, int] | None
+) -> tuple[int, int, int] | None:
+    """First token that is moved, one past the last, and the first that may be written; None: nothing is moved."""
     room = _span(group, "destination", mine)
     floor = mine.first_token
     if asked is not None:
@@ -139,13 +215,7 @@ def _tokens(
     for side, held in (("source", offered), ("destination", room)):
         if begin < held[0] or end > held[1]:
             raise BlocksShort(group.name, side, f"tokens [{begin}, {end})", f"tokens [{held[0]}, {held[1]})")
-    return Needed(
-        begin,
-        end,
-        floor,
-        _holding(source_group.block_tokens, theirs, begin, end),
-        _holding(group.block_tokens, mine, begin, end),
-    )
+    return begin, end, floor
 
 
 def _holding(block_tokens: int, blocks: Blocks, begin: int, end: int) -> NeededBlocks:

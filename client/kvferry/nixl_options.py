@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvferry.arguments import integer, seconds, text
 from kvferry.errors import InvalidField
 
 PROGRESS_DELAY_US = 100_000
@@ -53,15 +54,16 @@ class NixlOptions:
     cuda_device: int | None = None
 
     def __post_init__(self) -> None:
-        if "," in self.ucx_tls or "=" in self.ucx_tls:
+        if {",", "="} & set(text("ucx_tls", self.ucx_tls)):
             raise InvalidField("ucx_tls", self.ucx_tls, "one UCX transport; set UCX_TLS for a list")
         at_least_one = ("tcp_segment", "reading_agents", "chunk_bytes", "chunk_descriptors")
         for field in (*at_least_one, "bytes_in_flight", "bytes_in_flight_total"):
-            if getattr(self, field) < 1:
-                raise InvalidField(field, getattr(self, field), "at least 1")
-        for field in ("tcp_user_timeout", "warm_up_timeout", "fence_time", "retired_agents"):
-            if getattr(self, field) < 0:
-                raise InvalidField(field, getattr(self, field), "not negative")
+            object.__setattr__(self, field, integer(field, getattr(self, field), 1))
+        object.__setattr__(self, "retired_agents", integer("retired_agents", self.retired_agents, 0))
+        for field in ("tcp_user_timeout", "warm_up_timeout", "fence_time"):
+            object.__setattr__(self, field, seconds(field, getattr(self, field), zero=True))
+        if self.cuda_device is not None:
+            object.__setattr__(self, "cuda_device", integer("cuda_device", self.cuda_device, 0))
 
     def backend(self) -> dict[str, str]:
         """The parameters of NIXL's UCX backend. Its error handling mode stays "peer": the other one hangs for ever when

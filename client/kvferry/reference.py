@@ -10,7 +10,7 @@ from typing import TypeVar
 from google.protobuf.message import DecodeError, Message
 
 from kvferry.authority import INCARNATION_BYTES, KEY_BYTES
-from kvferry.errors import BadReference
+from kvferry.errors import BadReference, InvalidField
 from kvferry.v1 import kv_transfer_pb2 as pb
 
 PREFIX = "kvf1."
@@ -32,6 +32,8 @@ def parse_reference(text: str) -> pb.Reference:
     Raises:
         BadReference: not a reference, or one that names neither a publication nor a router's key.
     """
+    if not isinstance(text, str):
+        raise InvalidField("reference", type(text), "a string, Publication.reference")
     if text.startswith(ENGINE_PREFIX):
         raise BadReference("it names an engine, and no publication")
     reference = _decoded(text, PREFIX, pb.Reference)

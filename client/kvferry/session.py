@@ -6,10 +6,12 @@ import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 
+from kvferry import arguments
 from kvferry.acknowledging import Acknowledgements
 from kvferry.authority import incarnation_of, new_session_secret
 from kvferry.batches import batches, check_size
-from kvferry.blocks import Blocks, blocks_to_proto, check_ids
+from kvferry.block_use import BlockUse
+from kvferry.blocks import Blocks, blocks_by_group, blocks_to_proto, check_ids
 from kvferry.clock import LONGEST, from_duration, now
 from kvferry.control import CALL_TIMEOUT, Control, retrying
 from kvferry.errors import Closed, InvalidField, KvferryError, Unavailable
@@ -24,8 +26,8 @@ __all__ = ["EngineSession", "Publication", "Release", "ReleaseOutcome"]
 
 logger = logging.getLogger(__name__)
 
-MAX_PAYLOAD = 64 * 1024
-"""Bytes of a publication's payload."""
+MAX_PAYLOAD = 64 << 10
+"""Bytes that a publication may carry beside its blocks; the contract's limit."""
 
 
 class EngineSession(OneProcess):
@@ -44,6 +46,7 @@ class EngineSession(OneProcess):
         self._publishing = threading.Lock()
         self._offers = Offers(self._engine, self._secret)
         self._acknowledgements = Acknowledgements(control)
+        self.block_use = BlockUse(spec.groups)
         self._refills: list[Callable[[], None]] = []
         self._closed = False
         request = pb.WatchRequest(engine=self._engine, session_secret=self._secret, role=pb.WATCH_ROLE_SCHEDULER)
@@ -84,12 +87,14 @@ class EngineSession(OneProcess):
             timeout: seconds to keep trying.
 
         Raises:
-            BadBlock, InvalidField: the blocks are not ones of this engine, or another argument is out of range.
+            BadBlock, InvalidField: the blocks are not ones of this engine, one is given twice, or a read is writing to
+                one; or another argument is out of range.
             MessageTooLarge: the blocks do not fit a message; publish them in several steps. Nothing was published.
             Unavailable: the home could not be reached. Whether the publication exists is not known, so it is aborted as
                 well as can be, and its blocks stay pinned until `released` comes, once.
             KvferryError: the home refused; nothing was published.
         """
+        timeout = arguments.seconds("timeout", timeout)
         # One at a time: the home takes a number below the highest it has seen for a stale one.
         with self._publishing:
             publication, step = self.offer(
@@ -114,6 +119,7 @@ class EngineSession(OneProcess):
     ) -> None:
         """Offer the next blocks of a publication that was not the last; each group goes on where it ended. Errors as
         `publish`."""
+        timeout = arguments.seconds("timeout", timeout)
         self.send(self.offer_more(publication, blocks, last=last, payload=payload), timeout)
 
     def offer(
@@ -132,36 +138,51 @@ class EngineSession(OneProcess):
             The publication, and what is to be handed to `send`, in the order of the publications' numbers.
         """
         self._check_open()
+        given = blocks_by_group("blocks", blocks)
+        if not 1 <= len(arguments.text("request_id", request_id).encode()) <= 256:
+            raise InvalidField("request_id", request_id, "1 to 256 bytes")
         step = pb.Publish(
             request_id=request_id,
-            groups=self._encode(blocks),
-            last=last,
-            expected_reads=expected_reads,
-            payload=payload,
-            checksums=checksums,
+            groups=self._encode(given),
+            last=arguments.flag("last", last),
+            expected_reads=arguments.integer("expected_reads", expected_reads, 1, 2**31 - 1),
+            payload=_payload(payload),
+            checksums=arguments.flag("checksums", checksums),
         )
         _check_step(step)
+        pin = self.block_use.pin({name: listed.ids for name, listed in given.items()})
         with self._lock:
             # Number and record together, or a snapshot taken in between would name the number and not hold it.
-            return self._offers.publish(self.advertise, step), step
+            publication = self._offers.publish(self.advertise, step)
+        self.block_use.name(pin, publication.number, 0)
+        return publication, step
 
     def offer_more(
         self, publication: Publication, blocks: Mapping[str, Blocks], *, last: bool, payload: bytes = b""
     ) -> pb.Publish:
         """The part of `publish_more` that makes no call; what it returns is to be handed to `send`."""
         self._check_open()
-        step = pb.Publish(groups=self._encode(blocks), last=last, payload=payload)
+        number = _number(publication)
+        given = blocks_by_group("blocks", blocks)
+        step = pb.Publish(groups=self._encode(given), last=arguments.flag("last", last), payload=_payload(payload))
         _check_step(step)
-        with self._lock:
-            self._offers.publish_more(publication.number, step)
+        pin = self.block_use.pin({name: listed.ids for name, listed in given.items()}, number)
+        try:
+            with self._lock:
+                self._offers.publish_more(number, step)
+        except KvferryError:
+            self.block_use.unpin(pin)
+            raise
+        self.block_use.name(pin, number, step.step)
         return step
 
     def abort(self, publication: Publication, timeout: float = CALL_TIMEOUT) -> None:
         """Stop new reads of a publication. Its blocks stay pinned until `released`, which comes within max_ttl (R2)."""
         self._check_open()
+        number, timeout = _number(publication), arguments.seconds("timeout", timeout)
         with self._lock:
-            self._offers.abort(publication.number)
-        notification = pb.Notification(abort=pb.Abort(publication=publication.number))
+            self._offers.abort(number)
+        notification = pb.Notification(abort=pb.Abort(publication=number))
         self._notify_one(notification, timeout)
 
     def released(self, timeout: float = 0.0) -> list[Release]:
@@ -170,13 +191,15 @@ class EngineSession(OneProcess):
         Args:
             timeout: seconds to wait for the first; 0: only what is there.
         """
-        deadline = now() + timeout
+        deadline = now() + arguments.seconds("timeout", timeout, zero=True)
         with self._news:
             while True:
                 self._offers.advance(now())
                 left = deadline - now()
                 if self._offers.news or self._closed or left <= 0:
-                    return self._offers.take_released()
+                    found = self._offers.take_released()
+                    self.block_use.released(release.publication for release in found)
+                    return found
                 self._news.wait(max(0.001, min(LONGEST, left, self._offers.next_deadline() - now())))
 
     def unreleased(self) -> tuple[Publication, ...]:
@@ -186,6 +209,8 @@ class EngineSession(OneProcess):
 
     def on_refill(self, refill: Callable[[], None]) -> None:
         """Call `refill` on the watch's thread whenever the home has lost its record of this engine."""
+        if not callable(refill):
+            raise InvalidField("refill", arguments.described(refill), "a callable")
         with self._lock:
             self._refills.append(refill)
 
@@ -225,6 +250,7 @@ class EngineSession(OneProcess):
             with self._lock:
                 never_was = not error.retryable and self._offers.refused(step)
             if never_was:
+                self.block_use.refused(number, step.step)
                 raise
             self._disown(number)
             if error.retryable:
@@ -314,8 +340,17 @@ class EngineSession(OneProcess):
 
 def _check_step(step: pb.Publish) -> None:
     """Raise for a step that no home takes, before its blocks are pinned."""
-    if len(step.payload) > MAX_PAYLOAD:
-        raise InvalidField("payload", f"{len(step.payload)} bytes", f"at most {MAX_PAYLOAD} bytes")
     if step.payload and not step.last:
         raise InvalidField("payload", f"{len(step.payload)} bytes", "none before the last step")
     check_size("a step of a publication", step)
+
+
+def _payload(payload: bytes) -> bytes:
+    found = arguments.payload("payload", payload)
+    if len(found) > MAX_PAYLOAD:
+        raise InvalidField("payload", f"{len(found)} bytes", f"at most {MAX_PAYLOAD} bytes")
+    return found
+
+
+def _number(publication: Publication) -> int:
+    return arguments.instance("publication", publication, Publication, "the Publication that publish returned").number

@@ -5,6 +5,7 @@ The planner never calls this: ranks declare what they hold, and these are the ru
 
 from __future__ import annotations
 
+from kvferry.arguments import integer
 from kvferry.errors import BadGeometry
 from kvferry.geometry import Interval, TokenShard
 
@@ -24,6 +25,7 @@ def shard(index: int, count: int, size: int) -> Interval:
     Raises:
         BadGeometry: no such part, or an axis without units.
     """
+    index, count, size = integer("index", index), integer("count", count), integer("size", size)
     if not (0 <= index < count and size >= 1):
         raise BadGeometry("shard", f"part {index} of {count} of an axis of {size}")
     begin, end = index * size // count, (index + 1) * size // count
@@ -32,7 +34,7 @@ def shard(index: int, count: int, size: int) -> Interval:
 
 def shards(count: int, size: int) -> tuple[Interval, ...]:
     """`shard` of every part: heads over tensor-parallel ranks, or layers over pipeline stages."""
-    return tuple(shard(index, count, size) for index in range(count))
+    return tuple(shard(index, count, size) for index in range(integer("count", count, 1)))
 
 
 def token_shard(index: int, count: int, interleave: int = 1) -> TokenShard:
@@ -41,4 +43,4 @@ def token_shard(index: int, count: int, interleave: int = 1) -> TokenShard:
     As vLLM's decode context parallelism does (``cp_kv_cache_interleave_size``, vllm/config/parallel.py;
     `vllm/v1/worker/block_table.py` maps positions to ranks the same way).
     """
-    return TokenShard(index, count, interleave if count > 1 else 1)
+    return TokenShard(index, count, interleave if integer("count", count) > 1 else 1)

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+from kvferry.arguments import coerce_integers, several, string_map, text
 from kvferry.authority import SECRET_BYTES, engine_key, incarnation_of
 from kvferry.errors import InvalidField
 from kvferry.geometry import Group
@@ -39,6 +40,8 @@ class EngineToken:
     @classmethod
     def parse(cls, text: str) -> EngineToken:
         """The token a string stands for; raises `InvalidField` without repeating the secret."""
+        if not isinstance(text, str):
+            raise InvalidField("token", type(text), "the string of an EngineToken")
         body = text.removeprefix(cls.PREFIX)
         try:
             raw = base64.b64decode(body + "=" * (-len(body) % 4), altchars=b"-_", validate=True)
@@ -90,12 +93,18 @@ class EngineSpec:
     identity: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if not 1 <= len(self.engine_id.encode()) <= 256:
+        object.__setattr__(self, "groups", several("groups", self.groups, Group, "several Groups, (group,)"))
+        object.__setattr__(self, "identity", string_map("identity", self.identity))
+        coerce_integers(self, ("num_ranks",))
+        if not 1 <= len(text("engine_id", self.engine_id).encode()) <= 256:
             raise InvalidField("engine_id", self.engine_id, "1 to 256 bytes")
         if self.num_ranks < 1:
             raise InvalidField("num_ranks", self.num_ranks, "at least 1")
         if not self.groups:
             raise InvalidField("groups", self.groups, "at least one group")
+        names = [group.name for group in self.groups]
+        if len(set(names)) != len(names):
+            raise InvalidField("groups", names, "names that differ")
 
     def group(self, name: str) -> Group:
         """The group of this name; raises `InvalidField`."""

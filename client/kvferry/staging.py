@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from kvferry.agents import AgentInfo
+from kvferry.arguments import coerce_integers
 from kvferry.descriptors import MemoryPair
 from kvferry.errors import InvalidField, KvferryError, TransferFailed
 from kvferry.footprint import Footprint
@@ -49,6 +50,7 @@ class StagingOptions:
     slots: int = 8
 
     def __post_init__(self) -> None:
+        coerce_integers(self, ("slot_bytes", "slots"))
         if self.path not in ("auto", "direct", "staged"):
             raise InvalidField("path", self.path, "auto, direct or staged")
         if self.slot_bytes < 4096 or self.slots < 1:

@@ -88,6 +88,7 @@ class HeldRanks:
                 rank.rank,
                 planes=placed.planes,
                 regions=[region],
+                replicated=True,
                 keep=cells,
                 labels=rank.labels,
                 serve=serve,

@@ -22,6 +22,7 @@ from kvferry.errors import (
     BadReference,
     DataLoss,
     InvalidField,
+    InvalidInput,
     LimitReached,
     PublicationAborted,
     PublicationStale,
@@ -227,17 +228,17 @@ def test_one_that_is_not_attached_in_time(pair: Pair) -> None:
     source.release_of(publication)
 
 
-def test_blocks_that_do_not_hold_it_fail_on_all_ranks(pair: Pair) -> None:
+def test_blocks_that_do_not_hold_it_are_refused_and_the_request_stays_granted(pair: Pair) -> None:
     source, destination = pair
     publication, _ = publish(source, "short")
     destination.scheduler.acquire("mine", publication.reference)
     destination.grant("mine")
-    destination.start("mine", IDS[:1])
-    end = destination.end_of("mine")
-    assert end.error is not None
-    assert end.error.reason == "BLOCKS_SHORT"
-    assert (end.quiet, end.ranks) == (True, 3)
-    source.scheduler.abort(publication)
+    for short in (IDS[:1], [], [IDS[0]] * len(IDS)):
+        with pytest.raises(InvalidInput) as refused:
+            destination.start("mine", short)
+        assert refused.value.reason in ("BLOCKS_SHORT", "BAD_BLOCK")
+    destination.start("mine", IDS)
+    assert destination.end_of("mine").error is None
     source.release_of(publication)
 
 
@@ -349,8 +350,8 @@ def test_counts_are_exact(pair: Pair) -> None:
 
 def test_a_home_that_refuses_releases_the_publication(pair: Pair) -> None:
     source, _ = pair
-    # The contract allows 256 bytes; only the home checks.
-    publication = source.scheduler.publish("x" * 257, {"full": Blocks([1])})
+    # Only the home looks at it.
+    publication = source.scheduler.publish("refused", {"full": Blocks([1], state_token=5)})
     release = source.release_of(publication)
     assert (release.outcome, release.local) == (ReleaseOutcome.ABORTED, True)
 

@@ -77,7 +77,7 @@ def work(job: tuple[Any, ...], pipe: Connection) -> None:
     with Client(address, options=NixlOptions(**options), integrity=integrity) as client:
         port = WorkerPort(client, spec, rank, token=token)
         regions = [MemoryRegion(MemoryKind.DRAM, 0, base, len(cells))]
-        port.register(planes=model.planes(units, base), regions=regions, keep=mapped)
+        port.register(planes=model.planes(units, base), regions=regions, replicated=True, keep=mapped)
         pipe.send("ready")
         while True:
             try:

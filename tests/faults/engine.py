@@ -37,6 +37,7 @@ class Engine:
             job.rank,
             planes=job.model.planes(Interval(*job.units), base),
             regions=[MemoryRegion(MemoryKind.DRAM, 0, base, len(cells))],
+            replicated=True,
             keep=mapped,
             token=job.token or None,
             serve=job.serve,

@@ -65,6 +65,7 @@ class Held:
                 rank.rank,
                 planes=placed.planes,
                 regions=[region],
+                replicated=True,
                 keep=cells,
                 labels=rank.labels,
                 serve=serve,

@@ -60,6 +60,8 @@ class Node:
         self.clock = clock
         self.kv = cast("KVTransferAsyncStub", KVTransferStub(channel))
         self.introspection = cast("IntrospectionAsyncStub", IntrospectionStub(channel))
+        self._watches: list[Watch] = []
+        """Referenced: the older grpcio ends a call that nobody refers to."""
 
     def pass_by(self, seconds: float) -> None:
         """Time passes and the timers fire."""
@@ -75,6 +77,7 @@ class Node:
     async def open_engine(self, ref: EngineRef = P) -> Watch:
         """Open an engine by its scheduler's Watch."""
         watch = Watch(self, ref)
+        self._watches.append(watch)
         assert await watch.kinds(2) == ["opened", "synced"]
         await self.source(*snapshot(), ref=ref)
         return watch

@@ -16,7 +16,7 @@ SERVER = ROOT / "server" / "kvferry_server"
 # From the bottom up: a module may import modules of its own layer and of those above it in this list.
 LAYERS = [
     {"v1"},
-    {"errors", "clock", "authority"},
+    {"errors", "arguments", "clock", "authority"},
     {"geometry", "sharding"},
     {
         "blocks",
@@ -72,6 +72,7 @@ LAYERS = [
         "measuring",
     },
     {
+        "block_use",
         "breaker",
         "batches",
         "acknowledging",
@@ -93,7 +94,7 @@ LAYERS = [
         "session",
         "cache",
     },
-    {"client", "aio", "embed"},
+    {"client", "registering", "mapped", "aio", "embed"},
     {"engine"},
     {"integrations"},
     {"demo", "cli"},

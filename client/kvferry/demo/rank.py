@@ -120,6 +120,8 @@ def run_rank(job: RankJob, pipe: Connection) -> None:
             geometry.rank,
             planes=geometry.planes,
             regions=[region],
+            # The geometry says for each rank what it holds.
+            replicated=True,
             keep=memory,
             labels=geometry.labels,
             token=job.token,

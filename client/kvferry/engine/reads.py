@@ -19,7 +19,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from kvferry.acquiring import AcquireRequest, Cancellation, Granted
-from kvferry.blocks import Blocks, check_ids
+from kvferry.block_use import Writes
+from kvferry.blocks import Blocks
 from kvferry.clock import now
 from kvferry.engine.desk import Desk
 from kvferry.engine.values import BlockRuns, Finished, Grant, RankEnd, ReadEnd, WorkerOutput
@@ -36,6 +37,7 @@ from kvferry.errors import (
 from kvferry.judgement import Judgement, judge
 from kvferry.lease_holder import LeaseHolder
 from kvferry.leases import ReaderLease
+from kvferry.needed import written
 from kvferry.reporting import VERDICT_TIMEOUT
 from kvferry.spec import EngineSpec
 from kvferry.threads import start_thread
@@ -78,6 +80,7 @@ class _Read:
         loud: ranks that ended it and still may be written to.
         ended_at: when the last rank's good end came here, before which its bytes had arrived.
         withheld: its end, until it is quiet.
+        written: names what it writes to, see `Writes`.
     """
 
     request: AcquireRequest
@@ -92,6 +95,7 @@ class _Read:
     loud: set[int] = field(default_factory=set)
     ended_at: float = 0.0
     withheld: ReadEnd | None = None
+    written: object = None
 
     @property
     def read_id(self) -> str:
@@ -104,6 +108,7 @@ class Reads:
     Args:
         spec: the engine.
         holder: of its leases.
+        writes: the blocks that its reads write.
         max_waiting: acquisitions that may wait at once; each holds a thread.
         hold_until_quiet: `finished` withholds reads that failed until nothing can write to their blocks any more.
 
@@ -112,8 +117,11 @@ class Reads:
         bytes: read by all ranks, since the start.
     """
 
-    def __init__(self, spec: EngineSpec, holder: LeaseHolder, max_waiting: int, *, hold_until_quiet: bool) -> None:
+    def __init__(
+        self, spec: EngineSpec, holder: LeaseHolder, writes: Writes, max_waiting: int, *, hold_until_quiet: bool
+    ) -> None:
         self._spec = spec
+        self._writes = writes
         self._holder = holder
         self._max_waiting = max_waiting
         self._hold_until_quiet = hold_until_quiet
@@ -164,10 +172,10 @@ class Reads:
                 raise read.error
             return None if read.grant is None else replace(read.grant, timeout=self._left(read))
 
-    def attach(self, request_id: str, blocks: Mapping[str, Blocks], tokens: tuple[int, int] | None) -> Grant:
+    def attach(
+        self, request_id: str, blocks: Mapping[str, Blocks], tokens: tuple[int, int] | None, *, allow_overlap: bool
+    ) -> Grant:
         """See `SchedulerPort.attach`."""
-        for name, listed in blocks.items():
-            check_ids(name, "destination", listed.ids, self._spec.group(name).num_blocks, None)
         with self._lock:
             read = self._find(request_id)
             if read.stage is Stage.REFUSED and read.error is not None:
@@ -175,6 +183,8 @@ class Reads:
                 raise read.error
             if read.stage is not Stage.GRANTED or read.grant is None:
                 raise InvalidField("request_id", request_id, f"one that is granted; it is {read.stage.value}")
+            ids = written(self._spec.groups, read.grant.blocks(), blocks, tokens)
+            read.written = self._writes.begin(read.read_id, ids, allow_overlap=allow_overlap)
             local = tuple(BlockRuns.of_blocks(name, listed) for name, listed in blocks.items())
             read.stage = Stage.READING
             read.lost = {name: tuple(listed.ids.tolist()) for name, listed in blocks.items()}
@@ -360,6 +370,7 @@ class Reads:
         return max(0.0, read.request.deadline - now())
 
     def _forget(self, read: _Read) -> None:
+        self._writes.end(read.written)
         self._by_id.pop(read.read_id, None)
         if self._by_request.get(read.request_id) is read:
             del self._by_request[read.request_id]

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from kvferry.blocks import Blocks
+from kvferry import arguments
+from kvferry.blocks import Blocks, blocks_by_group
 from kvferry.cache import OPEN_TIMEOUT, READ_TIMEOUT
 from kvferry.client import Client
 from kvferry.engine.publishing import Publishing
 from kvferry.engine.reads import Reads, Stage
 from kvferry.engine.values import Finished, Grant, WorkerOutput
-from kvferry.errors import InvalidField
 from kvferry.forks import OneProcess
 from kvferry.offers import Publication, Release
 from kvferry.spec import EngineSpec, EngineToken
@@ -76,12 +76,18 @@ class SchedulerPort(OneProcess):
         max_waiting: int = MAX_WAITING,
         timeout: float = OPEN_TIMEOUT,
     ) -> None:
-        if max_waiting < 1:
-            raise InvalidField("max_waiting", max_waiting, "at least 1")
+        max_waiting = arguments.integer("max_waiting", max_waiting, 1)
+        arguments.flag("hold_until_quiet", hold_until_quiet)
         self.spec = spec
         self._session = client.open_engine(spec, timeout=timeout)
         self._publishing = Publishing(self._session)
-        self._reads = Reads(spec, client.lease_holder(self._session), max_waiting, hold_until_quiet=hold_until_quiet)
+        self._reads = Reads(
+            spec,
+            client.lease_holder(self._session),
+            self._session.block_use.writes(),
+            max_waiting,
+            hold_until_quiet=hold_until_quiet,
+        )
 
     @property
     def token(self) -> EngineToken:
@@ -120,7 +126,8 @@ class SchedulerPort(OneProcess):
             knows of it waits.
 
         Raises:
-            BadBlock, InvalidField: the blocks are not ones of this engine.
+            BadBlock, InvalidField: the blocks are not ones of this engine, one is given twice, or a read is writing to
+                one.
             Closed: the engine's session has ended.
 
         A home that refuses it shows in `released`.
@@ -137,7 +144,9 @@ class SchedulerPort(OneProcess):
 
     def abort(self, publication: Publication) -> None:
         """Take a publication back: new reads are refused, and `released` comes when none is left."""
-        self._publishing.abort(publication)
+        self._publishing.abort(
+            arguments.instance("publication", publication, Publication, "the Publication that publish returned")
+        )
 
     def released(self) -> list[Release]:
         """Publications whose blocks may be changed and freed; each exactly once (R3). To be asked each step."""
@@ -162,7 +171,12 @@ class SchedulerPort(OneProcess):
             InvalidField: an argument is out of range, or the request is being read.
             LimitReached: too many wait.
         """
-        self._reads.acquire(request_id, reference, expected_reads, timeout)
+        self._reads.acquire(
+            arguments.text("request_id", request_id),
+            reference,
+            arguments.integer("expected_reads", expected_reads, 0, 2**31 - 1),
+            arguments.seconds("timeout", timeout),
+        )
 
     def granted(self, request_id: str) -> Grant | None:
         """What was granted to a request; None while it waits.
@@ -172,10 +186,15 @@ class SchedulerPort(OneProcess):
             KvferryError: it will not be granted, and why: `PublicationTimeout`, `PublicationAborted`, `PeerRestarted`
                 ... The request is forgotten then.
         """
-        return self._reads.granted(request_id)
+        return self._reads.granted(arguments.text("request_id", request_id))
 
     def attach(
-        self, request_id: str, local_blocks: Mapping[str, Blocks], tokens: tuple[int, int] | None = None
+        self,
+        request_id: str,
+        local_blocks: Mapping[str, Blocks],
+        tokens: tuple[int, int] | None = None,
+        *,
+        allow_overlap: bool = False,
     ) -> Grant:
         """The granted request has its blocks. From now until `finished` names it, they belong to the read.
 
@@ -183,15 +202,25 @@ class SchedulerPort(OneProcess):
             request_id: a granted one.
             local_blocks: blocks to read into by group; `Blocks.first_token` is the first token wanted.
             tokens: the tokens wanted, ``[a, b)``; None: all that was published.
+            allow_overlap: also blocks that another read of the engine writes, or that it has published: for engines
+                that know that the bytes are others.
 
         Returns:
             The grant with these blocks, for `WorkerPort.start` on every rank.
 
         Raises:
-            BadBlock, InvalidField: the blocks are not ones of this engine, or the request is not granted.
+            BadBlock: a block is not one of this engine, is given twice, is published, or another read may still write
+                to it. The request stays granted, as it does with the next two.
+            BlocksShort: there are not enough blocks for the tokens, or not enough tokens were published.
+            InvalidField: an argument is of another type, a group has no blocks, or the request is not granted.
             KvferryError: the grant has ended since, and why. The request is forgotten then.
         """
-        return self._reads.attach(request_id, local_blocks, tokens)
+        return self._reads.attach(
+            arguments.text("request_id", request_id),
+            blocks_by_group("local_blocks", local_blocks),
+            arguments.token_range(tokens),
+            allow_overlap=arguments.flag("allow_overlap", allow_overlap),
+        )
 
     def decline(self, reference: str) -> None:
         """Nobody will read it: a full prefix hit, a rejected request. Its source is released now, not when the hold
@@ -204,11 +233,11 @@ class SchedulerPort(OneProcess):
         Returns:
             Whether there was one.
         """
-        return self._reads.cancel(request_id)
+        return self._reads.cancel(arguments.text("request_id", request_id))
 
     def collect(self, output: WorkerOutput) -> None:
         """Take what a worker says. Said twice, it counts once. Raises `InvalidField` for a rank the engine has not."""
-        self._reads.collect(output)
+        self._reads.collect(arguments.instance("output", output, WorkerOutput, "a WorkerOutput, as a worker gave it"))
 
     def cancels(self) -> list[str]:
         """read_ids that every worker is to stop, by `WorkerPort.cancel`; each once. To be asked each step."""
@@ -241,6 +270,7 @@ class SchedulerPort(OneProcess):
 
     def close(self, timeout: float = 5.0) -> None:
         """Tell the homes what is still to be told, and end the session. Idempotent."""
+        timeout = arguments.seconds("timeout", timeout, zero=True)
         self._reads.close(timeout)
         self._publishing.close(timeout)
         self._session.close()

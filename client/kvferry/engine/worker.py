@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from concurrent.futures import Future
 from typing import Any
 
-from kvferry.blocks import Blocks
+from kvferry import arguments
+from kvferry.blocks import Blocks, blocks_by_group
 from kvferry.cache import OPEN_TIMEOUT, Cache
 from kvferry.client import Client
 from kvferry.clock import now
@@ -40,9 +41,9 @@ class WorkerPort(OneProcess):
     def __init__(
         self, client: Client, spec: EngineSpec, rank: int = 0, *, token: EngineToken | str | None = None
     ) -> None:
-        self.spec = spec
-        self.rank = rank
-        self._client = client
+        self.spec = arguments.instance("spec", spec, EngineSpec, "an EngineSpec")
+        self.rank = arguments.integer("rank", rank, 0, spec.num_ranks - 1)
+        self._client = arguments.instance("client", client, Client, "a Client")
         self._token = token
         self._lock = threading.Lock()
         self._cache: Cache | None = None
@@ -62,8 +63,9 @@ class WorkerPort(OneProcess):
         Args:
             kv_caches: a tensor per layer, as engines hold them.
             timeout: seconds to keep trying.
-            memory: how the tensors are to be read, or memory that is no tensor: `axes`, `holding`, `planes`, `regions`,
-                `keep`, `labels`, `serve` of `Client.register_cache`, which see also for errors.
+            memory: how the tensors are to be read, or memory that is no tensor: `axes`, `heads`, `total_heads`,
+                `holding`, `replicated`, `planes`, `regions`, `keep`, `labels`, `serve` of `Client.register_cache`,
+                which see also for errors.
 
         Raises:
             InvalidField: it is registered already.
@@ -110,6 +112,10 @@ class WorkerPort(OneProcess):
 
         Whatever else goes wrong is in `finished`.
         """
+        arguments.instance("grant", grant, Grant, "the Grant that SchedulerPort.attach returned")
+        if local_blocks is None and not grant.local:
+            raise InvalidField("grant", f"that of {grant.request_id!r} without local blocks", "one that was attached")
+        mine = grant.local_blocks() if local_blocks is None else blocks_by_group("local_blocks", local_blocks)
         order = RankOrder(
             read_id=grant.read_id,
             request_id=grant.request_id,
@@ -120,10 +126,10 @@ class WorkerPort(OneProcess):
             reference=grant.reference,
             lease_id=grant.lease_id,
             granted=grant.blocks(),
-            blocks=grant.local_blocks() if local_blocks is None else dict(local_blocks),
-            tokens=grant.tokens if tokens is None else tokens,
-            tails=tails,
-            deadline=now() + grant.timeout,
+            blocks=mine,
+            tokens=arguments.token_range(grant.tokens if tokens is None else tokens),
+            tails=arguments.instance("tails", tails, Tails, "a Tails"),
+            deadline=now() + arguments.seconds("timeout", grant.timeout, zero=True),
         )
         with self._lock:
             if grant.read_id in self._reads or grant.read_id in self._done:
@@ -133,6 +139,7 @@ class WorkerPort(OneProcess):
 
     def cancel(self, read_id: str) -> None:
         """Stop a share; its end comes through `finished`. One that is not there, or has ended, stays as it is."""
+        arguments.text("read_id", read_id)
         with self._lock:
             read = self._reads.get(read_id)
             if read is not None and self._shares is not None:
@@ -148,6 +155,7 @@ class WorkerPort(OneProcess):
 
     def acknowledge(self, output: WorkerOutput) -> None:
         """What `poll` gave, or a part of it, has been taken notice of. Twice does no harm."""
+        arguments.instance("output", output, WorkerOutput, "a WorkerOutput, as poll gave it")
         with self._lock:
             for end in (*output.ended, *output.failed):
                 known = self._ended.pop(end.read_id, None) or self._failed.pop(end.read_id, None)

@@ -13,8 +13,9 @@ Neither torch nor numpy is imported here.
 
 from __future__ import annotations
 
-from kvferry.tensors.planes import OPAQUE, PLAIN, Holding, Part, opaque_planes, planes_of, planes_of_tensor
-from kvferry.tensors.view import Tensor, TensorView, regions_of, view_of
+from kvferry.tensors.holding import OPAQUE, PLAIN, Holding, Part, heads_held
+from kvferry.tensors.planes import named_tensors, opaque_planes, planes_of, planes_of_tensor
+from kvferry.tensors.view import Tensor, TensorView, held, regions_of, view_of
 
 __all__ = [
     "OPAQUE",
@@ -23,6 +24,9 @@ __all__ = [
     "Part",
     "Tensor",
     "TensorView",
+    "heads_held",
+    "held",
+    "named_tensors",
     "opaque_planes",
     "planes_of",
     "planes_of_tensor",

@@ -6,75 +6,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
+from kvferry.arguments import instance, integer, integer_map, mapping, several, text, texts
 from kvferry.errors import BadGeometry
-from kvferry.geometry import Group, GroupKind, Interval, Plane, TokenShard
+from kvferry.geometry import Group, GroupKind, Interval, Plane
+from kvferry.tensors.holding import OPAQUE, PLAIN, Holding, Part
 from kvferry.tensors.view import Tensor, TensorView, view_of
-
-PLAIN = "plain"
-"""Format of bytes in their natural order: each unit's content of each state is contiguous and means the same in every
-layout, so that engines of different layouts can read from each other."""
-
-OPAQUE = "opaque"
-"""Format of bytes whose order inside a page nobody declared."""
-
-ALL_TOKENS = TokenShard()
 
 AXES = ("layer", "kv", "block", "page", "slot", "token", "unit", "content")
 _ALIASES = {"head": "unit", "channel": "unit", "row": "token", "state": "token"}
 
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """One component inside a tensor.
-
-    Attributes:
-        component: its name, see `Plane.component`.
-        kv: its index along the ``kv`` axis.
-        content: its elements of the ``content`` axes; None: all.
-        channels: its indices along the tensor's ``unit`` axis; None: all.
-        units: the units these are, counted over the whole model; None: those of the call.
-        axis_size: units of the whole model; None: that of the call.
-        format, token_granule: None: those of the call.
-    """
-
-    component: str
-    kv: int | None = None
-    content: Interval | None = None
-    channels: Interval | None = None
-    units: Interval | None = None
-    axis_size: int | None = None
-    format: str | None = None
-    token_granule: int | None = None
-
-
 Components = Sequence[str | Part] | Mapping[str, int]
-
-
-@dataclass(frozen=True, slots=True)
-class Holding:
-    """What the tensors of a call hold, the same for all of them.
-
-    Attributes:
-        units: units held, counted over the whole model; None: as many as the tensor has, and no other rank has any.
-        axis_size: units of the whole model; None: the end of `units`.
-        token_shard: tokens held.
-        tokens_per_state: tokens that one state stands for.
-        format: what the bytes mean.
-        dtype: None: the tensor's.
-        token_granule: states that may not be cut apart; 0: a whole page.
-        units_divide: whether single units may be read.
-        optional_cover: may stay uncovered by a source.
-    """
-
-    units: Interval | None = None
-    axis_size: int | None = None
-    token_shard: TokenShard = ALL_TOKENS
-    tokens_per_state: Fraction = Fraction(1)
-    format: str = PLAIN
-    dtype: str | None = None
-    token_granule: int = 1
-    units_divide: bool = True
-    optional_cover: bool = False
 
 
 def planes_of(
@@ -98,12 +39,30 @@ def planes_of(
         BadGeometry: shape and strides do not fit the axes or the group.
     """
     found: list[Plane] = []
-    for layer, tensor in tensors.items():
+    for layer, tensor in named_tensors(tensors).items():
         if axes is None:
             found += opaque_planes(tensor, layer, group, holding=holding)
         else:
             found += planes_of_tensor(tensor, axes, group, layer, components, holding)
     return tuple(found)
+
+
+def named_tensors(tensors: object) -> dict[str, Tensor]:
+    """A copy of a mapping from layers to their tensors; raises `InvalidField`, or `BadGeometry` naming the tensor that
+    cannot be moved."""
+    found: dict[str, Tensor] = {}
+    for layer, tensor in mapping("tensors", tensors, "a mapping from layer names to tensors").items():
+        name = text("a layer of tensors", layer)
+        try:
+            view_of(tensor)
+        except BadGeometry as error:
+            raise BadGeometry(f"layer {name}", str(error.values["problem"])) from None
+        found[name] = tensor
+    return found
+
+
+def _holding(holding: Holding | None) -> Holding:
+    return Holding() if holding is None else instance("holding", holding, Holding, "a Holding")
 
 
 def planes_of_tensor(
@@ -136,10 +95,11 @@ def planes_of_tensor(
         BadGeometry: with shape and strides in it.
     """
     view = view_of(tensor)
-    axis = _Axes(view, axes)
-    holding = holding or Holding()
+    axis = _Axes(view, texts("axes", axes))
+    instance("group", group, Group, "a Group")
+    holding = _holding(holding)
     parts = _parts(axis, components)
-    names = [layers] if isinstance(layers, str) else list(layers)
+    names = [layers] if isinstance(layers, str) else list(texts("layers", layers))
     if len(names) != axis.size("layer"):
         raise axis.problem(f"{len(names)} layer names for a layer axis of {axis.size('layer')}")
     return tuple(
@@ -174,7 +134,9 @@ def opaque_planes(
         BadGeometry: a block that is not contiguous.
     """
     view = view_of(tensor)
-    holding = holding or Holding()
+    block_axis = integer("block_axis", block_axis)
+    instance("group", group, Group, "a Group")
+    holding = _holding(holding)
     if not 0 <= block_axis < len(view.shape) or view.contiguous_tail > block_axis + 1:
         raise BadGeometry(
             f"layer {layer}", f"the blocks along axis {block_axis} of {view.described} are not contiguous"
@@ -280,13 +242,17 @@ def _parts(axis: _Axes, components: Components | None) -> list[Part]:
         components = ("key", "value")
     if isinstance(components, Mapping):
         parts, begin = [], 0
-        for name, size in components.items():
+        for name, size in integer_map("components", components).items():
             parts.append(Part(name, content=Interval(begin, begin + size)))
             begin += size
         if begin != axis.content:
             raise axis.problem(f"components of {begin} elements for a content of {axis.content}")
     else:
-        parts = [Part(part) if isinstance(part, str) else part for part in components]
+        expected = "component names or Parts"
+        listed = several("components", components, object, expected)
+        parts = [
+            Part(part) if isinstance(part, str) else instance("components", part, Part, expected) for part in listed
+        ]
         if axis.has("kv") and all(part.kv is None for part in parts):
             if len(parts) != axis.size("kv"):
                 raise axis.problem(f"{len(parts)} components for a kv axis of {axis.size('kv')}")

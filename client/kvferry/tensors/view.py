@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any, TypeAlias
 
+from kvferry.arguments import coerce_integers, instance, integer, several, text
 from kvferry.errors import BadGeometry
-from kvferry.geometry import MemoryKind, MemoryRegion
+from kvferry.geometry import ADDRESS_LIMIT, MemoryKind, MemoryRegion
 
 Tensor: TypeAlias = Any
 """A torch tensor, a numpy array, or a `TensorView`."""
@@ -40,12 +41,20 @@ class TensorView:
     storage: tuple[int, int] = (0, 0)
 
     def __post_init__(self) -> None:
+        for name in ("shape", "strides", "storage"):
+            values = several(name, getattr(self, name), object, "several integers")
+            object.__setattr__(self, name, tuple(integer(name, value) for value in values))
+        coerce_integers(self, ("address", "itemsize", "device"))
+        text("dtype", self.dtype)
+        instance("memory_kind", self.memory_kind, MemoryKind, "a MemoryKind")
         if len(self.shape) != len(self.strides) or self.itemsize < 1:
             raise BadGeometry("tensor", f"{self.described} is no tensor")
         if not self.shape or min(self.shape) < 1:
             raise BadGeometry("tensor", f"{self.described} holds nothing")
         if min(self.strides) < 0:
             raise BadGeometry("tensor", f"{self.described} runs backwards")
+        if self.address < 0 or self.device < 0 or self.extent[1] >= ADDRESS_LIMIT:
+            raise BadGeometry("tensor", f"{self.described} at {self.address:#x}, device {self.device}, is nowhere")
 
     @property
     def described(self) -> str:
@@ -104,7 +113,8 @@ def view_of(tensor: Tensor) -> TensorView:
     """The memory of a torch tensor (CPU or CUDA) or numpy array.
 
     Raises:
-        BadGeometry: not a strided tensor, or memory that NIXL could not reach.
+        BadGeometry: not a strided tensor, memory that NIXL could not reach, that is read-only or smaller than the
+            strides say, or elements that are no plain numbers in the order of this machine's bytes.
     """
     if isinstance(tensor, TensorView):
         return tensor
@@ -127,7 +137,7 @@ def _view_of_torch(tensor: Tensor) -> TensorView:
         raise BadGeometry("tensor", f"a tensor of shape {tuple(tensor.shape)} holds nothing")
     itemsize = int(tensor.element_size())
     storage = tensor.untyped_storage()
-    return TensorView(
+    found = TensorView(
         address=int(tensor.data_ptr()),
         shape=tuple(int(size) for size in tensor.shape),
         strides=tuple(int(stride) * itemsize for stride in tensor.stride()),
@@ -137,22 +147,69 @@ def _view_of_torch(tensor: Tensor) -> TensorView:
         device=0 if kind is MemoryKind.DRAM else int(tensor.device.index or 0),
         storage=(int(storage.data_ptr()), int(storage.nbytes())),
     )
+    _check_inside(found)
+    return found
 
 
 def _view_of_numpy(array: Tensor) -> TensorView:
     interface: Mapping[str, Any] = array.__array_interface__
+    address, read_only = interface["data"]
+    _check_elements(array.dtype)
+    if read_only:
+        raise BadGeometry("tensor", f"an array of shape {tuple(array.shape)}, dtype {array.dtype} is read-only")
     root = array
     while hasattr(getattr(root, "base", None), "__array_interface__"):
         root = root.base
-    length = int(getattr(root, "nbytes", 0))
-    return TensorView(
-        address=int(interface["data"][0]),
+    found = TensorView(
+        address=int(address),
         shape=tuple(array.shape),
         strides=tuple(array.strides),
         itemsize=int(array.itemsize),
         dtype=str(array.dtype),
-        storage=(int(root.__array_interface__["data"][0]), length),
+        storage=_bounds(root),
     )
+    _check_inside(found)
+    return found
+
+
+def _check_elements(dtype: Any) -> None:
+    """Elements are bytes that mean the same on another machine: no pointers, no records, no text."""
+    problem = ""
+    if dtype.hasobject:
+        problem = "holds pointers to Python objects"
+    elif dtype.names is not None or dtype.subdtype is not None:
+        problem = "is structured; give a view of it for each component"
+    elif dtype.itemsize == 0 or dtype.kind in "SUMm":
+        # What ml_dtypes adds, such as bfloat16, is of kind V.
+        problem = "is no number"
+    elif not dtype.isnative:
+        problem = "is not in this machine's byte order, in which kernels read"
+    if problem:
+        raise BadGeometry("tensor", f"dtype {dtype} {problem}")
+
+
+def _bounds(root: Any) -> tuple[int, int]:
+    """Address and length of the memory of an array that is no view of another; (0, 0) if it does not say."""
+    shape, strides = getattr(root, "shape", None), getattr(root, "strides", None)
+    if not shape or strides is None or min(shape) < 1:
+        return 0, 0
+    steps = [(size - 1) * stride for size, stride in zip(shape, strides, strict=True)]
+    below, above = sum(step for step in steps if step < 0), sum(step for step in steps if step > 0)
+    return int(root.__array_interface__["data"][0]) + below, above - below + int(root.itemsize)
+
+
+def _check_inside(view: TensorView) -> None:
+    first, last = view.extent
+    base, length = view.storage
+    if view.storage != (0, 0) and not base <= first < last <= base + length:
+        raise BadGeometry("tensor", f"{view.described} reaches past the {length} bytes that it is a view of")
+
+
+def held(tensor: Tensor) -> Tensor:
+    """The same memory as a tensor of our own: what its owner makes the tensor point at later does not matter to it."""
+    if isinstance(tensor, TensorView):
+        return tensor
+    return tensor.detach() if hasattr(tensor, "untyped_storage") else tensor.view()
 
 
 def regions_of(tensors: Iterable[Tensor]) -> tuple[MemoryRegion, ...]:

@@ -116,8 +116,9 @@ class ConnectorScheduler:
                 self._starts.append(self._port.attach(request_id, blocks, tokens))
                 return
             except KvferryError as error:
-                # Its lease has ended since it was asked for.
+                # Its lease has ended since it was asked for, or the blocks are refused: nobody will read it then.
                 load.refused = error
+                self._port.cancel(request_id)
         lost = {name: tuple(listed.ids.tolist()) for name, listed in blocks.items()}
         self._ends.append(ReadEnd(request_id, "", load.refused, True, 0, b"", 0, lost))
 

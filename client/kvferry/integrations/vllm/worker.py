@@ -94,7 +94,9 @@ class ConnectorWorker:
         port = WorkerPort(self._client, self._setup.spec, self._rank, token=token)
         while True:
             try:
-                port.register(self._caches, planes=self._planes, serve=self._setup.serves)
+                # Planes that hold a whole axis are latent ones, equal on all ranks, or those of pipeline stages: heads
+                # are said for each rank.
+                port.register(self._caches, planes=self._planes, replicated=True, serve=self._setup.serves)
             except KvferryError as error:
                 if error.retryable:
                     logger.warning("rank %d is not registered yet: %s", self._rank, error)

@@ -1,0 +1,1 @@
+"""What engines hand to the SDK: copied, checked, and refused while somebody else is using it."""
