@@ -217,7 +217,7 @@ class Lessor:
         publication = self._endings.publication(book, number, now)
         if publication is None or publication.stage is Stage.AWAITED:
             if book.recovering:
-                waits = f"this home restarted and waits for the snapshot of {source}"
+                waits = f"this home waits for the snapshot of {source}"
                 raise HomeRecovering(waits, engine_id=source.engine_id)
             message = f"publication {number} of {source} is gone, or never was"
             raise PublicationStale(message, engine_id=source.engine_id, publication=number)
@@ -298,7 +298,7 @@ class Lessor:
         if self._draining:
             raise ServerDraining("this node server is draining: ask again")
         if book.recovering:
-            waits = f"this home restarted and waits for the snapshot of {book.source}"
+            waits = f"this home waits for the snapshot of {book.source}"
             raise HomeRecovering(waits, engine_id=book.source.engine_id)
         if publication is None:
             book.check_may_come(ask.read.publication, now - self._times.max_ttl)
