@@ -85,9 +85,13 @@ def rank_threads() -> list[threading.Thread]:
 def test_a_share_cancelled_while_its_source_is_met_stays_ended(node: NodeServerProcess) -> None:
     with silent_home() as home, worker(node.address) as port:
         # The first one's time is up soon; then the others would be begun again, as they may wait for longer.
-        port.start(grant(home, "short", 0.5))
+        port.start(grant(home, "short", 3.0))
         port.start(grant(home, "cancelled", 60.0))
-        port.start(grant(home, "waits on", 3.0))
+        port.start(grant(home, "waits on", 5.0))
+        # Shares are begun in order: when this one has ended, the others wait for their source.
+        port.start(grant(home, "marker", 60.0))
+        port.cancel("marker")
+        assert set(ends(port, 1)) == {"marker"}
         port.cancel("cancelled")
         found = ends(port, 3)
         assert isinstance(found["cancelled"].error(), TransferCancelled)

@@ -61,7 +61,8 @@ def test_one_that_does_not_fit_is_refused_with_its_size() -> None:
 
 
 def test_a_home_is_refilled_with_more_than_a_message_holds(tmp_path: Path) -> None:
-    server = NodeServerProcess(tmp_path / "home", tcp=True, engine_ttl=20).start()
+    # A short max_ttl: what was published again is not released before it.
+    server = NodeServerProcess(tmp_path / "home", tcp=True, engine_ttl=20, ttl=4, max_ttl=4).start()
     try:
         with Client(server.address) as client:
             tensors = {"layers.0": np.zeros((2, 8, 1, 16, 8), np.uint8)}
