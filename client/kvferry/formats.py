@@ -15,7 +15,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from kvferry.arguments import integer, text
+from kvferry.arguments import integer, mapping, text
 from kvferry.errors import BadGeometry
 from kvferry.geometry import Group, Interval, Plane
 from kvferry.tensors import (
@@ -59,7 +59,8 @@ def by_layer_number(tensors: Layers) -> dict[str, Tensor]:
             need names of their own).
     """
     found: dict[str, Tensor] = {}
-    for name, tensor in named_tensors(tensors).items():
+    for layer, tensor in mapping("tensors", tensors, "a mapping from layer names to tensors").items():
+        name = text("a layer of tensors", layer)
         numbers = [part for part in re.split(r"[./]", name) if part.isdigit()]
         if len(numbers) != 1:
             raise BadGeometry(f"layer {name}", f"its name has {len(numbers)} numbers, not one")

@@ -250,7 +250,8 @@ def constructors() -> Iterator[Case]:
     caches: list[Any] = [None, [packed], packed, {"l": [1]}, {1: packed}]
     for name in ("vllm_attention", "vllm_cpu", "vllm_mla"):
         right = {"kv_caches": {"l": packed}, "group": GROUP}
-        more: dict[str, Any] = {"vllm_cpu": {"isa": "vec"}, "vllm_mla": {"latent_dim": 4}}.get(name, {})
+        extra: dict[str, dict[str, Any]] = {"vllm_cpu": {"isa": "vec"}, "vllm_mla": {"latent_dim": 4}}
+        more = extra.get(name, {})
         wrong: dict[str, list[Any]] = {"kv_caches": caches, "group": [None, "full"], "holding": [1]}
         wrong |= {"isa": [*TEXT, ""]} if "isa" in more else {}
         wrong |= {"latent_dim": [*NOT_AN_INTEGER, *NEGATIVE, 0, 9]} if "latent_dim" in more else {}
