@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from kvferry.authority import read_id_of
 from kvferry.blocks import MAX_BLOCKS, Blocks, blocks_from_proto
 from kvferry.clock import from_duration, now, to_duration
 from kvferry.control import BACKOFF_FIRST, BACKOFF_LAST, Control, retrying
@@ -21,6 +22,7 @@ from kvferry.errors import (
 )
 from kvferry.leases import ReaderLease
 from kvferry.renewals import Renewals
+from kvferry.spec import EngineToken
 from kvferry.v1 import kv_transfer_pb2 as pb
 
 logger = logging.getLogger(__name__)
@@ -77,15 +79,15 @@ class AcquireRequest:
         home: the source's home.
         reference: the parsed reference.
         text: the reference as it came.
-        read_id: the same in every rank of the read.
+        read_id: what the ranks of the read call it; the home is told what is derived from it.
         parties: ranks that will report.
         expected_reads: reads that will be made; 0: what the source said.
         deadline: on `kvferry.clock`, until when to wait for the publication.
     """
 
     home: Control
-    reference: pb.Reference
-    text: str
+    reference: pb.Reference = field(repr=False)
+    text: str = field(repr=False)
     read_id: str
     parties: int
     expected_reads: int
@@ -115,18 +117,19 @@ class Acquirer:
     """Acquires publications for one engine.
 
     Args:
-        reader: the engine.
+        token: of the engine that reads.
         renewals: keeps the leases alive from their acceptance on.
         gave_up: called with a lease that was had and is not needed any more, and why; tells its home.
     """
 
     def __init__(
         self,
-        reader: pb.EngineRef,
+        token: EngineToken,
         renewals: Renewals,
         gave_up: Callable[[Control, ReaderLease, pb.RankOutcome.ValueType], object],
     ) -> None:
-        self._reader = reader
+        self._reader = token.ref()
+        self._secret = token.session_secret
         self._renewals = renewals
         self._gave_up = gave_up
 
@@ -176,7 +179,7 @@ class Acquirer:
         call = pb.ReadBlocksRequest(
             reference=request.text,
             reader=self._reader,
-            read_id=request.read_id,
+            read_id=read_id_of(self._secret, request.read_id),
             parties=request.parties,
             expected_reads=request.expected_reads,
             wait=to_duration(left),
@@ -254,7 +257,10 @@ class Acquirer:
         def ask(left: float) -> None:
             sent_at = now()
             call = pb.ReadBlocksRequest(
-                reference=request.text, reader=self._reader, read_id=request.read_id, parties=request.parties
+                reference=request.text,
+                reader=self._reader,
+                read_id=read_id_of(self._secret, request.read_id),
+                parties=request.parties,
             )
             stream = request.home.read_blocks(call, left)
             try:

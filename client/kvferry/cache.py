@@ -120,7 +120,7 @@ class Cache:
         self._summers = Summers(tensors)
         self._checksummer = Checksummer(homes.home_of(token), spec, token, rank, self._summers, integrity)
         self._verifier = Verifier(token.ref(), self._summers, integrity) if integrity.share else None
-        self._reader = Reader(token.ref(), rank.rank, self._transport, self._peers, renewals, max_reads, self._verifier)
+        self._reader = Reader(token, rank.rank, self._transport, self._peers, renewals, max_reads, self._verifier)
         self._rank_reads: list[RankReads] = []
         try:
             answer = self._register(timeout)
@@ -158,7 +158,8 @@ class Cache:
             tokens: the tokens wanted, ``[a, b)``; None: all that was published.
             layers: names of the layers wanted, some of this rank's; None: all. Reads of parts are reads of their own:
                 say how many with `expected_reads`.
-            read_id: the same in every rank of one read; None: a random one, for an engine of one rank.
+            read_id: a name that every rank of one read gives it; None: a random one, for an engine of one rank. No
+                secret: what the home is told is derived from it and the engine's secret.
             parties: ranks that will report under this read_id.
             expected_reads: reads that will be made of the publication (n-way sampling); 0: what its source said.
             timeout: seconds until the read fails, the wait for the publication included (R5).

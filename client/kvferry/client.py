@@ -164,7 +164,7 @@ class Client:
     def lease_holder(self, session: EngineSession) -> LeaseHolder:
         """For the one process of an engine that holds the leases of all its ranks' reads."""
         self._check_open()
-        return LeaseHolder(self._homes, self._renewals, session.token.ref())
+        return LeaseHolder(self._homes, self._renewals, session.token)
 
     def decline(self, reference: str, *, timeout: float = CALL_TIMEOUT) -> None:
         """Say that nobody will read a publication: its source gets the blocks back now, not when the hold ends."""

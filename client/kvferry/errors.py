@@ -13,6 +13,7 @@
     │   ├── Incompatible               .mismatches names every field with both values
     │   ├── WrongKey
     │   ├── WrongSession
+    │   ├── WrongIdentity
     │   ├── CacheDiffers
     │   ├── EngineIdInUse              retry after .retry_after seconds
     │   ├── PeerRestarted
@@ -104,6 +105,7 @@ __all__ = [
     "Unavailable",
     "Unreachable",
     "WatchTakenOver",
+    "WrongIdentity",
     "WrongKey",
     "WrongSession",
     "WrongThread",
@@ -229,7 +231,7 @@ class BlocksShort(InvalidInput):
 
 
 class PartiesMismatch(InvalidInput):
-    """Calls of one read disagree. Values: read_id, field, value, expected."""
+    """Calls of one read disagree. Values: lease_number, field, value, expected."""
 
     reason = "PARTIES_MISMATCH"
 
@@ -304,9 +306,16 @@ class WrongKey(Refused):
 
 
 class WrongSession(Refused):
-    """The session secret is not the engine's. Values: engine_id."""
+    """The session secret is not that of the incarnation. Values: engine_id."""
 
     reason = "WRONG_SESSION"
+    code = "PERMISSION_DENIED"
+
+
+class WrongIdentity(Refused):
+    """The lease was acquired under a certificate that shares no name with this one. Values: lease_number."""
+
+    reason = "WRONG_IDENTITY"
     code = "PERMISSION_DENIED"
 
 
@@ -332,7 +341,7 @@ class PeerRestarted(Refused):
 
 
 class LeaseEnded(Refused):
-    """The lease is not live. Values: lease_id."""
+    """The lease is not live. Values: lease_number, if the home knows it."""
 
     reason = "LEASE_ENDED"
 

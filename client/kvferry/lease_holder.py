@@ -17,6 +17,7 @@ from kvferry.leases import ReaderLease
 from kvferry.reference import parse_reference
 from kvferry.renewals import Renewals
 from kvferry.reporting import VERDICT_TIMEOUT, Reporter
+from kvferry.spec import EngineToken
 from kvferry.v1 import kv_transfer_pb2 as pb
 
 logger = logging.getLogger(__name__)
@@ -30,15 +31,15 @@ class LeaseHolder:
     Args:
         homes: node servers that may be dialled.
         renewals: keeps the leases alive.
-        reader: the engine.
+        token: of the engine.
     """
 
-    def __init__(self, homes: Homes, renewals: Renewals, reader: pb.EngineRef) -> None:
+    def __init__(self, homes: Homes, renewals: Renewals, token: EngineToken) -> None:
         self._homes = homes
         self._renewals = renewals
-        self._reader = reader
-        self._reporter = Reporter(reader)
-        self._acquirer = Acquirer(reader, renewals, lambda home, lease, _: self.cancel(home, lease))
+        self._reader = token.ref()
+        self._reporter = Reporter(self._reader)
+        self._acquirer = Acquirer(token, renewals, lambda home, lease, _: self.cancel(home, lease))
 
     def request(
         self, reference: str, read_id: str, *, parties: int, expected_reads: int, timeout: float

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from kvferry.authority import publication_key
 from kvferry.errors import InternalError, InvalidField, KvferryError, Unreachable
 from kvferry.reference import format_reference
 from kvferry.v1 import kv_transfer_pb2 as pb
@@ -65,7 +66,7 @@ class Publication:
 
     number: int
     request_id: str
-    reference: str
+    reference: str = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,14 +110,16 @@ class Offers:
 
     Args:
         engine: the incarnation.
+        session_secret: its secret; the keys of references are derived from it.
 
     Attributes:
         final: seconds from a publish until no home holds a lease on it; as the home says.
     """
 
-    def __init__(self, engine: pb.EngineRef) -> None:
+    def __init__(self, engine: pb.EngineRef, session_secret: bytes) -> None:
         self.final = math.inf
         self._engine = engine
+        self._secret = session_secret
         self._next = 1
         self._held: dict[int, _Held] = {}
         self._released: deque[Release] = deque()
@@ -135,7 +138,7 @@ class Offers:
             incarnation=self._engine.incarnation,
             publication=step.publication,
             request_id=step.request_id,
-            key=step.key,
+            key=publication_key(self._secret, step.publication),
         )
         publication = Publication(step.publication, step.request_id, format_reference(reference))
         self._held[publication.number] = _Held(publication, [step], sending=1)
@@ -151,7 +154,7 @@ class Offers:
         if held is None or held.steps[-1].last:
             raise InvalidField("publication", number, "one that is not complete")
         first = held.steps[0]
-        step.publication, step.request_id, step.key = number, first.request_id, first.key
+        step.publication, step.request_id = number, first.request_id
         step.step = len(held.steps)
         held.steps.append(step)
         held.sending += 1

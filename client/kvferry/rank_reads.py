@@ -59,7 +59,7 @@ class RankOrder:
     engine_id: str
     incarnation: bytes
     publication: int
-    lease_id: bytes
+    lease_id: bytes = field(repr=False)
     granted: Mapping[str, Blocks]
     blocks: Mapping[str, Blocks]
     tokens: tuple[int, int] | None

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvferry.acquiring import Acquirer, AcquireRequest, Granted
 from kvferry.blocks import Blocks
@@ -34,6 +34,7 @@ from kvferry.peers import Peer, Peers
 from kvferry.read import Read, ReadResult
 from kvferry.renewals import Renewals
 from kvferry.reporting import Reporter
+from kvferry.spec import EngineToken
 from kvferry.transfers import Part, Transfer, TransferState, Transport
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry.verifying import Arrived, Verifier
@@ -46,8 +47,8 @@ class ReadRequest:
     """What one read wants. See `Cache.read`."""
 
     home: Control
-    reference: pb.Reference
-    text: str
+    reference: pb.Reference = field(repr=False)
+    text: str = field(repr=False)
     blocks: Mapping[str, Blocks]
     tokens: tuple[int, int] | None
     layers: frozenset[str] | None
@@ -60,7 +61,7 @@ class Reader:
     """The reads of one destination rank.
 
     Args:
-        reader: the destination engine.
+        token: of the destination engine.
         rank: this rank.
         transport: moves the bytes.
         peers: source engines.
@@ -71,7 +72,7 @@ class Reader:
 
     def __init__(
         self,
-        reader: pb.EngineRef,
+        token: EngineToken,
         rank: int,
         transport: Transport,
         peers: Peers,
@@ -83,8 +84,8 @@ class Reader:
         self._transport = transport
         self._peers = peers
         self._renewals = renewals
-        self._reporter = Reporter(reader)
-        self._acquirer = Acquirer(reader, renewals, self._gave_up)
+        self._reporter = Reporter(token.ref())
+        self._acquirer = Acquirer(token, renewals, self._gave_up)
         self._lock = threading.Lock()
         self._max_reads = max_reads
         self._verifier = verifier

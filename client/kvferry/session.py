@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-import secrets
 import threading
 from collections.abc import Callable, Mapping, Sequence
 
+from kvferry.authority import incarnation_of, new_session_secret
 from kvferry.blocks import Blocks, blocks_to_proto, check_ids
 from kvferry.clock import from_duration, now
 from kvferry.control import CALL_TIMEOUT, Control, retrying
@@ -33,15 +33,15 @@ class EngineSession:
     def __init__(self, control: Control, spec: EngineSpec, timeout: float) -> None:
         self.spec = spec
         self._control = control
-        self._engine = pb.EngineRef(engine_id=spec.engine_id, incarnation=secrets.token_bytes(16))
+        self._secret = new_session_secret()
+        self._engine = pb.EngineRef(engine_id=spec.engine_id, incarnation=incarnation_of(self._secret))
         self._lock = threading.Lock()
         self._news = threading.Condition(self._lock)
         self._publishing = threading.Lock()
-        self._offers = Offers(self._engine)
+        self._offers = Offers(self._engine, self._secret)
         self._refills: list[Callable[[], None]] = []
         self._closed = False
-        self._secret = b""
-        request = pb.WatchRequest(engine=self._engine, role=pb.WATCH_ROLE_SCHEDULER)
+        request = pb.WatchRequest(engine=self._engine, session_secret=self._secret, role=pb.WATCH_ROLE_SCHEDULER)
         self._watcher = Watcher(control, request, self._on_event, spec.engine_id)
         opened = self._watcher.open(timeout)
         self.advertise = opened.advertise
@@ -49,7 +49,7 @@ class EngineSession:
     @property
     def token(self) -> EngineToken:
         """What the engine's other processes need. Secret."""
-        return EngineToken(self._engine.engine_id, self._engine.incarnation, self._secret, self.advertise)
+        return EngineToken(self._engine.engine_id, self._secret, self.advertise)
 
     def publish(
         self,
@@ -123,7 +123,6 @@ class EngineSession:
         self._check_open()
         step = pb.Publish(
             request_id=request_id,
-            key=secrets.token_bytes(16),
             groups=self._encode(blocks),
             last=last,
             expected_reads=expected_reads,
@@ -248,7 +247,6 @@ class EngineSession:
     def _on_event(self, message: pb.WatchResponse) -> None:
         kind = message.WhichOneof("event")
         if kind == "opened":
-            self._secret = message.opened.session_secret or self._secret
             times = message.opened.times
             with self._lock:
                 # A reader that waited for the publication may have been promised a whole ttl before it came.

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+from kvferry.authority import SECRET_BYTES, incarnation_of
 from kvferry.errors import InvalidField
 from kvferry.geometry import Group
 from kvferry.v1 import kv_transfer_pb2 as pb
@@ -15,17 +16,15 @@ from kvferry.v1 import kv_transfer_pb2 as pb
 
 @dataclass(frozen=True, slots=True)
 class EngineToken:
-    """What the processes of one engine share: its incarnation and the secret of its session.
+    """What the processes of one engine share.
 
     Attributes:
         engine_id: the engine.
-        incarnation: 16 bytes, chosen once per start.
-        session_secret: 16 bytes, answered to the engine's first Watch.
+        session_secret: 32 bytes, drawn by the process that opens the engine. Its incarnation follows from it.
         home: address of the engine's home, to which the node servers of other ranks relay.
     """
 
     engine_id: str
-    incarnation: bytes
     session_secret: bytes = field(repr=False)
     home: str
 
@@ -33,7 +32,7 @@ class EngineToken:
 
     def __str__(self) -> str:
         """A string for environment variables and pipes. A secret: it lets its holder speak in the engine's name."""
-        body = self.incarnation + self.session_secret + f"{self.engine_id}\0{self.home}".encode()
+        body = self.session_secret + f"{self.engine_id}\0{self.home}".encode()
         return self.PREFIX + base64.urlsafe_b64encode(body).decode().rstrip("=")
 
     @classmethod
@@ -42,12 +41,17 @@ class EngineToken:
         body = text.removeprefix(cls.PREFIX)
         try:
             raw = base64.b64decode(body + "=" * (-len(body) % 4), altchars=b"-_", validate=True)
-            engine_id, _, home = raw[32:].decode().rpartition("\0")
+            engine_id, _, home = raw[SECRET_BYTES:].decode().rpartition("\0")
         except (binascii.Error, UnicodeDecodeError, ValueError):
             raw, engine_id, home = b"", "", ""
         if not text.startswith(cls.PREFIX) or not engine_id:
             raise InvalidField("token", f"{len(text)} characters", "the string of an EngineToken")
-        return cls(engine_id, raw[:16], raw[16:32], home)
+        return cls(engine_id, raw[:SECRET_BYTES], home)
+
+    @property
+    def incarnation(self) -> bytes:
+        """This start of the engine; 16 bytes, public."""
+        return incarnation_of(self.session_secret)
 
     def ref(self) -> pb.EngineRef:
         """The engine as a proto."""

@@ -100,8 +100,6 @@ class Watcher:
         for message in self._control.typed(stream):
             kind = message.WhichOneof("event")
             if kind == "opened":
-                if message.opened.session_secret:
-                    self._request.session_secret = message.opened.session_secret
                 self.opened = message.opened
             self._on_event(message)
             if self._request.resume_epoch != message.home_epoch:

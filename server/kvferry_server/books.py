@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import enum
+import hmac
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from kvferry.errors import PublicationStale
+from kvferry.authority import publication_key
+from kvferry.errors import PublicationStale, WrongKey
 from kvferry.geometry import Group
 from kvferry_server.identity import EngineRef
 from kvferry_server.publications import Publication
@@ -34,20 +36,23 @@ class Book:
 
     Attributes:
         source: the incarnation.
+        secret: of its session; the keys of its references are derived from it.
         standing: whether its leases are renewed and its releases acknowledged.
         groups: of the engine, by name; None until a rank has registered.
         publications: by number, until their release is acknowledged.
         awaited: those of them that have not come.
         high_water: the highest number seen.
         skipped: numbers below it that were never seen, and since when they are awaited.
-        recovering: this home has lost its record of the engine, whose snapshot is not complete yet.
+        recovering: the engine's snapshot is not complete yet. A home cannot tell an engine that is new from one that it has
+            lost its record of, so every engine sends one.
         snapshot: numbers seen since the snapshot began; None outside of one.
         size: bytes that the unreleased publications take.
         checksum_bytes: bytes that their sums take.
     """
 
     source: EngineRef
-    recovering: bool = False
+    secret: bytes = field(repr=False)
+    recovering: bool = True
     standing: Standing = Standing.LIVE
     groups: Mapping[str, Group] | None = None
     publications: dict[int, Publication] = field(default_factory=dict)
@@ -57,6 +62,19 @@ class Book:
     snapshot: set[int] | None = None
     size: int = 0
     checksum_bytes: int = 0
+
+    def key(self, number: int) -> bytes:
+        """The key in the reference of a publication, come or not."""
+        return publication_key(self.secret, number)
+
+    def check_key(self, number: int, key: bytes) -> None:
+        """Raise `WrongKey` unless this is the key of the publication, come or not."""
+        if not hmac.compare_digest(self.key(number), key):
+            raise WrongKey(
+                f"the key is not that of publication {number} of engine {self.source.engine_id!r}",
+                engine_id=self.source.engine_id,
+                publication=number,
+            )
 
     def check_may_come(self, number: int, not_before: float) -> None:
         """Raise `PublicationStale` unless a publication that is not here can still come.

@@ -10,11 +10,11 @@ Pure: no I/O, no clock of its own. What time brings about is left in `take_effec
 from __future__ import annotations
 
 import hmac
-import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvferry.authority import incarnation_of
 from kvferry.errors import (
     CacheDiffers,
     EngineIdInUse,
@@ -64,9 +64,6 @@ class Engine:
 
     Attributes:
         ref: which one.
-        secret: of its session.
-        adopted: it brought its secret along, from a home that lost its record of it.
-        confirmed: somebody has shown the secret; from then on nobody is told it again.
         lost_at: when its scheduler's Watch ended; None while that is open.
         dead: lost for an engine_ttl.
         ranks: registrations by rank; kept when a rank is lost, since no other content may take its place.
@@ -78,9 +75,6 @@ class Engine:
     """
 
     ref: EngineRef
-    secret: bytes = field(repr=False)
-    adopted: bool
-    confirmed: bool
     ttl: float
     retire: float
     lost_at: float | None = None
@@ -231,8 +225,8 @@ class Registry:
             WrongSession: the secret is not its.
             EngineIncomplete: it counts as dead; its Watch has to come first.
         """
+        check_secret(ref, secret)
         engine = self.find(ref)
-        self._check_secret(engine, secret)
         if engine.dead:
             raise EngineIncomplete(f"{ref}: its Watch is lost", engine_id=ref.engine_id, missing_ranks="")
         return engine
@@ -244,16 +238,16 @@ class Registry:
 
         Args:
             ref: the incarnation.
-            secret: of its session; empty to open it. An unknown engine that has one lived at a home that lost its
-                record.
+            secret: of its session.
 
         Raises:
+            WrongSession: the secret is not that of the incarnation.
             EngineIdInUse: another incarnation lives, or may still come back.
             PeerRestarted: this one was replaced.
-            WrongSession: it lives, and this is not its secret.
             LimitReached: too many engines.
         """
         now = self.advance()
+        check_secret(ref, secret)
         engine = self._engines.get(ref.engine_id)
         if self._is_retired(ref):
             raise self._restarted(ref, engine)
@@ -261,18 +255,8 @@ class Registry:
             if engine is not None:
                 self._replace(engine, now)
             check_limit("engines", len(self._engines), self._limits.engines, self._times.engine_ttl)
-            engine = Engine(
-                ref=ref,
-                secret=secret or secrets.token_bytes(16),
-                adopted=bool(secret),
-                confirmed=bool(secret),
-                ttl=self._times.engine_ttl,
-                retire=self._times.retire,
-            )
+            engine = Engine(ref, self._times.engine_ttl, self._times.retire)
             self._engines[ref.engine_id] = engine
-        elif secret or engine.confirmed:
-            # Without a secret, and before anyone has shown it, the first answer may just have been lost.
-            self._check_secret(engine, secret)
         engine.lost_at, engine.dead = None, False
         return engine
 
@@ -350,12 +334,6 @@ class Registry:
         if agent is not None and any(other.name == agent.name for other in others):
             raise InvalidField("agent.name", agent.name, "a name that no other rank of the engine has")
 
-    def _check_secret(self, engine: Engine, secret: bytes) -> None:
-        if not hmac.compare_digest(engine.secret, secret):
-            ref = engine.ref
-            raise WrongSession(f"the session secret is not that of {ref}", engine_id=ref.engine_id)
-        engine.confirmed = True
-
     def _replace(self, engine: Engine, now: float) -> None:
         """Another incarnation wants the name: only if this one is dead."""
         ref, ttl = engine.ref, self._times.engine_ttl
@@ -411,6 +389,13 @@ class Registry:
             self._effects.append(EngineDied(engine.ref))
         elif engine.lost_at + engine.ttl + engine.retire <= now:
             self._forget(engine)
+
+
+def check_secret(ref: EngineRef, secret: bytes) -> None:
+    """Raise `WrongSession` unless the secret is that of the incarnation. Needs no record of the engine, so a home that has
+    lost its own knows its engines again, and takes nobody for another one."""
+    if not hmac.compare_digest(incarnation_of(secret), ref.incarnation):
+        raise WrongSession(f"the session secret is not that of {ref}", engine_id=ref.engine_id)
 
 
 def _raise_if_different(registration: Registration, difference: str) -> None:

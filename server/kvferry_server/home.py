@@ -112,7 +112,7 @@ class Home:
             engine = self.engines.open_engine(process.engine, secret)
             # The end of a predecessor comes before the beginning of its successor.
             self._settle()
-            self.lessor.open(engine.ref, recovering=engine.adopted)
+            self.lessor.open(engine.ref, secret)
         else:
             self.engines.open_rank(process.engine, secret, process.rank, process.node)
         feed = self._feeds.get(process)
@@ -181,7 +181,7 @@ class Home:
                 incarnation=publication.source.incarnation,
                 publication=publication.number,
                 request_id=publication.request_id,
-                key=publication.key,
+                key=self.lessor.key(publication),
             )
         )
 

@@ -1,8 +1,15 @@
-"""The name of one start of an engine."""
+"""Who somebody is: one start of an engine, and the names of a certificate."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeAlias
+
+Names: TypeAlias = frozenset[bytes]
+"""What a verified certificate calls its owner."""
+
+NOBODY: Names = frozenset()
+"""A caller without a certificate."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -11,7 +18,7 @@ class EngineRef:
 
     Attributes:
         engine_id: the stable name.
-        incarnation: 16 bytes, random, chosen once per start by one process of the engine.
+        incarnation: 16 bytes, the digest of the session secret that one process of the engine draws per start.
     """
 
     engine_id: str

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import enum
-import hmac
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from kvferry.errors import LeaseEnded, PartiesMismatch
+from kvferry.errors import LeaseEnded, PartiesMismatch, WrongIdentity
 from kvferry_server.agenda import NEVER
-from kvferry_server.identity import EngineRef
+from kvferry_server.identity import NOBODY, EngineRef, Names
 
 if TYPE_CHECKING:
     from kvferry_server.publications import Publication
@@ -63,12 +62,12 @@ class RankReport:
 
 @dataclass(frozen=True, slots=True)
 class ReadKey:
-    """What makes two calls one read (PROTOCOL, Identities)."""
+    """What makes two calls one read (PROTOCOL, Identities). The read_id is the reader's secret, 16 bytes."""
 
     source: EngineRef
     publication: int
     reader: EngineRef
-    read_id: str
+    read_id: bytes = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,12 +79,14 @@ class Ask:
         key: of the reference.
         parties: ranks that will report.
         expected_reads: reads that will be made of the publication; 0: as its source said.
+        names: those of the caller's certificate.
     """
 
     read: ReadKey
     key: bytes = field(repr=False)
     parties: int = 1
     expected_reads: int = 0
+    names: Names = NOBODY
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,25 +111,25 @@ class Lease:
     """The home's promise to a reader, and what became of it.
 
     Attributes:
-        lease_id: 16 random bytes; a capability.
+        lease_id: 16 random bytes; the reader's secret.
+        number: names it in public; rising per start of the home.
         ask: the call that was accepted.
         publication: what is read.
         granted_at: when it was accepted.
         expires: when it ends by time; moves later only.
         revoked: why it will not be renewed; advice.
-        wrong_key: it waited with a key that turned out not to be the publication's.
         reports: by rank, those that came while it was live. A set: repeating one changes nothing.
         ended_as: how it ended; None while it is live.
         forget_at: until when its outcome is kept.
     """
 
     lease_id: bytes = field(repr=False)
+    number: int
     ask: Ask
     publication: Publication
     granted_at: float
     expires: float
     revoked: RevokeReason | None = None
-    wrong_key: bool = False
     reports: dict[int, RankReport] = field(default_factory=dict)
     ended_as: ReadState | None = None
     forget_at: float = NEVER
@@ -159,27 +160,31 @@ class Lease:
         """Seconds left; 0 once it has ended."""
         return max(0.0, self.expires - now) if self.live else 0.0
 
+    def check_names(self, names: Names) -> None:
+        """Raise `WrongIdentity` for a caller whose certificate shares no name with that of who acquired the lease. Callers on
+        a UNIX socket have none: its directory's mode says who they may be."""
+        if names and self.ask.names and not names & self.ask.names:
+            raise WrongIdentity(f"{self} was acquired under another certificate", lease_number=self.number)
+
     def check_replay(self, ask: Ask) -> None:
         """Check another call of this read.
 
         Raises:
-            WrongKey: it has another key; that of a publication that has not come cannot be checked otherwise.
+            WrongIdentity: it comes from somebody else.
             PartiesMismatch: it has other parties.
             LeaseEnded: the read has ended.
         """
-        if not hmac.compare_digest(self.ask.key, ask.key):
-            raise self.publication.wrong_key()
-        read_id = self.ask.read.read_id
+        self.check_names(ask.names)
         if ask.parties != self.ask.parties:
             raise PartiesMismatch(
-                f"read {read_id!r} has {self.ask.parties} parties, not {ask.parties}",
-                read_id=read_id,
+                f"the read of {self} has {self.ask.parties} parties, not {ask.parties}",
+                lease_number=self.number,
                 field="parties",
                 value=ask.parties,
                 expected=self.ask.parties,
             )
         if not self.live:
-            raise LeaseEnded(f"read {read_id!r} has ended: {self.state.name}", lease_id=self.lease_id.hex())
+            raise LeaseEnded(f"the read of {self} has ended: {self.state.name}", lease_number=self.number)
 
     def add(self, reports: Iterable[RankReport]) -> Verdict:
         """Take reports of ranks: the first of each rank counts, and only while the lease is live.
@@ -191,8 +196,8 @@ class Lease:
         if len(self.reports) + len(new) > self.ask.parties:
             ranks = sorted({*self.reports, *new})
             raise PartiesMismatch(
-                f"read {self.ask.read.read_id!r} has {self.ask.parties} parties, reports come from ranks {ranks}",
-                read_id=self.ask.read.read_id,
+                f"the read of {self} has {self.ask.parties} parties, reports come from ranks {ranks}",
+                lease_number=self.number,
                 field="parties",
                 value=len(ranks),
                 expected=self.ask.parties,
@@ -201,3 +206,6 @@ class Lease:
             return Verdict.EXPIRED if new else Verdict.VALID
         self.reports.update(new)
         return Verdict.VALID
+
+    def __str__(self) -> str:
+        return f"lease {self.number}"

@@ -1,7 +1,6 @@
 """The lessor: what sources and readers may do with publications and leases (PROTOCOL, Leases, Endings, Home restart).
 
-Pure: no I/O, no clock of its own, no threads. Every call first brings everything up to the present, so that a lease is
-    live
+Pure: no I/O, no clock of its own, no threads. Every call first brings everything up to the present, so that a lease is live
 exactly until its time, whenever the timer fires. What others have to be told is left in `take_effects`.
 
     publish ─────────► PUBLISHING ─► PUBLISHED ─► ENDING ─(no live lease)─► RELEASED ─(acknowledged)─► forgotten
@@ -11,7 +10,7 @@ exactly until its time, whenever the timer fires. What others have to be told is
 
 from __future__ import annotations
 
-import hmac
+import itertools
 import secrets
 from collections.abc import Iterable, Iterator
 
@@ -29,7 +28,7 @@ from kvferry_server.books import Book, Standing
 from kvferry_server.checksums import Page
 from kvferry_server.clock import Clock
 from kvferry_server.endings import Changed, Endings, Released
-from kvferry_server.identity import EngineRef
+from kvferry_server.identity import NOBODY, EngineRef, Names
 from kvferry_server.leases import (
     Ask,
     Judgement,
@@ -45,9 +44,6 @@ from kvferry_server.limits import Limits, check_limit
 from kvferry_server.publications import Offer, Outcome, Publication, Stage, check_follows, check_offer
 from kvferry_server.times import Times
 
-MAX_UNCHECKED_DECLINES = 8
-"""Keys with which a publication can be declined before it comes."""
-
 
 class Lessor:
     """Publications and leases of all engines of a home. Not thread-safe: it belongs to its home's event loop."""
@@ -58,6 +54,7 @@ class Lessor:
         self._limits = limits
         self._endings = Endings(times)
         self._draining = False
+        self._lease_numbers = itertools.count(1)
 
     def advance(self) -> float:
         """Bring everything up to the present; returns it."""
@@ -76,17 +73,12 @@ class Lessor:
 
     # Engines come and go.
 
-    def open(self, source: EngineRef, *, recovering: bool) -> None:
-        """An incarnation lives (again).
-
-        Args:
-            source: the incarnation.
-            recovering: it lived before at a home that has lost its record: it has a snapshot to send.
-        """
+    def open(self, source: EngineRef, secret: bytes) -> None:
+        """An incarnation lives (again); the secret is its session's. One without a record here has a snapshot to send."""
         self.advance()
         book = self._endings.books.get(source)
         if book is None:
-            self._endings.books[source] = Book(source, recovering)
+            self._endings.books[source] = Book(source, secret)
         else:
             book.standing = Standing.LIVE
 
@@ -259,16 +251,16 @@ class Lessor:
         """Lease a publication, perhaps before it has come. A replay gets the same lease, unextended.
 
         Raises:
-            WrongKey, PartiesMismatch: the call contradicts the publication, or an earlier call of this read.
+            WrongKey: the key is not the publication's, come or not.
+            WrongIdentity, PartiesMismatch: the call contradicts an earlier call of this read.
             LeaseEnded: this read was had, and has ended.
             PublicationStale, PublicationReleased, PublicationAborted: there is nothing to read.
             HomeRecovering, ServerDraining, LimitReached: not now.
         """
         now = self.advance()
         book = self._endings.book(ask.read.source)
+        book.check_key(ask.read.publication, ask.key)
         publication = book.publications.get(ask.read.publication)
-        if publication is not None and publication.key:
-            publication.check_key(ask.key)
         lease = self._endings.reads.get(ask.read)
         if lease is not None:
             lease.check_replay(ask)
@@ -287,21 +279,22 @@ class Lessor:
         if publication is None:
             publication = self._endings.awaited(book, ask.read.publication)
         expires = min(now + self._times.ttl, publication.final_at)
-        lease = Lease(secrets.token_bytes(16), ask, publication, now, expires)
+        lease = Lease(secrets.token_bytes(16), next(self._lease_numbers), ask, publication, now, expires)
         publication.expected_reads = max(publication.expected_reads, ask.expected_reads)
         self._endings.add_lease(lease)
         return lease
 
-    def renew(self, lease_id: bytes, reader: EngineRef) -> Renewal:
+    def renew(self, lease_id: bytes, reader: EngineRef, names: Names = NOBODY) -> Renewal:
         """Extend a lease to a ttl from now, as far as it may be; never shortens or revives one.
 
         Raises:
             LeaseEnded: there is no record of the lease.
+            WrongIdentity: it is somebody else's.
         """
         now = self.advance()
-        lease = self._endings.leases.get(lease_id)
-        if lease is None or lease.ask.read.reader != reader:
-            raise LeaseEnded("there is no record of this lease", lease_id=lease_id.hex())
+        lease = self._lease(lease_id, reader, names)
+        if lease is None:
+            raise LeaseEnded("there is no record of this lease")
         if lease.live and lease.revoked is None and not self._draining:
             publication = lease.publication
             latest = publication.final_at
@@ -313,27 +306,33 @@ class Lessor:
                 self._endings.revoke(publication, RevokeReason.FINAL_DEADLINE)
         return Renewal(lease.remaining(now), lease.revoked)
 
-    def leased(self, lease_id: bytes, reader: EngineRef) -> Publication:
+    def leased(self, lease_id: bytes, reader: EngineRef, names: Names = NOBODY) -> Publication:
         """What a live lease is on.
 
         Raises:
             LeaseEnded: there is no such lease, or it has ended.
+            WrongIdentity: it is somebody else's.
         """
         self.advance()
-        lease = self._endings.leases.get(lease_id)
-        if lease is None or lease.ask.read.reader != reader or not lease.live:
-            raise LeaseEnded("the lease is not live", lease_id=lease_id.hex())
+        lease = self._lease(lease_id, reader, names)
+        if lease is None:
+            raise LeaseEnded("there is no record of this lease")
+        if not lease.live:
+            raise LeaseEnded(f"{lease} is not live", lease_number=lease.number)
         return lease.publication
 
-    def report(self, lease_id: bytes, reader: EngineRef, reports: Iterable[RankReport]) -> Judgement:
+    def report(
+        self, lease_id: bytes, reader: EngineRef, reports: Iterable[RankReport], names: Names = NOBODY
+    ) -> Judgement:
         """Take reports of ranks that ended their share, and judge them. Replays are answered alike.
 
         Raises:
             PartiesMismatch: more distinct ranks than parties.
+            WrongIdentity: the lease is somebody else's.
         """
         now = self.advance()
-        lease = self._endings.leases.get(lease_id)
-        if lease is None or lease.ask.read.reader != reader:
+        lease = self._lease(lease_id, reader, names)
+        if lease is None:
             return Judgement(Verdict.UNKNOWN)
         verdict = lease.add(reports)
         if lease.live and lease.complete:
@@ -341,18 +340,17 @@ class Lessor:
             self._endings.end_lease(lease, ReadState.VALID if done else ReadState.FAILED, now)
         return Judgement(verdict, len(lease.reports), lease.complete)
 
-    def cancel(self, lease_id: bytes, reader: EngineRef) -> None:
-        """The reader gives up: the lease ends at once, since reading harms no source (PROTOCOL, Leases 7).
-        Idempotent."""
+    def cancel(self, lease_id: bytes, reader: EngineRef, names: Names = NOBODY) -> None:
+        """The reader gives up: the lease ends at once, since reading harms no source (PROTOCOL, Leases 7). Idempotent;
+        raises `WrongIdentity` for somebody else's."""
         now = self.advance()
-        lease = self._endings.leases.get(lease_id)
-        if lease is not None and lease.live and lease.ask.read.reader == reader:
+        lease = self._lease(lease_id, reader, names)
+        if lease is not None and lease.live:
             self._endings.end_lease(lease, ReadState.CANCELLED, now)
 
     def decline(self, source: EngineRef, number: int, key: bytes) -> None:
-        """Nobody will read this: released at once, or with the last live lease. Idempotent.
-
-        Before the publication came, its key is not known: the decline is remembered for a while and judged then.
+        """Nobody will read this: released at once, or with the last live lease. Idempotent. Before the publication came, it
+        is remembered for a while.
 
         Raises:
             WrongKey: the key is not the publication's.
@@ -360,11 +358,10 @@ class Lessor:
         """
         now = self.advance()
         book = self._endings.book(source)
+        book.check_key(number, key)
         publication = book.publications.get(number)
         if publication is not None and publication.stage is not Stage.AWAITED:
-            if publication.key:
-                publication.check_key(key)
-                self._endings.end(publication, Outcome.DECLINED, now)
+            self._endings.end(publication, Outcome.DECLINED, now)
             return
         if publication is None:
             try:
@@ -373,13 +370,15 @@ class Lessor:
                 return
             check_limit("waiting_reads", book.waiting_reads(), self._limits.waiting_reads, self._times.ttl)
             publication = self._endings.awaited(book, number)
-        if key not in publication.declined_with:
-            check_limit("declines", len(publication.declined_with), MAX_UNCHECKED_DECLINES, self._times.ttl)
-            publication.declined_with.add(key)
+        publication.declined = True
         publication.awaited_until = now + self._times.max_wait
         self._endings.reschedule(publication)
 
     # What is there.
+
+    def key(self, publication: Publication) -> bytes:
+        """The key in its reference."""
+        return self._endings.book(publication.source).key(publication.number)
 
     def publications(self) -> Iterator[Publication]:
         """All publications that came, until their release is acknowledged."""
@@ -407,6 +406,14 @@ class Lessor:
 
     # Within.
 
+    def _lease(self, lease_id: bytes, reader: EngineRef, names: Names) -> Lease | None:
+        """The lease, for the reader who has it; raises `WrongIdentity`."""
+        lease = self._endings.leases.get(lease_id)
+        if lease is None or lease.ask.read.reader != reader:
+            return None
+        lease.check_names(names)
+        return lease
+
     def _check_step(self, book: Book, publication: Publication | None, offer: Offer) -> None:
         check_follows(publication.steps if publication else [], offer)
         if book.groups is not None:
@@ -423,16 +430,12 @@ class Lessor:
         check_limit("publication_bytes", size, self._limits.publication_bytes, self._times.ttl)
 
     def _arrive(self, book: Book, publication: Publication, offer: Offer, now: float) -> None:
-        """The first step of a publication: readers that waited with another key were waiting for something else."""
+        """The first step of a publication."""
         # A lease that a waiting reader has is never cut short, not even by a final deadline below the ttl.
         waiting = max((lease.expires for lease in publication.leases), default=0.0)
         publication.final_at = max(now + self._times.final, waiting)
-        publication.request_id, publication.key = offer.request_id, offer.key
+        publication.request_id = offer.request_id
         self._endings.seen(book, publication, now)
-        for lease in list(publication.leases):
-            if not hmac.compare_digest(lease.ask.key, offer.key):
-                lease.wrong_key = True
-                self._endings.end_lease(lease, ReadState.FAILED, now)
 
     def _append(self, book: Book, publication: Publication, offer: Offer, now: float) -> None:
         publication.steps.append(offer)
@@ -445,7 +448,7 @@ class Lessor:
         self._touch(book, publication, now)
         self._endings.reschedule(publication)
         self._endings.changed(publication)
-        if any(hmac.compare_digest(key, publication.key) for key in publication.declined_with):
+        if publication.declined:
             self._endings.end(publication, Outcome.DECLINED, now)
         self._endings.end_if_read(publication, now)
 

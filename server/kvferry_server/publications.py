@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import hmac
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -13,7 +12,6 @@ from kvferry.errors import (
     KvferryError,
     PublicationAborted,
     PublicationReleased,
-    WrongKey,
 )
 from kvferry.geometry import Group, GroupKind
 from kvferry_server.agenda import NEVER
@@ -84,7 +82,6 @@ class Offer:
     Attributes:
         number: of the publication.
         request_id: at the source.
-        key: of the reference.
         step: from 0, without gaps.
         groups: that gain blocks.
         last: no step follows.
@@ -95,7 +92,6 @@ class Offer:
 
     number: int
     request_id: str
-    key: bytes = field(repr=False)
     step: int = 0
     groups: tuple[GroupBlocks, ...] = ()
     last: bool = True
@@ -117,7 +113,7 @@ class Publication:
         source: the engine that offers it.
         number: rising per incarnation.
         stage: where it stands.
-        request_id, key: as its first step said.
+        request_id: as its first step said.
         steps: the offers so far; dropped when it is released.
         step_count: how many came.
         blocks: offered so far, over all groups.
@@ -130,8 +126,8 @@ class Publication:
         release_floor: not released before: at a restarted home, readers that it does not know may still be reading.
         leases: the live ones.
         reads: all leases there ever were, in order.
-        declined_with: keys it was declined with before it came, so unchecked.
-        awaited_until: until when such a decline is remembered.
+        declined: before it came.
+        awaited_until: until when that is remembered.
         tell_again_at: when its source is told of the release again, if it has not acknowledged it.
         checksums: of its blocks; dropped when it is released.
     """
@@ -140,7 +136,6 @@ class Publication:
     number: int
     stage: Stage = Stage.AWAITED
     request_id: str = ""
-    key: bytes = field(default=b"", repr=False)
     steps: list[Offer] = field(default_factory=list)
     step_count: int = 0
     blocks: int = 0
@@ -153,7 +148,7 @@ class Publication:
     release_floor: float = 0.0
     leases: set[Lease] = field(default_factory=set)
     reads: list[Lease] = field(default_factory=list)
-    declined_with: set[bytes] = field(default_factory=set)
+    declined: bool = False
     awaited_until: float = NEVER
     tell_again_at: float = NEVER
     checksums: Checksums = field(default_factory=Checksums)
@@ -191,15 +186,6 @@ class Publication:
         if self.leases:
             return NEVER
         return self.release_floor if self.stage is Stage.ENDING else self.awaited_until
-
-    def check_key(self, key: bytes) -> None:
-        """Raise `WrongKey` unless this is the key of the publication, which has come."""
-        if not hmac.compare_digest(self.key, key):
-            raise self.wrong_key()
-
-    def wrong_key(self) -> WrongKey:
-        """A key is not the publication's."""
-        return WrongKey(f"the key is not that of {self}", engine_id=self.source.engine_id, publication=self.number)
 
     def refusal(self) -> KvferryError:
         """Why nobody can have it any more: it is ending, or released."""
@@ -240,9 +226,8 @@ def check_follows(steps: list[Offer], offer: Offer) -> None:
         return
     if steps[-1].last:
         raise InvalidField("publish.step", offer.step, f"at most {len(steps) - 1}, which was the last")
-    for name in ("request_id", "key"):
-        if getattr(offer, name) != getattr(steps[0], name):
-            raise InvalidField(f"publish.{name}", "another one", "the same in every step")
+    if offer.request_id != steps[0].request_id:
+        raise InvalidField("publish.request_id", "another one", "the same in every step")
     ends = {blocks.group: blocks.end_token for step in steps for blocks in step.groups}
     for blocks in offer.groups:
         end = ends.get(blocks.group, blocks.first_token)

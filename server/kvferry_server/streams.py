@@ -41,9 +41,8 @@ ReadMessage: TypeAlias = Accepted | Offer | Completed | Revoked
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """A Watch is open. `secret` is empty but for the process that opened the incarnation."""
+    """A Watch is open."""
 
-    secret: bytes
     resumed: bool
 
 
@@ -74,7 +73,7 @@ async def read_blocks(home: Home, ask: Ask, wait: float) -> AsyncGenerator[ReadM
 
     Raises:
         PublicationTimeout: it did not come.
-        WrongKey, and all that `Lessor.grant` raises.
+        KvferryError: all that `Lessor.grant` raises.
     """
     with home.turn() as now:
         home.engines.check_readable(home.engines.find_live(ask.read.source.engine_id, ask.read.source.incarnation))
@@ -85,9 +84,6 @@ async def read_blocks(home: Home, ask: Ask, wait: float) -> AsyncGenerator[ReadM
         steps, completed, revoked = 0, False, False
         while True:
             waker.clear()
-            if lease.wrong_key:
-                # Before any block: whoever waits cannot be checked until the publication comes.
-                raise publication.wrong_key()
             while steps < len(publication.steps):
                 steps += 1
                 yield publication.steps[steps - 1]
@@ -126,10 +122,8 @@ async def watch(
         resumed = resume_epoch == home.epoch and feed.dropped_after(told) == 0
         # A home that needs a resync could not say so in a resumed stream, which has no `synced`.
         resumed = resumed and not home.need_resync(process)
-        # Only the process that opens the incarnation comes without the secret.
-        answered = b"" if secret else home.engines.find(process.engine).secret
     try:
-        yield Opened(answered, resumed)
+        yield Opened(resumed)
         if not resumed:
             told = feed.sequence
             async for message in _full_state(home, process):

@@ -29,7 +29,7 @@ from kvferry_server.interceptors import CallLimits, Guard
 from kvferry_server.limits import Limits
 from kvferry_server.relays import Relays
 from kvferry_server.servicers import add_servicers
-from tests.server.parties import FULL, KEY, TIMES, D, FakeClock, P, agent_of, rank_geometry
+from tests.server.parties import FULL, SECRETS, TIMES, D, FakeClock, P, agent_of, key, rank_geometry, read_id
 
 if TYPE_CHECKING:
     from kvferry.v1.introspection_pb2_grpc import IntrospectionAsyncStub
@@ -57,7 +57,6 @@ class Node:
         self.clock = clock
         self.kv = cast("KVTransferAsyncStub", KVTransferStub(channel))
         self.introspection = cast("IntrospectionAsyncStub", IntrospectionStub(channel))
-        self.secret = b""
 
     def pass_by(self, seconds: float) -> None:
         """Time passes and the timers fire."""
@@ -73,19 +72,18 @@ class Node:
     async def open_engine(self, ref: EngineRef = P) -> Watch:
         """Open an engine by its scheduler's Watch."""
         watch = Watch(self, ref)
-        opened = await watch.next()
-        self.secret = opened.opened.session_secret
-        assert (await watch.next()).WhichOneof("event") == "synced"
+        assert await watch.kinds(2) == ["opened", "synced"]
+        await self.source(*snapshot(), ref=ref)
         return watch
 
     async def register(
         self, rank: int = 0, ranks: int = 1, ref: EngineRef = P, **changes: Any
     ) -> pb.RegisterCacheResponse:
-        return await self.kv.RegisterCache(register_request(self.secret, rank, ranks, ref, **changes), timeout=TIMEOUT)
+        return await self.kv.RegisterCache(register_request(rank, ranks, ref, **changes), timeout=TIMEOUT)
 
     async def source(self, *notifications: pb.Notification, ref: EngineRef = P) -> list[pb.NotificationResult]:
         """Notify in an engine's name."""
-        request = pb.NotifyRequest(sender=proto(ref), session_secret=self.secret, notifications=notifications)
+        request = pb.NotifyRequest(sender=proto(ref), session_secret=SECRETS[ref], notifications=notifications)
         return list((await self.kv.Notify(request, timeout=TIMEOUT)).results)
 
     async def reader(self, *notifications: pb.Notification, ref: EngineRef = D) -> list[pb.NotificationResult]:
@@ -125,9 +123,15 @@ class Watch(Stream):
     """A Watch."""
 
     def __init__(
-        self, node: Node, ref: EngineRef = P, secret: bytes = b"", role: int = pb.WATCH_ROLE_SCHEDULER, **changes: Any
+        self,
+        node: Node,
+        ref: EngineRef = P,
+        secret: bytes | None = None,
+        role: int = pb.WATCH_ROLE_SCHEDULER,
+        **changes: Any,
     ) -> None:
-        request = pb.WatchRequest(engine=proto(ref), session_secret=secret, role=role, **changes)  # type: ignore[arg-type]
+        proof = SECRETS[ref] if secret is None else secret
+        request = pb.WatchRequest(engine=proto(ref), session_secret=proof, role=role, **changes)  # type: ignore[arg-type]
         super().__init__(node.kv.Watch(request))
 
     async def kinds(self, count: int) -> list[str]:
@@ -170,7 +174,6 @@ def proto(ref: EngineRef) -> pb.EngineRef:
 
 
 def register_request(
-    secret: bytes,
     rank: int = 0,
     ranks: int = 1,
     ref: EngineRef = P,
@@ -182,7 +185,7 @@ def register_request(
     agent = agent_of(geometry, f"{ref.engine_id}/{rank}")
     request = pb.RegisterCacheRequest(
         engine=proto(ref),
-        session_secret=secret,
+        session_secret=SECRETS[ref],
         num_ranks=ranks,
         identity={"model": "m"},
         groups=[group_to_proto(group) for group in groups],
@@ -216,11 +219,19 @@ def publish_notification(number: int = 1, step: int = 0, *, last: bool = True, *
     blocks = pb.GroupBlocks(
         group="full", first_token=16 * first, end_token=16 * (first + 4), run_starts=[1 + first], run_counts=[4]
     )
-    given: dict[str, Any] = {"request_id": f"r{number}", "key": KEY, "groups": [blocks]}
+    given: dict[str, Any] = {"request_id": f"r{number}", "groups": [blocks]}
     return pb.Notification(publish=pb.Publish(publication=number, step=step, last=last, **{**given, **changes}))
 
 
-def reference(number: int = 1, ref: EngineRef = P, key: bytes = KEY) -> str:
+def snapshot(*held: pb.Notification, high_water: int = 0) -> list[pb.Notification]:
+    """What a home without a record of an engine is told."""
+    phases = (pb.RESYNC_PHASE_BEGIN, pb.RESYNC_PHASE_END)
+    begin, end = (pb.Notification(resync=pb.Resync(phase=phase, high_water=high_water)) for phase in phases)
+    return [begin, *held, end]
+
+
+def reference(number: int = 1, ref: EngineRef = P, wrong: bytes = b"") -> str:
+    """Names a publication, with its key or a wrong one."""
     return format_reference(
         pb.Reference(
             home=ADVERTISE,
@@ -228,13 +239,13 @@ def reference(number: int = 1, ref: EngineRef = P, key: bytes = KEY) -> str:
             incarnation=ref.incarnation,
             publication=number,
             request_id=f"r{number}",
-            key=key,
+            key=wrong or key(number, ref),
         )
     )
 
 
 def read_request(number: int = 1, reader: EngineRef = D, **changes: Any) -> pb.ReadBlocksRequest:
-    given: dict[str, Any] = {"reference": reference(number), "read_id": "read", "parties": 1}
+    given: dict[str, Any] = {"reference": reference(number), "read_id": read_id("read"), "parties": 1}
     return pb.ReadBlocksRequest(reader=proto(reader), **{**given, **changes})
 
 

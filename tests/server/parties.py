@@ -6,6 +6,7 @@ import hashlib
 from dataclasses import dataclass
 from typing import Any
 
+from kvferry.authority import SECRET_BYTES, incarnation_of, publication_key
 from kvferry.geometry import Group, GroupKind, Interval, MemoryKind, MemoryRegion, Plane, RankGeometry
 from kvferry_server.endings import Released
 from kvferry_server.identity import EngineRef
@@ -16,11 +17,32 @@ from kvferry_server.publications import GroupBlocks, Offer, Outcome, Publication
 from kvferry_server.registrations import Agent, Registration
 from kvferry_server.times import Times
 
-P = EngineRef("prefill", b"P" * 16)
-P2 = EngineRef("prefill", b"Q" * 16)
-D = EngineRef("decode", b"D" * 16)
-E = EngineRef("other-decode", b"E" * 16)
-KEY = b"k" * 16
+SECRETS: dict[EngineRef, bytes] = {}
+"""Session secrets of the engines here."""
+
+
+def start(engine_id: str, letter: str) -> EngineRef:
+    """A start of an engine, the same in every run."""
+    secret = letter.encode() * SECRET_BYTES
+    ref = EngineRef(engine_id, incarnation_of(secret))
+    SECRETS[ref] = secret
+    return ref
+
+
+P = start("prefill", "P")
+P2 = start("prefill", "Q")
+D = start("decode", "D")
+E = start("other-decode", "E")
+
+
+def key(number: int = 1, source: EngineRef = P) -> bytes:
+    """The key of a publication's reference."""
+    return publication_key(SECRETS[source], number)
+
+
+def read_id(name: str) -> bytes:
+    """A read_id that a test calls by a short name."""
+    return name.encode().ljust(16, b".")
 
 BLOCK = 16
 FULL = Group("full", GroupKind.TOKENS, BLOCK, 1000, null_block=0)
@@ -52,7 +74,6 @@ def blocks(first: int = 0, count: int = 4, start: int = 1, group: str = "full") 
 def offer(number: int = 1, step: int = 0, **changes: Any) -> Offer:
     given: dict[str, Any] = {
         "request_id": f"r{number}",
-        "key": KEY,
         "groups": (blocks(4 * step, start=1 + 4 * step),),
     }
     return Offer(number, step=step, **{**given, **changes})
@@ -61,12 +82,13 @@ def offer(number: int = 1, step: int = 0, **changes: Any) -> Offer:
 def ask(
     number: int = 1,
     reader: EngineRef = D,
-    read_id: str = "read",
-    key: bytes = KEY,
+    name: str = "read",
     source: EngineRef = P,
-    **changes: int,
+    **changes: Any,
 ) -> Ask:
-    return Ask(ReadKey(source, number, reader, read_id), key, **changes)
+    """A call for a publication; `name` stands for the read_id."""
+    given = {"key": key(number, source), **changes}
+    return Ask(ReadKey(source, number, reader, read_id(name)), **given)
 
 
 def done(*ranks: int, outcome: RankOutcome = RankOutcome.DONE) -> list[RankReport]:
@@ -84,14 +106,17 @@ class Scene:
     def __init__(self, times: Times = TIMES, limits: Limits | None = None, recovering: bool = False) -> None:
         self.clock, self.times = FakeClock(), times
         self.lessor = Lessor(self.clock, times, limits or Limits())
-        self.lessor.open(P, recovering=recovering)
+        self.lessor.open(P, SECRETS[P])
+        if not recovering:
+            self.lessor.begin_snapshot(P)
+            self.lessor.end_snapshot(P, 0)
         self.lessor.set_groups(P, GROUPS)
 
     def publish(self, number: int = 1, step: int = 0, source: EngineRef = P, **changes: Any) -> Publication:
         return self.lessor.publish(source, offer(number, step, **changes))
 
-    def grant(self, number: int = 1, reader: EngineRef = D, read_id: str = "read", **changes: int) -> Lease:
-        return self.lessor.grant(ask(number, reader, read_id, KEY, P, **changes))
+    def grant(self, number: int = 1, reader: EngineRef = D, name: str = "read", **changes: Any) -> Lease:
+        return self.lessor.grant(ask(number, reader, name, P, **changes))
 
     def report(self, lease: Lease, *ranks: int, outcome: RankOutcome = RankOutcome.DONE) -> Judgement:
         return self.lessor.report(lease.lease_id, lease.ask.read.reader, done(*ranks, outcome=outcome))

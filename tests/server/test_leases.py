@@ -50,7 +50,7 @@ def test_a_renewal_extends_to_a_ttl_from_now_and_never_shortens(scene: Scene) ->
 
 def test_a_delayed_renewal_revives_nothing(scene: Scene) -> None:
     scene.publish()
-    expired, completed = scene.grant(read_id="a"), scene.grant(read_id="b", reader=E)
+    expired, completed = scene.grant(name="a"), scene.grant(name="b", reader=E)
     scene.report(completed, 0)
     assert scene.renew(completed) == 0
     expires = expired.expires
@@ -91,8 +91,8 @@ def test_calls_of_one_read_agree_on_their_parties(scene: Scene) -> None:
 
 def test_no_lease_reaches_past_the_final_deadline(scene: Scene) -> None:
     publication = scene.publish()
-    scene.grant(read_id="early")
-    lease = scene.grant(read_id="kept", reader=E)
+    scene.grant(name="early")
+    lease = scene.grant(name="kept", reader=E)
     while scene.clock.time + 20 < publication.final_at:
         scene.wait(20)
         scene.renew(lease)
@@ -111,9 +111,9 @@ def test_a_late_read_gets_what_is_left_until_the_final_deadline(scene: Scene) ->
     publication = scene.publish()
     for turn in range(5):
         scene.wait(99)
-        scene.grant(read_id=str(turn))
+        scene.grant(name=str(turn))
     scene.wait(99)
-    lease = scene.grant(read_id="late")
+    lease = scene.grant(name="late")
     assert lease.expires == publication.final_at
     scene.wait(6)
     assert scene.told() == [(1, Outcome.FINAL)]
@@ -218,7 +218,7 @@ def test_who_waited_with_another_key_waited_for_something_else(scene: Scene) -> 
     with pytest.raises(WrongKey):
         scene.lessor.grant(ask(key=b"x" * 16))
     with pytest.raises(WrongKey):
-        scene.lessor.grant(ask(key=b"x" * 16, read_id="another"))
+        scene.lessor.grant(ask(key=b"x" * 16, name="another"))
 
 
 def test_replays_of_a_waiting_read_need_its_key(scene: Scene) -> None:
@@ -325,14 +325,14 @@ def test_a_read_that_fails_leaves_the_publication_to_a_retry_elsewhere(scene: Sc
 
 def test_expected_reads_count_distinct_valid_reads_and_the_highest_wins(scene: Scene) -> None:
     publication = scene.publish(expected_reads=2)
-    first = scene.grant(read_id="1", expected_reads=3)
+    first = scene.grant(name="1", expected_reads=3)
     for _ in range(3):
         scene.report(first, 0)
-    scene.report(scene.grant(read_id="2"), 0, outcome=RankOutcome.FAILED)
-    scene.report(scene.grant(read_id="3"), 0)
+    scene.report(scene.grant(name="2"), 0, outcome=RankOutcome.FAILED)
+    scene.report(scene.grant(name="3"), 0)
     assert publication.valid_reads == 2
     assert not scene.told()
-    scene.report(scene.grant(read_id="4"), 0)
+    scene.report(scene.grant(name="4"), 0)
     assert scene.told() == [(1, Outcome.READ)]
 
 
@@ -351,7 +351,7 @@ def test_the_last_of_the_live_leases_releases(scene: Scene) -> None:
     assert not scene.told()
     assert scene.renew(second) == TIMES.ttl
     with pytest.raises(PublicationReleased):
-        scene.grant(read_id="third")
+        scene.grant(name="third")
     scene.report(second, 0)
     assert scene.told() == [(1, Outcome.READ)]
 
@@ -371,15 +371,15 @@ def test_numbers_that_are_gone_are_stale_whatever_request_they_carry(scene: Scen
 
 def test_waiting_reads_and_leases_are_limited() -> None:
     scene = Scene(limits=Limits(waiting_reads=2, reads=3, leases=6))
-    scene.grant(1, read_id="a")
-    scene.grant(2, read_id="a")
+    scene.grant(1, name="a")
+    scene.grant(2, name="a")
     with pytest.raises(LimitReached) as caught:
-        scene.grant(3, read_id="a")
+        scene.grant(3, name="a")
     assert caught.value.retryable
     scene.publish(1)
     for read_id in "bc":
         scene.grant(1, read_id=read_id)
     with pytest.raises(LimitReached) as caught:
-        scene.grant(1, read_id="d")
+        scene.grant(1, name="d")
     assert caught.value.values["limit"] == "reads"
     assert KEY.hex() not in repr(list(scene.lessor.leases()))

@@ -496,7 +496,7 @@ def test_incarnations_do_not_share_numbers(scene: Scene) -> None:
 def test_after_many_requests_nothing_is_left(scene: Scene) -> None:
     for number in range(1, 500):
         scene.publish(number)
-        lease = scene.grant(number, read_id=f"r{number}")
+        lease = scene.grant(number, name=f"r{number}")
         if number % 3:
             scene.report(lease, 0)
         else:

@@ -32,7 +32,7 @@ def transfers(
     if not response.transfers:
         console().print(f"Nothing is read from the engines of {safe(server)}.", markup=False)
         return
-    rows = table("Source", ">Publication", "Request", "Reader", "Read", "State", ">Ranks done", ">Bytes", ">Lease")
+    rows = table("Source", ">Publication", "Request", "Reader", ">Lease", "State", ">Ranks done", ">Bytes", ">Remaining")
     for transfer in response.transfers:
         read = transfer.read
         remaining = from_duration(transfer.lease_remaining)
@@ -42,10 +42,10 @@ def transfers(
             transfer.publication,
             transfer.request_id,
             read.reader.engine_id,
-            read.read_id,
+            read.lease_number,
             enum_name(kv_transfer_pb2.ReadState.Name(read.state), "READ_STATE_"),
-            f"{len(read.reports)}/{read.parties}",
-            size(sum(report.bytes for report in read.reports)),
+            f"{read.reported}/{read.parties}",
+            size(read.bytes),
             duration(remaining) if remaining else "ended",
         )
     console().print(rows)

@@ -63,7 +63,7 @@ class Grant:
         read_id: of this read; the same in all ranks.
         home, engine_id, incarnation, publication: the source and what it offers.
         source_request_id: the request at the source.
-        lease_id: of the lease.
+        lease_id: of the lease. A secret: it allows to end the lease.
         timeout: seconds from now until the read is given up (R5); taken anew when the grant is handed out.
         granted: the source's blocks by group.
         payload: opaque bytes from the source.
@@ -78,7 +78,7 @@ class Grant:
     incarnation: bytes
     publication: int
     source_request_id: str
-    lease_id: bytes
+    lease_id: bytes = field(repr=False)
     timeout: float
     granted: tuple[BlockRuns, ...]
     payload: bytes = b""

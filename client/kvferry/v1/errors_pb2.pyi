@@ -45,7 +45,7 @@ class _ErrorReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     ERROR_REASON_WRONG_KEY: _ErrorReason.ValueType  # 7
     """PERMISSION_DENIED: the reference's key is not the publication's. Metadata: engine_id, publication."""
     ERROR_REASON_WRONG_SESSION: _ErrorReason.ValueType  # 8
-    """PERMISSION_DENIED: the session secret is not the engine's. Metadata: engine_id."""
+    """PERMISSION_DENIED: the session secret is not that of the incarnation. Metadata: engine_id."""
     ERROR_REASON_ENGINE_UNKNOWN: _ErrorReason.ValueType  # 9
     """NOT_FOUND: no engine of this id. Metadata: engine_id."""
     ERROR_REASON_ENGINE_INCOMPLETE: _ErrorReason.ValueType  # 10
@@ -71,7 +71,7 @@ class _ErrorReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     .field, .source, .destination, .message for N from 0, and mismatches (their number; at most 16 are spelled out).
     """
     ERROR_REASON_PARTIES_MISMATCH: _ErrorReason.ValueType  # 18
-    """INVALID_ARGUMENT: calls of one read disagree. Metadata: read_id, field, value, expected."""
+    """INVALID_ARGUMENT: calls of one read disagree. Metadata: lease_number, field, value, expected."""
     ERROR_REASON_BLOCKS_SHORT: _ErrorReason.ValueType  # 19
     """FAILED_PRECONDITION: fewer blocks than the asked tokens need. Metadata: group, side, asked, available."""
     ERROR_REASON_BAD_BLOCK: _ErrorReason.ValueType  # 20
@@ -89,7 +89,9 @@ class _ErrorReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     ERROR_REASON_UNREACHABLE: _ErrorReason.ValueType  # 25
     """UNAVAILABLE: the home of an engine could not be reached. Metadata: address."""
     ERROR_REASON_LEASE_ENDED: _ErrorReason.ValueType  # 26
-    """FAILED_PRECONDITION: the read's lease is not live (ended, or never was). Metadata: lease_id."""
+    """FAILED_PRECONDITION: the read's lease is not live (ended, or never was). Metadata: lease_number, if the
+    home knows it.
+    """
     ERROR_REASON_WATCH_TAKEN_OVER: _ErrorReason.ValueType  # 27
     """ABORTED: a newer Watch of the same process took over."""
     ERROR_REASON_BAD_AGENT_METADATA: _ErrorReason.ValueType  # 28
@@ -99,6 +101,10 @@ class _ErrorReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     ERROR_REASON_DATA_LOSS: _ErrorReason.ValueType  # 30
     """DATA_LOSS: bytes that were read are not those that the source had summed. Metadata: plane, source_rank, place, unit,
     source_block, destination_blocks, expected, computed, mismatches. Raised by readers; the read counts as failed.
+    """
+    ERROR_REASON_WRONG_IDENTITY: _ErrorReason.ValueType  # 31
+    """PERMISSION_DENIED: the lease was acquired under a certificate that shares no name with the caller's. Metadata:
+    lease_number.
     """
 
 class ErrorReason(_ErrorReason, metaclass=_ErrorReasonEnumTypeWrapper):
@@ -121,7 +127,7 @@ ERROR_REASON_BAD_REFERENCE: ErrorReason.ValueType  # 6
 ERROR_REASON_WRONG_KEY: ErrorReason.ValueType  # 7
 """PERMISSION_DENIED: the reference's key is not the publication's. Metadata: engine_id, publication."""
 ERROR_REASON_WRONG_SESSION: ErrorReason.ValueType  # 8
-"""PERMISSION_DENIED: the session secret is not the engine's. Metadata: engine_id."""
+"""PERMISSION_DENIED: the session secret is not that of the incarnation. Metadata: engine_id."""
 ERROR_REASON_ENGINE_UNKNOWN: ErrorReason.ValueType  # 9
 """NOT_FOUND: no engine of this id. Metadata: engine_id."""
 ERROR_REASON_ENGINE_INCOMPLETE: ErrorReason.ValueType  # 10
@@ -147,7 +153,7 @@ ERROR_REASON_INCOMPATIBLE: ErrorReason.ValueType  # 17
 .field, .source, .destination, .message for N from 0, and mismatches (their number; at most 16 are spelled out).
 """
 ERROR_REASON_PARTIES_MISMATCH: ErrorReason.ValueType  # 18
-"""INVALID_ARGUMENT: calls of one read disagree. Metadata: read_id, field, value, expected."""
+"""INVALID_ARGUMENT: calls of one read disagree. Metadata: lease_number, field, value, expected."""
 ERROR_REASON_BLOCKS_SHORT: ErrorReason.ValueType  # 19
 """FAILED_PRECONDITION: fewer blocks than the asked tokens need. Metadata: group, side, asked, available."""
 ERROR_REASON_BAD_BLOCK: ErrorReason.ValueType  # 20
@@ -165,7 +171,9 @@ ERROR_REASON_RELAY_LOOP: ErrorReason.ValueType  # 24
 ERROR_REASON_UNREACHABLE: ErrorReason.ValueType  # 25
 """UNAVAILABLE: the home of an engine could not be reached. Metadata: address."""
 ERROR_REASON_LEASE_ENDED: ErrorReason.ValueType  # 26
-"""FAILED_PRECONDITION: the read's lease is not live (ended, or never was). Metadata: lease_id."""
+"""FAILED_PRECONDITION: the read's lease is not live (ended, or never was). Metadata: lease_number, if the
+home knows it.
+"""
 ERROR_REASON_WATCH_TAKEN_OVER: ErrorReason.ValueType  # 27
 """ABORTED: a newer Watch of the same process took over."""
 ERROR_REASON_BAD_AGENT_METADATA: ErrorReason.ValueType  # 28
@@ -175,5 +183,9 @@ ERROR_REASON_PUBLICATION_ABORTED: ErrorReason.ValueType  # 29
 ERROR_REASON_DATA_LOSS: ErrorReason.ValueType  # 30
 """DATA_LOSS: bytes that were read are not those that the source had summed. Metadata: plane, source_rank, place, unit,
 source_block, destination_blocks, expected, computed, mismatches. Raised by readers; the read counts as failed.
+"""
+ERROR_REASON_WRONG_IDENTITY: ErrorReason.ValueType  # 31
+"""PERMISSION_DENIED: the lease was acquired under a certificate that shares no name with the caller's. Metadata:
+lease_number.
 """
 global___ErrorReason = ErrorReason

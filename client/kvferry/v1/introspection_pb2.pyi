@@ -3,7 +3,8 @@
 isort:skip_file
 What operators and tools ask a node server. Read-only; nothing here is needed to move data.
 
-Lists are paged (AIP-158) and ordered by engine_id, then by what they list.
+Lists are paged (AIP-158) and ordered by engine_id, then by what they list. A page may hold fewer entries than asked: its size
+in bytes is limited too. Nothing here is a secret: leases are named by their public numbers.
 """
 
 import builtins
@@ -351,6 +352,7 @@ class TransferSummary(google.protobuf.message.Message):
     REQUEST_ID_FIELD_NUMBER: builtins.int
     READ_FIELD_NUMBER: builtins.int
     LEASE_REMAINING_FIELD_NUMBER: builtins.int
+    REPORTS_FIELD_NUMBER: builtins.int
     publication: builtins.int
     """publication that is read."""
     request_id: builtins.str
@@ -367,6 +369,10 @@ class TransferSummary(google.protobuf.message.Message):
     def lease_remaining(self) -> google.protobuf.duration_pb2.Duration:
         """lease_remaining; zero once the lease has ended."""
 
+    @property
+    def reports(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[kvferry.v1.kv_transfer_pb2.RankReport]:
+        """reports of its ranks."""
+
     def __init__(
         self,
         *,
@@ -375,9 +381,10 @@ class TransferSummary(google.protobuf.message.Message):
         request_id: builtins.str = ...,
         read: kvferry.v1.kv_transfer_pb2.ReadSummary | None = ...,
         lease_remaining: google.protobuf.duration_pb2.Duration | None = ...,
+        reports: collections.abc.Iterable[kvferry.v1.kv_transfer_pb2.RankReport] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["lease_remaining", b"lease_remaining", "read", b"read", "source", b"source"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["lease_remaining", b"lease_remaining", "publication", b"publication", "read", b"read", "request_id", b"request_id", "source", b"source"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["lease_remaining", b"lease_remaining", "publication", b"publication", "read", b"read", "reports", b"reports", "request_id", b"request_id", "source", b"source"]) -> None: ...
 
 global___TransferSummary = TransferSummary
 

@@ -68,7 +68,7 @@ class IntrospectionServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ListTransfers(self, request, context):
-        """ListTransfers lists reads and their leases. Idempotent.
+        """ListTransfers lists reads and their leases, by publication and lease_number. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -3,7 +3,8 @@
 isort:skip_file
 What operators and tools ask a node server. Read-only; nothing here is needed to move data.
 
-Lists are paged (AIP-158) and ordered by engine_id, then by what they list.
+Lists are paged (AIP-158) and ordered by engine_id, then by what they list. A page may hold fewer entries than asked: its size
+in bytes is limited too. Nothing here is a secret: leases are named by their public numbers.
 """
 
 import abc
@@ -46,7 +47,7 @@ class IntrospectionStub:
         kvferry.v1.introspection_pb2.ListTransfersRequest,
         kvferry.v1.introspection_pb2.ListTransfersResponse,
     ]
-    """ListTransfers lists reads and their leases. Idempotent."""
+    """ListTransfers lists reads and their leases, by publication and lease_number. Idempotent."""
 
     PlanRead: grpc.UnaryUnaryMultiCallable[
         kvferry.v1.introspection_pb2.PlanReadRequest,
@@ -79,7 +80,7 @@ class IntrospectionAsyncStub:
         kvferry.v1.introspection_pb2.ListTransfersRequest,
         kvferry.v1.introspection_pb2.ListTransfersResponse,
     ]
-    """ListTransfers lists reads and their leases. Idempotent."""
+    """ListTransfers lists reads and their leases, by publication and lease_number. Idempotent."""
 
     PlanRead: grpc.aio.UnaryUnaryMultiCallable[
         kvferry.v1.introspection_pb2.PlanReadRequest,
@@ -120,7 +121,7 @@ class IntrospectionServicer(metaclass=abc.ABCMeta):
         request: kvferry.v1.introspection_pb2.ListTransfersRequest,
         context: _ServicerContext,
     ) -> typing.Union[kvferry.v1.introspection_pb2.ListTransfersResponse, collections.abc.Awaitable[kvferry.v1.introspection_pb2.ListTransfersResponse]]:
-        """ListTransfers lists reads and their leases. Idempotent."""
+        """ListTransfers lists reads and their leases, by publication and lease_number. Idempotent."""
 
     @abc.abstractmethod
     def PlanRead(

@@ -12,7 +12,9 @@ Notify(read_done); the source learns of `released` on its Watch and reuses the b
 Rules for every call:
  - Deadlines are required on every call of this service except Watch (DEADLINE_REQUIRED).
  - Every answer carries home_epoch, random per start of the node server: another value means that it restarted.
- - Identifiers of 16 bytes are random; engine_id, request_id and read_id are UTF-8 of 1 to 256 bytes.
+ - engine_id and request_id are UTF-8 of 1 to 256 bytes.
+ - Secrets are the session secret, a reference's key, a lease_id, a read_id and agent metadata. Each says below what it allows.
+   No listing, page token, error or event holds one. Everything else is public and proves nothing.
  - Durations are what remains when the message is sent, never points in time: no clock crosses a host.
  - Errors are described in errors.proto.
 """
@@ -259,7 +261,9 @@ class EngineRef(google.protobuf.message.Message):
     engine_id: builtins.str
     """engine_id is the stable name."""
     incarnation: builtins.bytes
-    """incarnation is random, chosen once per start by one process of the engine; 16 bytes."""
+    """incarnation is chosen once per start by one process of the engine: the first 16 bytes of
+    SHA-256("kvferry incarnation 1" || session secret).
+    """
     def __init__(
         self,
         *,
@@ -297,7 +301,9 @@ class Reference(google.protobuf.message.Message):
     request_id: builtins.str
     """request_id of the publication at its source. Empty in a reference that a router made."""
     key: builtins.bytes
-    """key of the publication, 16 random bytes."""
+    """key of the publication: the first 16 bytes of HMAC-SHA-256(session secret of the source, "kvferry publication 1" ||
+    publication as 8 bytes, big-endian).
+    """
     router_key: builtins.str
     """router_key is chosen by a router that addresses source and destination at once: ReadBlocks then waits for a
     publication under this key. Empty otherwise.
@@ -352,7 +358,7 @@ class RegisterCacheRequest(google.protobuf.message.Message):
     AGENT_FIELD_NUMBER: builtins.int
     RELAYED_BY_FIELD_NUMBER: builtins.int
     session_secret: builtins.bytes
-    """session_secret from the engine's Watch, 16 bytes."""
+    """session_secret of the engine, 32 random bytes drawn by the process that chose the incarnation."""
     home: builtins.str
     """home is the address of the engine's home. Empty: this node server is the home."""
     num_ranks: builtins.int
@@ -638,8 +644,10 @@ class ReadBlocksRequest(google.protobuf.message.Message):
     WAIT_FIELD_NUMBER: builtins.int
     reference: builtins.str
     """reference as the source's engine gave it."""
-    read_id: builtins.str
-    """read_id chosen by the reader, the same in every call of one read."""
+    read_id: builtins.bytes
+    """read_id chosen by the reader, the same in every call of one read; 16 bytes that nobody else can guess. With it and the
+    reference a replay gets the lease.
+    """
     parties: builtins.int
     """parties is the number of ranks that will report. At least 1; equal in every call of one read."""
     expected_reads: builtins.int
@@ -659,7 +667,7 @@ class ReadBlocksRequest(google.protobuf.message.Message):
         *,
         reference: builtins.str = ...,
         reader: global___EngineRef | None = ...,
-        read_id: builtins.str = ...,
+        read_id: builtins.bytes = ...,
         parties: builtins.int = ...,
         expected_reads: builtins.int = ...,
         wait: google.protobuf.duration_pb2.Duration | None = ...,
@@ -725,12 +733,15 @@ class Accepted(google.protobuf.message.Message):
     SOURCE_FIELD_NUMBER: builtins.int
     PUBLICATION_FIELD_NUMBER: builtins.int
     REQUEST_ID_FIELD_NUMBER: builtins.int
+    LEASE_NUMBER_FIELD_NUMBER: builtins.int
     lease_id: builtins.bytes
-    """lease_id, 16 bytes; a capability."""
+    """lease_id, 16 random bytes; a secret of the reader. It allows to renew, report and cancel."""
     publication: builtins.int
     """publication number."""
     request_id: builtins.str
     """request_id at the source. Empty until the publication is there."""
+    lease_number: builtins.int
+    """lease_number names the lease in listings and errors: from 1, rising per start of the home. Public."""
     @property
     def remaining(self) -> google.protobuf.duration_pb2.Duration:
         """remaining time of the lease when this was sent. The reader's deadline is its own clock at the sending of the request
@@ -754,9 +765,10 @@ class Accepted(google.protobuf.message.Message):
         source: global___EngineRef | None = ...,
         publication: builtins.int = ...,
         request_id: builtins.str = ...,
+        lease_number: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["remaining", b"remaining", "renew_every", b"renew_every", "source", b"source"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["lease_id", b"lease_id", "publication", b"publication", "remaining", b"remaining", "renew_every", b"renew_every", "request_id", b"request_id", "source", b"source"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["lease_id", b"lease_id", "lease_number", b"lease_number", "publication", b"publication", "remaining", b"remaining", "renew_every", b"renew_every", "request_id", b"request_id", "source", b"source"]) -> None: ...
 
 global___Accepted = Accepted
 
@@ -943,7 +955,6 @@ class Publish(google.protobuf.message.Message):
 
     PUBLICATION_FIELD_NUMBER: builtins.int
     REQUEST_ID_FIELD_NUMBER: builtins.int
-    KEY_FIELD_NUMBER: builtins.int
     STEP_FIELD_NUMBER: builtins.int
     GROUPS_FIELD_NUMBER: builtins.int
     LAST_FIELD_NUMBER: builtins.int
@@ -954,8 +965,6 @@ class Publish(google.protobuf.message.Message):
     """publication number, from 1, rising per incarnation, one per request."""
     request_id: builtins.str
     """request_id at the source."""
-    key: builtins.bytes
-    """key of the reference, 16 random bytes."""
     step: builtins.int
     """step of this message, from 0, without gaps."""
     last: builtins.bool
@@ -975,7 +984,6 @@ class Publish(google.protobuf.message.Message):
         *,
         publication: builtins.int = ...,
         request_id: builtins.str = ...,
-        key: builtins.bytes = ...,
         step: builtins.int = ...,
         groups: collections.abc.Iterable[global___GroupBlocks] | None = ...,
         last: builtins.bool = ...,
@@ -983,7 +991,7 @@ class Publish(google.protobuf.message.Message):
         payload: builtins.bytes = ...,
         checksums: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["checksums", b"checksums", "expected_reads", b"expected_reads", "groups", b"groups", "key", b"key", "last", b"last", "payload", b"payload", "publication", b"publication", "request_id", b"request_id", "step", b"step"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["checksums", b"checksums", "expected_reads", b"expected_reads", "groups", b"groups", "last", b"last", "payload", b"payload", "publication", b"publication", "request_id", b"request_id", "step", b"step"]) -> None: ...
 
 global___Publish = Publish
 
@@ -1600,7 +1608,7 @@ class WatchRequest(google.protobuf.message.Message):
     RELAYED_BY_FIELD_NUMBER: builtins.int
     HOME_FIELD_NUMBER: builtins.int
     session_secret: builtins.bytes
-    """session_secret, 16 bytes. Empty for the process that opens the incarnation; it answers the secret."""
+    """session_secret of the engine, 32 bytes: proves the incarnation, also to a home that has never seen it."""
     role: global___WatchRole.ValueType
     """role of the process."""
     rank: builtins.int
@@ -1700,12 +1708,9 @@ class WatchOpened(google.protobuf.message.Message):
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    SESSION_SECRET_FIELD_NUMBER: builtins.int
     TIMES_FIELD_NUMBER: builtins.int
     ADVERTISE_FIELD_NUMBER: builtins.int
     RESUMED_FIELD_NUMBER: builtins.int
-    session_secret: builtins.bytes
-    """session_secret of the engine, 16 bytes. To the opening process only; else empty."""
     advertise: builtins.str
     """advertise is the address of this node server as others reach it; that of a home goes into references."""
     resumed: builtins.bool
@@ -1717,13 +1722,12 @@ class WatchOpened(google.protobuf.message.Message):
     def __init__(
         self,
         *,
-        session_secret: builtins.bytes = ...,
         times: global___Times | None = ...,
         advertise: builtins.str = ...,
         resumed: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["times", b"times"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["advertise", b"advertise", "resumed", b"resumed", "session_secret", b"session_secret", "times", b"times"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["advertise", b"advertise", "resumed", b"resumed", "times", b"times"]) -> None: ...
 
 global___WatchOpened = WatchOpened
 
@@ -1766,35 +1770,37 @@ class ReadSummary(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     READER_FIELD_NUMBER: builtins.int
-    READ_ID_FIELD_NUMBER: builtins.int
+    LEASE_NUMBER_FIELD_NUMBER: builtins.int
     STATE_FIELD_NUMBER: builtins.int
-    REPORTS_FIELD_NUMBER: builtins.int
     PARTIES_FIELD_NUMBER: builtins.int
-    read_id: builtins.str
-    """read_id of the read."""
+    REPORTED_FIELD_NUMBER: builtins.int
+    BYTES_FIELD_NUMBER: builtins.int
+    lease_number: builtins.int
+    """lease_number of its lease; see Accepted."""
     state: global___ReadState.ValueType
     """state of the read."""
     parties: builtins.int
     """parties that were expected."""
+    reported: builtins.int
+    """reported is the number of distinct ranks that have reported."""
+    bytes: builtins.int
+    """bytes moved, over all ranks that have reported."""
     @property
     def reader(self) -> global___EngineRef:
         """reader engine."""
-
-    @property
-    def reports(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___RankReport]:
-        """reports of its ranks."""
 
     def __init__(
         self,
         *,
         reader: global___EngineRef | None = ...,
-        read_id: builtins.str = ...,
+        lease_number: builtins.int = ...,
         state: global___ReadState.ValueType = ...,
-        reports: collections.abc.Iterable[global___RankReport] | None = ...,
         parties: builtins.int = ...,
+        reported: builtins.int = ...,
+        bytes: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["reader", b"reader"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["parties", b"parties", "read_id", b"read_id", "reader", b"reader", "reports", b"reports", "state", b"state"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "lease_number", b"lease_number", "parties", b"parties", "reader", b"reader", "reported", b"reported", "state", b"state"]) -> None: ...
 
 global___ReadSummary = ReadSummary
 
@@ -1806,7 +1812,9 @@ class WatchSynced(google.protobuf.message.Message):
 
     NEED_RESYNC_FIELD_NUMBER: builtins.int
     need_resync: builtins.bool
-    """need_resync asks the engine to send its snapshot (Notify resync): this home has no record of it."""
+    """need_resync asks the engine to send its snapshot (Notify resync): this home has no record of it, because the engine is new
+    or the home has restarted. Until its end the engine's publications are HOME_RECOVERING. That of a new engine is empty.
+    """
     def __init__(
         self,
         *,

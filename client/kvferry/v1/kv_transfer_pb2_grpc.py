@@ -80,7 +80,9 @@ class KVTransferServicer(object):
         ends with OK; losing it ends nothing.
 
         Idempotent by (reader engine, its incarnation, publication, read_id): a replay gets the same lease, unextended, and the
-        full block list.
+        full block list. The reference's key is checked at once, also before the publication has come (WRONG_KEY). Under mutual
+        TLS a lease belongs to the identity that acquired it: replays, renewals, reports, cancels and ReadChecksums come from a
+        certificate that shares a name with the first one (WRONG_IDENTITY).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -111,7 +113,8 @@ class KVTransferServicer(object):
         """Watch is the liveness of one process of an engine at its own node server, and its stream of events: the full state
         first, ended by Synced, then changes. The first Watch of an incarnation opens it.
 
-        A newer Watch of the same process takes over; the old one ends with WATCH_TAKEN_OVER.
+        A newer Watch of the same process takes over; the old one ends with WATCH_TAKEN_OVER. A Watch whose session_secret is not
+        that of its incarnation is WRONG_SESSION.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -12,7 +12,9 @@ Notify(read_done); the source learns of `released` on its Watch and reuses the b
 Rules for every call:
  - Deadlines are required on every call of this service except Watch (DEADLINE_REQUIRED).
  - Every answer carries home_epoch, random per start of the node server: another value means that it restarted.
- - Identifiers of 16 bytes are random; engine_id, request_id and read_id are UTF-8 of 1 to 256 bytes.
+ - engine_id and request_id are UTF-8 of 1 to 256 bytes.
+ - Secrets are the session secret, a reference's key, a lease_id, a read_id and agent metadata. Each says below what it allows.
+   No listing, page token, error or event holds one. Everything else is public and proves nothing.
  - Durations are what remains when the message is sent, never points in time: no clock crosses a host.
  - Errors are described in errors.proto.
 """
@@ -67,7 +69,9 @@ class KVTransferStub:
     ends with OK; losing it ends nothing.
 
     Idempotent by (reader engine, its incarnation, publication, read_id): a replay gets the same lease, unextended, and the
-    full block list.
+    full block list. The reference's key is checked at once, also before the publication has come (WRONG_KEY). Under mutual
+    TLS a lease belongs to the identity that acquired it: replays, renewals, reports, cancels and ReadChecksums come from a
+    certificate that shares a name with the first one (WRONG_IDENTITY).
     """
 
     Notify: grpc.UnaryUnaryMultiCallable[
@@ -98,7 +102,8 @@ class KVTransferStub:
     """Watch is the liveness of one process of an engine at its own node server, and its stream of events: the full state
     first, ended by Synced, then changes. The first Watch of an incarnation opens it.
 
-    A newer Watch of the same process takes over; the old one ends with WATCH_TAKEN_OVER.
+    A newer Watch of the same process takes over; the old one ends with WATCH_TAKEN_OVER. A Watch whose session_secret is not
+    that of its incarnation is WRONG_SESSION.
     """
 
 class KVTransferAsyncStub:
@@ -136,7 +141,9 @@ class KVTransferAsyncStub:
     ends with OK; losing it ends nothing.
 
     Idempotent by (reader engine, its incarnation, publication, read_id): a replay gets the same lease, unextended, and the
-    full block list.
+    full block list. The reference's key is checked at once, also before the publication has come (WRONG_KEY). Under mutual
+    TLS a lease belongs to the identity that acquired it: replays, renewals, reports, cancels and ReadChecksums come from a
+    certificate that shares a name with the first one (WRONG_IDENTITY).
     """
 
     Notify: grpc.aio.UnaryUnaryMultiCallable[
@@ -167,7 +174,8 @@ class KVTransferAsyncStub:
     """Watch is the liveness of one process of an engine at its own node server, and its stream of events: the full state
     first, ended by Synced, then changes. The first Watch of an incarnation opens it.
 
-    A newer Watch of the same process takes over; the old one ends with WATCH_TAKEN_OVER.
+    A newer Watch of the same process takes over; the old one ends with WATCH_TAKEN_OVER. A Watch whose session_secret is not
+    that of its incarnation is WRONG_SESSION.
     """
 
 class KVTransferServicer(metaclass=abc.ABCMeta):
@@ -211,7 +219,9 @@ class KVTransferServicer(metaclass=abc.ABCMeta):
         ends with OK; losing it ends nothing.
 
         Idempotent by (reader engine, its incarnation, publication, read_id): a replay gets the same lease, unextended, and the
-        full block list.
+        full block list. The reference's key is checked at once, also before the publication has come (WRONG_KEY). Under mutual
+        TLS a lease belongs to the identity that acquired it: replays, renewals, reports, cancels and ReadChecksums come from a
+        certificate that shares a name with the first one (WRONG_IDENTITY).
         """
 
     @abc.abstractmethod
@@ -248,7 +258,8 @@ class KVTransferServicer(metaclass=abc.ABCMeta):
         """Watch is the liveness of one process of an engine at its own node server, and its stream of events: the full state
         first, ended by Synced, then changes. The first Watch of an incarnation opens it.
 
-        A newer Watch of the same process takes over; the old one ends with WATCH_TAKEN_OVER.
+        A newer Watch of the same process takes over; the old one ends with WATCH_TAKEN_OVER. A Watch whose session_secret is not
+        that of its incarnation is WRONG_SESSION.
         """
 
 def add_KVTransferServicer_to_server(servicer: KVTransferServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

@@ -9,6 +9,7 @@ from typing import TypeVar
 
 from google.protobuf.duration_pb2 import Duration
 
+from kvferry.authority import SECRET_BYTES
 from kvferry.clock import from_duration
 from kvferry.errors import InvalidField
 from kvferry.v1 import kv_transfer_pb2 as pb
@@ -32,9 +33,12 @@ def text(field: str, value: str, least: int = 1) -> str:
 
 def random_bytes(field: str, value: bytes, *, optional: bool = False) -> bytes:
     """16 bytes, or none where that is allowed. They may be secret, so an error does not repeat them."""
-    if len(value) != 16 and not (optional and not value):
-        raise InvalidField(field, f"{len(value)} bytes", "16 bytes" + (", or none" if optional else ""))
-    return value
+    return _exactly(field, value, 16, optional=optional)
+
+
+def session_secret(value: bytes, *, optional: bool = False) -> bytes:
+    """The secret of an engine's session. Whether it is the right one is the home's to say."""
+    return _exactly("session_secret", value, SECRET_BYTES, optional=optional)
 
 
 def engine_ref(field: str, message: pb.EngineRef) -> EngineRef:
@@ -57,6 +61,12 @@ def seconds(field: str, value: Duration) -> float:
     if value.seconds < 0 or not 0 <= value.nanos < 1_000_000_000 or value.seconds > MAX_SECONDS:
         raise InvalidField(field, f"{value.seconds} s {value.nanos} ns", f"0 to {MAX_SECONDS:.0f} seconds")
     return from_duration(value)
+
+
+def _exactly(field: str, value: bytes, size: int, *, optional: bool) -> bytes:
+    if len(value) != size and not (optional and not value):
+        raise InvalidField(field, f"{len(value)} bytes", f"{size} bytes" + (", or none" if optional else ""))
+    return value
 
 
 async def offloaded(size: int, call: Callable[[], Result]) -> Result:

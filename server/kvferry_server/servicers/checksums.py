@@ -10,7 +10,7 @@ from kvferry.geometry import Interval
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry_server.checksums import Page, Query, answers, check_places
 from kvferry_server.home import Home
-from kvferry_server.identity import EngineRef
+from kvferry_server.identity import EngineRef, Names
 from kvferry_server.servicers import checks
 
 MAX_PAGE_SUMS = 1 << 17
@@ -53,18 +53,21 @@ def publish_checksums(home: Home, sender: EngineRef, message: pb.PublishChecksum
         home.lessor.add_checksums(sender, number, message.rank, pages, last=message.last)
 
 
-async def read_checksums(home: Home, request: pb.ReadChecksumsRequest) -> pb.ReadChecksumsResponse:
-    """Answer a reader.
+async def read_checksums(
+    home: Home, request: pb.ReadChecksumsRequest, names: Names
+) -> pb.ReadChecksumsResponse:
+    """Answer a reader; `names` are those of its certificate.
 
     Raises:
         InvalidField: a malformed query, or more than one answer holds.
         LeaseEnded: the lease is not live.
+        WrongIdentity: it is somebody else's.
     """
     reader = checks.engine_ref("reader", request.reader)
     lease_id = checks.random_bytes("lease_id", request.lease_id)
     queries = _queries(request)
     with home.turn():
-        publication = home.lessor.leased(lease_id, reader)
+        publication = home.lessor.leased(lease_id, reader, names)
         found = [(query, publication.checksums.pages(query)) for query in queries]
         done = publication.checksums.done
         pending = {query.rank for query in queries} - done if publication.awaits_checksums else set()

@@ -12,11 +12,11 @@ from kvferry.reference import parse_reference
 from kvferry.v1 import geometry_pb2
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry_server.events import Process, Role
-from kvferry_server.identity import EngineRef
+from kvferry_server.identity import EngineRef, Names
 from kvferry_server.leases import Ask, RankOutcome, RankReport, ReadKey
 from kvferry_server.publications import MAX_PAYLOAD, GroupBlocks, Offer
 from kvferry_server.registrations import Agent, Registration
-from kvferry_server.servicers.checks import engine_ref, positive, random_bytes, text
+from kvferry_server.servicers.checks import engine_ref, positive, random_bytes, session_secret, text
 
 MAX_METADATA = 2 << 20
 """Bytes of a NIXL agent's metadata."""
@@ -55,13 +55,13 @@ def reader_geometry(request: pb.HandshakeRequest) -> EngineGeometry:
     )
 
 
-def ask(request: pb.ReadBlocksRequest, max_parties: int) -> Ask:
+def ask(request: pb.ReadBlocksRequest, max_parties: int, names: Names) -> Ask:
     """What a reader asks for; raises `NotImplementedHere` for a reference that a router made."""
     if not 1 <= request.parties <= max_parties:
         raise InvalidField("parties", request.parties, f"1 to {max_parties}")
     source, number, key = reference(request.reference)
-    read = ReadKey(source, number, engine_ref("reader", request.reader), text("read_id", request.read_id))
-    return Ask(read, key, request.parties, request.expected_reads)
+    read = ReadKey(source, number, engine_ref("reader", request.reader), random_bytes("read_id", request.read_id))
+    return Ask(read, key, request.parties, request.expected_reads, names)
 
 
 def reference(given: str) -> tuple[EngineRef, int, bytes]:
@@ -82,7 +82,7 @@ def process(request: pb.WatchRequest) -> Process:
         raise InvalidField("role", request.role, "WATCH_ROLE_SCHEDULER or WATCH_ROLE_RANK") from None
     if role is Role.SCHEDULER and request.rank:
         raise InvalidField("rank", request.rank, "0 for a scheduler")
-    random_bytes("session_secret", request.session_secret, optional=role is Role.SCHEDULER)
+    session_secret(request.session_secret)
     random_bytes("resume_epoch", request.resume_epoch, optional=True)
     node = text("relayed_by", request.relayed_by, least=0)
     return Process(engine_ref("engine", request.engine), role, request.rank, node)
@@ -97,7 +97,6 @@ def offer(message: pb.Publish) -> Offer:
     return Offer(
         number=positive("publish.publication", message.publication),
         request_id=text("publish.request_id", message.request_id),
-        key=random_bytes("publish.key", message.key),
         step=message.step,
         groups=tuple(_group_blocks(blocks) for blocks in message.groups),
         last=message.last,

@@ -84,7 +84,7 @@ def watch_message(epoch: bytes, message: WatchMessage, values: Times, advertise:
     response = pb.WatchResponse(home_epoch=epoch)
     if isinstance(message, Opened):
         opened = response.opened
-        opened.session_secret, opened.resumed, opened.advertise = message.secret, message.resumed, advertise
+        opened.resumed, opened.advertise = message.resumed, advertise
         opened.times.CopyFrom(times(values))
     elif isinstance(message, Synced):
         response.synced.CopyFrom(pb.WatchSynced(need_resync=message.need_resync))
@@ -144,6 +144,7 @@ def transfer_summary(lease: Lease, now: float) -> ipb.TransferSummary:
         request_id=publication.request_id,
         read=_read_summary(lease),
         lease_remaining=to_duration(lease.remaining(now)),
+        reports=[_report(report) for report in lease.reports.values()],
     )
 
 
@@ -156,6 +157,7 @@ def _accepted(lease: Lease, values: Times, now: float) -> pb.Accepted:
         source=engine_ref(publication.source),
         publication=publication.number,
         request_id=publication.request_id,
+        lease_number=lease.number,
     )
 
 
@@ -191,10 +193,12 @@ def _released(publication: Publication) -> pb.Released:
 def _read_summary(lease: Lease) -> pb.ReadSummary:
     return pb.ReadSummary(
         reader=engine_ref(lease.ask.read.reader),
-        read_id=lease.ask.read.read_id,
+        lease_number=lease.number,
         state=pb.ReadState.ValueType(lease.state),
-        reports=[_report(report) for report in lease.reports.values()],
         parties=lease.ask.parties,
+        reported=len(lease.reports),
+        # A reader may report any number: the field holds 64 bits.
+        bytes=min(sum(report.bytes for report in lease.reports.values()), (1 << 64) - 1),
     )
 
 

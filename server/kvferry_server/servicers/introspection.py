@@ -142,4 +142,4 @@ def _publication_key(publication: Publication) -> Key:
 
 
 def _lease_key(lease: Lease) -> Key:
-    return *_publication_key(lease.publication), lease.lease_id
+    return *_publication_key(lease.publication), number_key(lease.number)

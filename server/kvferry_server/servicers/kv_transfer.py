@@ -19,6 +19,7 @@ from kvferry.v1.kv_transfer_pb2_grpc import KVTransferServicer
 from kvferry_server.home import Home
 from kvferry_server.relays import Relays
 from kvferry_server.servicers import checks, decode, encode
+from kvferry_server.servicers.callers import names_of
 from kvferry_server.servicers.checksums import read_checksums
 from kvferry_server.servicers.notify import notify
 from kvferry_server.streams import read_blocks, watch
@@ -43,7 +44,7 @@ class KVTransfer(KVTransferServicer):
         home = self._home
         home.check_taking()
         relayed = self._relays.applies(request.home, request.relayed_by)
-        secret = checks.random_bytes("session_secret", request.session_secret)
+        secret = checks.session_secret(request.session_secret)
         registration = await checks.offloaded(request.ByteSize(), lambda: decode.registration(request))
         if relayed:
             return await self._relays.register_cache(request)
@@ -94,7 +95,7 @@ class KVTransfer(KVTransferServicer):
     ) -> AsyncGenerator[pb.ReadBlocksResponse, None]:
         """See the contract."""
         home = self._home
-        ask = decode.ask(request, home.limits.ranks)
+        ask = decode.ask(request, home.limits.ranks, names_of(context))
         wait = min(_time_to_wait(context), home.times.max_wait)
         if request.HasField("wait"):
             wait = min(wait, checks.seconds("wait", request.wait) or wait)
@@ -104,11 +105,11 @@ class KVTransfer(KVTransferServicer):
 
     async def Notify(self, request: pb.NotifyRequest, context: Context) -> pb.NotifyResponse:
         """See the contract."""
-        return notify(self._home, request)
+        return notify(self._home, request, names_of(context))
 
     async def ReadChecksums(self, request: pb.ReadChecksumsRequest, context: Context) -> pb.ReadChecksumsResponse:
         """See the contract."""
-        return await read_checksums(self._home, request)
+        return await read_checksums(self._home, request, names_of(context))
 
     async def Watch(self, request: pb.WatchRequest, context: Context) -> AsyncGenerator[pb.WatchResponse, None]:
         """See the contract."""

@@ -7,7 +7,7 @@ from kvferry.errors import InvalidField, KvferryError
 from kvferry.status import to_notification_error
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry_server.home import Home
-from kvferry_server.identity import EngineRef
+from kvferry_server.identity import EngineRef, Names
 from kvferry_server.servicers import checks, decode, encode
 from kvferry_server.servicers.checksums import publish_checksums
 
@@ -17,8 +17,8 @@ OF_A_SOURCE = frozenset({"publish", "abort", "released_ack", "resync", "checksum
 """Said in an engine's name, so its session secret is needed."""
 
 
-def notify(home: Home, request: pb.NotifyRequest) -> pb.NotifyResponse:
-    """Do what a batch says.
+def notify(home: Home, request: pb.NotifyRequest, names: Names) -> pb.NotifyResponse:
+    """Do what a batch says; `names` are those of the caller's certificate.
 
     Raises:
         InvalidField: too many notifications, or a malformed sender.
@@ -27,18 +27,20 @@ def notify(home: Home, request: pb.NotifyRequest) -> pb.NotifyResponse:
     """
     if len(request.notifications) > MAX_NOTIFICATIONS:
         raise InvalidField("notifications", f"{len(request.notifications)}", f"at most {MAX_NOTIFICATIONS}")
-    checks.random_bytes("session_secret", request.session_secret, optional=True)
+    checks.session_secret(request.session_secret, optional=True)
     sender = checks.engine_ref("sender", request.sender) if request.HasField("sender") else None
     if any(notification.WhichOneof("kind") in OF_A_SOURCE for notification in request.notifications):
         if sender is None:
             raise InvalidField("sender", None, "the source that speaks")
         with home.turn():
             home.engines.check_session(sender, request.session_secret)
-    results = [_result(home, sender, notification) for notification in request.notifications]
+    results = [_result(home, sender, names, notification) for notification in request.notifications]
     return pb.NotifyResponse(home_epoch=home.epoch, results=results)
 
 
-def _result(home: Home, sender: EngineRef | None, notification: pb.Notification) -> pb.NotificationResult:
+def _result(
+    home: Home, sender: EngineRef | None, names: Names, notification: pb.Notification
+) -> pb.NotificationResult:
     kind = notification.WhichOneof("kind")
     try:
         if kind is None:
@@ -49,7 +51,7 @@ def _result(home: Home, sender: EngineRef | None, notification: pb.Notification)
             raise InvalidField("sender", None, "the engine that speaks")
         if kind in OF_A_SOURCE:
             return _from_source(home, sender, kind, notification)
-        return _from_reader(home, sender, kind, notification)
+        return _from_reader(home, sender, names, kind, notification)
     except KvferryError as error:
         return pb.NotificationResult(error=to_notification_error(error))
 
@@ -88,24 +90,26 @@ def _resync(home: Home, sender: EngineRef, resync: pb.Resync) -> None:
         raise InvalidField("resync.phase", resync.phase, "RESYNC_PHASE_BEGIN or RESYNC_PHASE_END")
 
 
-def _from_reader(home: Home, sender: EngineRef, kind: str, notification: pb.Notification) -> pb.NotificationResult:
+def _from_reader(
+    home: Home, sender: EngineRef, names: Names, kind: str, notification: pb.Notification
+) -> pb.NotificationResult:
     if kind == "renew":
         lease_id = checks.random_bytes("renew.lease_id", notification.renew.lease_id)
         with home.turn():
-            renewal = home.lessor.renew(lease_id, sender)
+            renewal = home.lessor.renew(lease_id, sender, names)
         revoked = encode.revoke_reason(renewal.revoked)
         return pb.NotificationResult(renewed=pb.Renewed(remaining=to_duration(renewal.remaining), revoked=revoked))
     if kind == "read_done":
         lease_id = checks.random_bytes("read_done.lease_id", notification.read_done.lease_id)
         reports = decode.reports(notification.read_done)
         with home.turn():
-            judged = home.lessor.report(lease_id, sender, reports)
+            judged = home.lessor.report(lease_id, sender, reports, names)
         verdict = pb.Verdict.ValueType(judged.verdict)
         ended = pb.ReadEnded(verdict=verdict, reported=judged.reported, complete=judged.complete)
         return pb.NotificationResult(read_ended=ended)
     lease_id = checks.random_bytes("cancel.lease_id", notification.cancel.lease_id)
     with home.turn():
-        home.lessor.cancel(lease_id, sender)
+        home.lessor.cancel(lease_id, sender, names)
     return _done()
 
 
