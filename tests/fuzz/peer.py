@@ -29,6 +29,7 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
 
+from kvferry.authority import SECRET_BYTES, incarnation_of
 from kvferry.errors import BadReference
 from kvferry.reference import format_reference, parse_reference
 from kvferry.status import DETAILS_KEY
@@ -180,7 +181,6 @@ class HostilePeer:
     Args:
         address: of the node server.
         turns: what it chooses with.
-        on_answer: told of each answer and error.
     """
 
     def __init__(self, address: str, turns: random.Random) -> None:
@@ -191,14 +191,16 @@ class HostilePeer:
         self._turns = turns
         self._channel = grpc.insecure_channel(
             address,
-            (("grpc.max_receive_message_length", -1), ("grpc.initial_reconnect_backoff_ms", 20))
-            + (("grpc.min_reconnect_backoff_ms", 20), ("grpc.max_reconnect_backoff_ms", 20)),
+            [
+                ("grpc.max_receive_message_length", -1),
+                *((f"grpc.{which}_reconnect_backoff_ms", 20) for which in ("initial", "min", "max")),
+            ],
         )
         self._streams: list[Any] = []
         self._numbers = itertools.count(1)
         self._rush: threading.Thread | None = None
         self._rushing = threading.Event()
-        self.secrets = [turns.randbytes(size) for size in SIZES for _ in range(3)]
+        self.secrets = [turns.randbytes(SECRET_BYTES) for _ in range(4)]
         """Its own."""
 
     def act(self, calls: int) -> None:
@@ -253,7 +255,8 @@ class HostilePeer:
         request = self._made(method.request)
         if name.startswith("List"):
             # Page by page, every token is seen.
-            setattr(request, "page_size", self._turns.choice((0, 1, 1, 2, 3, 5)))
+            sized: Any = request
+            sized.page_size = self._turns.choice((0, 1, 1, 2, 3, 5))
             if self._turns.random() < 0.3:
                 request.ClearField("page_token")
             if "engine_id" in request.DESCRIPTOR.fields_by_name and self._turns.random() < 0.7:
@@ -291,14 +294,9 @@ class HostilePeer:
         """Open, register, publish and read, as it should be done, under its own name or another's."""
         engine_id = OWN_ID if self._turns.random() < 0.5 else self.known.named["engine_id"].draw(self._turns) or OWN_ID
         secret = self._turns.choice(self.secrets)
-        ref = pb.EngineRef(engine_id=engine_id, incarnation=self._incarnation(secret))
-        opened = self._call(
-            _SENT["/kvferry.v1.KVTransfer/Watch"],
-            pb.WatchRequest(engine=ref, session_secret=secret, role=pb.WATCH_ROLE_SCHEDULER),
-        )
-        for answer in opened:
-            told = getattr(answer.opened, "session_secret", b"")  # type: ignore[attr-defined]
-            secret = told or secret
+        ref = pb.EngineRef(engine_id=engine_id, incarnation=incarnation_of(secret))
+        watch = pb.WatchRequest(engine=ref, session_secret=secret, role=pb.WATCH_ROLE_SCHEDULER)
+        self._call(_SENT["/kvferry.v1.KVTransfer/Watch"], watch)
         self.known.learn(ref)
         geometry: Any = self.known.messages["kvferry.v1.EngineGeometry"].draw(self._turns, lambda one: len(one.ranks))
         if geometry is not None:
@@ -310,8 +308,6 @@ class HostilePeer:
             self._call(_SENT["/kvferry.v1.KVTransfer/RegisterCache"], request)
             number = next(self._numbers)
             publish = pb.Publish(publication=number, request_id=f"own-{number}", last=True, expected_reads=1)
-            if "key" in pb.Publish.DESCRIPTOR.fields_by_name:
-                setattr(publish, "key", b"k" * 16)
             group = geometry.groups[0]
             publish.groups.add(group=group.name, end_token=group.block_tokens, run_starts=[1], run_counts=[1])
             resync = [pb.Notification(resync=pb.Resync(phase=phase)) for phase in (1, 2)]  # type: ignore[arg-type]
@@ -341,12 +337,7 @@ class HostilePeer:
 
     def _impostor(self, ref: Any) -> pb.EngineRef:
         """Its own incarnation under another's name."""
-        return pb.EngineRef(engine_id=ref.engine_id, incarnation=self._incarnation(self.secrets[0]))
-
-    def _incarnation(self, secret: bytes) -> bytes:
-        from kvferry.authority import incarnation_of
-
-        return incarnation_of(secret)
+        return pb.EngineRef(engine_id=ref.engine_id, incarnation=incarnation_of(self.secrets[0]))
 
     # Calls.
 
