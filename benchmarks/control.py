@@ -48,7 +48,9 @@ def run() -> Table:
             session.publish("control", {"full": Blocks(scattered)})
 
         def read_blocks() -> None:
-            request = pb.ReadBlocksRequest(reference=reference, reader=reader, read_id=secrets.token_hex(8), parties=1)
+            request = pb.ReadBlocksRequest(
+                reference=reference, reader=reader, read_id=secrets.token_bytes(16), parties=1
+            )
             stream = stub.ReadBlocks(request, timeout=5)
             for message in stream:
                 if message.WhichOneof("message") == "accepted":

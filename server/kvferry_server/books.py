@@ -43,8 +43,8 @@ class Book:
         awaited: those of them that have not come.
         high_water: the highest number seen.
         skipped: numbers below it that were never seen, and since when they are awaited.
-        recovering: the engine's snapshot is not complete yet. A home cannot tell an engine that is new from one that it has
-            lost its record of, so every engine sends one.
+        recovering: the engine's snapshot is not complete yet. A home cannot tell an engine that is new from one that it
+            has lost its record of, so every engine sends one.
         snapshot: numbers seen since the snapshot began; None outside of one.
         size: bytes that the unreleased publications take.
         checksum_bytes: bytes that their sums take.

@@ -37,8 +37,8 @@ class Endings:
 
     Attributes:
         books: by incarnation.
-        leases: by lease_id, live ones and ended ones whose outcome is kept. To look one up takes a time that says nothing
-            of the others: a dictionary compares 64 bits of a keyed hash first, and the ids are 128 random bits.
+        leases: by lease_id, live ones and ended ones whose outcome is kept. The time of a look-up says nothing of the
+            others: a dictionary compares a keyed hash of the whole id before it looks at any byte of one.
         reads: the same by what makes two calls one read, its 128-bit read_id included.
         effects: what others have to be told.
     """

@@ -392,8 +392,8 @@ class Registry:
 
 
 def check_secret(ref: EngineRef, secret: bytes) -> None:
-    """Raise `WrongSession` unless the secret is that of the incarnation. Needs no record of the engine, so a home that has
-    lost its own knows its engines again, and takes nobody for another one."""
+    """Raise `WrongSession` unless the secret is that of the incarnation. This needs no record of the engine: a home that
+    has lost its own knows its engines again, and takes nobody for another one."""
     if not hmac.compare_digest(incarnation_of(secret), ref.incarnation):
         raise WrongSession(f"the session secret is not that of {ref}", engine_id=ref.engine_id)
 

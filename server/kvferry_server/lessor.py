@@ -1,7 +1,7 @@
 """The lessor: what sources and readers may do with publications and leases (PROTOCOL, Leases, Endings, Home restart).
 
-Pure: no I/O, no clock of its own, no threads. Every call first brings everything up to the present, so that a lease is live
-exactly until its time, whenever the timer fires. What others have to be told is left in `take_effects`.
+Pure: no I/O, no clock of its own, no threads. Every call first brings everything up to the present, so that a lease is
+live exactly until its time, whenever the timer fires. What others have to be told is left in `take_effects`.
 
     publish ─────────► PUBLISHING ─► PUBLISHED ─► ENDING ─(no live lease)─► RELEASED ─(acknowledged)─► forgotten
     ask, decline ─► AWAITED ─┘                    read as often as expected, declined, aborted, unread, final
@@ -74,7 +74,12 @@ class Lessor:
     # Engines come and go.
 
     def open(self, source: EngineRef, secret: bytes) -> None:
-        """An incarnation lives (again); the secret is its session's. One without a record here has a snapshot to send."""
+        """An incarnation lives (again). One without a record here has a snapshot to send.
+
+        Args:
+            source: the incarnation.
+            secret: of its session.
+        """
         self.advance()
         book = self._endings.books.get(source)
         if book is None:
@@ -349,8 +354,8 @@ class Lessor:
             self._endings.end_lease(lease, ReadState.CANCELLED, now)
 
     def decline(self, source: EngineRef, number: int, key: bytes) -> None:
-        """Nobody will read this: released at once, or with the last live lease. Idempotent. Before the publication came, it
-        is remembered for a while.
+        """Nobody will read this: released at once, or with the last live lease. Idempotent. Before the publication came,
+        it is remembered for a while.
 
         Raises:
             WrongKey: the key is not the publication's.

@@ -17,6 +17,7 @@ from unittest import mock
 import grpc
 import pytest
 
+from kvferry.authority import incarnation_of, new_session_secret
 from kvferry.channel import connect
 from kvferry.cli import main
 from kvferry.v1 import geometry_pb2, kv_transfer_pb2
@@ -47,15 +48,13 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
     with ExitStack() as stack:
         server = stack.enter_context(Kvferryd("--unix", str(path), "--listen", "127.0.0.1:0", "--drain", "0"))
         stub = KVTransferStub(stack.enter_context(connect(server.address)))
-        source = kv_transfer_pb2.EngineRef(engine_id=SOURCE, incarnation=secrets.token_bytes(16))
-        reader = kv_transfer_pb2.EngineRef(engine_id=READER, incarnation=secrets.token_bytes(16))
-        secret = open_engine(stub, source)
+        secret = new_session_secret()
+        source = open_engine(stub, SOURCE, secret)
         for rank in range(RANKS):
             stub.RegisterCache(registration(source, secret, rank), timeout=10)
         publish = kv_transfer_pb2.Publish(
             publication=7,
             request_id="cmpl-7",
-            key=secrets.token_bytes(16),
             groups=[kv_transfer_pb2.GroupBlocks(group="full", end_token=48, run_starts=[3], run_counts=[3])],
             last=True,
         )
@@ -67,11 +66,13 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
             ),
             timeout=10,
         )
-        # The secret of the reader is its own affair: a read needs the reference only.
-        open_engine(stub, reader)
+        reader = open_engine(stub, READER, new_session_secret())
         reading = stub.ReadBlocks(
             kv_transfer_pb2.ReadBlocksRequest(
-                reference=notified.results[0].published.reference, reader=reader, read_id="read-1", parties=4
+                reference=notified.results[0].published.reference,
+                reader=reader,
+                read_id=secrets.token_bytes(16),
+                parties=4,
             ),
             timeout=60,
         )
@@ -117,14 +118,21 @@ def run_kvferry(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]
     return subprocess.CompletedProcess(["kvferry", *arguments], code, out.getvalue(), err.getvalue())
 
 
-def open_engine(stub: KVTransferStub, engine: kv_transfer_pb2.EngineRef) -> bytes:
-    """Open an incarnation, whose Watch stays open as long as the channel; its secret."""
-    watch: Any = stub.Watch(kv_transfer_pb2.WatchRequest(engine=engine, role=kv_transfer_pb2.WATCH_ROLE_SCHEDULER))
+def open_engine(stub: KVTransferStub, engine_id: str, secret: bytes) -> kv_transfer_pb2.EngineRef:
+    """Open an incarnation, whose Watch stays open as long as the channel."""
+    engine = kv_transfer_pb2.EngineRef(engine_id=engine_id, incarnation=incarnation_of(secret))
+    request = kv_transfer_pb2.WatchRequest(
+        engine=engine, session_secret=secret, role=kv_transfer_pb2.WATCH_ROLE_SCHEDULER
+    )
+    watch: Any = stub.Watch(request)
     for event in watch:
-        if event.WhichOneof("event") == "opened":
-            _open.append(watch)
-            return bytes(event.opened.session_secret)
-    raise AssertionError("the Watch ended")
+        if event.WhichOneof("event") == "synced":
+            break
+    _open.append(watch)
+    phases = (kv_transfer_pb2.RESYNC_PHASE_BEGIN, kv_transfer_pb2.RESYNC_PHASE_END)
+    resync = [kv_transfer_pb2.Notification(resync=kv_transfer_pb2.Resync(phase=phase)) for phase in phases]
+    stub.Notify(kv_transfer_pb2.NotifyRequest(sender=engine, session_secret=secret, notifications=resync), timeout=10)
+    return engine
 
 
 _open: list[grpc.Call] = []

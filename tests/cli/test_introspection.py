@@ -67,9 +67,9 @@ def test_requests(kvferry: Run, stage: Stage) -> None:
 
 def test_transfers(kvferry: Run) -> None:
     table = rows(kvferry("transfers", "--engine", SOURCE))
-    header = ["Source", "Publication", "Request", "Reader", "Read", "State", "Ranks done", "Bytes", "Lease"]
+    header = ["Source", "Publication", "Request", "Reader", "Lease", "State", "Ranks done", "Bytes", "Remaining"]
     assert table[0] == header
-    assert table[1][:8] == [SOURCE, "7", "cmpl-7", READER, "read-1", "reading", "1/4", "1.5 MB"]
+    assert table[1][:8] == [SOURCE, "7", "cmpl-7", READER, "1", "reading", "1/4", "1.5 MB"]
     assert table[1][8].endswith(" s")
     (transfer,) = answer(kvferry("transfers", "--json"))["transfers"]
     assert transfer["read"]["state"] == "READ_STATE_READING"

@@ -3,7 +3,6 @@ one."""
 
 from __future__ import annotations
 
-import secrets
 import socket
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -110,7 +109,7 @@ def test_bad_published_blocks_are_refused(
 ) -> None:
     with Client(homes[0]) as client:
         session = registered(client, unique_id("bad"))
-        publish = pb.Publish(publication=1, request_id="x", key=secrets.token_bytes(16), groups=[blocks], last=True)
+        publish = pb.Publish(publication=1, request_id="x", groups=[blocks], last=True)
         request = pb.NotifyRequest(
             sender=session.token.ref(),
             session_secret=session.token.session_secret,
@@ -207,7 +206,7 @@ def test_another_process_cannot_speak_in_an_engines_name(homes: Homes, stub: KVT
         session = registered(client, unique_id("mine"))
         publication = session.publish("x", {"full": Blocks([1])})
         abort = pb.Notification(abort=pb.Abort(publication=publication.number))
-        request = pb.NotifyRequest(sender=session.token.ref(), session_secret=b"0" * 16, notifications=[abort])
+        request = pb.NotifyRequest(sender=session.token.ref(), session_secret=b"0" * 32, notifications=[abort])
         assert isinstance(fails(lambda: stub.Notify(request, timeout=5)), WrongSession)
 
 

@@ -141,7 +141,7 @@ async def test_cancelled_await_cancels_the_read(engine: MakeEngine, homes: tuple
     with grpc.insecure_channel(homes[0]) as channel:
         request = ipb.ListTransfersRequest(engine_id=source.spec.engine_id)
         (transfer,) = IntrospectionStub(channel).ListTransfers(request, timeout=5).transfers
-    assert [report.outcome for report in transfer.read.reports] == [pb.RANK_OUTCOME_CANCELLED]
+    assert [report.outcome for report in transfer.reports] == [pb.RANK_OUTCOME_CANCELLED]
     assert transfer.lease_remaining.ToNanoseconds() == 0
 
 

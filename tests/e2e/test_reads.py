@@ -62,8 +62,9 @@ def test_every_byte_arrives_and_no_other_is_touched(
     (release,) = source.session.released(timeout=10)
     assert (release.publication, release.request_id) == (publication.number, "request-1")
     assert release.outcome is ReleaseOutcome.READ
-    assert len(release.reads) == 1
-    assert sorted(report.rank for report in release.reads[0].reports) == list(range(destination_tp))
+    (read,) = release.reads
+    assert (read.reported, read.parties) == (destination_tp, destination_tp)
+    assert read.bytes == sum(result.bytes for result in results)
 
 
 def test_latent_cache_of_mla_is_read_whole_by_every_rank(engine: MakeEngine, homes: Homes) -> None:

@@ -84,8 +84,8 @@ def test_a_lease_is_acquired_again_at_a_home_that_restarted(tmp_path: Path) -> N
                 for name in ("source", "reader")
             ]
             publication = caches[0].session.publish("request", {"full": Blocks([1, 2])})
-            reader, home = caches[1].session.token.ref(), Control(server.address, None)
-            acquirer = Acquirer(reader, renewals, lambda *_: None)
+            token, home = caches[1].session.token, Control(server.address, None)
+            acquirer = Acquirer(token, renewals, lambda *_: None)
             text = publication.reference
             request = AcquireRequest(home, parse_reference(text), text, "read", 1, 0, now() + 30)
             deadlines: list[float] = []
@@ -100,11 +100,11 @@ def test_a_lease_is_acquired_again_at_a_home_that_restarted(tmp_path: Path) -> N
             assert granted.lease.deadline > first_deadline
             assert granted.lease.deadline in deadlines
             done = [pb.RankReport(rank=0, outcome=pb.RANK_OUTCOME_DONE)]
-            assert Reporter(reader).report(home, granted.lease, done) == pb.VERDICT_VALID
+            assert Reporter(token.ref()).report(home, granted.lease, done) == pb.VERDICT_VALID
             renewals.drop(granted.lease)
             (release,) = caches[0].session.released(timeout=30)
             assert (release.publication, release.outcome) == (publication.number, ReleaseOutcome.READ)
-            assert [summary.read_id for summary in release.reads] == ["read"]
+            assert [summary.state for summary in release.reads] == [pb.READ_STATE_VALID]
     finally:
         renewals.close()
         server.stop()

@@ -65,7 +65,7 @@ def test_a_request_from_prefill_to_decode(pair: Pair) -> None:
     release = source.release_of(publication)
     assert release.outcome is ReleaseOutcome.READ
     # One report for all ranks.
-    assert [len(read.reports) for read in release.reads] == [3]
+    assert [read.reported for read in release.reads] == [3]
 
 
 def test_a_prefix_that_is_there_already_is_not_read(pair: Pair) -> None:

@@ -13,6 +13,7 @@ import grpc
 import psutil
 from google.protobuf.message import Message
 
+from kvferry.authority import incarnation_of, publication_key
 from kvferry.codec import engine_to_proto, group_to_proto, rank_to_proto, region_to_proto
 from kvferry.geometry import EngineGeometry, RankGeometry
 from kvferry.reference import format_reference
@@ -45,7 +46,6 @@ class Party:
 
     def __init__(self, channel: grpc.Channel, name: str) -> None:
         self.kv: Any = KVTransferStub(channel)
-        self.key = b"k" * 16
         self._named, self._lives = name, 0
         self._watch: Any = None
 
@@ -120,12 +120,12 @@ class Party:
                 incarnation=self.ref.incarnation,
                 publication=self.publication,
                 request_id=f"request-{self.publication}",
-                key=self.key,
+                key=publication_key(self.secret, self.publication),
             )
         )
 
     def read_request(self) -> pb.ReadBlocksRequest:
-        return pb.ReadBlocksRequest(reference=self.reference(), reader=self.reader, read_id="read", parties=1)
+        return pb.ReadBlocksRequest(reference=self.reference(), reader=self.reader, read_id=b"r" * 16, parties=1)
 
     def watch_request(self) -> pb.WatchRequest:
         return pb.WatchRequest(engine=self.ref, session_secret=self.secret, role=pb.WATCH_ROLE_SCHEDULER)
@@ -133,7 +133,7 @@ class Party:
     def publish_notification(self, number: int) -> pb.Notification:
         groups = [pb.GroupBlocks(group=FULL.name, end_token=64, run_starts=[1], run_counts=[4])]
         publish = pb.Publish(
-            publication=number, request_id=f"request-{number}", key=self.key, groups=groups, last=True, expected_reads=9
+            publication=number, request_id=f"request-{number}", groups=groups, last=True, expected_reads=9
         )
         return pb.Notification(publish=publish)
 
@@ -191,12 +191,11 @@ class Party:
         self._lives += 1
         # Not the next one's name with a bit flipped.
         self.name = f"{self._named}-{hashlib.sha256(b'%d' % self._lives).hexdigest()[:16]}"
-        incarnation, self.secret = (hashlib.sha256(f"{what} {self.name}".encode()).digest()[:16] for what in "is")
-        self.ref = pb.EngineRef(engine_id=self.name, incarnation=incarnation)
+        self.secret = hashlib.sha256(self.name.encode()).digest()
+        self.ref = pb.EngineRef(engine_id=self.name, incarnation=incarnation_of(self.secret))
         self.reader = pb.EngineRef(engine_id=f"{self.name}-reader", incarnation=b"r" * 16)
         self.geometry = EngineGeometry(self.name, (FULL,), (rank_geometry(),), {"model": "m"})
         self.publication = 0
-        # An engine that brings its secret along is one that a restarted home does not know: it has to resync.
         self._watch = self.kv.Watch(self.watch_request())
         for message in self._watch:
             if message.WhichOneof("event") == "synced":

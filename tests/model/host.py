@@ -11,6 +11,7 @@ from kvferry.clock import from_duration, to_duration
 from kvferry.errors import KvferryError
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry_server.home import Home
+from kvferry_server.identity import NOBODY
 from kvferry_server.registrations import Registration
 from kvferry_server.servicers import decode, encode
 from kvferry_server.servicers.notify import notify
@@ -106,7 +107,7 @@ class Host:
         for notification in request.notifications:
             if notification.WhichOneof("kind") == "renew":
                 self.renewed_at[notification.renew.lease_id] = self.clock.now()
-        return notify(self.home, request)
+        return notify(self.home, request, NOBODY)
 
     def register(self, registration: Registration, secret: bytes) -> float:
         """As the servicer does; seconds of `reuse_after`."""
@@ -117,7 +118,7 @@ class Host:
             return from_duration(to_duration(home.reuse_after(registration.engine)))
 
     def read_blocks(self, request: pb.ReadBlocksRequest) -> Pulled[pb.ReadBlocksResponse]:
-        home, ask = self.home, decode.ask(request, self.home.limits.ranks)
+        home, ask = self.home, decode.ask(request, self.home.limits.ranks, NOBODY)
         wait = min(from_duration(request.wait) or TIMES.max_wait, TIMES.max_wait)
         return Pulled(
             read_blocks(home, ask, wait),

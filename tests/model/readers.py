@@ -220,7 +220,7 @@ class Share:
         return pb.ReadBlocksRequest(
             reference=self.offered.publication.reference,
             reader=self.reader.engine,
-            read_id=self.read_id,
+            read_id=self.read_id.encode().ljust(16, b"."),
             parties=self.parties,
             wait=wait,  # type: ignore[arg-type]
         )

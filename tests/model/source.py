@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import cast
 
+from kvferry.authority import incarnation_of
 from kvferry.clock import from_duration
 from kvferry.control import BACKOFF_FIRST
 from kvferry.errors import KvferryError, PeerRestarted, WrongSession
@@ -25,7 +26,6 @@ from tests.server.parties import BLOCK, registration
 
 ENGINE_ID = "prefill"
 BLOCKS = 6
-KEY = b"k" * 16
 BATCH = 2
 """Notifications per call of a snapshot: small, so that it takes several."""
 
@@ -86,31 +86,32 @@ class Source:
     """One incarnation.
 
     Args:
+        secret: of its session.
         before_write: see there.
     """
 
     def __init__(
         self,
-        ref: EngineRef,
+        secret: bytes,
         clock: PartyClock,
         network: Network,
         memory: Memory,
         before_write: BeforeWrite,
     ) -> None:
-        self.ref = ref
+        self.ref = ref = EngineRef(ENGINE_ID, incarnation_of(secret))
         self.engine = pb.EngineRef(engine_id=ref.engine_id, incarnation=ref.incarnation)
         self.clock = clock
         self.network = network
         self.memory = memory
-        self.offers = Offers(self.engine)
+        self.offers = Offers(self.engine, secret)
         self.offered: dict[int, Offered] = {}
         self.free: list[int] = []
         self.alive = True
         self.sendings: list[Sending] = []
         self.pipe: Pipe[pb.WatchResponse] | None = None
-        self.watch_request = pb.WatchRequest(engine=self.engine, role=pb.WATCH_ROLE_SCHEDULER)
+        self.watch_request = pb.WatchRequest(engine=self.engine, session_secret=secret, role=pb.WATCH_ROLE_SCHEDULER)
         self._before_write = before_write
-        self._secret = b""
+        self._secret = secret
         self._registered = False
         self._usable_at: float | None = None
         self._busy = False
@@ -131,9 +132,7 @@ class Source:
 
     def publish(self, count: int, *, last: bool, expected_reads: int) -> Offered:
         blocks = self._written(count)
-        step = pb.Publish(
-            request_id="request", key=KEY, groups=[_group(0, blocks)], last=last, expected_reads=expected_reads
-        )
+        step = pb.Publish(request_id="request", groups=[_group(0, blocks)], last=last, expected_reads=expected_reads)
         offered = Offered(self, self.offers.publish(ADVERTISE, step))
         self.offered[offered.number] = offered
         self._send(offered, step, blocks)
@@ -219,7 +218,6 @@ class Source:
         kind = message.WhichOneof("event")
         if kind == "opened":
             opened = message.opened
-            self._secret = self.watch_request.session_secret = opened.session_secret or self._secret
             self.offers.final = max(from_duration(opened.times.final), from_duration(opened.times.max_ttl))
             if not self._registered and not opened.resumed:
                 self._register(lambda: None)

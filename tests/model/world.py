@@ -5,13 +5,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
+from kvferry.authority import SECRET_BYTES
 from kvferry.v1 import kv_transfer_pb2 as pb
-from kvferry_server.identity import EngineRef
 from tests.model.clocks import PartyClock, RealTime, Violation
 from tests.model.host import TIMES, Host
 from tests.model.network import Network, Pipe
 from tests.model.readers import Reader, Share, shares
-from tests.model.source import ENGINE_ID, Memory, Offered, Source
+from tests.model.source import Memory, Offered, Source
 
 BOUNDED = 30.0
 """Seconds of a network that loses nothing within which everything published is released: the longest of hold and final,
@@ -208,5 +208,5 @@ class World:
     def _new_source(self, before: Source | None = None) -> Source:
         if before is not None:
             before.end()
-        ref = EngineRef(ENGINE_ID, next(self._numbers).to_bytes(16, "big"))
-        return Source(ref, self.source_clock, self.network, self.memory, self.before_write)
+        secret = next(self._numbers).to_bytes(SECRET_BYTES, "big")
+        return Source(secret, self.source_clock, self.network, self.memory, self.before_write)

@@ -36,7 +36,7 @@ const handshake = await new Promise((resolve, reject) =>
 const messages = [];
 await new Promise((resolve, reject) => {
   const call = client.ReadBlocks(
-    { reference: text, reader, read_id: "foreign-1", parties: 1, wait: { seconds: 5 } },
+    { reference: text, reader, read_id: randomBytes(16), parties: 1, wait: { seconds: 5 } },
     deadline(),
   );
   call.on("data", (message) => {

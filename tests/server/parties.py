@@ -44,6 +44,7 @@ def read_id(name: str) -> bytes:
     """A read_id that a test calls by a short name."""
     return name.encode().ljust(16, b".")
 
+
 BLOCK = 16
 FULL = Group("full", GroupKind.TOKENS, BLOCK, 1000, null_block=0)
 WINDOW = Group("window", GroupKind.WINDOW, BLOCK, 1000, window_tokens=64)

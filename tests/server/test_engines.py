@@ -24,10 +24,21 @@ from kvferry_server.engines import EngineDied, EngineGone, RankDied, Registry
 from kvferry_server.identity import EngineRef
 from kvferry_server.limits import Limits
 from kvferry_server.registrations import MAX_REGION_CHECKS, Registration
-from tests.server.parties import BASE, FULL, P2, TIMES, FakeClock, P, agent_of, rank_geometry, registration
+from tests.server.parties import (
+    BASE,
+    FULL,
+    P2,
+    SECRETS,
+    TIMES,
+    FakeClock,
+    P,
+    agent_of,
+    rank_geometry,
+    registration,
+    start,
+)
 
-SECRET = b"s" * 16
-P3 = EngineRef("prefill", b"R" * 16)
+P3 = start("prefill", "R")
 
 
 class Scene:
@@ -39,7 +50,8 @@ class Scene:
         self.clock.pass_by(1000)
 
     def open(self, ref: EngineRef = P) -> bytes:
-        return self.registry.open_engine(ref, b"").secret
+        self.registry.open_engine(ref, SECRETS[ref])
+        return SECRETS[ref]
 
     def wait(self, seconds: float) -> list[object]:
         self.clock.pass_by(seconds)
@@ -52,28 +64,23 @@ def scene() -> Scene:
     return Scene()
 
 
-def test_the_first_watch_of_an_incarnation_is_told_a_secret_that_all_others_need(scene: Scene) -> None:
-    secret = scene.open()
-    assert len(secret) == 16
-    assert scene.registry.check_session(P, secret).ref == P
-    for wrong in (b"", SECRET, secret[:-1]):
-        with pytest.raises(WrongSession):
-            scene.registry.check_session(P, wrong)
-        with pytest.raises(WrongSession):
-            scene.registry.open_rank(P, wrong, 0)
-        with pytest.raises(WrongSession):
-            scene.registry.register(registration(), wrong)
-        with pytest.raises(WrongSession):
-            scene.registry.open_engine(P, wrong)
-
-
-def test_the_secret_is_told_again_only_until_somebody_has_shown_it(scene: Scene) -> None:
-    secret = scene.open()
-    # The answer was lost; whoever reads references later knows the incarnation, too.
-    assert scene.open() == secret
-    scene.registry.check_session(P, secret)
-    with pytest.raises(WrongSession):
+@pytest.mark.parametrize("known", [False, True])
+def test_only_the_secret_of_an_incarnation_speaks_for_it_whoever_comes_first(scene: Scene, known: bool) -> None:
+    if known:
         scene.open()
+    own = SECRETS[P]
+    for wrong in (b"", b"s" * 32, own[:-1], own + b"x", SECRETS[P2], P.incarnation):
+        calls: tuple[Callable[[], object], ...] = (
+            lambda wrong=wrong: scene.registry.open_engine(P, wrong),  # type: ignore[misc]
+            lambda wrong=wrong: scene.registry.check_session(P, wrong),  # type: ignore[misc]
+            lambda wrong=wrong: scene.registry.open_rank(P, wrong, 0),  # type: ignore[misc]
+            lambda wrong=wrong: scene.registry.register(registration(), wrong),  # type: ignore[misc]
+        )
+        for call in calls:
+            with pytest.raises(WrongSession):
+                call()
+    scene.open()
+    assert scene.registry.check_session(P, own).ref == P
 
 
 def test_another_incarnation_is_refused_while_a_watch_lives_or_its_ttl_runs(scene: Scene) -> None:
@@ -98,7 +105,7 @@ def test_a_retired_incarnation_is_refused_so_that_it_cannot_evict_the_living(sce
     scene.wait(TIMES.engine_ttl)
     scene.open(P2)
     calls: tuple[Callable[[], object], ...] = (
-        lambda: scene.registry.open_engine(P, secret),
+        lambda: scene.registry.open_engine(P, SECRETS[P]),
         lambda: scene.registry.check_session(P, secret),
         lambda: scene.registry.register(registration(), secret),
         lambda: scene.registry.find_live(P.engine_id, P.incarnation),
@@ -126,10 +133,10 @@ def test_retirement_ends(scene: Scene) -> None:
 
 
 def test_a_watch_that_comes_back_in_time_changes_nothing(scene: Scene) -> None:
-    secret = scene.open()
+    scene.open()
     scene.registry.close_engine(P)
     scene.wait(TIMES.engine_ttl - 1)
-    scene.registry.open_engine(P, secret)
+    scene.registry.open_engine(P, SECRETS[P])
     assert scene.wait(100) == []
 
 
@@ -143,7 +150,7 @@ def test_a_dead_engine_may_come_back_until_it_is_replaced_or_forgotten(scene: Sc
     with pytest.raises(EngineIncomplete):
         scene.registry.check_session(P, secret)
     assert not list(scene.registry.engines())
-    engine = scene.registry.open_engine(P, secret)
+    engine = scene.registry.open_engine(P, SECRETS[P])
     scene.registry.check_readable(engine)
     scene.registry.close_engine(P)
     assert scene.wait(TIMES.engine_ttl) == [EngineDied(P)]
@@ -158,25 +165,17 @@ def test_an_unknown_engine_is_awaited_while_a_home_is_new() -> None:
     with pytest.raises(HomeRecovering):
         registry.find(P)
     with pytest.raises(HomeRecovering):
-        registry.check_session(P, SECRET)
+        registry.check_session(P, SECRETS[P])
     clock.pass_by(TIMES.engine_ttl)
     with pytest.raises(EngineUnknown):
         registry.find(P)
-
-
-def test_an_engine_that_brings_its_secret_lived_before(scene: Scene) -> None:
-    engine = scene.registry.open_engine(P, SECRET)
-    assert engine.adopted
-    assert engine.secret == SECRET
-    with pytest.raises(WrongSession):
-        scene.open(P)
 
 
 def test_engines_are_limited() -> None:
     scene = Scene(Limits(engines=1))
     scene.open()
     with pytest.raises(LimitReached):
-        scene.open(EngineRef("another", b"A" * 16))
+        scene.open(start("another", "A"))
 
 
 # Ranks.

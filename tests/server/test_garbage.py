@@ -26,16 +26,17 @@ from tests.server.node import (
     reference,
     register_request,
     running,
+    snapshot,
 )
-from tests.server.parties import FULL, P, rank_geometry
+from tests.server.parties import FULL, SECRETS, P, rank_geometry
 
 GEOMETRY = engine_to_proto(EngineGeometry("x", (FULL,), (rank_geometry(),), {"model": "m"}))
 UNARY = {
-    "KVTransfer/RegisterCache": register_request(b"s" * 16),
+    "KVTransfer/RegisterCache": register_request(),
     "KVTransfer/Handshake": handshake_request(),
     "KVTransfer/Notify": pb.NotifyRequest(
         sender=proto(P),
-        session_secret=b"s" * 16,
+        session_secret=SECRETS[P],
         notifications=[
             publish_notification(),
             read_done(b"l" * 16, 0),
@@ -51,7 +52,7 @@ UNARY = {
 }
 STREAMS = {
     "KVTransfer/ReadBlocks": read_request(),
-    "KVTransfer/Watch": pb.WatchRequest(engine=proto(P), session_secret=b"s" * 16, role=pb.WATCH_ROLE_SCHEDULER),
+    "KVTransfer/Watch": pb.WatchRequest(engine=proto(P), session_secret=SECRETS[P], role=pb.WATCH_ROLE_SCHEDULER),
 }
 
 
@@ -76,10 +77,10 @@ def damaged(message: Message, turns: random.Random) -> bytes:
 async def test_damaged_requests_end_in_a_typed_status(tmp_path: Path, method: str) -> None:
     turns = random.Random(method)
     async with running(tmp_path) as node:
-        node.secret = b"s" * 16
         with node.home.turn():
-            node.home.engines.open_engine(P, node.secret)
-            node.home.lessor.open(P, recovering=False)
+            node.home.engines.open_engine(P, SECRETS[P])
+            node.home.lessor.open(P, SECRETS[P])
+        await node.source(*snapshot())
         await node.register()
         await node.publish()
         async with grpc.aio.insecure_channel(f"unix:{tmp_path / 's'}") as channel:

@@ -11,9 +11,18 @@ from kvferry_server.events import Feed, Numbered, Process, PublicationReleased, 
 from kvferry_server.home import Home
 from kvferry_server.publications import Outcome
 from kvferry_server.times import Times
-from tests.server.parties import D, FakeClock, P, ask, offer, registration
+from tests.server.parties import P2, SECRETS, D, FakeClock, P, ask, offer, registration
 
 SCHEDULER = Process(P, Role.SCHEDULER)
+
+
+def opened(home: Home) -> Feed:
+    """Engine P with its one rank, within a turn."""
+    feed = home.open_watch(SCHEDULER, SECRETS[P])
+    home.lessor.begin_snapshot(P)
+    home.lessor.end_snapshot(P, 0)
+    home.register(registration(), SECRETS[P])
+    return feed
 
 
 @asynccontextmanager
@@ -22,8 +31,7 @@ async def driven(home: Home) -> AsyncIterator[Feed]:
     driver = asyncio.create_task(home.run())
     await asyncio.sleep(0)
     with home.turn():
-        feed = home.open_watch(SCHEDULER, b"")
-        home.register(registration(), home.engines.find(P).secret)
+        feed = opened(home)
     try:
         yield feed
     finally:
@@ -75,15 +83,14 @@ async def test_a_predecessor_ends_before_its_successor_begins() -> None:
     clock = FakeClock()
     home = Home(clock, Times(), "node:1")
     with home.turn():
-        home.open_watch(SCHEDULER, b"")
-        home.register(registration(), home.engines.find(P).secret)
+        opened(home)
         home.lessor.publish(P, offer())
         lease = home.lessor.grant(ask(reader=D))
         home.close_watch(SCHEDULER)
     clock.pass_by(home.times.engine_ttl)
-    successor = Process(type(P)(P.engine_id, b"2" * 16), Role.SCHEDULER)
+    successor = Process(P2, Role.SCHEDULER)
     with home.turn():
-        home.open_watch(successor, b"")
+        home.open_watch(successor, SECRETS[P2])
         assert lease.live
         # What a new home cannot know counts as long as it may last.
         assert home.reuse_after(successor.engine) == home.times.ttl - home.times.engine_ttl

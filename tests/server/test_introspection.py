@@ -14,9 +14,8 @@ from kvferry.errors import EngineUnknown, Incompatible, InvalidField, KvferryErr
 from kvferry.geometry import EngineGeometry
 from kvferry.v1 import introspection_pb2 as ipb
 from kvferry.v1 import kv_transfer_pb2 as pb
-from kvferry_server.identity import EngineRef
 from tests.server.node import TIMEOUT, Node, proto, raised, read_done, running
-from tests.server.parties import FULL, TIMES, D, P, rank_geometry
+from tests.server.parties import FULL, TIMES, D, P, rank_geometry, start
 
 
 @pytest_asyncio.fixture
@@ -32,8 +31,8 @@ def engine(name: str, ranks: int, heads: int = 8) -> EngineGeometry:
 
 async def test_engines_are_listed_with_their_state_page_by_page(node: Node) -> None:
     for name in ("c", "a", "b"):
-        await node.open_engine(EngineRef(name, name.encode() * 16))
-    await node.register(0, 2, ref=EngineRef("b", b"b" * 16))
+        await node.open_engine(start(name, name))
+    await node.register(0, 2, ref=start("b", "b"))
     names, token = [], ""
     for _ in range(2):
         request = ipb.ListEnginesRequest(page_size=2, page_token=token)

@@ -56,8 +56,9 @@ from tests.server.node import (
     reference,
     register_request,
     running,
+    snapshot,
 )
-from tests.server.parties import KEY, P2, TIMES, D, E, P, rank_geometry
+from tests.server.parties import P2, SECRETS, TIMES, D, E, P, key, rank_geometry
 
 
 @pytest_asyncio.fixture
@@ -83,23 +84,29 @@ def error_of(result: pb.NotificationResult) -> KvferryError:
 # Watch.
 
 
-async def test_the_first_watch_opens_an_engine_and_tells_what_it_needs(node: Node) -> None:
+async def test_the_first_watch_opens_an_engine_and_says_what_the_home_needs(node: Node) -> None:
     watch = Watch(node)
     first = await watch.next()
     assert first.home_epoch == node.home.epoch
     assert first.sequence == 0
-    assert len(first.opened.session_secret) == 16
     assert first.opened.advertise == ADVERTISE
     assert from_duration(first.opened.times.ttl) == TIMES.ttl
     assert not first.opened.resumed
-    synced = await watch.next()
-    assert not synced.synced.need_resync
+    # A home cannot know whether an engine that it has not seen has published anything.
+    assert (await watch.next()).synced.need_resync
+    assert isinstance(await raised(node.read().next()), HomeRecovering | EngineIncomplete)
+    await node.source(*snapshot())
+    await node.register()
+    assert (await node.read().next()).HasField("accepted")
+    again = Watch(node)
+    await again.next()
+    assert not (await again.next()).synced.need_resync
 
 
 async def test_a_newer_watch_takes_over_and_the_old_one_is_told(node: Node) -> None:
     old = await node.open_engine()
-    new = Watch(node, secret=node.secret)
-    assert (await new.next()).opened.session_secret == b""
+    new = Watch(node)
+    await new.next()
     assert isinstance(await raised(old.next()), WatchTakenOver)
     # The end of the old one is not a loss.
     node.pass_by(2 * TIMES.engine_ttl)
@@ -114,14 +121,14 @@ async def test_another_incarnation_waits_until_the_first_is_dead(node: Node) -> 
     await node.leaves(watch)
     node.pass_by(TIMES.engine_ttl)
     await node.open_engine(P2)
-    assert isinstance(await raised(Watch(node, P, secret=b"s" * 16).next()), PeerRestarted)
+    assert isinstance(await raised(Watch(node, P).next()), PeerRestarted)
 
 
 async def test_released_is_told_in_every_full_state_until_it_is_acknowledged(ready: Node) -> None:
     await ready.publish()
     assert (await ready.reader(pb.Notification(decline=pb.Decline(reference=reference()))))[0].HasField("done")
     for _ in range(2):
-        watch = Watch(ready, secret=ready.secret)
+        watch = Watch(ready)
         await watch.next()
         released = (await watch.next()).released
         assert (released.publication, released.request_id) == (1, "r1")
@@ -129,10 +136,10 @@ async def test_released_is_told_in_every_full_state_until_it_is_acknowledged(rea
         assert await watch.kinds(1) == ["synced"]
         watch.cancel()
     await ready.source(pb.Notification(released_ack=pb.ReleasedAck(publications=[1])))
-    assert await Watch(ready, secret=ready.secret).kinds(2) == ["opened", "synced"]
+    assert await Watch(ready).kinds(2) == ["opened", "synced"]
 
 
-async def test_released_tells_what_every_reader_reported(node: Node) -> None:
+async def test_released_tells_what_became_of_every_read(node: Node) -> None:
     watch = await node.open_engine()
     await node.register()
     await node.publish(expected_reads=1)
@@ -143,8 +150,8 @@ async def test_released_tells_what_every_reader_reported(node: Node) -> None:
     assert told.sequence == 1
     assert told.released.outcome == pb.RELEASE_OUTCOME_READ
     [read] = told.released.reads
-    assert (read.reader.engine_id, read.read_id, read.state, read.parties) == ("decode", "read", pb.READ_STATE_VALID, 2)
-    assert sorted((report.rank, report.bytes) for report in read.reports) == [(3, 7), (5, 7)]
+    assert (read.reader.engine_id, read.lease_number, read.state) == ("decode", 1, pb.READ_STATE_VALID)
+    assert (read.parties, read.reported, read.bytes) == (2, 2, 14)
 
 
 async def test_a_watch_resumes_by_epoch_and_sequence(node: Node) -> None:
@@ -155,12 +162,12 @@ async def test_a_watch_resumes_by_epoch_and_sequence(node: Node) -> None:
         await node.reader(pb.Notification(decline=pb.Decline(reference=reference(number))))
     assert [(await watch.next()).sequence for _ in range(2)] == [1, 2]
     watch.cancel()
-    resumed = Watch(node, secret=node.secret, resume_epoch=node.home.epoch, resume_sequence=2)
+    resumed = Watch(node, resume_epoch=node.home.epoch, resume_sequence=2)
     assert (await resumed.next()).opened.resumed
     told = await resumed.next()
     assert (told.sequence, told.released.publication) == (3, 3)
     for epoch, sequence in ((b"?" * 16, 2), (node.home.epoch, 7)):
-        full = Watch(node, secret=node.secret, resume_epoch=epoch, resume_sequence=sequence)
+        full = Watch(node, resume_epoch=epoch, resume_sequence=sequence)
         assert not (await full.next()).opened.resumed
         assert await full.kinds(4) == ["released", "released", "released", "synced"]
 
@@ -182,7 +189,7 @@ async def test_a_slow_consumer_is_told_that_it_lagged_and_then_the_full_state(tm
 
 async def test_a_rank_that_is_lost_is_told_to_its_scheduler_and_makes_the_engine_unreadable(node: Node) -> None:
     watch = await node.open_engine()
-    rank = Watch(node, secret=node.secret, role=pb.WATCH_ROLE_RANK, rank=1)
+    rank = Watch(node, role=pb.WATCH_ROLE_RANK, rank=1)
     await rank.next()
     assert (await rank.next()).synced.need_resync
     for index in range(2):
@@ -210,11 +217,12 @@ async def test_a_rank_that_is_lost_is_told_to_its_scheduler_and_makes_the_engine
         ({"engine": pb.EngineRef(engine_id="", incarnation=b"i" * 16)}, "engine.engine_id"),
         ({"engine": pb.EngineRef(engine_id="x" * 257, incarnation=b"i" * 16)}, "engine.engine_id"),
         ({"engine": pb.EngineRef(engine_id="e", incarnation=b"i" * 15)}, "engine.incarnation"),
+        ({"session_secret": b""}, "session_secret"),
         ({"role": pb.WATCH_ROLE_RANK, "session_secret": b""}, "session_secret"),
     ],
 )
 async def test_every_field_of_a_watch_is_checked(node: Node, changes: dict[str, Any], field: str) -> None:
-    given: dict[str, Any] = {"engine": proto(P), "role": pb.WATCH_ROLE_SCHEDULER}
+    given: dict[str, Any] = {"engine": proto(P), "role": pb.WATCH_ROLE_SCHEDULER, "session_secret": SECRETS[P]}
     error = await raised(node.kv.Watch(pb.WatchRequest(**{**given, **changes})).read())
     assert isinstance(error, InvalidField)
     assert error.values["field"] == field
@@ -233,10 +241,13 @@ async def test_a_rank_registers_and_hears_who_is_missing(node: Node) -> None:
 
 
 async def test_registrations_need_an_open_session(node: Node) -> None:
-    request = register_request(b"s" * 16)
+    request = register_request()
     assert isinstance(await raised(node.kv.RegisterCache(request, timeout=TIMEOUT)), EngineUnknown)
     await node.open_engine()
+    request.session_secret = b"s" * 32
     assert isinstance(await raised(node.kv.RegisterCache(request, timeout=TIMEOUT)), WrongSession)
+    request.session_secret = SECRETS[P]
+    await node.kv.RegisterCache(request, timeout=TIMEOUT)
 
 
 async def test_another_content_for_a_rank_is_refused(ready: Node) -> None:
@@ -281,10 +292,10 @@ async def test_registrations_that_cannot_be(node: Node, changes: dict[str, Any],
 
 async def test_damaged_agent_metadata_is_refused(node: Node) -> None:
     await node.open_engine()
-    request = register_request(node.secret)
+    request = register_request()
     request.agent.metadata += b"!"
     assert isinstance(await raised(node.kv.RegisterCache(request, timeout=TIMEOUT)), BadAgentMetadata)
-    request = register_request(node.secret)
+    request = register_request()
     request.ClearField("rank")
     assert isinstance(await raised(node.kv.RegisterCache(request, timeout=TIMEOUT)), InvalidField)
 
@@ -293,7 +304,7 @@ async def test_a_big_rank_registers_and_is_handshaken(node: Node) -> None:
     # Big enough to be decoded and planned with on a thread.
     await node.open_engine()
     geometry = rank_geometry()
-    request = register_request(node.secret)
+    request = register_request()
     del request.rank.planes[:]
     for layer in range(200):
         for plane in rank_to_proto(geometry).planes[:2]:
@@ -472,16 +483,16 @@ async def test_reads_that_cannot_be(ready: Node) -> None:
     await ready.publish(1)
     stream = ready.read(1)
     await ready.reader(read_done((await stream.next()).accepted.lease_id, 0))
-    router = pb.Reference(home=ADVERTISE, engine_id="e", key=KEY, router_key="r")
+    router = pb.Reference(home=ADVERTISE, engine_id="e", key=key(), router_key="r")
     cases: list[tuple[pb.ReadBlocksRequest, type[KvferryError]]] = [
         (read_request(1, reader=E), PublicationReleased),
         (read_request(1, reference="no reference"), BadReference),
         (read_request(1, reference=format_reference(router)), NotImplementedHere),
         (read_request(1, reference=reference(1, P2)), PeerRestarted),
         (read_request(1, reference=reference(1, D)), EngineUnknown),
-        (read_request(1, reference=reference(1, key=b"x" * 16)), WrongKey),
-        (read_request(1, read_id=""), InvalidField),
-        (read_request(1, read_id="x" * 257), InvalidField),
+        (read_request(1, reference=reference(1, wrong=b"x" * 16)), WrongKey),
+        (read_request(1, read_id=b""), InvalidField),
+        (read_request(1, read_id=b"x" * 17), InvalidField),
         (read_request(1, parties=0), InvalidField),
         (read_request(1, parties=1 << 31), InvalidField),
         (read_request(1, wait=Duration(seconds=-1)), InvalidField),
@@ -495,11 +506,13 @@ async def test_reads_that_cannot_be(ready: Node) -> None:
     assert isinstance(await raised(ready.read(1, reader=E).next()), PublicationStale)
 
 
-async def test_a_reader_that_waited_with_a_wrong_key_is_told_when_it_turns_out(ready: Node) -> None:
-    stream = ready.read(reference=reference(1, key=b"x" * 16))
-    await stream.next()
+async def test_a_wrong_key_is_refused_at_once_also_before_the_publication_comes(ready: Node) -> None:
+    wrong = reference(1, wrong=b"x" * 16)
+    assert isinstance(await raised(ready.read(reference=wrong).next()), WrongKey)
+    [declined] = await ready.reader(pb.Notification(decline=pb.Decline(reference=wrong)))
+    assert isinstance(error_of(declined), WrongKey)
     await ready.publish()
-    assert isinstance(await raised(stream.next()), WrongKey)
+    assert (await ready.read().next()).HasField("accepted")
 
 
 async def test_reads_beyond_a_limit_are_asked_to_come_again(tmp_path: Path) -> None:
@@ -541,11 +554,15 @@ async def test_a_notification_that_fails_does_not_stop_the_others(ready: Node) -
 async def test_a_source_speaks_with_its_session_secret_only(ready: Node) -> None:
     request = pb.NotifyRequest(sender=proto(P), notifications=[publish_notification()])
     assert isinstance(await raised(ready.kv.Notify(request, timeout=TIMEOUT)), WrongSession)
-    request.session_secret = b"x" * 16
-    assert isinstance(await raised(ready.kv.Notify(request, timeout=TIMEOUT)), WrongSession)
+    for wrong in (b"x" * 32, SECRETS[P2]):
+        request.session_secret = wrong
+        assert isinstance(await raised(ready.kv.Notify(request, timeout=TIMEOUT)), WrongSession)
+    request.session_secret = SECRETS[P]
     request.ClearField("sender")
     assert isinstance(await raised(ready.kv.Notify(request, timeout=TIMEOUT)), InvalidField)
     request.sender.CopyFrom(proto(P2))
+    assert isinstance(await raised(ready.kv.Notify(request, timeout=TIMEOUT)), WrongSession)
+    request.session_secret = SECRETS[P2]
     assert isinstance(await raised(ready.kv.Notify(request, timeout=TIMEOUT)), PeerRestarted)
 
 
@@ -561,7 +578,6 @@ async def test_a_batch_is_bounded(ready: Node) -> None:
         {"number": 0},
         {"request_id": ""},
         {"request_id": "x" * 257},
-        {"key": b"short"},
         {"payload": b"x" * (64 * 1024 + 1)},
         {"payload": b"x", "last": False},
         {"step": 1},
@@ -622,11 +638,10 @@ async def test_a_cancel_ends_the_stream_and_the_lease(ready: Node) -> None:
 
 async def test_a_restarted_home_is_refilled_and_answers_unavailable_until_then(tmp_path: Path) -> None:
     async with running(tmp_path, new=True) as node:
-        secret = node.secret = b"s" * 16
         assert isinstance(await raised(node.read().next()), HomeRecovering)
         assert isinstance(await raised(node.register()), HomeRecovering)
         old = b"o" * 16
-        watch = Watch(node, secret=secret, resume_epoch=old, resume_sequence=9)
+        watch = Watch(node, resume_epoch=old, resume_sequence=9)
         opened = (await watch.next()).opened
         assert not opened.resumed
         assert (await watch.next()).synced.need_resync
@@ -652,7 +667,7 @@ async def test_a_restarted_home_is_refilled_and_answers_unavailable_until_then(t
 
 async def test_a_draining_home_says_so_ends_its_streams_and_still_takes_reports(ready: Node) -> None:
     await ready.publish()
-    watch, stream = Watch(ready, secret=ready.secret), ready.read()
+    watch, stream = Watch(ready), ready.read()
     await watch.kinds(2)
     lease_id = (await stream.next()).accepted.lease_id
     await stream.next()
@@ -664,7 +679,7 @@ async def test_a_draining_home_says_so_ends_its_streams_and_still_takes_reports(
         stream.next(),
         ready.read(2).next(),
         ready.register(),
-        Watch(ready, secret=ready.secret).next(),
+        Watch(ready).next(),
         ready.kv.Handshake(handshake_request(), timeout=TIMEOUT),
     ):
         assert isinstance(await raised(call), ServerDraining)

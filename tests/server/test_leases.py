@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from kvferry.errors import (
@@ -12,6 +14,7 @@ from kvferry.errors import (
     PublicationReleased,
     PublicationStale,
     ServerDraining,
+    WrongIdentity,
     WrongKey,
 )
 from kvferry_server.books import Standing
@@ -19,7 +22,7 @@ from kvferry_server.leases import RankOutcome, ReadState, RevokeReason, Verdict
 from kvferry_server.limits import Limits
 from kvferry_server.publications import Outcome, Stage
 from kvferry_server.times import Times
-from tests.server.parties import KEY, TIMES, D, E, P, Scene, ask
+from tests.server.parties import SECRETS, TIMES, D, E, P, Scene, ask, key, read_id
 
 
 @pytest.fixture
@@ -86,7 +89,7 @@ def test_calls_of_one_read_agree_on_their_parties(scene: Scene) -> None:
     scene.grant(parties=2)
     with pytest.raises(PartiesMismatch) as caught:
         scene.grant(parties=3)
-    assert caught.value.values == {"read_id": "read", "field": "parties", "value": "3", "expected": "2"}
+    assert caught.value.values == {"lease_number": "1", "field": "parties", "value": "3", "expected": "2"}
 
 
 def test_no_lease_reaches_past_the_final_deadline(scene: Scene) -> None:
@@ -156,7 +159,7 @@ def test_a_lost_watch_stops_renewals_until_it_is_back(scene: Scene) -> None:
     scene.wait(10)
     assert scene.renew(lease) == TIMES.ttl - 10
     assert lease.revoked is None
-    scene.lessor.open(P, recovering=False)
+    scene.lessor.open(P, SECRETS[P])
     assert scene.renew(lease) == TIMES.ttl
 
 
@@ -208,23 +211,18 @@ def test_a_waiting_reader_keeps_its_lease_even_where_the_final_deadline_is_short
     assert lease.live
 
 
-def test_who_waited_with_another_key_waited_for_something_else(scene: Scene) -> None:
-    wrong = scene.lessor.grant(ask(key=b"x" * 16))
-    right = scene.grant(reader=E)
-    scene.publish()
-    assert wrong.wrong_key
-    assert not wrong.live
-    assert right.live
-    with pytest.raises(WrongKey):
-        scene.lessor.grant(ask(key=b"x" * 16))
-    with pytest.raises(WrongKey):
-        scene.lessor.grant(ask(key=b"x" * 16, name="another"))
-
-
-def test_replays_of_a_waiting_read_need_its_key(scene: Scene) -> None:
-    scene.grant()
-    with pytest.raises(WrongKey):
-        scene.lessor.grant(ask(key=b"x" * 16))
+@pytest.mark.parametrize("published", [False, True])
+def test_a_key_is_checked_at_once_also_before_its_publication_comes(scene: Scene, published: bool) -> None:
+    if published:
+        scene.publish(2)
+    held = scene.grant(2, reader=E)
+    for wrong in (b"x" * 16, key(1), key(3), b""):
+        for changes in ({}, {"name": "another"}, {"reader": E}):
+            with pytest.raises(WrongKey):
+                scene.lessor.grant(ask(2, key=wrong, **changes))
+        with pytest.raises(WrongKey):
+            scene.lessor.decline(P, 2, wrong)
+    assert [lease for lease in scene.lessor.leases() if lease.live] == [held]
 
 
 def test_reports_are_a_set_by_rank_and_not_a_counter(scene: Scene) -> None:
@@ -377,9 +375,39 @@ def test_waiting_reads_and_leases_are_limited() -> None:
         scene.grant(3, name="a")
     assert caught.value.retryable
     scene.publish(1)
-    for read_id in "bc":
-        scene.grant(1, read_id=read_id)
+    for name in "bc":
+        scene.grant(1, name=name)
     with pytest.raises(LimitReached) as caught:
         scene.grant(1, name="d")
     assert caught.value.values["limit"] == "reads"
-    assert KEY.hex() not in repr(list(scene.lessor.leases()))
+
+
+def test_leases_are_numbered_in_public_and_a_repr_holds_no_secret(scene: Scene) -> None:
+    scene.publish(expected_reads=2)
+    leases = [scene.grant(), scene.grant(reader=E)]
+    assert [lease.number for lease in leases] == [1, 2]
+    shown = repr(leases)
+    for secret in (SECRETS[P], key(), read_id("read"), *(lease.lease_id for lease in leases)):
+        assert repr(secret)[2:-1] not in shown
+        assert secret.hex() not in shown
+
+
+def test_under_mutual_tls_a_lease_obeys_the_certificate_that_acquired_it(scene: Scene) -> None:
+    scene.publish()
+    ours, theirs = frozenset({b"node-1", b"decode"}), frozenset({b"node-2"})
+    lease = scene.grant(names=ours)
+    stranger: tuple[Callable[[], object], ...] = (
+        lambda: scene.grant(names=theirs),
+        lambda: scene.lessor.renew(lease.lease_id, D, theirs),
+        lambda: scene.lessor.report(lease.lease_id, D, [], theirs),
+        lambda: scene.lessor.cancel(lease.lease_id, D, theirs),
+        lambda: scene.lessor.leased(lease.lease_id, D, theirs),
+    )
+    for call in stranger:
+        with pytest.raises(WrongIdentity) as caught:
+            call()
+        assert caught.value.values == {"lease_number": "1"}
+    # Another node's certificate of the same engine shares a name; a UNIX socket has none.
+    assert scene.grant(names=frozenset({b"node-3", b"decode"})) is lease
+    assert scene.renew(lease) == TIMES.ttl
+    assert scene.report(lease, 0).verdict is Verdict.VALID

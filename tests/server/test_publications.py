@@ -22,7 +22,7 @@ from kvferry_server.leases import Verdict
 from kvferry_server.lessor import Lessor
 from kvferry_server.limits import Limits
 from kvferry_server.publications import GroupBlocks, Outcome, Stage
-from tests.server.parties import FULL, GROUPS, KEY, P2, TIMES, E, FakeClock, P, Scene, ask, blocks, offer
+from tests.server.parties import FULL, GROUPS, P2, SECRETS, TIMES, E, FakeClock, P, Scene, ask, blocks, key, offer
 
 
 @pytest.fixture
@@ -84,7 +84,7 @@ def test_a_publication_has_one_outcome_the_first(scene: Scene) -> None:
     scene.publish()
     lease = scene.grant()
     scene.lessor.abort(P, 1)
-    scene.lessor.decline(P, 1, KEY)
+    scene.lessor.decline(P, 1, key(1))
     scene.report(lease, 0)
     scene.lessor.abort(P, 1)
     assert scene.told() == [(1, Outcome.ABORTED)]
@@ -93,10 +93,10 @@ def test_a_publication_has_one_outcome_the_first(scene: Scene) -> None:
 def test_decline_releases_at_once_or_with_the_last_live_lease(scene: Scene) -> None:
     scene.publish(1)
     scene.publish(2)
-    scene.lessor.decline(P, 1, KEY)
+    scene.lessor.decline(P, 1, key(1))
     assert scene.told() == [(1, Outcome.DECLINED)]
     lease = scene.grant(2)
-    scene.lessor.decline(P, 2, KEY)
+    scene.lessor.decline(P, 2, key(2))
     with pytest.raises(PublicationReleased):
         scene.grant(2, reader=E)
     assert scene.renew(lease) == TIMES.ttl
@@ -109,25 +109,25 @@ def test_decline_needs_the_key_and_is_idempotent(scene: Scene) -> None:
     scene.publish()
     with pytest.raises(WrongKey):
         scene.lessor.decline(P, 1, b"x" * 16)
-    scene.lessor.decline(P, 1, KEY)
-    scene.lessor.decline(P, 1, KEY)
+    scene.lessor.decline(P, 1, key(1))
+    scene.lessor.decline(P, 1, key(1))
     scene.lessor.acknowledge(P, [1])
-    scene.lessor.decline(P, 1, KEY)
+    scene.lessor.decline(P, 1, key(1))
     assert scene.told() == [(1, Outcome.DECLINED)]
 
 
 def test_a_decline_that_overtakes_the_publication_is_remembered(scene: Scene) -> None:
-    scene.lessor.decline(P, 1, b"x" * 16)
+    with pytest.raises(WrongKey):
+        scene.lessor.decline(P, 1, b"x" * 16)
     scene.publish(1)
     assert not scene.told()
-    scene.lessor.decline(P, 2, b"x" * 16)
-    scene.lessor.decline(P, 2, KEY)
+    scene.lessor.decline(P, 2, key(2))
     scene.publish(2)
     assert scene.told() == [(2, Outcome.DECLINED)]
 
 
 def test_a_decline_of_what_never_comes_is_forgotten(scene: Scene) -> None:
-    scene.lessor.decline(P, 1, KEY)
+    scene.lessor.decline(P, 1, key(1))
     scene.wait(TIMES.max_wait)
     scene.publish(1)
     assert not scene.told()
@@ -191,7 +191,6 @@ def test_a_repeated_step_is_answered_alike_after_its_publication_was_released(sc
         {"last": True},
         {"groups": (blocks(count=5),)},
         {"request_id": "other"},
-        {"key": b"x" * 16},
         {"expected_reads": 2},
     ],
 )
@@ -213,7 +212,7 @@ def test_steps_have_no_gaps_and_end_with_the_last(scene: Scene) -> None:
         scene.publish(step=2)
 
 
-@pytest.mark.parametrize("changes", [{"request_id": "other"}, {"key": b"x" * 16}, {"groups": (blocks(5, start=5),)}])
+@pytest.mark.parametrize("changes", [{"request_id": "other"}, {"groups": (blocks(5, start=5),)}])
 def test_a_step_goes_on_where_the_one_before_ended(scene: Scene, changes: dict[str, Any]) -> None:
     publication = scene.publish(last=False)
     with pytest.raises(InvalidField):
@@ -287,7 +286,9 @@ def test_what_may_still_be_written_to_comes_with_the_last_step(scene: Scene, ear
 
 def test_blocks_of_groups_that_nobody_registered_are_not_taken() -> None:
     lessor = Lessor(FakeClock(), TIMES, Limits())
-    lessor.open(P, recovering=False)
+    lessor.open(P, SECRETS[P])
+    lessor.begin_snapshot(P)
+    lessor.end_snapshot(P, 0)
     with pytest.raises(EngineIncomplete):
         lessor.publish(P, offer())
 
@@ -311,7 +312,7 @@ def test_publishers_overtake_each_other_by_a_little(scene: Scene) -> None:
 def test_what_came_late_and_is_gone_does_not_come_again(scene: Scene) -> None:
     scene.publish(5)
     scene.publish(3)
-    scene.lessor.decline(P, 3, KEY)
+    scene.lessor.decline(P, 3, key(3))
     scene.lessor.acknowledge(P, [3])
     with pytest.raises(PublicationStale):
         scene.publish(3)
@@ -335,7 +336,7 @@ def test_publications_and_their_bytes_are_limited() -> None:
         scene.publish(3)
     assert caught.value.values["limit"] == "publications"
     for number in (1, 2):
-        scene.lessor.decline(P, number, KEY)
+        scene.lessor.decline(P, number, key(number))
     with pytest.raises(LimitReached):
         scene.publish(3)  # Released, but its source has not said that it knows.
     scene.lessor.acknowledge(P, [1, 2])
@@ -374,7 +375,7 @@ def test_what_was_published_again_is_not_released_within_max_ttl(end: str) -> No
     elif end == "abort":
         scene.lessor.abort(P, 1)
     elif end == "decline":
-        scene.lessor.decline(P, 1, KEY)
+        scene.lessor.decline(P, 1, key(1))
     else:
         scene.cancel(scene.grant())
         scene.lessor.abort(P, 1)
@@ -417,7 +418,7 @@ def test_a_snapshot_that_is_delivered_again_ends_nothing_newer(scene: Scene) -> 
 
 def test_a_decline_keeps_no_door_open_for_what_the_snapshot_did_not_hold() -> None:
     scene = Scene(recovering=True)
-    scene.lessor.decline(P, 3, b"x" * 16)
+    scene.lessor.decline(P, 3, key(3))
     scene.lessor.begin_snapshot(P)
     scene.lessor.end_snapshot(P, 5)
     with pytest.raises(PublicationStale):
@@ -437,7 +438,7 @@ def test_the_end_of_a_snapshot_that_another_home_saw_begin_is_refused() -> None:
 def test_a_snapshot_may_come_before_the_ranks_and_is_checked_when_they_do() -> None:
     clock = FakeClock()
     lessor = Lessor(clock, TIMES, Limits())
-    lessor.open(P, recovering=True)
+    lessor.open(P, SECRETS[P])
     lessor.begin_snapshot(P)
     good = lessor.publish(P, offer(1))
     bad = lessor.publish(P, offer(2, groups=(blocks(start=FULL.num_blocks),)))
@@ -458,7 +459,7 @@ def test_a_dead_source_that_comes_back_hears_of_its_releases(scene: Scene) -> No
     scene.lessor.end_engine(P, Standing.DEAD)
     assert scene.told() == [(1, Outcome.ABORTED)]
     assert lease.live
-    scene.lessor.open(P, recovering=False)
+    scene.lessor.open(P, SECRETS[P])
     assert [publication.number for publication in scene.lessor.released(P)] == [1]
     scene.wait(TIMES.ttl)
     scene.publish(2)
@@ -472,7 +473,7 @@ def test_nobody_is_told_of_the_releases_of_a_replaced_incarnation(scene: Scene) 
     lease = scene.grant(3)
     scene.told()
     scene.lessor.end_engine(P, Standing.REPLACED)
-    scene.lessor.open(P2, recovering=False)
+    scene.lessor.open(P2, SECRETS[P2])
     assert scene.lessor.others_until(P2) == lease.expires
     assert [publication.number for publication in scene.lessor.publications()] == [3]
     assert scene.report(lease, 0).verdict is Verdict.VALID
@@ -484,7 +485,9 @@ def test_nobody_is_told_of_the_releases_of_a_replaced_incarnation(scene: Scene) 
 def test_incarnations_do_not_share_numbers(scene: Scene) -> None:
     scene.publish(7)
     scene.lessor.end_engine(P, Standing.DEAD)
-    scene.lessor.open(P2, recovering=False)
+    scene.lessor.open(P2, SECRETS[P2])
+    scene.lessor.begin_snapshot(P2)
+    scene.lessor.end_snapshot(P2, 0)
     scene.lessor.set_groups(P2, GROUPS)
     scene.publish(1, source=P2)
     assert scene.lessor.grant(ask(1, source=P2)).live
@@ -501,7 +504,7 @@ def test_after_many_requests_nothing_is_left(scene: Scene) -> None:
             scene.report(lease, 0)
         else:
             scene.cancel(lease)
-        scene.lessor.decline(P, number, KEY)
+        scene.lessor.decline(P, number, key(number))
         scene.lessor.acknowledge(P, [found for found, _ in scene.told()])
         scene.wait(0.1)
     scene.wait(TIMES.final)

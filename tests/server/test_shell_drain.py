@@ -15,6 +15,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from kvferry.authority import incarnation_of, new_session_secret
 from kvferry.channel import connect, connect_async
 from kvferry.errors import InternalError, ServerDraining, Unavailable
 from kvferry.status import from_rpc_error
@@ -36,8 +37,10 @@ LONG = ["--drain", "3600"]
 def watching(address: str) -> Iterator[Any]:
     """An engine's Watch, its full state received."""
     with connect(address) as channel:
-        engine = pb.EngineRef(engine_id=f"engine-{secrets.token_hex(4)}", incarnation=secrets.token_bytes(16))
-        watch = KVTransferStub(channel).Watch(pb.WatchRequest(engine=engine, role=pb.WATCH_ROLE_SCHEDULER))
+        secret = new_session_secret()
+        engine = pb.EngineRef(engine_id=f"engine-{secrets.token_hex(4)}", incarnation=incarnation_of(secret))
+        request = pb.WatchRequest(engine=engine, session_secret=secret, role=pb.WATCH_ROLE_SCHEDULER)
+        watch = KVTransferStub(channel).Watch(request)
         for event in watch:
             if event.WhichOneof("event") == "synced":
                 break

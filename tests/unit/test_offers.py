@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import pytest
 
+from kvferry.authority import incarnation_of, new_session_secret
 from kvferry.offers import Offers
 from kvferry.v1 import kv_transfer_pb2 as pb
 
-ENGINE = pb.EngineRef(engine_id="prefill", incarnation=b"i" * 16)
+SECRET = new_session_secret()
+ENGINE = pb.EngineRef(engine_id="prefill", incarnation=incarnation_of(SECRET))
 
 
 @pytest.mark.parametrize("answered", [True, False])
 def test_a_refused_step_is_given_back_only_if_no_home_can_have_taken_it(answered: bool) -> None:
-    offers, step = Offers(ENGINE), pb.Publish(request_id="r", key=b"k" * 16, last=True)
+    offers, step = Offers(ENGINE, SECRET), pb.Publish(request_id="r", last=True)
     publication = offers.publish("home:1", step)
     if not answered:
         offers.unanswered(step)
@@ -21,7 +23,7 @@ def test_a_refused_step_is_given_back_only_if_no_home_can_have_taken_it(answered
 
 
 def test_a_step_told_to_a_restarted_home_may_have_been_taken() -> None:
-    offers, step = Offers(ENGINE), pb.Publish(request_id="r", key=b"k" * 16, last=True)
+    offers, step = Offers(ENGINE, SECRET), pb.Publish(request_id="r", last=True)
     offers.publish("home:1", step)
     offers.snapshot()
     assert not offers.refused(step)

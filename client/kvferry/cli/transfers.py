@@ -32,7 +32,9 @@ def transfers(
     if not response.transfers:
         console().print(f"Nothing is read from the engines of {safe(server)}.", markup=False)
         return
-    rows = table("Source", ">Publication", "Request", "Reader", ">Lease", "State", ">Ranks done", ">Bytes", ">Remaining")
+    rows = table(
+        "Source", ">Publication", "Request", "Reader", ">Lease", "State", ">Ranks done", ">Bytes", ">Remaining"
+    )
     for transfer in response.transfers:
         read = transfer.read
         remaining = from_duration(transfer.lease_remaining)

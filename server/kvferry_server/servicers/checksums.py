@@ -53,9 +53,7 @@ def publish_checksums(home: Home, sender: EngineRef, message: pb.PublishChecksum
         home.lessor.add_checksums(sender, number, message.rank, pages, last=message.last)
 
 
-async def read_checksums(
-    home: Home, request: pb.ReadChecksumsRequest, names: Names
-) -> pb.ReadChecksumsResponse:
+async def read_checksums(home: Home, request: pb.ReadChecksumsRequest, names: Names) -> pb.ReadChecksumsResponse:
     """Answer a reader; `names` are those of its certificate.
 
     Raises:

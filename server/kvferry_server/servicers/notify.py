@@ -38,9 +38,7 @@ def notify(home: Home, request: pb.NotifyRequest, names: Names) -> pb.NotifyResp
     return pb.NotifyResponse(home_epoch=home.epoch, results=results)
 
 
-def _result(
-    home: Home, sender: EngineRef | None, names: Names, notification: pb.Notification
-) -> pb.NotificationResult:
+def _result(home: Home, sender: EngineRef | None, names: Names, notification: pb.Notification) -> pb.NotificationResult:
     kind = notification.WhichOneof("kind")
     try:
         if kind is None:
