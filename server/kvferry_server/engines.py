@@ -5,6 +5,10 @@ Pure: no I/O, no clock of its own. What time brings about is left in `take_effec
     Watch ──► WATCHED ──(Watch ends)──► LOST ──(engine_ttl)──► DEAD ──(retire)──► forgotten
                  ▲───────(Watch)─────────┴──────────(Watch)─────┤
                                      another incarnation ◄──────┘  and this one is refused for `retire`
+
+A home that has just started cannot know which of two incarnations of one engine_id is the older. For one engine_ttl
+it takes each that proves itself, so that nobody keeps an engine from coming back by being there first. They are two
+engines from then on: references name their incarnations.
 """
 
 from __future__ import annotations
@@ -144,7 +148,7 @@ class Registry:
         self._times = times
         self._limits = limits
         self._started = clock.now()
-        self._engines: dict[str, Engine] = {}
+        self._engines: dict[EngineRef, Engine] = {}
         self._retired: dict[EngineRef, float] = {}
         self._agenda: Agenda[Engine] = Agenda()
         self._effects: list[EngineDied | EngineGone | RankDied] = []
@@ -168,7 +172,7 @@ class Registry:
 
     def engines(self) -> Iterator[Engine]:
         """Engines that are not dead, by engine_id."""
-        return (self._engines[engine_id] for engine_id in sorted(self._engines) if not self._engines[engine_id].dead)
+        return (self._engines[ref] for ref in sorted(self._engines) if not self._engines[ref].dead)
 
     def find(self, ref: EngineRef) -> Engine:
         """The engine, if it lives or may come back.
@@ -177,11 +181,11 @@ class Registry:
             PeerRestarted: it is another incarnation now.
             EngineUnknown, HomeRecovering: there is none; the latter while a restarted home waits for its engines.
         """
-        engine = self._engines.get(ref.engine_id)
-        if engine is not None and engine.ref == ref:
+        engine = self._engines.get(ref)
+        if engine is not None:
             return engine
-        if engine is not None or self._is_retired(ref):
-            raise self._restarted(ref, engine)
+        if self._is_retired(ref) or (self._named(ref.engine_id) and not self._new):
+            raise self._restarted(ref)
         raise self._unknown(ref.engine_id)
 
     def find_live(self, engine_id: str, incarnation: bytes = b"") -> Engine:
@@ -191,12 +195,15 @@ class Registry:
             engine_id: the engine.
             incarnation: the one expected; empty: whatever lives.
         """
-        engine = self._engines.get(engine_id)
-        if incarnation:
-            engine = self.find(EngineRef(engine_id, incarnation))
-        if engine is None or engine.dead:
-            raise self._unknown(engine_id)
-        return engine
+        found = [self.find(EngineRef(engine_id, incarnation))] if incarnation else self._named(engine_id)
+        for engine in found:
+            if not engine.dead:
+                return engine
+        raise self._unknown(engine_id)
+
+    def has_rival(self, ref: EngineRef) -> bool:
+        """Whether another incarnation of the same engine_id lives, or may come back."""
+        return any(engine.ref != ref and not engine.dead for engine in self._named(ref.engine_id))
 
     def check_readable(self, engine: Engine) -> None:
         """Raise `EngineIncomplete` unless the engine's Watch is open and all its ranks are there."""
@@ -248,23 +255,23 @@ class Registry:
         """
         now = self.advance()
         check_secret(ref, secret)
-        engine = self._engines.get(ref.engine_id)
         if self._is_retired(ref):
-            raise self._restarted(ref, engine)
-        if engine is None or engine.ref != ref:
-            if engine is not None:
-                self._replace(engine, now)
+            raise self._restarted(ref)
+        engine = self._engines.get(ref)
+        if engine is None:
+            for other in self._named(ref.engine_id):
+                self._replace(other, now)
             check_limit("engines", len(self._engines), self._limits.engines, self._times.engine_ttl)
             engine = Engine(ref, self._times.engine_ttl, self._times.retire)
-            self._engines[ref.engine_id] = engine
+            self._engines[ref] = engine
         engine.lost_at, engine.dead = None, False
         return engine
 
     def close_engine(self, ref: EngineRef) -> None:
         """The scheduler's Watch ended."""
         now = self.advance()
-        engine = self._engines.get(ref.engine_id)
-        if engine is not None and engine.ref == ref and engine.lost_at is None:
+        engine = self._engines.get(ref)
+        if engine is not None and engine.lost_at is None:
             engine.lost_at = now
             self._agenda.put(engine)
 
@@ -287,8 +294,8 @@ class Registry:
     def close_rank(self, ref: EngineRef, rank: int) -> None:
         """The Watch of a rank's process ended."""
         now = self.advance()
-        engine = self._engines.get(ref.engine_id)
-        if engine is not None and engine.ref == ref and rank in engine.watched_ranks:
+        engine = self._engines.get(ref)
+        if engine is not None and rank in engine.watched_ranks:
             engine.watched_ranks.discard(rank)
             engine.rank_lost_at[rank] = now
             self._agenda.put(engine)
@@ -335,9 +342,11 @@ class Registry:
             raise InvalidField("agent.name", agent.name, "a name that no other rank of the engine has")
 
     def _replace(self, engine: Engine, now: float) -> None:
-        """Another incarnation wants the name: only if this one is dead."""
+        """Another incarnation wants the name: only if this one is dead, or nobody can know which is the older."""
         ref, ttl = engine.ref, self._times.engine_ttl
         if not engine.dead:
+            if self._new:
+                return
             retry_after = ttl if engine.lost_at is None else engine.lost_at + ttl - now
             raise EngineIdInUse(
                 f"{ref} lives, or may come back",
@@ -349,7 +358,7 @@ class Registry:
         self._retired[ref] = now + self._times.retire
 
     def _forget(self, engine: Engine) -> None:
-        del self._engines[engine.ref.engine_id]
+        del self._engines[engine.ref]
         engine.lost_at = None
         engine.rank_lost_at.clear()
         self._effects.append(EngineGone(engine.ref))
@@ -360,8 +369,18 @@ class Registry:
             del self._retired[old]
         return ref in self._retired
 
-    def _restarted(self, ref: EngineRef, engine: Engine | None) -> PeerRestarted:
-        current = engine.ref.incarnation.hex() if engine else ""
+    @property
+    def _new(self) -> bool:
+        """Whether this home waits for the engines of its predecessor."""
+        return self._clock.now() < self._started + self._times.engine_ttl
+
+    def _named(self, engine_id: str) -> list[Engine]:
+        """Engines of this name, dead ones included."""
+        return [engine for ref, engine in self._engines.items() if ref.engine_id == engine_id]
+
+    def _restarted(self, ref: EngineRef) -> PeerRestarted:
+        others = self._named(ref.engine_id)
+        current = others[0].ref.incarnation.hex() if others else ""
         return PeerRestarted(
             f"{ref} is not the engine's any more",
             engine_id=ref.engine_id,
@@ -370,7 +389,7 @@ class Registry:
         )
 
     def _unknown(self, engine_id: str) -> EngineUnknown | HomeRecovering:
-        if self._clock.now() < self._started + self._times.engine_ttl:
+        if self._new:
             waits = f"this home has just started and waits for its engines; {engine_id!r} is not back yet"
             return HomeRecovering(waits, engine_id=engine_id)
         return EngineUnknown(f"no engine {engine_id!r} at this home", engine_id=engine_id)
@@ -392,8 +411,8 @@ class Registry:
 
 
 def check_secret(ref: EngineRef, secret: bytes) -> None:
-    """Raise `WrongSession` unless the secret is that of the incarnation. This needs no record of the engine: a home that
-    has lost its own knows its engines again, and takes nobody for another one."""
+    """Raise `WrongSession` unless the secret is that of the incarnation. This needs no record of the engine: a home
+    that has lost its own knows its engines again, and takes nobody for another one."""
     if not hmac.compare_digest(incarnation_of(secret), ref.incarnation):
         raise WrongSession(f"the session secret is not that of {ref}", engine_id=ref.engine_id)
 

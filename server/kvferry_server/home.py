@@ -146,8 +146,10 @@ class Home:
         memory).
 
         A home that has been up for less than max_ttl does not know them; its predecessor granted none after this one
-        started.
+        started. An older incarnation that still seems to live may be granted more, until it is found to be dead.
         """
+        if self.engines.has_rival(engine):
+            return self.times.final
         unknown_until = self._started + self.times.max_ttl
         return max(0.0, max(self.lessor.others_until(engine), unknown_until) - self.clock.now())
 

@@ -161,8 +161,8 @@ class Lease:
         return max(0.0, self.expires - now) if self.live else 0.0
 
     def check_names(self, names: Names) -> None:
-        """Raise `WrongIdentity` for a caller whose certificate shares no name with that of who acquired the lease. Callers
-        on a UNIX socket have none: its directory's mode says who they may be."""
+        """Raise `WrongIdentity` for a caller whose certificate shares no name with that of who acquired the lease.
+        Callers on a UNIX socket have none: its directory's mode says who they may be."""
         if names and self.ask.names and not names & self.ask.names:
             raise WrongIdentity(f"{self} was acquired under another certificate", lease_number=self.number)
 

@@ -354,8 +354,8 @@ class Lessor:
             self._endings.end_lease(lease, ReadState.CANCELLED, now)
 
     def decline(self, source: EngineRef, number: int, key: bytes) -> None:
-        """Nobody will read this: released at once, or with the last live lease. Idempotent. Before the publication came,
-        it is remembered for a while.
+        """Nobody will read this: released at once, or with the last live lease. Idempotent. Before the publication
+        came, it is remembered for a while.
 
         Raises:
             WrongKey: the key is not the publication's.

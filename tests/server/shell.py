@@ -145,11 +145,11 @@ class Authority:
     def certificate(self) -> Path:
         return self.folder / f"{self.name}.pem"
 
-    def issue(self, name: str) -> TlsConfig:
-        """A certificate for this host, and the authority to check others with."""
+    def issue(self, name: str, names: str = "DNS:localhost,IP:127.0.0.1") -> TlsConfig:
+        """A certificate, for this host unless it has other `names`, and the authority to check others with."""
         key, cert, request = (self.folder / f"{self.name}-{name}.{ending}" for ending in ("key", "pem", "csr"))
         extensions = self.folder / f"{self.name}-{name}.ext"
-        extensions.write_text("subjectAltName=DNS:localhost,IP:127.0.0.1\n")
+        extensions.write_text(f"subjectAltName={names}\n" if names else "")
         _openssl(
             *("req", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"),
             *("-subj", f"/CN={name}", "-keyout", f"{key}", "-out", f"{request}"),

@@ -53,7 +53,9 @@ class _ErrorReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     node servers that relayed for some of them; lost_nodes, those of these that were lost themselves.
     """
     ERROR_REASON_ENGINE_ID_IN_USE: _ErrorReason.ValueType  # 11
-    """ALREADY_EXISTS with RetryInfo: another incarnation of this engine_id lives. Metadata: engine_id, incarnation."""
+    """ALREADY_EXISTS with RetryInfo: another incarnation of this engine_id lives. A home that has just started does not say so
+    for one engine_ttl: it cannot know which is the older, and takes both. Metadata: engine_id, incarnation.
+    """
     ERROR_REASON_CACHE_DIFFERS: _ErrorReason.ValueType  # 12
     """ALREADY_EXISTS: the rank is registered with another content. Metadata: engine_id, rank, field."""
     ERROR_REASON_PEER_RESTARTED: _ErrorReason.ValueType  # 13
@@ -135,7 +137,9 @@ ERROR_REASON_ENGINE_INCOMPLETE: ErrorReason.ValueType  # 10
 node servers that relayed for some of them; lost_nodes, those of these that were lost themselves.
 """
 ERROR_REASON_ENGINE_ID_IN_USE: ErrorReason.ValueType  # 11
-"""ALREADY_EXISTS with RetryInfo: another incarnation of this engine_id lives. Metadata: engine_id, incarnation."""
+"""ALREADY_EXISTS with RetryInfo: another incarnation of this engine_id lives. A home that has just started does not say so
+for one engine_ttl: it cannot know which is the older, and takes both. Metadata: engine_id, incarnation.
+"""
 ERROR_REASON_CACHE_DIFFERS: ErrorReason.ValueType  # 12
 """ALREADY_EXISTS: the rank is registered with another content. Metadata: engine_id, rank, field."""
 ERROR_REASON_PEER_RESTARTED: ErrorReason.ValueType  # 13

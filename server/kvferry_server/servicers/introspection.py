@@ -6,7 +6,9 @@ import asyncio
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, TypeAlias
 
 import grpc.aio
@@ -45,8 +47,8 @@ class Introspection(IntrospectionServicer):
         """See the contract."""
         home = self._home
         with home.turn():
-            engines, token = page(home.engines.engines(), _engine_key, request.page_size, request.page_token)
-            summaries = self._summaries(engines)
+            engines, summary = home.engines.engines(), self._summary()
+            summaries, token = page(engines, _engine_key, summary, request.page_size, request.page_token)
         return ipb.ListEnginesResponse(home_epoch=home.epoch, engines=summaries, next_page_token=token)
 
     async def GetEngine(self, request: ipb.GetEngineRequest, context: Context) -> ipb.GetEngineResponse:
@@ -55,7 +57,7 @@ class Introspection(IntrospectionServicer):
         engine_id = checks.text("engine_id", request.engine_id)
         with home.turn():
             engine = home.engines.find_live(engine_id)
-            summary = self._summaries([engine])[0]
+            summary = self._summary()(engine)
         geometry = geometry_pb2.EngineGeometry(engine_id=engine_id, incarnation=engine.ref.incarnation)
         if engine.first is not None:
             found = engine.geometry
@@ -69,8 +71,8 @@ class Introspection(IntrospectionServicer):
         wanted = checks.text("engine_id", request.engine_id, least=0)
         with home.turn() as now:
             found = (one for one in home.lessor.publications() if wanted in ("", one.source.engine_id))
-            publications, token = page(found, _publication_key, request.page_size, request.page_token)
-            summaries = [encode.request_summary(publication, now) for publication in publications]
+            summary = partial(encode.request_summary, now=now)
+            summaries, token = page(found, _publication_key, summary, request.page_size, request.page_token)
         return ipb.ListRequestsResponse(home_epoch=home.epoch, requests=summaries, next_page_token=token)
 
     async def ListTransfers(self, request: ipb.ListTransfersRequest, context: Context) -> ipb.ListTransfersResponse:
@@ -79,8 +81,8 @@ class Introspection(IntrospectionServicer):
         wanted = checks.text("engine_id", request.engine_id, least=0)
         with home.turn() as now:
             found = (one for one in home.lessor.leases() if wanted in ("", one.publication.source.engine_id))
-            leases, token = page(found, _lease_key, request.page_size, request.page_token)
-            summaries = [encode.transfer_summary(lease, now) for lease in leases]
+            summary = partial(encode.transfer_summary, now=now)
+            summaries, token = page(found, _lease_key, summary, request.page_size, request.page_token)
         return ipb.ListTransfersResponse(home_epoch=home.epoch, transfers=summaries, next_page_token=token)
 
     async def PlanRead(self, request: ipb.PlanReadRequest, context: Context) -> ipb.PlanReadResponse:
@@ -122,18 +124,19 @@ class Introspection(IntrospectionServicer):
             self._home.engines.check_readable(engine)
             return engine.geometry
 
-    def _summaries(self, engines: list[Engine]) -> list[ipb.EngineSummary]:
+    def _summary(self) -> Callable[[Engine], ipb.EngineSummary]:
+        """What makes a line of an engine, counted now."""
         publications: Counter[EngineRef] = Counter()
         leases: Counter[EngineRef] = Counter()
         for publication in self._home.lessor.publications():
             publications[publication.source] += publication.stage is not Stage.RELEASED
         for lease in self._home.lessor.leases():
             leases[lease.publication.source] += lease.live
-        return [encode.engine_summary(engine, publications[engine.ref], leases[engine.ref]) for engine in engines]
+        return lambda engine: encode.engine_summary(engine, publications[engine.ref], leases[engine.ref])
 
 
 def _engine_key(engine: Engine) -> Key:
-    return (text_key(engine.ref.engine_id),)
+    return text_key(engine.ref.engine_id), engine.ref.incarnation
 
 
 def _publication_key(publication: Publication) -> Key:

@@ -9,24 +9,34 @@ from collections.abc import Callable, Iterable
 from heapq import nsmallest
 from typing import TypeAlias, TypeVar
 
+from google.protobuf.message import Message
+
 from kvferry.errors import InvalidField
 
 DEFAULT_SIZE = 100
 MAX_SIZE = 1000
 MAX_TOKEN = 4096
+MAX_BYTES = 3 << 20
+"""Of the entries of a page: below what a client takes in one message, 4 MiB."""
 
 Key: TypeAlias = tuple[bytes, ...]
 Entry = TypeVar("Entry")
+Listed = TypeVar("Listed", bound=Message)
 
 
 def page(
-    entries: Iterable[Entry], key: Callable[[Entry], Key], page_size: int, page_token: str
-) -> tuple[list[Entry], str]:
-    """One page, and the token of the next; empty after the last.
+    entries: Iterable[Entry],
+    key: Callable[[Entry], Key],
+    encode: Callable[[Entry], Listed],
+    page_size: int,
+    page_token: str,
+) -> tuple[list[Listed], str]:
+    """One page, and the token of the next; empty after the last. It is shorter than asked where it would be too large.
 
     Args:
         entries: in any order.
-        key: unique per entry; the list is in its order.
+        key: unique per entry, and public; the list is in its order.
+        encode: one entry as a message.
         page_size: at most 1000; 0 means 100.
         page_token: from the page before; empty: the first page.
 
@@ -38,8 +48,15 @@ def page(
     size = page_size or DEFAULT_SIZE
     after = _parse(page_token) if page_token else ()
     found = nsmallest(size + 1, (entry for entry in entries if key(entry) > after), key)
-    more = len(found) > size
-    return found[:size], _token(key(found[size - 1])) if more else ""
+    listed: list[Listed] = []
+    room = MAX_BYTES
+    for entry in found[:size]:
+        message = encode(entry)
+        room -= message.ByteSize()
+        if listed and room < 0:
+            break
+        listed.append(message)
+    return listed, _token(key(found[len(listed) - 1])) if len(listed) < len(found) else ""
 
 
 def text_key(text: str) -> bytes:

@@ -1,0 +1,240 @@
+"""No secret in anything that a stranger can ask for, in no error, no log line and no output of the command line
+(PROTOCOL, Authority). Real engines, real NIXL, a node server in a process of its own that logs all it can."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+
+from kvferry import Blocks, Cache, Client, EngineSpec, Group, KvferryError
+from kvferry.authority import publication_key, read_id_of
+from kvferry.engine import Grant
+from kvferry.reference import format_reference, parse_reference
+from kvferry.v1 import introspection_pb2 as ipb
+from kvferry.v1 import kv_transfer_pb2 as pb
+from kvferry.v1.introspection_pb2_grpc import IntrospectionStub
+from kvferry.v1.kv_transfer_pb2_grpc import KVTransferStub
+from tests.cli.conftest import run_kvferry
+from tests.e2e.secrets_in import forms, found
+from tests.e2e.servers import NodeServerProcess
+from tests.e2e.world import until
+
+GROUP = Group("full", block_tokens=16, num_blocks=8)
+AXES = ("kv", "block", "head", "token", "content")
+
+
+class Scene:
+    """A source, a reader, and what a stranger sees of them."""
+
+    def __init__(self, server: NodeServerProcess, source: Client, reader: Client, channel: grpc.Channel) -> None:
+        self.server = server
+        self.reader_client = reader
+        self.source = cache(source, "source")
+        self.reader = cache(reader, "reader")
+        self.kv: Any = KVTransferStub(channel)
+        self.introspection: Any = IntrospectionStub(channel)
+        self.secrets = {
+            "the source's session secret": self.source.session.token.session_secret,
+            "the reader's session secret": self.reader.session.token.session_secret,
+            "the source's agent metadata": part_of(self.source),
+        }
+        self.seen: dict[str, bytes] = {}
+
+    def sees(self, where: str, what: object) -> None:
+        """Somebody was shown this."""
+        name = f"{where} #{len(self.seen)}"
+        self.seen[name] = what if isinstance(what, bytes) else f"{what}\n{what!r}".encode()
+
+    def asks(self, name: str, call: Callable[..., Any], request: Any) -> Any:
+        """A stranger's call, and all that comes back of it."""
+        try:
+            answer = call(request, timeout=10)
+        except grpc.RpcError as error:
+            failed: Any = error
+            self.sees(f"error of {name}", failed)
+            for key, value in failed.trailing_metadata() or ():
+                self.sees(f"trailing metadata {key} of {name}", value)
+            return None
+        self.sees(f"answer of {name}", answer.SerializeToString())
+        self.sees(f"answer of {name}", answer)
+        return answer
+
+    def looks(self, when: str) -> None:
+        """A stranger asks for everything there is."""
+        ask, service = self.asks, self.introspection
+        ask(f"ListEngines {when}", service.ListEngines, ipb.ListEnginesRequest(page_size=1))
+        for engine_id in ("source", "reader"):
+            ask(f"GetEngine {when}", service.GetEngine, ipb.GetEngineRequest(engine_id=engine_id))
+        lists = (
+            (service.ListEngines, ipb.ListEnginesRequest),
+            (service.ListRequests, ipb.ListRequestsRequest),
+            (service.ListTransfers, ipb.ListTransfersRequest),
+        )
+        for call, request in lists:
+            token = "first"
+            while token:
+                token = "" if token == "first" else token
+                page = ask(f"{request.__name__} {when}", call, request(page_size=1, page_token=token))
+                token = page.next_page_token if page is not None else ""
+                # A client may well decode it.
+                self.sees(f"page_token of {request.__name__} {when}", token)
+        plan = ipb.PlanReadRequest(source_engine_id="source", destination_engine_id="reader")
+        ask(f"PlanRead {when}", service.PlanRead, plan)
+        for command in ("engines", "engine source", "requests", "transfers", "plan source reader"):
+            for more in ((), ("--json",)):
+                done = run_kvferry(*command.split(), *more, "--server", self.server.address)
+                self.sees(f"kvferry {command} {when}", done.stdout + done.stderr)
+
+    def leases(self) -> None:
+        """Take note of the leases that the reader holds."""
+        for index, lease_id in enumerate(self.reader_client._renewals._kept):
+            self.secrets[f"lease_id {index} of {len(self.secrets)}"] = lease_id
+
+    def fails(self, reference: str, read_id: bytes) -> None:
+        """Errors of each kind, also with secrets where none belong."""
+        parsed = parse_reference(reference)
+        source, reader = self.source.session.token.ref(), self.reader.session.token.ref()
+        longer = pb.Reference()
+        longer.CopyFrom(parsed)
+        longer.key += b"x"
+        other = pb.Reference()
+        other.CopyFrom(parsed)
+        other.publication += 1
+        texts = [reference[:-3], reference + "AAAA", format_reference(longer), format_reference(other)]
+        for text in (reference, *texts):
+            for changes in ({"parties": 7}, {"parties": 0}, {"read_id": read_id + b"x"}, {}):
+                given = {"reference": text, "reader": reader, "read_id": read_id, "parties": 1, **changes}
+                self.asks(
+                    "ReadBlocks", lambda request, timeout: self._first(request, timeout), pb.ReadBlocksRequest(**given)
+                )
+            decline = pb.Notification(decline=pb.Decline(reference=text))
+            if text != reference:
+                self.asks("Notify", self.kv.Notify, pb.NotifyRequest(notifications=[decline]))
+        for secret in tuple(self.secrets.values()):
+            said = [
+                pb.Notification(renew=pb.Renew(lease_id=secret + b"x")),
+                pb.Notification(read_done=pb.ReadDone(lease_id=secret + b"x")),
+                pb.Notification(cancel=pb.CancelRead(lease_id=secret + b"x")),
+                pb.Notification(renew=pb.Renew(lease_id=secret[:16])),
+            ]
+            self.asks("Notify", self.kv.Notify, pb.NotifyRequest(sender=source, notifications=said))
+            abort = pb.Notification(abort=pb.Abort(publication=9))
+            for wrong in (secret, secret + b"x", secret[:16]):
+                self.asks(
+                    "Notify",
+                    self.kv.Notify,
+                    pb.NotifyRequest(sender=reader, session_secret=wrong, notifications=[abort]),
+                )
+                watch = pb.WatchRequest(engine=reader, session_secret=wrong[::-1], role=pb.WATCH_ROLE_SCHEDULER)
+                self.asks("Watch", lambda request, timeout: next(self.kv.Watch(request, timeout=timeout)), watch)
+                self.asks(
+                    "ReadChecksums",
+                    self.kv.ReadChecksums,
+                    pb.ReadChecksumsRequest(reader=source, lease_id=wrong),
+                )
+
+    def _first(self, request: pb.ReadBlocksRequest, timeout: float) -> pb.ReadBlocksResponse:
+        stream = self.kv.ReadBlocks(request, timeout=timeout)
+        try:
+            first: pb.ReadBlocksResponse = next(stream)
+            # The reader itself was told its lease; what others see is checked.
+            first.accepted.ClearField("lease_id")
+            return first
+        finally:
+            stream.cancel()
+
+
+def cache(client: Client, engine_id: str) -> Cache:
+    cells = np.zeros((2, 8, 1, 16, 8), np.uint8)
+    return client.register_cache(EngineSpec(engine_id, (GROUP,)), tensors={"layers.0": cells}, axes=AXES)
+
+
+def part_of(cache: Cache) -> bytes:
+    """A piece of the agent's metadata that is not found anywhere by chance."""
+    metadata = cache._registration.agent.metadata
+    return metadata[len(metadata) // 2 :][:32]
+
+
+@pytest.fixture
+def scene(tmp_path: Path) -> Iterator[Scene]:
+    server = NodeServerProcess(tmp_path / "home", tcp=True, log_level="debug", engine_ttl=5, drain=0)
+    with (
+        server,
+        Client(server.address) as source,
+        Client(server.address) as reader,
+        grpc.insecure_channel(server.address) as channel,
+    ):
+        yield Scene(server, source, reader, channel)
+
+
+def test_secrets_are_found_in_every_form() -> None:
+    """The search itself: what it does not find here it would not find there."""
+    secret = os.urandom(16)
+    for form, written in forms(secret):
+        assert found({"s": secret}, {"x": b"before" + written + b"after"}), form
+    for before in range(5):
+        text = format_reference(
+            pb.Reference(home="h" * (before + 1), engine_id="e", incarnation=b"i" * 16, publication=1, key=secret)
+        )
+        assert found({"s": secret}, {"x": text.encode()})
+    assert found({"s": secret}, {"x": str(pb.Renew(lease_id=secret)).encode()})
+    assert found({"s": secret}, {"x": repr([secret]).encode()})
+    assert not found({"s": secret}, {"x": os.urandom(4096)})
+
+
+def test_no_secret_is_seen_by_anybody_else(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    session, secrets = scene.source.session, scene.secrets
+    begun = session.publish("begun", {"full": Blocks([1, 2])}, last=False, expected_reads=3)
+    parsed = parse_reference(begun.reference)
+    secrets["key"] = publication_key(session.token.session_secret, begun.number)
+    assert parsed.key == secrets["key"]
+    reads = [
+        scene.reader.read(begun.reference, {"full": Blocks([number, number + 1])}, read_id=f"read {number}")
+        for number in (1, 3)
+    ]
+    for read in reads:
+        secrets[f"read_id of {read.read_id}"] = read_id_of(scene.reader.session.token.session_secret, read.read_id)
+    until(lambda: len(scene.reader_client._renewals._kept) == 2)
+    scene.leases()
+    scene.looks("while reads wait")
+    scene.fails(begun.reference, secrets["read_id of read 1"])
+    scene.looks("after errors")
+
+    session.publish_more(begun, {}, last=True)
+    for read in reads:
+        assert read.result(20).confirmed
+    scene.looks("after the reads")
+    scene.fails(begun.reference, secrets["read_id of read 1"])
+
+    declined = session.publish("declined", {"full": Blocks([3])})
+    secrets["key of the declined"] = parse_reference(declined.reference).key
+    scene.reader_client.decline(declined.reference)
+    failed = scene.reader.read(declined.reference, {"full": Blocks([5])}, timeout=5)
+    scene.sees("error of a read", failed.exception(20))
+    lost = session.publish("lost", {"full": Blocks([4])}, last=False)
+    secrets["key of the lost"] = parse_reference(lost.reference).key
+    waiting = scene.reader.read(lost.reference, {"full": Blocks([6])}, timeout=8)
+    until(lambda: len(scene.reader_client._renewals._kept) == 1)
+    scene.leases()
+    scene.looks("while another read waits")
+    scene.server.stop(signal.SIGKILL)
+    scene.sees("error of a read", waiting.exception(30))
+    with suppress(KvferryError):
+        session.publish("unheard", {"full": Blocks([7])}, timeout=1)
+
+    grant = Grant("r", "n", "h", "e", b"i" * 16, 1, "s", secrets["key"], 1.0, ())
+    for shown in (session.token, begun, lost, *reads, waiting, failed, *session.released(), grant):
+        scene.sees("a repr", repr(shown))
+    scene.sees("the reader's and the source's log", caplog.text)
+    scene.sees("the node server's log", (scene.server.folder / "log").read_bytes())
+    assert found(secrets, scene.seen) == []

@@ -1,0 +1,30 @@
+"""Pages of a list: whole by count and by bytes."""
+
+from __future__ import annotations
+
+from kvferry.v1 import introspection_pb2 as ipb
+from kvferry_server.servicers.paging import MAX_BYTES, number_key, page
+
+
+def listed(sizes: dict[int, int], page_size: int) -> list[list[int]]:
+    """The numbers on each page, for entries of so many bytes each."""
+
+    def encode(number: int) -> ipb.RequestSummary:
+        return ipb.RequestSummary(publication=number, request_id="x" * sizes[number])
+
+    pages, token = [], ""
+    while True:
+        found, token = page(sizes, lambda number: (number_key(number),), encode, page_size, token)
+        assert sum(message.ByteSize() for message in found) <= MAX_BYTES or len(found) == 1
+        pages.append([message.publication for message in found])
+        if not token:
+            return pages
+
+
+def test_a_page_is_limited_by_count_and_by_bytes_and_nothing_is_skipped() -> None:
+    assert listed({}, 2) == [[]]
+    assert listed(dict.fromkeys(range(1, 6), 10), 2) == [[1, 2], [3, 4], [5]]
+    third = MAX_BYTES // 3 - 100
+    assert listed(dict.fromkeys(range(1, 6), third), 1000) == [[1, 2, 3], [4, 5]]
+    # One that is too large by itself still comes.
+    assert listed({1: 10, 2: MAX_BYTES + 1, 3: 10}, 1000) == [[1], [2], [3]]
