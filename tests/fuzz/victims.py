@@ -144,9 +144,10 @@ class Victims:
 
     def _leases(self) -> int:
         """Live ones on the source, as anybody may ask."""
+        incarnation = self.session.token.incarnation
         with grpc.insecure_channel(self._address) as channel:
-            request = ipb.GetEngineRequest(engine_id=self.session.spec.engine_id)
-            return int(IntrospectionStub(channel).GetEngine(request, timeout=SOON).summary.leases)
+            listed = IntrospectionStub(channel).ListEngines(ipb.ListEnginesRequest(page_size=1000), timeout=SOON).engines
+        return sum(summary.leases for summary in listed if summary.engine.incarnation == incarnation)
 
     def _publish(self, *, last: bool) -> Offered:
         ids = self.source.take(BLOCKS)

@@ -44,6 +44,8 @@ class Liar:
         self._heard: list[bytes] = []
         self._engines = [pb.EngineRef(engine_id=name, incarnation=incarnation_of(SECRET)) for name in (OWN_ID, ENGINE_ID)]
         self._numbers = 0
+        self.squats = False
+        """Whether it may be the first at a home to have the source's engine_id."""
 
     def tell(self, what: str, turns: random.Random) -> None:
         """Tell the home one lie of this kind; what it answers is an error, more often than not."""
@@ -188,9 +190,9 @@ class Liar:
         self._open(host, host.read_blocks(ask))
 
     def _may_watch(self, host: Host, request: pb.WatchRequest) -> bool:
-        """Whether this is a lie that a home can know for one: an engine_id belongs to who has it at a home, not to who
-        had it before the home started or the engine's Watch was lost."""
-        if request.engine != self._engines[1]:
+        """Whether this is no lie that succeeds by the protocol: an engine that is not back in an engine_ttl, from its
+        home's restart or from the loss of its Watch, has lost its engine_id to whoever wants it next."""
+        if request.engine != self._engines[1] or self.squats:
             return True
         engines = host.home.engines.engines()
         return any(engine.ref == self._world.source.ref and engine.lost_at is None for engine in engines)

@@ -46,10 +46,16 @@ class LyingMachine(Machine):
 
     @rule(lies=MANY, pick=PICK)
     def lies_are_told_to_a_home_that_has_just_started(self, lies: list[str], pick: int) -> None:
-        self.world.stop_home()
-        self.world.start_home()
+        """Whoever was there before is back within an engine_ttl."""
+        world = self.world
+        world.stop_home()
+        world.start_home()
+        self.liar.squats = True
         self._lie(lies, pick)
-        self.world.flow()
+        for _ in range(4):
+            world.flow()
+            world.pass_time(0.05)
+        self.liar.squats = False
 
     def teardown(self) -> None:
         if hasattr(self, "world"):

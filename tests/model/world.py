@@ -6,10 +6,11 @@ import itertools
 from collections.abc import Callable, Sequence
 
 from kvferry.authority import SECRET_BYTES
+from kvferry.control import CALL_TIMEOUT
 from kvferry.v1 import kv_transfer_pb2 as pb
 from tests.model.clocks import PartyClock, RealTime, Violation
 from tests.model.host import TIMES, Host
-from tests.model.network import Network, Pipe
+from tests.model.network import LIFE, Network, Pipe
 from tests.model.readers import Reader, Share, shares
 from tests.model.source import Memory, Offered, Source
 
@@ -212,6 +213,9 @@ class World:
         if self.host is None or self.host.home.draining:
             self.stop_home()
             self.start_home()
+        # What parties said themselves, and the network kept, is no lie.
+        self.flow()
+        self.pass_time(CALL_TIMEOUT + LIFE)
         until = self.time.now + 2 * BOUNDED
         reader, served = self.readers[0], 0
         while self.time.now < until and served < 2:
