@@ -77,7 +77,7 @@ class Liar:
         host.lie(pb.NotifyRequest(sender=self._ref(turns), notifications=[turns.choice(lies)]))
 
     def _listing(self, host: Host, turns: random.Random) -> None:
-        """Look, and keep every part of every token."""
+        """Look, keep every part of every token, and try one as a secret at once."""
         request = ipb.ListTransfersRequest(page_size=turns.randint(1, 3))
         while True:
             answer = host.list_transfers(request)
@@ -85,8 +85,12 @@ class Liar:
                 self._heard.append(base64.urlsafe_b64decode(part + "=" * (-len(part) % 4)))
             del self._heard[:-16]
             if not answer.next_page_token:
-                return
+                break
             request.page_token = answer.next_page_token
+        lease_id = turns.choice(self._heard[-3:])[:16].ljust(16, b"\0")
+        for reader in self._world.readers:
+            cancel = pb.Notification(cancel=pb.CancelRead(lease_id=lease_id))
+            host.lie(pb.NotifyRequest(sender=reader.engine, notifications=[cancel]))
 
     def _source(self, host: Host, turns: random.Random) -> None:
         """Speak in a source's name."""
