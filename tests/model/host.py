@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncGenerator, Callable, Generator, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 from kvferry.clock import from_duration, to_duration
 from kvferry.errors import KvferryError
+from kvferry.v1 import introspection_pb2 as ipb
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry_server.home import Home
 from kvferry_server.identity import NOBODY
 from kvferry_server.registrations import Registration
 from kvferry_server.servicers import decode, encode
+from kvferry_server.servicers.introspection import Introspection
 from kvferry_server.servicers.notify import notify
 from kvferry_server.streams import read_blocks, watch
 from kvferry_server.times import Times
@@ -95,6 +98,8 @@ class Host:
         self.clock = clock
         self.home = Home(clock, TIMES, ADVERTISE)
         self.home.wakeups = _ParkedWakeups()
+        self.heard: deque[pb.NotifyRequest | pb.ReadBlocksRequest | pb.WatchRequest] = deque(maxlen=12)
+        """What parties have said lately."""
         self.renewed_at: dict[bytes, float] = {}
         """When a renewal of each lease was heard."""
 
@@ -107,6 +112,11 @@ class Host:
         for notification in request.notifications:
             if notification.WhichOneof("kind") == "renew":
                 self.renewed_at[notification.renew.lease_id] = self.clock.now()
+        self.heard.append(request)
+        return self.lie(request)
+
+    def lie(self, request: pb.NotifyRequest) -> pb.NotifyResponse:
+        """As `notify`, from a party that nobody believes to have renewed anything."""
         # Nothing in it waits; a long batch only lets others have their turn.
         answering = notify(self.home, request, NOBODY)
         while True:
@@ -114,6 +124,15 @@ class Host:
                 answering.send(None)
             except StopIteration as end:
                 return cast(pb.NotifyResponse, end.value)
+
+    def list_transfers(self, request: ipb.ListTransfersRequest) -> ipb.ListTransfersResponse:
+        """As the servicer does."""
+        listing = Introspection(self.home).ListTransfers(request, cast(Any, None))
+        try:
+            listing.send(None)
+        except StopIteration as answer:
+            return cast(ipb.ListTransfersResponse, answer.value)
+        raise RuntimeError("a listing waits for something")
 
     def register(self, registration: Registration, secret: bytes) -> float:
         """As the servicer does; seconds of `reuse_after`."""
@@ -124,6 +143,7 @@ class Host:
             return from_duration(to_duration(home.reuse_after(registration.engine)))
 
     def read_blocks(self, request: pb.ReadBlocksRequest) -> Pulled[pb.ReadBlocksResponse]:
+        self.heard.append(request)
         home, ask = self.home, decode.ask(request, self.home.limits.ranks, NOBODY)
         wait = min(from_duration(request.wait) or TIMES.max_wait, TIMES.max_wait)
         return Pulled(
@@ -132,6 +152,7 @@ class Host:
         )
 
     def watch(self, request: pb.WatchRequest) -> Pulled[pb.WatchResponse]:
+        self.heard.append(request)
         home = self.home
         stream = watch(
             home, decode.process(request), request.session_secret, request.resume_epoch, request.resume_sequence

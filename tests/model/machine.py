@@ -110,9 +110,7 @@ class Machine(RuleBasedStateMachine):
     def copy_all(self, renew: bool, calm: bool) -> None:
         if renew:
             self._renew()
-        while copying := self._copying():
-            share, rank = copying[0]
-            share.copy(rank)
+        self._copy_all()
         self._calm(calm)
 
     @precondition(lambda self: any(share.relies for share in self.world.shares))
@@ -189,6 +187,19 @@ class Machine(RuleBasedStateMachine):
             world.start_home()
         self._calm(calm % 4 > 0)
 
+    @precondition(lambda self: self.world.source.can_publish)
+    @rule(seconds=st.sampled_from((6.0, 13.0)))
+    def a_reader_is_paused_for_long(self, seconds: float) -> None:
+        """Until its lease has ended at the home, and everything that was read is something else."""
+        world = self.world
+        world.publish(1, last=True, expected_reads=1)
+        world.read(world.readers[1], world.offered[-1], 1, scheduled=True)
+        world.flow()
+        world.pause(world.readers[1], seconds)
+        world.flow()
+        self._copy_all()
+        world.flow()
+
     def teardown(self) -> None:
         if hasattr(self, "world"):
             try:
@@ -209,6 +220,11 @@ class Machine(RuleBasedStateMachine):
     def _renew(self) -> None:
         for share in self.world.shares:
             share.renew()
+
+    def _copy_all(self) -> None:
+        while copying := self._copying():
+            share, rank = copying[0]
+            share.copy(rank)
 
     def _copying(self) -> list[tuple[Share, int]]:
         return [(share, rank) for share in self.world.shares for rank in share.copying()]

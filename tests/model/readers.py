@@ -268,6 +268,7 @@ class Share:
 
     def _report(self, outcome: pb.RankOutcome.ValueType, end: object) -> None:
         lease = cast(ReaderLease, self.lease)
+        self.offered.reported |= outcome == pb.RANK_OUTCOME_DONE
         reports = [pb.RankReport(rank=rank, outcome=outcome) for rank in self.ranks]
         done = pb.ReadDone(lease_id=lease.lease_id, reports=reports)
         self._notify(pb.Notification(read_done=done), end)

@@ -8,21 +8,30 @@ from typing import Any
 import pytest
 
 from kvferry import judgement, leases, offers
+from kvferry.errors import WrongSession
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry_server import books, engines, lessor
 from kvferry_server import leases as home_leases
 from kvferry_server.books import Book, Standing
-from kvferry_server.identity import EngineRef
+from kvferry_server.identity import EngineRef, Names
 from kvferry_server.leases import Ask, Lease, RankReport, ReadState, Verdict
 from kvferry_server.publications import Publication
+from kvferry_server.servicers import introspection
 from tests.model import readers
 
 Sabotage = Callable[[pytest.MonkeyPatch], None]
 SABOTAGES: dict[str, Sabotage] = {}
+OF_A_LIAR: dict[str, Sabotage] = {}
+"""Those that nobody notices while all are honest."""
 
 
 def sabotage(make: Sabotage) -> Sabotage:
     SABOTAGES[make.__name__] = make
+    return make
+
+
+def of_a_liar(make: Sabotage) -> Sabotage:
+    OF_A_LIAR[make.__name__] = make
     return make
 
 
@@ -161,6 +170,78 @@ def own_deadline_is_not_judged(patch: pytest.MonkeyPatch) -> None:
         return judgement.Judgement.EXPIRED if expired else judgement.Judgement.TRUSTED
 
     patch.setattr(readers, "judge", judge)
+
+
+# What only a liar makes use of: a proof that is not asked for, or a secret that is none.
+
+
+@of_a_liar
+def leases_are_known_by_their_public_number(patch: pytest.MonkeyPatch) -> None:
+    original = lessor.Lessor._lease
+
+    def lease(self: lessor.Lessor, lease_id: bytes, reader: EngineRef, names: Names) -> Lease | None:
+        number = int.from_bytes(lease_id, "big")
+        found = next((one.lease_id for one in self._endings.leases.values() if one.number == number), lease_id)
+        return original(self, found, reader, names)
+
+    patch.setattr(lessor.Lessor, "_lease", lease)
+
+
+@of_a_liar
+def lease_ids_in_page_tokens(patch: pytest.MonkeyPatch) -> None:
+    original = introspection._lease_key
+    patch.setattr(introspection, "_lease_key", lambda lease: (*original(lease), lease.lease_id))
+
+
+@of_a_liar
+def any_reader_may_report(patch: pytest.MonkeyPatch) -> None:
+    """By its own name, the newest lease of that reader."""
+
+    def lease(self: lessor.Lessor, lease_id: bytes, reader: EngineRef, names: Names) -> Lease | None:
+        found = self._endings.leases.get(lease_id)
+        own = [one for one in self._endings.leases.values() if one.ask.read.reader == reader]
+        return found or (own[-1] if own else None)
+
+    patch.setattr(lessor.Lessor, "_lease", lease)
+
+
+@of_a_liar
+def a_restarted_home_adopts_the_first_secret(patch: pytest.MonkeyPatch) -> None:
+    original, adopted = engines.Registry.__init__, dict[EngineRef, bytes]()
+
+    def start(self: engines.Registry, *arguments: Any) -> None:
+        adopted.clear()
+        original(self, *arguments)
+
+    def check_secret(ref: EngineRef, secret: bytes) -> None:
+        if adopted.setdefault(ref, secret) != secret:
+            raise WrongSession(f"the session secret is not that of {ref}", engine_id=ref.engine_id)
+
+    patch.setattr(engines.Registry, "__init__", start)
+    patch.setattr(engines, "check_secret", check_secret)
+
+
+@of_a_liar
+def sources_are_believed_without_a_secret(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(engines, "check_secret", lambda ref, secret: None)
+
+
+@of_a_liar
+def decline_without_a_key(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(books.Book, "check_key", lambda self, number, key: None)
+
+
+@of_a_liar
+def another_incarnation_evicts_the_living(patch: pytest.MonkeyPatch) -> None:
+    def replace(self: engines.Registry, engine: engines.Engine, now: float) -> None:
+        self._forget(engine)
+
+    patch.setattr(engines.Registry, "_replace", replace)
+
+
+@of_a_liar
+def whoever_is_first_at_a_restarted_home_has_the_name(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(engines.Registry, "_new", property(lambda self: False))
 
 
 def _end_leases(self: lessor.Lessor, publication: Publication, now: float) -> None:

@@ -14,7 +14,7 @@ from kvferry.authority import incarnation_of
 from kvferry.clock import from_duration
 from kvferry.control import BACKOFF_FIRST
 from kvferry.errors import KvferryError, PeerRestarted, WrongSession
-from kvferry.offers import Offers, Publication, leaves_open
+from kvferry.offers import Offers, Publication, ReleaseOutcome, leaves_open
 from kvferry.status import from_notification_error
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry_server.identity import EngineRef
@@ -60,6 +60,10 @@ class Offered:
     """Its engine has its blocks back: released, or never offered."""
     aborted: bool = False
     """The home has taken note of its engine's abort."""
+    declined: bool = False
+    """Somebody who has the reference gave up."""
+    reported: bool = False
+    """A rank that has read it said so."""
 
     @property
     def number(self) -> int:
@@ -132,7 +136,7 @@ class Source:
 
     def publish(self, count: int, *, last: bool, expected_reads: int) -> Offered:
         blocks = self._written(count)
-        step = pb.Publish(request_id="request", groups=[_group(0, blocks)], last=last, expected_reads=expected_reads)
+        step = pb.Publish(request_id="request", groups=[group(0, blocks)], last=last, expected_reads=expected_reads)
         offered = Offered(self, self.offers.publish(ADVERTISE, step))
         self.offered[offered.number] = offered
         self._send(offered, step, blocks)
@@ -140,7 +144,7 @@ class Source:
 
     def publish_more(self, offered: Offered, count: int, *, last: bool) -> None:
         blocks = self._written(count)
-        step = pb.Publish(groups=[_group(len(offered.contents), blocks)], last=last)
+        step = pb.Publish(groups=[group(len(offered.contents), blocks)], last=last)
         self.offers.publish_more(offered.number, step)
         self._send(offered, step, blocks)
 
@@ -162,6 +166,7 @@ class Source:
             offered.releases += 1
             if offered.releases > 1 or offered.free:
                 raise Violation(f"R3: publication {offered.number} was released {offered.releases} times")
+            self._check_outcome(offered, release.outcome)
             self._take(offered, tuple(offered.contents))
         if self._usable_at is not None and now >= self._usable_at:
             self._usable_at = None
@@ -353,6 +358,13 @@ class Source:
         request = pb.NotifyRequest(sender=self.engine, session_secret=self._secret, notifications=notifications)
         return self.network.call(self, lambda host: host.notify(request), end)
 
+    def _check_outcome(self, offered: Offered, outcome: ReleaseOutcome) -> None:
+        """R13: nobody who may not says for others that they have read it, or will not."""
+        if outcome is ReleaseOutcome.READ and not offered.reported:
+            raise Violation(f"R13: publication {offered.number} was released as read, and nobody has said so")
+        if outcome is ReleaseOutcome.DECLINED and not offered.declined:
+            raise Violation(f"R13: publication {offered.number} was declined, and nobody has")
+
     def _check_not_evicted(self, error: KvferryError | None) -> None:
         if self.alive and isinstance(error, (PeerRestarted, WrongSession)):
             raise Violation(f"the living incarnation was evicted: {error}")
@@ -362,7 +374,7 @@ def _pause(error: KvferryError | None) -> float:
     return max(BACKOFF_FIRST, (error.retry_after or 0.0) if error else 0.0)
 
 
-def _group(first: int, blocks: Sequence[int]) -> pb.GroupBlocks:
+def group(first: int, blocks: Sequence[int]) -> pb.GroupBlocks:
     """Whole blocks of a request, from its block `first` on."""
     return pb.GroupBlocks(
         group="full",

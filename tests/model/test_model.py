@@ -1,12 +1,17 @@
-"""R1 to R3 on the shipped lessor, home, offers and reader's lease, whatever is lost, repeated, delayed or restarted."""
+"""R1 to R3, and R13, on the shipped lessor, home, offers and reader's lease, whatever is lost, repeated, delayed or restarted."""
 
 from __future__ import annotations
 
 from hypothesis.stateful import run_state_machine_as_test
 
 from tests.model.conftest import MODEL
+from tests.model.lying import LyingMachine
 from tests.model.machine import Machine
 
 
 def test_the_rules_hold() -> None:
     run_state_machine_as_test(Machine, settings=MODEL)
+
+
+def test_the_rules_hold_beside_a_liar() -> None:
+    run_state_machine_as_test(LyingMachine, settings=MODEL)

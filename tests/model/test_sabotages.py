@@ -7,8 +7,9 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from tests.model.clocks import Violation
 from tests.model.conftest import CAUGHT
+from tests.model.lying import LyingMachine
 from tests.model.machine import Machine
-from tests.model.sabotages import SABOTAGES
+from tests.model.sabotages import OF_A_LIAR, SABOTAGES
 
 
 @pytest.mark.parametrize("name", SABOTAGES)
@@ -16,3 +17,10 @@ def test_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     SABOTAGES[name](monkeypatch)
     with pytest.raises(Violation):
         run_state_machine_as_test(Machine, settings=CAUGHT)
+
+
+@pytest.mark.parametrize("name", OF_A_LIAR)
+def test_a_liar_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    OF_A_LIAR[name](monkeypatch)
+    with pytest.raises(Violation):
+        run_state_machine_as_test(LyingMachine, settings=CAUGHT)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from kvferry.authority import SECRET_BYTES
+from kvferry.control import CALL_TIMEOUT
 from kvferry.v1 import kv_transfer_pb2 as pb
 from tests.model.clocks import PartyClock, RealTime, Violation
 from tests.model.host import TIMES, Host
-from tests.model.network import Network, Pipe
+from tests.model.network import LIFE, Network, Pipe
 from tests.model.readers import Reader, Share, shares
 from tests.model.source import Memory, Offered, Source
 
@@ -51,6 +52,7 @@ class World:
 
     def decline(self, offered: Offered) -> None:
         """A router gives up."""
+        offered.declined = True
         decline = pb.Decline(reference=offered.publication.reference)
         request = pb.NotifyRequest(notifications=[pb.Notification(decline=decline)])
         self.network.call(self, lambda host: host.notify(request), lambda _: None)
@@ -201,6 +203,44 @@ class World:
         for offered in self.offered:
             if offered.source is source and not offered.free:
                 raise Violation(f"R3: publication {offered.number} was never released")
+
+    def check_served(self, meanwhile: Callable[[], None]) -> None:
+        """R13: with nothing lost any more, a request is published and read in bounded time, whatever else is said.
+
+        Args:
+            meanwhile: what else is said, each time.
+        """
+        if self.host is None or self.host.home.draining:
+            self.stop_home()
+            self.start_home()
+        # What parties said themselves, and the network kept, is no lie.
+        self.flow()
+        self.pass_time(CALL_TIMEOUT + LIFE)
+        until = self.time.now + 2 * BOUNDED
+        reader, served = self.readers[0], 0
+        while self.time.now < until and served < 2:
+            self.flow()
+            meanwhile()
+            if not self.source.can_publish:
+                self.pass_time(0.75)
+                continue
+            self.publish(1, last=True, expected_reads=1)
+            self.flow()
+            meanwhile()
+            self.read(reader, self.offered[-1], 1, scheduled=True)
+            (share,) = self.shares[-1:]
+            while not share.over and self.time.now < until:
+                self.flow()
+                meanwhile()
+                while share.copying():
+                    share.copy(0)
+                self.flow()
+                self.pass_time(0.1)
+            if not share.good:
+                raise Violation(f"R13: a read beside a liar is lost: {share.read_id} of {share.offered.number}")
+            served += 1
+        if served < 2:
+            raise Violation("R13: beside a liar, nothing can be published any more")
 
     def close(self) -> None:
         self.network.close()

@@ -1,0 +1,507 @@
+"""A peer that may connect and means harm: it makes valid calls of everything that it was told, in any order.
+
+It knows what any peer may know: the contract, and what the node server answers. Every value of every answer, error and
+token goes into its pockets, as it came and with every usual encoding undone, and comes out again in any field of that
+kind. It lives as an engine of its own, which watches, registers, publishes, reads and reports; also under the names of
+others.
+
+python -m tests.fuzz.peer ADDRESS [ADDRESS ...] --seed 7 --pause 0.01
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import binascii
+import itertools
+import random
+import re
+import sys
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any
+
+import grpc
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
+from google.protobuf.message import Message
+from google.rpc import error_details_pb2, status_pb2
+
+from kvferry.authority import SECRET_BYTES, incarnation_of
+from kvferry.errors import BadReference
+from kvferry.reference import format_reference, parse_reference
+from kvferry.status import DETAILS_KEY
+from kvferry.v1 import introspection_pb2 as ipb
+from kvferry.v1 import kv_transfer_pb2 as pb
+from tests.fuzz.messages import EXTREMES, is_map
+from tests.fuzz.methods import METHODS, Method
+
+ANSWERED = 20.0
+"""Seconds within which a call that waits for nothing is answered."""
+WAITS = 0.05
+"""Seconds that it listens to a stream."""
+MOST = 400
+"""Values of one kind that it remembers."""
+RECENT = 6
+"""The newest of them, which it likes best."""
+AT_ONCE = 16
+"""Streams that it holds open."""
+
+OWN_ID = "~hostile"
+"""After everybody else in every list."""
+SIZES = (16, 32)
+"""Lengths of what the contract calls secret."""
+
+_SENT = {method.path: method for method in METHODS if method.path.startswith("/kvferry.")}
+_ANSWERS: dict[str, type[Message]] = {}
+for _service in (pb.DESCRIPTOR.services_by_name["KVTransfer"], ipb.DESCRIPTOR.services_by_name["Introspection"]):
+    for _method in _service.methods:
+        _ANSWERS[f"/{_service.full_name}/{_method.name}"] = getattr(
+            pb if hasattr(pb, _method.output_type.name) else ipb, _method.output_type.name
+        )
+
+WEIGHTS = {
+    "ListTransfers": 5,
+    "ListEngines": 2,
+    "ListRequests": 2,
+    "GetEngine": 1,
+    "PlanRead": 1,
+    "Notify": 14,
+    "ReadBlocks": 5,
+    "ReadChecksums": 2,
+    "Watch": 4,
+    "RegisterCache": 3,
+    "Handshake": 2,
+}
+NOTIFICATIONS = ("read_done", "read_done", "cancel", "cancel", "renew", "decline", "publish", "abort", "resync")
+"""Those that end something come more often."""
+OF_A_READER = frozenset({"read_done", "cancel", "renew", "decline"})
+
+
+class NotAnswered(AssertionError):
+    """A call took longer than any call may."""
+
+
+class Pocket:
+    """Values of one kind, what was heard last at the end."""
+
+    def __init__(self) -> None:
+        self._kept: dict[Any, Any] = {}
+
+    def put(self, value: Any) -> None:
+        key = value.SerializeToString(deterministic=True) if isinstance(value, Message) else value
+        self._kept.pop(key, None)
+        self._kept[key] = value
+        if len(self._kept) > MOST:
+            # The oldest but a few: those are of the time before it did anything.
+            del self._kept[next(itertools.islice(self._kept, MOST // 8, None))]
+
+    def has(self, value: Any) -> bool:
+        """Whether it is here; for scalars."""
+        return value in self._kept
+
+    def all(self, *, of: Callable[[Any], bool] = lambda _: True) -> list[Any]:
+        """Those that are like this."""
+        return [value for value in self._kept.values() if of(value)]
+
+    def draw(self, turns: random.Random, of: Callable[[Any], bool] = lambda _: True) -> Any:
+        """One of them, often one of the newest; None if there is none."""
+        found = self.all(of=of)
+        return turns.choice(found[-RECENT:] if turns.random() < 0.6 else found) if found else None
+
+
+class Pockets:
+    """All that it was told."""
+
+    def __init__(self) -> None:
+        self.messages: dict[str, Pocket] = defaultdict(Pocket)
+        self.named: dict[str, Pocket] = defaultdict(Pocket)
+        self.kinds: dict[type, Pocket] = defaultdict(Pocket)
+        self.nameless = Pocket()
+        """Bytes that were an encoding's, and nothing says of what."""
+
+    def learn(self, message: Message) -> None:
+        """Everything in a message."""
+        self.messages[message.DESCRIPTOR.full_name].put(message)
+        for field, value in message.ListFields():
+            items = list(value.values()) if is_map(field) else list(value) if field.is_repeated else [value]
+            for item in items:
+                if isinstance(item, Message):
+                    self.learn(item)
+                else:
+                    self.hear(field.name, item)
+
+    def hear(self, name: str, value: Any) -> None:
+        """One value, and what it may be an encoding of."""
+        # What an answer calls next is what the next request takes.
+        self.named[name.removeprefix("next_")].put(value)
+        self.kinds[type(value)].put(value)
+        if isinstance(value, str):
+            with suppress(BadReference):
+                self.learn(parse_reference(value))
+            for part in re.split(r"[^A-Za-z0-9_=+-]+", value):
+                self._decode(part)
+
+    def learn_error(self, error: grpc.RpcError) -> None:
+        """An error's text, and the values in it."""
+        call: Any = error
+        self.hear("message", call.details() or "")
+        for key, value in call.trailing_metadata() or ():
+            if key != DETAILS_KEY:
+                continue
+            for detail in status_pb2.Status.FromString(value).details:
+                info = error_details_pb2.ErrorInfo()
+                if detail.Unpack(info):
+                    for name, text in info.metadata.items():
+                        self.hear(name, text)
+
+    def holds(self, secrets: set[bytes]) -> bool:
+        """Whether it was told any of these."""
+        return not secrets.isdisjoint(self.kinds[bytes].all())
+
+    def _decode(self, part: str) -> None:
+        if not 4 <= len(part) <= 4096:
+            return
+        with suppress(ValueError, binascii.Error):
+            self._decoded(bytes.fromhex(part))
+        with suppress(ValueError, binascii.Error):
+            self._decoded(base64.b64decode(part + "=" * (-len(part) % 4), b"-_", validate=True))
+
+    def _decoded(self, value: bytes) -> None:
+        self.kinds[bytes].put(value)
+        if not self.named["incarnation"].has(value):
+            self.nameless.put(value)
+
+
+class HostilePeer:
+    """See the module.
+
+    Args:
+        address: of the node server.
+        turns: what it chooses with.
+    """
+
+    def __init__(self, address: str, turns: random.Random) -> None:
+        self.known = Pockets()
+        self.calls = 0
+        self.slowest = 0.0
+        self._listed = False
+        self._turns = turns
+        self._channel = grpc.insecure_channel(
+            address,
+            [
+                ("grpc.max_receive_message_length", -1),
+                *((f"grpc.{which}_reconnect_backoff_ms", 20) for which in ("initial", "min", "max")),
+            ],
+        )
+        self._streams: list[Any] = []
+        self._numbers = itertools.count(1)
+        self._rush: threading.Thread | None = None
+        self._rushing = threading.Event()
+        self.secrets = [turns.randbytes(SECRET_BYTES) for _ in range(4)]
+        """Its own."""
+
+    def act(self, calls: int) -> None:
+        """Make some calls.
+
+        Raises:
+            NotAnswered: the node server left one unanswered.
+        """
+        for _ in range(calls):
+            self._act()
+
+    def learn_of(self, message: Message) -> None:
+        """It is told something that is no secret."""
+        self.known.learn(message)
+
+    def rush(self) -> None:
+        """Until `rest`: be there first when the home comes back, in the names of all engines it knows."""
+        self._rushing.set()
+        self._rush = threading.Thread(target=self._first, name="hostile-rush", daemon=True)
+        self._rush.start()
+
+    def rest(self) -> None:
+        """Stop that."""
+        self._rushing.clear()
+        if self._rush is not None:
+            self._rush.join()
+            self._rush = None
+
+    def close(self) -> None:
+        """Leave."""
+        self.rest()
+        for stream in self._streams:
+            stream.cancel()
+        self._channel.close()
+
+    # What it does.
+
+    def _act(self) -> None:
+        if self._turns.random() < 0.12:
+            self._live_as_an_engine()
+            return
+        names = list(WEIGHTS)
+        (name,) = self._turns.choices(names, [WEIGHTS[one] for one in names])
+        if self._listed and self._turns.random() < 0.5:
+            # What was just heard is of somebody who is there.
+            name = "Notify"
+        self._listed = name.startswith("List")
+        path = next(path for path in _SENT if path.endswith(f"/{name}"))
+        self._call(_SENT[path], self._request(name, _SENT[path]))
+
+    def _request(self, name: str, method: Method) -> Message:
+        request = self._made(method.request)
+        if name.startswith("List"):
+            # Page by page, every token is seen.
+            sized: Any = request
+            sized.page_size = self._turns.choice((0, 1, 1, 2, 3, 5))
+            if self._turns.random() < 0.3:
+                request.ClearField("page_token")
+            if "engine_id" in request.DESCRIPTOR.fields_by_name and self._turns.random() < 0.7:
+                request.ClearField("engine_id")
+        elif isinstance(request, pb.NotifyRequest):
+            kinds = self._turns.choices(NOTIFICATIONS, k=self._turns.choice((1, 1, 2, 4)))
+            if self._turns.random() < 0.8:
+                # A source's without its secret spoil the whole batch.
+                kinds = [kind for kind in kinds if kind in OF_A_READER] or ["read_done"]
+                request.ClearField("session_secret")
+            del request.notifications[:]
+            request.notifications.extend(self._notification(kind) for kind in kinds)
+            if sender := self.known.messages["kvferry.v1.EngineRef"].draw(self._turns):
+                request.sender.CopyFrom(sender)
+        elif isinstance(request, (pb.ReadBlocksRequest, pb.HandshakeRequest, pb.RegisterCacheRequest, pb.WatchRequest)):
+            # A relay and a longer wait are somebody else's time.
+            for field_name in ("wait", "relayed_by", "home"):
+                if field_name in request.DESCRIPTOR.fields_by_name:
+                    request.ClearField(field_name)
+        return request
+
+    def _notification(self, kind: str) -> pb.Notification:
+        notification = pb.Notification()
+        field = notification.DESCRIPTOR.fields_by_name[kind]
+        assert field.message_type is not None
+        getattr(notification, kind).CopyFrom(self._made(field.message_type))
+        if kind == "read_done":
+            done = notification.read_done
+            del done.reports[:]
+            for rank in range(self._turns.choice((1, 1, 1, 2))):
+                done.reports.add(rank=rank, outcome=self._turns.choice((1, 1, 1, 2, 3, 4)), bytes=1)
+        return notification
+
+    def _live_as_an_engine(self) -> None:
+        """Open, register, publish and read, as it should be done, under its own name or another's."""
+        engine_id = OWN_ID if self._turns.random() < 0.5 else self.known.named["engine_id"].draw(self._turns) or OWN_ID
+        secret = self._turns.choice(self.secrets)
+        ref = pb.EngineRef(engine_id=engine_id, incarnation=incarnation_of(secret))
+        watch = pb.WatchRequest(engine=ref, session_secret=secret, role=pb.WATCH_ROLE_SCHEDULER)
+        self._call(_SENT["/kvferry.v1.KVTransfer/Watch"], watch)
+        self.known.learn(ref)
+        geometry: Any = self.known.messages["kvferry.v1.EngineGeometry"].draw(self._turns, lambda one: len(one.ranks))
+        if geometry is not None:
+            request = pb.RegisterCacheRequest(engine=ref, session_secret=secret, num_ranks=1)
+            request.identity.update(geometry.identity)
+            request.groups.extend(geometry.groups)
+            request.rank.CopyFrom(geometry.ranks[0])
+            request.rank.rank = 0
+            self._call(_SENT["/kvferry.v1.KVTransfer/RegisterCache"], request)
+            number = next(self._numbers)
+            publish = pb.Publish(publication=number, request_id=f"own-{number}", last=True, expected_reads=1)
+            group = geometry.groups[0]
+            publish.groups.add(group=group.name, end_token=group.block_tokens, run_starts=[1], run_counts=[1])
+            resync = [pb.Notification(resync=pb.Resync(phase=phase)) for phase in (1, 2)]  # type: ignore[arg-type]
+            request_of = pb.NotifyRequest(
+                sender=ref, session_secret=secret, notifications=[*resync, pb.Notification(publish=publish)]
+            )
+            self._call(_SENT["/kvferry.v1.KVTransfer/Notify"], request_of)
+
+    def _first(self) -> None:
+        """Watch as every engine it knows, before that engine is back."""
+        watch = self._stub(_SENT["/kvferry.v1.KVTransfer/Watch"])
+        refs = self.known.messages["kvferry.v1.EngineRef"].all(of=lambda ref: ref.engine_id != OWN_ID)
+        while self._rushing.is_set():
+            held = []
+            for ref in refs[:32]:
+                for named in (ref, self._impostor(ref)):
+                    secret = self.secrets[0]
+                    request = pb.WatchRequest(engine=named, session_secret=secret, role=pb.WATCH_ROLE_SCHEDULER)
+                    held.append(watch(request, wait_for_ready=True))
+            while self._rushing.is_set() and any(stream.is_active() for stream in held):
+                time.sleep(0.01)
+            for stream in held:
+                if not stream.is_active():
+                    stream.cancel()
+            self._streams += [stream for stream in held if stream.is_active()]
+            time.sleep(0.01)
+
+    def _impostor(self, ref: Any) -> pb.EngineRef:
+        """Its own incarnation under another's name."""
+        return pb.EngineRef(engine_id=ref.engine_id, incarnation=incarnation_of(self.secrets[0]))
+
+    # Calls.
+
+    def _stub(self, method: Method) -> Callable[..., Any]:
+        make: Any = self._channel.unary_stream if method.server_streams else self._channel.unary_unary
+        stub: Callable[..., Any] = make(
+            method.path,
+            request_serializer=method.request_class.SerializeToString,
+            response_deserializer=_ANSWERS[method.path].FromString,
+        )
+        return stub
+
+    def _call(self, method: Method, request: Message) -> list[Message]:
+        self.calls += 1
+        began = time.monotonic()
+        answers: list[Message] = []
+        try:
+            if method.server_streams:
+                answers = self._listen(
+                    self._stub(method)(request, timeout=None if "Watch" in method.path else WAITS * 5)
+                )
+            else:
+                answers = [self._stub(method)(request, timeout=ANSWERED)]
+        except grpc.RpcError as error:
+            self.known.learn_error(error)
+            code = error.code() if isinstance(error, grpc.Call) else None
+            if code is grpc.StatusCode.DEADLINE_EXCEEDED and not method.server_streams:
+                raise NotAnswered(f"{method} was not answered in {ANSWERED} s: {request}") from None
+        for answer in answers:
+            self.known.learn(answer)
+        self.slowest = max(self.slowest, time.monotonic() - began)
+        return answers
+
+    def _listen(self, stream: Any) -> list[Message]:
+        """What a stream says at first. It is held open for a while, as a peer would."""
+        heard: list[Message] = []
+        ended = threading.Event()
+        failure: list[grpc.RpcError] = []
+
+        def follow() -> None:
+            try:
+                for message in stream:
+                    heard.append(message)
+                    if len(heard) >= 3:
+                        ended.set()
+            except grpc.RpcError as error:
+                failure.append(error)
+            ended.set()
+
+        threading.Thread(target=follow, name="hostile-stream", daemon=True).start()
+        ended.wait(WAITS)
+        self._streams.append(stream)
+        if len(self._streams) > AT_ONCE:
+            self._streams.pop(self._turns.randrange(len(self._streams) - 1)).cancel()
+        if failure and not heard:
+            raise failure[0]
+        return list(heard)
+
+    # Messages.
+
+    def _made(self, descriptor: Descriptor, depth: int = 0) -> Any:
+        """A message of what it knows."""
+        known = self.known.messages[descriptor.full_name].draw(self._turns)
+        if known is not None and depth and self._turns.random() < 0.7:
+            found = type(known)()
+            found.CopyFrom(known)
+            return found
+        message = _class(descriptor)()
+        chosen = {oneof.name: self._turns.choice(list(oneof.fields)).name for oneof in descriptor.oneofs}
+        for field in descriptor.fields:
+            oneof = field.containing_oneof
+            if oneof is not None and chosen[oneof.name] != field.name:
+                continue
+            if self._turns.random() < 0.85 and depth < 5 and not is_map(field):
+                self._fill(message, field, depth)
+        return message
+
+    def _fill(self, message: Message, field: FieldDescriptor, depth: int) -> None:
+        count = self._turns.choice((1, 1, 2, 3)) if field.is_repeated else 1
+        for _ in range(count):
+            if field.message_type is not None:
+                made = self._made(field.message_type, depth + 1)
+                target = getattr(message, field.name)
+                (target.add() if field.is_repeated else target).CopyFrom(made)
+                continue
+            value = self._value(field)
+            with suppress(ValueError, TypeError):
+                if field.is_repeated:
+                    getattr(message, field.name).append(value)
+                else:
+                    setattr(message, field.name, value)
+
+    def _value(self, field: FieldDescriptor) -> Any:
+        if field.name in ("reference", "references"):
+            return self._reference()
+        kind = _KINDS.get(field.type, int)
+        chance = self._turns.random()
+        if kind is bytes:
+            return self._bytes(field.name)
+        named = self.known.named[field.name].draw(self._turns)
+        if named is not None and chance < 0.7:
+            return named
+        if kind is int and chance < 0.9:
+            return self._turns.choice((0, 1, 1, 2, 3))
+        other = self.known.kinds[kind].draw(self._turns)
+        return other if other is not None and chance < 0.9 else self._turns.choice(EXTREMES[field.type])
+
+    def _bytes(self, name: str) -> bytes:
+        """What may be a secret: whatever has its length."""
+        pockets = (self.known.named[name], self.known.nameless, self.known.kinds[bytes], None)
+        (pocket,) = self._turns.choices(pockets, (3, 4, 2, 2))
+        found = pocket.draw(self._turns, lambda value: len(value) in SIZES) if pocket is not None else None
+        return found if isinstance(found, bytes) else self._turns.choice(self.secrets)
+
+    def _reference(self) -> str:
+        known = self.known.named["reference"].draw(self._turns)
+        if known and self._turns.random() < 0.4:
+            return str(known)
+        reference = self._made(pb.Reference.DESCRIPTOR)
+        reference.ClearField("router_key")
+        if ref := self.known.messages["kvferry.v1.EngineRef"].draw(self._turns):
+            reference.engine_id, reference.incarnation = ref.engine_id, ref.incarnation
+        return format_reference(reference)
+
+
+_KINDS: dict[int, type] = {
+    FieldDescriptor.TYPE_BYTES: bytes,
+    FieldDescriptor.TYPE_STRING: str,
+    FieldDescriptor.TYPE_BOOL: bool,
+    FieldDescriptor.TYPE_DOUBLE: float,
+    FieldDescriptor.TYPE_FLOAT: float,
+}
+
+
+def _class(descriptor: Descriptor) -> type[Message]:
+    from google.protobuf import message_factory
+
+    return message_factory.GetMessageClass(descriptor)
+
+
+def _rounds(turns: random.Random, addresses: list[str], pause: float) -> Iterator[int]:
+    """Attack until killed; the node servers may be restarted under it."""
+    peers = [HostilePeer(address, turns) for address in addresses]
+    while True:
+        for peer in peers:
+            try:
+                peer.act(20)
+            except NotAnswered as error:
+                # A server that is stopped answers nobody; whoever runs this decides whether that was its doing.
+                print(f"hostile: {error}", flush=True)
+            yield peer.calls
+            time.sleep(pause)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("addresses", nargs="+")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--pause", type=float, default=0.01)
+    arguments = parser.parse_args()
+    for _ in _rounds(random.Random(arguments.seed), arguments.addresses, arguments.pause):
+        pass
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

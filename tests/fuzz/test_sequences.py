@@ -1,0 +1,58 @@
+"""R13: sequences of valid calls by a peer that means harm, beside a source and a destination at the same home."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.servers import NodeServerProcess
+from tests.fuzz.peer import HostilePeer
+from tests.fuzz.victims import Victims
+
+ROUNDS = int(os.environ.get("FUZZ_ROUNDS", "5"))
+SEED = int(os.environ.get("FUZZ_SEED", "1"))
+CALLS = 120
+"""By the hostile peer, in each round."""
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Iterator[NodeServerProcess]:
+    # After a restart, nothing is released for a max_ttl.
+    with NodeServerProcess(tmp_path, tcp=True, drain=0, ttl=3, max_ttl=3) as running:
+        yield running
+
+
+def test_whatever_a_peer_sends_it_harms_nobody(home: NodeServerProcess) -> None:
+    victims, peer = Victims(home.address), HostilePeer(home.address, random.Random(SEED))
+    try:
+        for _ in range(ROUNDS):
+            victims.begin()
+            peer.act(CALLS)
+            victims.finish()
+        assert not peer.known.holds(victims.secrets())
+    finally:
+        peer.close()
+        victims.close()
+
+
+def test_whoever_comes_first_after_a_restart_is_nobody_else(home: NodeServerProcess) -> None:
+    victims, peer = Victims(home.address), HostilePeer(home.address, random.Random(SEED))
+    try:
+        for _ in range(max(1, ROUNDS // 5)):
+            victims.begin()
+            peer.act(CALLS)
+            home.stop()
+            peer.rush()
+            home.start()
+            peer.act(CALLS)
+            victims.finish(restarted=True)
+            peer.rest()
+            victims.begin()
+            victims.finish()
+    finally:
+        peer.close()
+        victims.close()

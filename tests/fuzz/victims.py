@@ -1,0 +1,224 @@
+"""A source and a destination that mind their own business, over real NIXL, and notice whatever is done to them.
+
+What a source has published it overwrites as soon as that is released, as an engine would that reuses its blocks. A
+round keeps two reads open from its beginning to its end, so that everything that happens in between happens under their
+leases.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from dataclasses import dataclass
+
+import grpc
+import numpy as np
+
+from kvferry import Blocks, Client, EngineSpec, Interval, MemoryKind, MemoryRegion, Publication, Release
+from kvferry.cache import Cache
+from kvferry.clock import now
+from kvferry.errors import KvferryError
+from kvferry.read import Read
+from kvferry.reference import parse_reference
+from kvferry.v1 import introspection_pb2 as ipb
+from kvferry.v1.introspection_pb2_grpc import IntrospectionStub
+from tests.e2e.world import POISON, Model, unique_id
+
+MODEL = Model(layers=2, heads=4, head_dim=16, num_blocks=128)
+BLOCKS = 8
+"""Of a step of a request."""
+OPEN = 2
+"""Reads at once."""
+SOON = 30.0
+"""Seconds that something may take which a busy machine does in far less."""
+
+Content = dict[tuple[int, str], np.ndarray]
+
+
+class Harmed(AssertionError):
+    """Something was done to a victim that no peer may do."""
+
+
+@dataclass(eq=False)
+class Offered:
+    """A published request: its blocks, and what they hold."""
+
+    publication: Publication
+    ids: list[int]
+    content: Content
+    release: Release | None = None
+
+
+class _Side:
+    """One engine of one rank, in this process."""
+
+    def __init__(self, address: str, name: str, *, serve: bool) -> None:
+        self.cells = np.full(MODEL.rank_bytes(Interval(0, MODEL.heads)), POISON, np.uint8)
+        self.client = Client(address)
+        base = self.cells.ctypes.data
+        self.cache: Cache = self.client.register_cache(
+            EngineSpec(unique_id(name), (MODEL.group(),), 1, {"model": "tiny"}),
+            planes=MODEL.planes(Interval(0, MODEL.heads), base),
+            regions=[MemoryRegion(MemoryKind.DRAM, 0, base, len(self.cells))],
+            keep=self.cells,
+            serve=serve,
+        )
+        self.free = list(range(MODEL.num_blocks))
+
+    def take(self, count: int) -> list[int]:
+        taken, self.free = self.free[:count], self.free[count:]
+        return taken
+
+    def plane(self, layer: int, component: str) -> np.ndarray:
+        """``uint8[blocks, heads, tokens, state_bytes]``."""
+        size, count = MODEL.plane_bytes(component, Interval(0, MODEL.heads)), len(MODEL.components)
+        begin = (layer * count + MODEL.components.index(component)) * size
+        shape = (MODEL.num_blocks, MODEL.heads, MODEL.block_tokens, MODEL.state_bytes(component))
+        return self.cells[begin : begin + size].reshape(shape)
+
+
+class Victims:
+    """The two. `begin` and `finish` a round; whatever happens to them in between is noticed in `finish`."""
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+        self.source = _Side(address, "victim-source", serve=True)
+        self.destination = _Side(address, "victim-destination", serve=False)
+        self.session = self.source.cache.session
+        self.rounds = 0
+        self._random = np.random.default_rng(5)
+        self._numbers = itertools.count()
+        self._pinned: dict[int, Offered] = {}
+        self._open: list[tuple[Offered, Read, list[int]]] = []
+
+    def secrets(self) -> set[bytes]:
+        """What nobody else may ever be told."""
+        found = {self.session.token.session_secret, self.destination.cache.session.token.session_secret}
+        found |= {parse_reference(offered.publication.reference).key for offered in self._pinned.values()}
+        return found
+
+    def begin(self) -> None:
+        """Publish halves of requests and begin to read them; the reads have their leases then."""
+        for _ in range(OPEN):
+            offered = self._publish(last=False)
+            ids = self.destination.take(2 * BLOCKS)
+            blocks = {"full": Blocks(ids)}
+            read = self.destination.cache.read(offered.publication.reference, blocks, timeout=SOON)
+            self._open.append((offered, read, ids))
+        until = now() + SOON
+        while self._leases() < OPEN:
+            if now() > until:
+                raise Harmed(f"reads got no lease in {SOON} s")
+            time.sleep(0.005)
+
+    def finish(self, *, restarted: bool = False) -> None:
+        """Publish the rest, and look at everything.
+
+        Args:
+            restarted: the home was restarted in between. The read may have failed, as it then may; it is made again.
+
+        Raises:
+            Harmed: bytes are wrong, a read is lost, a release came early, twice or not at all.
+        """
+        opened, self._open = self._open, []
+        self._check_pinned([offered for offered, _, _ in opened])
+        for offered, _, _ in opened:
+            self._publish_more(offered)
+        for offered, read, ids in opened:
+            self._ended(offered, read, ids, may_fail=restarted)
+        again = self._publish(last=True)
+        ids = self.destination.take(BLOCKS)
+        blocks = {"full": Blocks(ids)}
+        read = self.destination.cache.read(again.publication.reference, blocks, timeout=SOON)
+        self._ended(again, read, ids, may_fail=False)
+        for offered in (*(offered for offered, _, _ in opened), again):
+            self._released(offered)
+        self.rounds += 1
+
+    def close(self) -> None:
+        """End both."""
+        self.destination.client.close()
+        self.source.client.close()
+
+    # Within.
+
+    def _leases(self) -> int:
+        """Live ones on the source, as anybody may ask."""
+        incarnation = self.session.token.incarnation
+        with grpc.insecure_channel(self._address) as channel:
+            listed = IntrospectionStub(channel).ListEngines(ipb.ListEnginesRequest(page_size=1000), timeout=SOON).engines
+        return sum(summary.leases for summary in listed if summary.engine.incarnation == incarnation)
+
+    def _publish(self, *, last: bool) -> Offered:
+        ids = self.source.take(BLOCKS)
+        content = self._write(ids)
+        name = f"request-{next(self._numbers)}"
+        try:
+            publication = self.session.publish(name, {"full": Blocks(ids)}, last=last, timeout=SOON)
+        except KvferryError as error:
+            raise Harmed(f"{name} cannot be published any more: {error!r}") from error
+        offered = self._pinned[publication.number] = Offered(publication, ids, content)
+        return offered
+
+    def _publish_more(self, offered: Offered) -> None:
+        ids = self.source.take(BLOCKS)
+        more = self._write(ids)
+        first = BLOCKS * MODEL.block_tokens
+        try:
+            self.session.publish_more(
+                offered.publication, {"full": Blocks(ids, first_token=first)}, last=True, timeout=SOON
+            )
+        except KvferryError as error:
+            raise Harmed(f"{offered.publication.request_id} cannot be completed: {error!r}") from error
+        offered.ids += ids
+        offered.content = {key: np.concatenate((values, more[key])) for key, values in offered.content.items()}
+
+    def _ended(self, offered: Offered, read: Read, ids: list[int], *, may_fail: bool) -> None:
+        name = offered.publication.request_id
+        error = read.exception(SOON)
+        if error is not None and not may_fail:
+            raise Harmed(f"the read of {name} failed: {error!r}") from error
+        if error is None:
+            # Before the bytes are looked at: a source that was told too early has overwritten them by now.
+            if not may_fail and not read.result(0).confirmed:
+                raise Harmed(f"the home does not confirm the read of {name}")
+            for (layer, component), values in offered.content.items():
+                if not np.array_equal(self.destination.plane(layer, component)[ids], values):
+                    raise Harmed(f"wrong bytes of {name}, layer {layer}, {component}")
+        if not read.wait_quiet(SOON):
+            raise Harmed(f"the blocks that {name} was read into are not quiet")
+        self.destination.free += ids
+
+    def _check_pinned(self, read: list[Offered]) -> None:
+        self._collect(0.0)
+        for offered in read:
+            if offered.release is not None:
+                name, outcome = offered.publication.request_id, offered.release.outcome.name
+                raise Harmed(f"{name} was released while it is read: {outcome}")
+
+    def _released(self, offered: Offered) -> None:
+        until = now() + SOON
+        while offered.release is None:
+            if now() > until:
+                raise Harmed(f"{offered.publication.request_id} was not released in {SOON} s")
+            self._collect(0.5)
+
+    def _collect(self, timeout: float) -> None:
+        for release in self.session.released(timeout):
+            offered = self._pinned.pop(release.publication, None)
+            if offered is None:
+                raise Harmed(f"publication {release.publication} was released twice, or never was")
+            offered.release = release
+            for (layer, component), values in offered.content.items():
+                self.source.plane(layer, component)[offered.ids[: len(values)]] = POISON - 1 - values
+            self.source.free += offered.ids
+
+    def _write(self, ids: list[int]) -> Content:
+        shape = (len(ids), MODEL.heads, MODEL.block_tokens)
+        content: Content = {}
+        for layer in range(MODEL.layers):
+            for component in MODEL.components:
+                values = self._random.integers(0, POISON, (*shape, MODEL.state_bytes(component)), np.uint8)
+                self.source.plane(layer, component)[ids] = values
+                content[layer, component] = values
+        return content

@@ -1,0 +1,1 @@
+"""Which decisions of the code no test would miss: `make mutate`."""
