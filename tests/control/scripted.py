@@ -45,8 +45,8 @@ class Scripted(KVTransferServicer):
     def RegisterCache(self, request: pb.RegisterCacheRequest, context: Any) -> pb.RegisterCacheResponse:
         return pb.RegisterCacheResponse(home_epoch=EPOCH)
 
-    def Handshake(self, request: pb.HandshakeRequest, context: Any) -> pb.HandshakeResponse:
-        return pb.HandshakeResponse(home_epoch=EPOCH)
+    def Handshake(self, request: pb.HandshakeRequest, context: Any) -> Iterator[pb.HandshakeResponse]:
+        yield pb.HandshakeResponse(home_epoch=EPOCH)
 
     def ReadChecksums(self, request: pb.ReadChecksumsRequest, context: Any) -> pb.ReadChecksumsResponse:
         return pb.ReadChecksumsResponse(home_epoch=EPOCH)
@@ -77,7 +77,7 @@ class Scripted(KVTransferServicer):
 
 def opened(**changes: Any) -> pb.WatchResponse:
     """The first event of a Watch, with times that end nothing during a test."""
-    event = pb.WatchOpened(session_secret=b"s" * 16, advertise="home:1", **changes)
+    event = pb.WatchOpened(advertise="home:1", **changes)
     event.times.final.FromSeconds(600)
     event.times.max_ttl.FromSeconds(60)
     return pb.WatchResponse(home_epoch=EPOCH, opened=event)

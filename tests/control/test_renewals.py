@@ -31,7 +31,7 @@ READERS = [pb.EngineRef(engine_id=f"reader-{index}", incarnation=bytes([index]) 
 def acquired(home: Control, reference: str, reader: pb.EngineRef, read: int) -> ReaderLease:
     """A lease, as a read of a publication gets it."""
     sent_at = now()
-    request = pb.ReadBlocksRequest(reference=reference, reader=reader, read_id=f"read {read}", parties=1)
+    request = pb.ReadBlocksRequest(reference=reference, reader=reader, read_id=read.to_bytes(16, "big"), parties=1)
     stream = home.read_blocks(request, 30)
     accepted = next(iter(stream)).accepted
     stream.cancel()

@@ -44,6 +44,7 @@ def grant(home: str, read_id: str, timeout: float, engine_id: str = "source") ->
         engine_id=engine_id,
         incarnation=b"i" * 16,
         publication=1,
+        reference="kvf1.none",
         source_request_id="request",
         lease_id=b"l" * 16,
         timeout=timeout,

@@ -97,7 +97,7 @@ def test_a_home_is_refilled_with_more_than_a_message_holds(tmp_path: Path) -> No
 def payload_of(home: Control, reference: str) -> bytes:
     """What a reader gets, once the home has its engines back."""
     reader = pb.EngineRef(engine_id="reader", incarnation=b"r" * 16)
-    request = pb.ReadBlocksRequest(reference=reference, reader=reader, read_id="read", parties=1)
+    request = pb.ReadBlocksRequest(reference=reference, reader=reader, read_id=b"r" * 16, parties=1)
     until = now() + 30
     while True:
         with contextlib.suppress(Exception):

@@ -31,12 +31,13 @@ from kvferry.lease_holder import LeaseHolder
 from kvferry.leases import ReaderLease
 from kvferry.reference import format_reference
 from kvferry.renewals import Renewals
+from kvferry.spec import EngineToken
 from kvferry.status import to_notification_error
 from kvferry.v1 import kv_transfer_pb2 as pb
 from tests.control.scripted import EPOCH, Scripted, scripted
 from tests.e2e.world import until
 
-READER = pb.EngineRef(engine_id="reader", incarnation=b"r" * 16)
+READER = EngineToken("reader", b"r" * 32, "home:1")
 LEASE = b"l" * 16
 DONE = pb.NotificationResult(done=pb.Acknowledged())
 

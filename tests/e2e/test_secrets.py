@@ -96,8 +96,8 @@ class Scene:
 
     def leases(self) -> None:
         """Take note of the leases that the reader holds."""
-        for index, lease_id in enumerate(self.reader_client._renewals._kept):
-            self.secrets[f"lease_id {index} of {len(self.secrets)}"] = lease_id
+        for index, lease in enumerate(self.reader_client._renewals._kept):
+            self.secrets[f"lease_id {index} of {len(self.secrets)}"] = lease.lease_id
 
     def fails(self, reference: str, read_id: bytes) -> None:
         """Errors of each kind, also with secrets where none belong."""
@@ -238,7 +238,7 @@ def test_no_secret_is_seen_by_anybody_else(scene: Scene, caplog: pytest.LogCaptu
     with suppress(KvferryError):
         session.publish("unheard", {"full": Blocks([7])}, timeout=1)
 
-    grant = Grant("r", "n", "h", "e", b"i" * 16, 1, "s", secrets["key"], 1.0, ())
+    grant = Grant("r", "n", "h", "e", b"i" * 16, 1, begun.reference, "s", secrets["key"], 1.0, ())
     for shown in (session.token, begun, lost, *reads, waiting, failed, *session.released(), grant):
         scene.sees("a repr", repr(shown))
     scene.sees("the reader's and the source's log", caplog.text)

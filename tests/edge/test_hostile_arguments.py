@@ -321,7 +321,7 @@ def constructors() -> Iterator[Case]:
     yield Case(
         "EngineToken.parse",
         EngineToken.parse,
-        {"text": str(EngineToken("e", b"i" * 16, b"s" * 16, "h"))},
+        {"text": str(EngineToken("e", b"s" * 32, "h"))},
         {"text": TEXT},
     )
 

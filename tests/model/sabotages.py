@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -16,7 +17,7 @@ from kvferry_server.books import Book, Standing
 from kvferry_server.identity import EngineRef, Names
 from kvferry_server.leases import Ask, Lease, RankReport, ReadState, Verdict
 from kvferry_server.publications import Publication
-from kvferry_server.servicers import introspection
+from kvferry_server.servicers import introspection, paging
 from tests.model import readers
 
 Sabotage = Callable[[pytest.MonkeyPatch], None]
@@ -179,25 +180,32 @@ def own_deadline_is_not_judged(patch: pytest.MonkeyPatch) -> None:
 def leases_are_known_by_their_public_number(patch: pytest.MonkeyPatch) -> None:
     original = lessor.Lessor._lease
 
-    def lease(self: lessor.Lessor, lease_id: bytes, reader: EngineRef, names: Names) -> Lease | None:
+    def lease(self: lessor.Lessor, lease_id: bytes, reader: EngineRef, names: Names, now: float) -> Lease | None:
         number = int.from_bytes(lease_id, "big")
         found = next((one.lease_id for one in self._endings.leases.values() if one.number == number), lease_id)
-        return original(self, found, reader, names)
+        return original(self, found, reader, names, now)
 
     patch.setattr(lessor.Lessor, "_lease", lease)
 
 
 @of_a_liar
 def lease_ids_in_page_tokens(patch: pytest.MonkeyPatch) -> None:
-    original = introspection._lease_key
-    patch.setattr(introspection, "_lease_key", lambda lease: (*original(lease), lease.lease_id))
+    original = paging.page
+
+    def page(shelves: Any, encode: Any, page_size: int, page_token: str) -> tuple[list[Any], str]:
+        found, token = original(shelves, encode, page_size, page_token)
+        leases = (entry for shelf in shelves.values() for _, entry in shelf if isinstance(entry, Lease))
+        last = [lease.lease_id for lease in leases if token and lease.number == found[-1].read.lease_number]
+        return found, ".".join([token, *(base64.urlsafe_b64encode(lease_id).decode().rstrip("=") for lease_id in last)])
+
+    patch.setattr(introspection, "page", page)
 
 
 @of_a_liar
 def any_reader_may_report(patch: pytest.MonkeyPatch) -> None:
     """By its own name, the newest lease of that reader."""
 
-    def lease(self: lessor.Lessor, lease_id: bytes, reader: EngineRef, names: Names) -> Lease | None:
+    def lease(self: lessor.Lessor, lease_id: bytes, reader: EngineRef, names: Names, now: float) -> Lease | None:
         found = self._endings.leases.get(lease_id)
         own = [one for one in self._endings.leases.values() if one.ask.read.reader == reader]
         return found or (own[-1] if own else None)

@@ -252,7 +252,7 @@ def test_hosts_share_the_calls_and_the_socket_has_all() -> None:
 
 async def unfinished(channel: Any, count: int) -> list[Any]:
     """Requests of which nothing comes."""
-    calls = [channel.stream_unary("/kvferry.v1.KVTransfer/Handshake")(timeout=60) for _ in range(count)]
+    calls = [channel.stream_unary("/kvferry.v1.KVTransfer/RegisterCache")(timeout=60) for _ in range(count)]
     for call in calls:
         await call.wait_for_connection()
     return calls
@@ -263,7 +263,7 @@ async def test_requests_that_do_not_come_are_given_up(monkeypatch: pytest.Monkey
     async with guarded() as (stub, _, __, channel):
         slow = await unfinished(channel, 40)
         # In its turn, behind those of the same host.
-        assert (await stub.Handshake(pb.HandshakeRequest(), timeout=30)).home_epoch == b"epoch"
+        assert (await stub.RegisterCache(pb.RegisterCacheRequest(), timeout=30)).home_epoch == b"epoch"
         for call in slow:
             error = await failure(call)
             assert isinstance(error, InvalidField)
@@ -272,6 +272,6 @@ async def test_requests_that_do_not_come_are_given_up(monkeypatch: pytest.Monkey
 
 async def test_a_call_without_a_request_is_a_wrong_argument() -> None:
     async with guarded() as (_, __, ___, channel):
-        call = channel.stream_unary("/kvferry.v1.KVTransfer/Handshake")(timeout=10)
+        call = channel.stream_unary("/kvferry.v1.KVTransfer/RegisterCache")(timeout=10)
         await call.done_writing()
         assert isinstance(await failure(call), InvalidField)

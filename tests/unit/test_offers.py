@@ -34,10 +34,10 @@ def test_a_step_told_to_a_restarted_home_may_have_been_taken() -> None:
 
 def held(count: int) -> Offers:
     """A source of so many publications, each with all the payload it may have."""
-    offers = Offers(ENGINE)
+    offers = Offers(ENGINE, SECRET)
     offers.final = 10.0
     for _ in range(count):
-        step = pb.Publish(request_id="r", key=b"k" * 16, last=True, payload=b"x" * 65_536)
+        step = pb.Publish(request_id="r", last=True, payload=b"x" * 65_536)
         offers.publish("home:1", step)
         offers.sent(step.publication, 100.0)
     return offers
@@ -62,7 +62,7 @@ def test_a_snapshot_is_of_its_moment() -> None:
     snapshot = offers.snapshot()
     offers.abort(1)
     offers.released(pb.Released(publication=3, outcome=pb.RELEASE_OUTCOME_READ))
-    late = pb.Publish(request_id="late", key=b"k" * 16, last=True)
+    late = pb.Publish(request_id="late", last=True)
     offers.publish("home:1", late)
     assert [told.WhichOneof("kind") for told in snapshot.notifications] == ["resync", "publish", "abort", "publish"]
     assert snapshot.end.resync.high_water == 3
