@@ -195,7 +195,7 @@ class Lessor:
         publication = book.publications.get(number)
         if publication is None or publication.stage is Stage.AWAITED:
             if book.recovering:
-                waits = f"this home restarted and waits for the snapshot of {source}"
+                waits = f"this home waits for the snapshot of {source}"
                 raise HomeRecovering(waits, engine_id=source.engine_id)
             message = f"publication {number} of {source} is gone, or never was"
             raise PublicationStale(message, engine_id=source.engine_id, publication=number)

@@ -22,6 +22,7 @@ from kvferry.errors import (
     BadReference,
     DataLoss,
     InvalidField,
+    KvferryError,
     LimitReached,
     PublicationAborted,
     PublicationStale,
@@ -471,7 +472,7 @@ def test_a_reference_that_is_gone_fails_no_other_read_of_its_source(
     destination.scheduler.acquire("good", good.reference)
     destination.grant("good")
     grant = destination.scheduler.attach("good", {"full": Blocks(IDS)})
-    failed = []
+    failed: list[KvferryError | None] = []
     for worker in destination.workers:
         # The first of them handshakes with the source, the other waits for its result.
         for each in (late, grant):

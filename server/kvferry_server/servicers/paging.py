@@ -16,8 +16,8 @@ from kvferry.errors import InvalidField
 DEFAULT_SIZE = 100
 MAX_SIZE = 1000
 MAX_TOKEN = 4096
-PAGE_BYTES = 1 << 18
-"""Bytes of a page, but for its last entry: small, because pages are made on the event loop."""
+MAX_BYTES = 1 << 18
+"""Of the entries of a page: far below what a message may have, because pages are made on the event loop."""
 
 Key: TypeAlias = tuple[bytes, ...]
 Entry = TypeVar("Entry")
@@ -47,12 +47,13 @@ def page(
     after = parse_token(page_token)
     found = nsmallest(most + 1, (entry for entry in entries if key(entry) > after), key)
     messages: list[Encoded] = []
-    size = 0
+    room = MAX_BYTES
     for entry in found[:most]:
-        if size > PAGE_BYTES:
+        message = encode(entry)
+        room -= message.ByteSize()
+        if messages and room < 0:
             break
-        messages.append(encode(entry))
-        size += messages[-1].ByteSize()
+        messages.append(message)
     more = len(found) > len(messages)
     return messages, make_token(key(found[len(messages) - 1])) if more else ""
 
