@@ -89,9 +89,9 @@ class Book:
             )
 
     def check_refilled(self) -> None:
-        """Raise `HomeRecovering` until a restarted home has been told what the engine holds published."""
+        """Raise `HomeRecovering` until the home has been told what the engine holds published."""
         if self.recovering:
-            waits = f"this home restarted and waits for the snapshot of {self.source}"
+            waits = f"this home waits for the snapshot of {self.source}"
             raise HomeRecovering(waits, engine_id=self.source.engine_id)
 
     def check_engine_key(self, key: bytes) -> None:

@@ -10,7 +10,6 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from msgspec import msgpack
@@ -24,6 +23,7 @@ from kvferry.errors import (
     DataLoss,
     InvalidField,
     InvalidInput,
+    KvferryError,
     LimitReached,
     PublicationAborted,
     PublicationStale,
@@ -473,7 +473,7 @@ def test_a_reference_that_is_gone_fails_no_other_read_of_its_source(
     destination.scheduler.acquire("good", good.reference)
     destination.grant("good")
     grant = destination.scheduler.attach("good", {"full": Blocks(IDS)})
-    failed: list[Any] = []
+    failed: list[KvferryError | None] = []
     for worker in destination.workers:
         # The first of them handshakes with the source, the other waits for its result.
         for each in (late, grant):
