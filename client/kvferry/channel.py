@@ -31,8 +31,9 @@ MAX_SOCKET_PATH = 107
 MAX_CONCURRENT_STREAMS = 16_384
 """Calls and streams of one connection at once: above what the guard of a server lets one peer have."""
 
-MAX_PENDING = 1 << 20
-"""Calls that gRPC holds for a server that is behind. An entry is some kilobytes while its call lives."""
+MAX_PENDING = 16_384
+"""Calls of one method that gRPC holds for a server that is behind: more than all limits of a server together. A flood
+of calls that are reset at once fills it, which takes 0.3 GiB, and seconds until another's turn comes."""
 
 CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
