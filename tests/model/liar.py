@@ -42,7 +42,9 @@ class Liar:
         self._world = world
         self._pipes: list[Pipe[Any]] = []
         self._heard: list[bytes] = []
-        self._engines = [pb.EngineRef(engine_id=name, incarnation=incarnation_of(SECRET)) for name in (OWN_ID, ENGINE_ID)]
+        self._engines = [
+            pb.EngineRef(engine_id=name, incarnation=incarnation_of(SECRET)) for name in (OWN_ID, ENGINE_ID)
+        ]
         self._numbers = 0
         self.squats = False
         """Whether it may be the first at a home to have the source's engine_id."""
