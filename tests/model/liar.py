@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import random
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, cast
 
 from kvferry.authority import SECRET_BYTES, incarnation_of, publication_key
@@ -55,10 +56,8 @@ class Liar:
         if host is None:
             return
         lie: Callable[[Host, random.Random], None] = getattr(self, f"_{what}")
-        try:
+        with suppress(KvferryError):
             lie(host, turns)
-        except KvferryError:
-            pass
         host.pump(self._world.network.pipes)
         self._world.settle()
 
