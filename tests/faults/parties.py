@@ -167,7 +167,7 @@ class Node(Party):
         return {summary.engine.engine_id: summary for summary in listed}
 
     def idle(self) -> bool:
-        """Whether it knows of no publication, and of no lease that lives, but for those of a hostile peer (`tests.soak`)."""
+        """Whether it knows of no publication, and of no lease that lives, but a hostile peer's (`tests.soak`)."""
         with grpc.insecure_channel(self.address) as channel:
             asked = ipb.ListRequestsRequest(page_size=1000)
             requests = IntrospectionStub(channel).ListRequests(asked, timeout=SOON).requests
