@@ -195,7 +195,7 @@ class Lessor:
         publication = book.publications.get(number)
         if publication is None or publication.stage is Stage.AWAITED:
             if book.recovering:
-                waits = f"this home restarted and waits for the snapshot of {source}"
+                waits = f"this home waits for the snapshot of {source}"
                 raise HomeRecovering(waits, engine_id=source.engine_id)
             message = f"publication {number} of {source} is gone, or never was"
             raise PublicationStale(message, engine_id=source.engine_id, publication=number)
@@ -274,7 +274,7 @@ class Lessor:
         if self._draining:
             raise ServerDraining("this node server is draining: ask again")
         if book.recovering:
-            waits = f"this home restarted and waits for the snapshot of {book.source}"
+            waits = f"this home waits for the snapshot of {book.source}"
             raise HomeRecovering(waits, engine_id=book.source.engine_id)
         if publication is None:
             book.check_may_come(ask.read.publication, now - self._times.max_ttl)

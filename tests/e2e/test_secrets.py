@@ -112,7 +112,13 @@ class Scene:
         texts = [reference[:-3], reference + "AAAA", format_reference(longer), format_reference(other)]
         for text in (reference, *texts):
             for changes in ({"parties": 7}, {"parties": 0}, {"read_id": read_id + b"x"}, {}):
-                given = {"reference": text, "reader": reader, "read_id": read_id, "parties": 1, **changes}
+                given: dict[str, Any] = {
+                    "reference": text,
+                    "reader": reader,
+                    "read_id": read_id,
+                    "parties": 1,
+                    **changes,
+                }
                 self.asks(
                     "ReadBlocks", lambda request, timeout: self._first(request, timeout), pb.ReadBlocksRequest(**given)
                 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -60,14 +61,15 @@ def error_of(result: pb.NotificationResult) -> KvferryError:
 async def public_parts(node: Node) -> set[bytes]:
     """Every 16 bytes that listings and their page tokens hold."""
     found: set[bytes] = set()
-    for call, request in (
+    lists: tuple[tuple[Any, Any], ...] = (
         (node.introspection.ListEngines, ipb.ListEnginesRequest),
         (node.introspection.ListRequests, ipb.ListRequestsRequest),
         (node.introspection.ListTransfers, ipb.ListTransfersRequest),
-    ):
+    )
+    for call, request in lists:
         token = ""
         while True:
-            page = await call(request(page_size=1, page_token=token), timeout=TIMEOUT)  # type: ignore[operator]
+            page = await call(request(page_size=1, page_token=token), timeout=TIMEOUT)
             raw = page.SerializeToString()
             found |= {raw[first : first + 16] for first in range(len(raw) - 15)}
             token = page.next_page_token

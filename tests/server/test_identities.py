@@ -54,7 +54,8 @@ def stubs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stubs]:
 def acquired(stub: Any, name: str) -> pb.Accepted:
     stream = stub.ReadBlocks(read_request(read_id=name.encode().ljust(16, b".")), timeout=TIMEOUT)
     try:
-        return next(stream).accepted
+        accepted: pb.Accepted = next(stream).accepted
+        return accepted
     finally:
         stream.cancel()
 
@@ -62,7 +63,8 @@ def acquired(stub: Any, name: str) -> pb.Accepted:
 def notified(stub: Any, notification: pb.Notification) -> pb.NotificationResult:
     """The result; raises what it says."""
     request = pb.NotifyRequest(sender=proto(D), notifications=[notification])
-    (result,) = stub.Notify(request, timeout=TIMEOUT).results
+    results: list[pb.NotificationResult] = stub.Notify(request, timeout=TIMEOUT).results
+    (result,) = results
     if result.WhichOneof("kind") == "error":
         raise from_notification_error(result.error)
     return result

@@ -81,7 +81,7 @@ class _ErrorReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     Metadata: group, side, block, num_blocks, problem.
     """
     ERROR_REASON_HOME_RECOVERING: _ErrorReason.ValueType  # 21
-    """UNAVAILABLE: the home restarted and its engines have not refilled it yet. Metadata: engine_id."""
+    """UNAVAILABLE: the home waits for the engine, or for its snapshot: it has restarted, or the engine is new. Metadata: engine_id."""
     ERROR_REASON_DRAINING: _ErrorReason.ValueType  # 22
     """UNAVAILABLE: the node server is draining."""
     ERROR_REASON_LIMIT: _ErrorReason.ValueType  # 23
@@ -165,7 +165,7 @@ ERROR_REASON_BAD_BLOCK: ErrorReason.ValueType  # 20
 Metadata: group, side, block, num_blocks, problem.
 """
 ERROR_REASON_HOME_RECOVERING: ErrorReason.ValueType  # 21
-"""UNAVAILABLE: the home restarted and its engines have not refilled it yet. Metadata: engine_id."""
+"""UNAVAILABLE: the home waits for the engine, or for its snapshot: it has restarted, or the engine is new. Metadata: engine_id."""
 ERROR_REASON_DRAINING: ErrorReason.ValueType  # 22
 """UNAVAILABLE: the node server is draining."""
 ERROR_REASON_LIMIT: ErrorReason.ValueType  # 23
