@@ -66,7 +66,7 @@ def run() -> Table:
 
         calls = {
             "bare gRPC call (health check)": echo,
-            "Handshake, 1 rank, 32 planes": seconds(lambda: stub.Handshake(handshake, timeout=5), REPEATS),
+            "Handshake, 1 rank, 32 planes": seconds(lambda: list(stub.Handshake(handshake, timeout=5)), REPEATS),
             "Notify(publish), 256 scattered blocks": seconds(publish, REPEATS),
             "ReadBlocks up to Complete, 256 scattered blocks": seconds(read_blocks, REPEATS),
             "Notify(read done)": seconds(read_done, REPEATS - 1),

@@ -74,7 +74,7 @@ class _Engine:
 
 
 def run_source(address: str, name: str, huge: bool, pipe: Connection) -> None:
-    """The source: publishes once per message."""
+    """The source: publishes so many blocks per message; for 0 it answers the engine's own reference."""
     engine = _Engine(address, name, huge=huge)
     pipe.send("ready")
     while True:
@@ -83,14 +83,18 @@ def run_source(address: str, name: str, huge: bool, pipe: Connection) -> None:
         except EOFError:
             engine.close()
             return
-        pipe.send(engine.scheduler.publish("request", {"full": Blocks(range(count))}).reference)
+        if count:
+            pipe.send(engine.scheduler.publish("request", {"full": Blocks(range(count))}).reference)
+        else:
+            pipe.send(engine.scheduler.engine_reference)
 
 
-def run_reader(address: str, home: str, warm: bool, pipe: Connection) -> None:
-    """A process that has never read: answers the seconds of its first reads."""
+def run_reader(address: str, warm: str, pipe: Connection) -> None:
+    """A process that has never read: answers the seconds of its first reads. `warm` is the reference of an engine to
+    warm up with, or empty."""
     engine = _Engine(address, "reader")
     if warm:
-        engine.worker.warm(home, "source").result(60)
+        engine.worker.warm(warm).result(60)
         time.sleep(2)
     pipe.send("ready")
     times = []
@@ -131,13 +135,15 @@ def _first_read() -> Table:
             with (
                 kvferry.serve("127.0.0.1:0", unix="") as server,
                 _process(run_source, server.address, "source", True) as source,
-                _process(run_reader, server.address, server.address, warm) as reader,
             ):
-                for _ in range(4):
-                    source.send(4)
-                    reader.send(source.recv())
-                    reader.recv()
-                times = reader.recv()
+                source.send(0)
+                reference = source.recv()
+                with _process(run_reader, server.address, reference if warm else "") as reader:
+                    for _ in range(4):
+                        source.send(4)
+                        reader.send(source.recv())
+                        reader.recv()
+                    times = reader.recv()
                 ratios.append(times[0] / statistics.median(times[2:]))
         rows.append(("warmed up" if warm else "cold", f"{statistics.median(ratios):.1f}"))
     return Table("The first read of a process, in later reads of 2 MiB", ("", "first read"), rows)

@@ -149,12 +149,12 @@ def ids_in_runs(count: int, run: int, seed: int) -> npt.NDArray[np.int32]:
     )
 
 
-def handshaken(address: str, cache: Cache) -> Peer:
+def handshaken(address: str, cache: Cache, reference: str) -> Peer:
     """The source as the data plane needs it, to drive that without the rest."""
     reader = pb.EngineRef(engine_id=cache.spec.engine_id, incarnation=b"b" * 16)
     geometry = EngineGeometry(cache.spec.engine_id, cache.spec.groups, (cache.rank,))
     peers = Peers(cache.spec, reader, 0, lambda _: geometry, PathRule(), lambda *_: None, lambda _: None)
-    return peers.get(Control(address, None), "source", b"", now() + 10)
+    return peers.get(Control(address, None), "source", b"", reference, now() + 10)
 
 
 def measure(case: Case, pipe: Connection, cache: Cache, source: Peer, options: NixlOptions) -> list[str]:
@@ -227,7 +227,8 @@ def run(ucx_tls: str = "") -> Table:
                 cache = client.register_cache(
                     spec, planes=planes(Interval(0, heads), region.base), regions=[region], keep=cells, serve=False
                 )
-                peer = handshaken(server.address, cache)
+                pipe.send(([0], 1))
+                peer = handshaken(server.address, cache, pipe.recv())
                 rows += [measure(case, pipe, cache, peer, options) for case in CASES if case.heads == heads]
     name = f"UCX over {ucx_tls}" if ucx_tls else "UCX's choice (CMA on one host)"
     return Table(

@@ -21,7 +21,7 @@ import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 import numpy as np
@@ -62,7 +62,7 @@ class AgentInfo:
     """
 
     name: str
-    metadata: bytes
+    metadata: bytes = field(repr=False)
     sha256: bytes
     regions: tuple[MemoryRegion, ...]
 

@@ -27,7 +27,7 @@ from kvferry.permute import device_tensors
 from kvferry.rank_reads import RankRead, RankReads
 from kvferry.read import Read
 from kvferry.reader import Reader, ReadRequest
-from kvferry.reference import parse_reference
+from kvferry.reference import parse_engine_reference, parse_reference
 from kvferry.renewals import Renewals
 from kvferry.session import EngineSession
 from kvferry.spec import EngineSpec, EngineToken
@@ -229,15 +229,21 @@ class Cache:
         self._check_open()
         self._transport.prepare()
 
-    def warm(self, home: str, engine_id: str, *, timeout: float = OPEN_TIMEOUT) -> Future[tuple[int, ...]]:
+    @property
+    def engine_reference(self) -> str:
+        """What routers give to this engine's readers to warm up with. A capability: who has it can reach the memory
+        that the engine's ranks registered."""
+        return self._token.engine_reference
+
+    def warm(self, engine_reference: str, *, timeout: float = OPEN_TIMEOUT) -> Future[tuple[int, ...]]:
         """Do now what the first read from an engine would wait for: handshake, plan, agents, connections, and one byte
         from each of its ranks that this one reads from.
 
         Returns at once; a hint, which changes nothing but the time of the first read.
 
         Args:
-            home: address of the engine's home.
-            engine_id: the engine; whatever incarnation of it lives.
+            engine_reference: the engine's, `Cache.engine_reference` or `SchedulerPort.engine_reference` there. Another
+                start of the engine has another one.
             timeout: seconds to wait until it is complete.
 
         Returns:
@@ -245,16 +251,18 @@ class Cache:
             would.
 
         Raises:
+            BadReference: not an engine's reference.
             HomeNotAllowed: the home may not be dialled.
             ForkedClient, Closed: this cache cannot be used any more.
         """
         self._check_open()
-        control, deadline = self._homes.get(home), now() + timeout
+        engine = parse_engine_reference(engine_reference)
+        control, deadline = self._homes.get(engine.home), now() + timeout
         done: Future[tuple[int, ...]] = Future()
 
         def run() -> None:
             try:
-                peer = self._peers.find(control, engine_id, deadline)
+                peer = self._peers.get(control, engine.engine_id, engine.incarnation, engine_reference, deadline)
                 for agent in peer.agents.values():
                     self._transport.warm(agent)
             except Exception as error:
@@ -262,7 +270,7 @@ class Cache:
             else:
                 done.set_result(tuple(peer.agents))
 
-        threading.Thread(target=run, name=f"kvferry-warm-{engine_id}", daemon=True).start()
+        threading.Thread(target=run, name=f"kvferry-warm-{engine.engine_id}", daemon=True).start()
         return done
 
     def rank_reads(self, ended: Callable[[RankRead], None], quiesced: Callable[[RankRead], None]) -> RankReads:

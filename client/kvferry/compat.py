@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from kvferry.covering import Coverer
+from kvferry.covering import Coverer, Indexed
 from kvferry.errors import Mismatch
 from kvferry.geometry import EngineGeometry, GroupKind
 
@@ -18,7 +18,12 @@ def diff(source: EngineGeometry, destination: EngineGeometry) -> tuple[Mismatch,
     Raises:
         BadGeometry: a destination rank declares a byte in two planes that a read writes.
     """
-    found = dict.fromkeys(engine_mismatches(source, destination))
+    return diff_indexed(Indexed(source), destination)
+
+
+def diff_indexed(source: Indexed, destination: EngineGeometry) -> tuple[Mismatch, ...]:
+    """`diff` for a source that is compared with many destinations."""
+    found = dict.fromkeys(engine_mismatches(source.engine, destination))
     coverer = Coverer(source, destination)
     for rank in destination.ranks:
         found |= dict.fromkeys(coverer.cover(rank).mismatches)

@@ -20,6 +20,7 @@ from kvferry.breaker import Breaker
 from kvferry.channel import TlsConfig, connect
 from kvferry.clock import now
 from kvferry.errors import KvferryError, Unreachable
+from kvferry.handshaking import Handshaken, put_together
 from kvferry.status import from_notification_error, from_rpc_error
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry.v1.kv_transfer_pb2_grpc import KVTransferStub
@@ -31,6 +32,9 @@ Message_co = TypeVar("Message_co", covariant=True)
 
 CALL_TIMEOUT = 5.0
 """Seconds for a unary call to a node server that is alive."""
+
+HANDSHAKE_TIMEOUT = 30.0
+"""Seconds for a handshake: hundreds of ranks that start together each get an engine of hundreds of ranks."""
 
 BREAKER_THRESHOLD = 3
 BREAKER_FIRST = 0.1
@@ -68,9 +72,15 @@ class Control:
         """Register a rank."""
         return self._call(lambda stub: stub.RegisterCache(request, timeout=timeout))
 
-    def handshake(self, request: pb.HandshakeRequest, timeout: float) -> pb.HandshakeResponse:
-        """Ask for an engine."""
-        return self._call(lambda stub: stub.Handshake(request, timeout=timeout))
+    def handshake(self, request: pb.HandshakeRequest, timeout: float) -> Handshaken:
+        """Ask for an engine; raises also what `put_together` does."""
+        messages = self._call(
+            lambda stub: cast("Stream[pb.HandshakeResponse]", stub.Handshake(request, timeout=timeout))
+        )
+        try:
+            return put_together(self.typed(messages))
+        finally:
+            messages.cancel()
 
     def read_checksums(self, request: pb.ReadChecksumsRequest, timeout: float) -> pb.ReadChecksumsResponse:
         """Ask for sums of blocks."""
@@ -166,19 +176,25 @@ class Control:
                 self._breaker.succeeded()
 
 
-def retrying(call: Callable[[float], Answer], deadline: float, wait: Callable[[float], object] = time.sleep) -> Answer:
+def retrying(
+    call: Callable[[float], Answer],
+    deadline: float,
+    wait: Callable[[float], object] = time.sleep,
+    most: float = CALL_TIMEOUT,
+) -> Answer:
     """Repeat a call while its error says that repeating can help.
 
     Args:
         call: takes the seconds it may use.
         deadline: on `kvferry.clock`; the last error is raised once it has passed.
         wait: how to wait between attempts, e.g. an event's `wait`.
+        most: seconds that one call may use.
     """
     backoff = BACKOFF_FIRST
     while True:
         left = deadline - now()
         try:
-            return call(max(0.001, min(CALL_TIMEOUT, left)))
+            return call(max(0.001, min(most, left)))
         except KvferryError as error:
             pause = max(error.retry_after or 0.0, backoff * random.uniform(0.5, 1.0))
             if not error.retryable or now() + pause >= deadline:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from operator import attrgetter
 from typing import Any
 
@@ -27,6 +28,9 @@ fifth of it."""
 MAX_EFFORT = 1 << 21
 """Steps of sharing out one rank's planes, some of them a microsecond. A thousand ranks that hold a unit each need half
 of it."""
+
+MAX_TOLD = 32
+"""Ranks, or intervals of units, that a message lists; of more it says how many."""
 
 COMPARED = ("group", "format", "dtype", "state_bytes", "axis_size", "tokens_per_state", "token_granule", "units_divide")
 """Fields of a plane that must be equal on both sides, whatever its shard and layout."""
@@ -98,10 +102,27 @@ class _Named:
         self.signatures: tuple[object, ...] = known.setdefault(signatures, signatures)
 
 
+class Indexed:
+    """An engine with its planes by name: made once, for however many it is compared with. Immutable.
+
+    Attributes:
+        engine: the engine.
+        named: the planes of each name.
+    """
+
+    def __init__(self, engine: EngineGeometry) -> None:
+        self.engine = engine
+        planes: dict[str, dict[int, Plane]] = {}
+        for rank, plane in engine.planes():
+            planes.setdefault(plane.name, {})[rank.rank] = plane
+        known: dict[object, Any] = {}
+        self.named = {name: _Named(of, known) for name, of in planes.items()}
+
+
 class Coverer:
     """Covers the ranks of one destination engine by the planes of one source engine."""
 
-    def __init__(self, source: EngineGeometry, destination: EngineGeometry, *, striping: bool = True) -> None:
+    def __init__(self, source: Indexed, destination: EngineGeometry, *, striping: bool = True) -> None:
         """Take two engines.
 
         Args:
@@ -112,11 +133,11 @@ class Coverer:
         self._striping = striping
         self._groups = destination.groups
         self._group_kinds = {group.name: group.kind for group in destination.groups}
-        known: dict[object, Any] = {}
-        self._offered = _by_name(source, known)
-        self._readers = _by_name(destination, known)
+        self._offered = source.named
+        self._readers = Indexed(destination).named
         self._fine: set[tuple[int, object]] = set()
         self._shared: dict[tuple[object, ...], tuple[tuple[Share, ...], tuple[Interval, ...]]] = {}
+        self._words: dict[int, str] = {}
         self._effort = 0
 
     def cover(self, rank: RankGeometry) -> Covering:
@@ -149,7 +170,7 @@ class Coverer:
                 break
             found, missing = shared
             if missing:
-                mismatches.append(_uncovered(plane, missing, offered.holdings))
+                mismatches.append(_uncovered(plane, missing, self._held(offered)))
                 continue
             made = [PlaneRead(of.rank, offered.planes[of.rank], plane, of.units, of.stripe) for of in found]
             cells += sum(len(read.units) * max(read.source.block_states, plane.block_states) for read in made)
@@ -161,6 +182,13 @@ class Coverer:
         left = set(uncovered)
         check_apart(self._groups, rank.rank, (plane for plane in rank.planes if plane.name not in left))
         return Covering(tuple(reads), tuple(uncovered), tuple(mismatches))
+
+    def _held(self, offered: _Named) -> str:
+        """Who holds what of planes that are held alike, in words."""
+        key = id(offered.holdings)
+        if key not in self._words:
+            self._words[key] = _in_words(offered.holdings)
+        return self._words[key]
 
     def _differing(self, offered: _Named, plane: Plane) -> list[Mismatch]:
         key = (id(offered.signatures), _signature(plane))
@@ -187,13 +215,6 @@ class Coverer:
                 offered.holdings, wanted, me, divide=plane.units_divide, striping=self._striping
             )
         return found
-
-
-def _by_name(engine: EngineGeometry, known: dict[object, Any]) -> dict[str, _Named]:
-    planes: dict[str, dict[int, Plane]] = {}
-    for rank, plane in engine.planes():
-        planes.setdefault(plane.name, {})[rank.rank] = plane
-    return {name: _Named(of, known) for name, of in planes.items()}
 
 
 def _absent(plane: Plane) -> Mismatch:
@@ -261,14 +282,24 @@ def _shard_mismatch(source: Plane, wanted: Plane) -> list[Mismatch]:
     return [Mismatch("granule", wanted.name, "token_shard", str(theirs), str(mine), message)]
 
 
-def _uncovered(plane: Plane, missing: tuple[Interval, ...], holdings: Iterable[Holding]) -> Mismatch:
-    lacking = ", ".join(str(interval) for interval in missing)
+def _in_words(holdings: Iterable[Holding]) -> str:
     holders: dict[str, list[str]] = {}
     for holding in holdings:
         holders.setdefault(f"{holding.units} {holding.tokens}", []).append(str(holding.rank))
-    held = ", ".join(
-        f"{what} by rank{'s' if len(ranks) > 1 else ''} {' '.join(ranks)}" for what, ranks in holders.items()
-    )
+    told = [
+        f"{what} by rank{'s' if len(ranks) > 1 else ''} {' '.join(ranks[:MAX_TOLD])}"
+        + (f" and {len(ranks) - MAX_TOLD} more" if len(ranks) > MAX_TOLD else "")
+        for what, ranks in islice(holders.items(), MAX_TOLD)
+    ]
+    if len(holders) > MAX_TOLD:
+        told.append(f"and {len(holders) - MAX_TOLD} parts more")
+    return ", ".join(told)
+
+
+def _uncovered(plane: Plane, missing: tuple[Interval, ...], held: str) -> Mismatch:
+    lacking = ", ".join(str(interval) for interval in missing[:MAX_TOLD])
+    if len(missing) > MAX_TOLD:
+        lacking += f" and {len(missing) - MAX_TOLD} more"
     if plane.units_divide:
         kind = "uncovered"
         problem = f"({plane.token_shard}) are held by no rank of the source, which holds {held}"

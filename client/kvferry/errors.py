@@ -21,6 +21,7 @@
     │   ├── PublicationAborted
     │   ├── WatchTakenOver
     │   ├── RelayLoop
+    │   ├── AgentsWithheld             who shows no reference cannot reach an engine's memory
     │   ├── HomeNotAllowed             the client's own allow-list does not cover a reference's home
     │   └── NotImplementedHere
     ├── NotFound
@@ -61,6 +62,7 @@ from typing import ClassVar
 from kvferry.v1 import errors_pb2
 
 __all__ = [
+    "AgentsWithheld",
     "BadAgentMetadata",
     "BadBlock",
     "BadGeometry",
@@ -266,40 +268,57 @@ class Mismatch:
 class Incompatible(Refused):
     """The caches of two engines cannot be read from each other; `.mismatches` says why, completely.
 
-    On the wire at most 16 mismatches are spelled out; `.values["mismatches"]` is their number.
+    In the message, and on the wire, those that differ only in where they are stand as one, since a wrong dtype is wrong
+    in every layer; at most 16 are spelled out. `.values["mismatches"]` is the number of all.
     """
 
     reason = "INCOMPATIBLE"
     SPELLED_OUT = 16
 
-    def __init__(self, mismatches: tuple[Mismatch, ...], total: int | None = None) -> None:
-        total = len(mismatches) if total is None else total
-        lines = [mismatch.message for mismatch in mismatches[: self.SPELLED_OUT]]
-        if total > len(lines):
-            lines.append(f"and {total - len(lines)} more")
-        values: dict[str, object] = {"mismatches": total}
-        for index, mismatch in enumerate(mismatches[: self.SPELLED_OUT]):
-            for name in Mismatch.__slots__:
-                values[f"mismatch.{index}.{name}"] = getattr(mismatch, name)
-        super().__init__("; ".join(lines))
-        self.values = {key: str(value) for key, value in values.items()}
+    def __init__(self, mismatches: tuple[Mismatch, ...]) -> None:
+        sorts: dict[tuple[str, ...], tuple[Mismatch, int]] = {}
+        for found in mismatches:
+            sort = (found.kind, found.field, found.source, found.destination)
+            first, alike = sorts.get(sort, (found, -1))
+            sorts[sort] = first, alike + 1
+        self._say(list(sorts.values())[: self.SPELLED_OUT], len(mismatches))
         self.mismatches = mismatches
 
     @classmethod
     def from_values(cls, values: Mapping[str, str]) -> Incompatible:
-        """The error as it was before it crossed the wire."""
-        mismatches: list[Mismatch] = []
-        while f"mismatch.{len(mismatches)}.kind" in values:
-            index = len(mismatches)
-            mismatches.append(
-                Mismatch(**{name: values.get(f"mismatch.{index}.{name}", "") for name in Mismatch.__slots__})
-            )
-        total = values.get("mismatches", "")
-        return cls(tuple(mismatches), int(total) if total.isdigit() else None)
+        """The error as it was before it crossed the wire, with the mismatches that were spelled out."""
+        told: list[tuple[Mismatch, int]] = []
+        while f"mismatch.{len(told)}.kind" in values:
+            index = len(told)
+            found = Mismatch(**{name: values.get(f"mismatch.{index}.{name}", "") for name in Mismatch.__slots__})
+            told.append((found, _number(values.get(f"mismatch.{index}.alike", ""))))
+        error = cls.__new__(cls)
+        spelled_out = sum(1 + alike for _, alike in told)
+        error._say(told, max(spelled_out, _number(values.get("mismatches", ""))))
+        error.mismatches = tuple(found for found, _ in told)
+        return error
+
+    def _say(self, told: list[tuple[Mismatch, int]], total: int) -> None:
+        lines = [found.message + (f" (and {alike} more alike)" if alike else "") for found, alike in told]
+        left = total - sum(1 + alike for _, alike in told)
+        if left:
+            lines.append(f"and {left} more")
+        super().__init__("; ".join(lines))
+        self.values = {"mismatches": str(total)}
+        for index, (found, alike) in enumerate(told):
+            for name in Mismatch.__slots__:
+                self.values[f"mismatch.{index}.{name}"] = getattr(found, name)
+            if alike:
+                self.values[f"mismatch.{index}.alike"] = str(alike)
+
+
+def _number(text: str) -> int:
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 10 else 0
 
 
 class WrongKey(Refused):
-    """The reference's key is not the publication's. Values: engine_id, publication."""
+    """The reference's key is not the publication's, or the engine's. Values: engine_id; publication, if it is the
+    reference of one."""
 
     reason = "WRONG_KEY"
     code = "PERMISSION_DENIED"
@@ -407,8 +426,8 @@ class Unavailable(KvferryError):
 
 
 class EngineIncomplete(Unavailable):
-    """Not all ranks are registered (yet, or any more). Values: engine_id, missing_ranks; nodes, the node servers that
-    relayed for some of them."""
+    """Not all ranks are registered (yet, or any more). Values: engine_id; missing_ranks, the first 64 of them, and
+    missing, how many; nodes, the node servers that relayed for some of them."""
 
     reason = "ENGINE_INCOMPLETE"
 
@@ -443,6 +462,10 @@ class PublicationTimeout(KvferryError, TimeoutError):
 
     reason = "PUBLICATION_TIMEOUT"
     code = "DEADLINE_EXCEEDED"
+
+
+class AgentsWithheld(Refused):
+    """A home told an engine's geometry alone, because it was shown no reference. Values: engine_id, missing."""
 
 
 class BadAgentMetadata(KvferryError):

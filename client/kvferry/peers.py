@@ -9,10 +9,11 @@ from dataclasses import dataclass, field
 from kvferry.agents import AgentInfo
 from kvferry.breaker import Breaker
 from kvferry.clock import now
-from kvferry.codec import engine_from_proto, group_to_proto, rank_to_proto, region_from_proto
-from kvferry.control import Control, retrying
-from kvferry.errors import BadAgentMetadata, Unreachable
+from kvferry.codec import group_to_proto, rank_to_proto, region_from_proto
+from kvferry.control import HANDSHAKE_TIMEOUT, Control, retrying
+from kvferry.errors import AgentsWithheld, BadAgentMetadata, Unreachable
 from kvferry.geometry import EngineGeometry
+from kvferry.handshaking import Handshaken
 from kvferry.paths import PathRule
 from kvferry.plan import ReadPlan, plan_read
 from kvferry.spec import EngineSpec
@@ -101,17 +102,19 @@ class Peers:
         self._lock = threading.Lock()
         self._slots: dict[tuple[str, str, bytes], _Slot] = {}
 
-    def get(self, home: Control, engine_id: str, incarnation: bytes, deadline: float) -> Peer:
+    def get(self, home: Control, engine_id: str, incarnation: bytes, reference: str, deadline: float) -> Peer:
         """The peer, handshaken if it is new.
 
         Args:
             home: its home.
             engine_id, incarnation: which engine.
+            reference: to one of its publications, or its own.
             deadline: on `kvferry.clock`.
 
         Raises:
             Incompatible: its cache cannot be read, and why.
             PeerRestarted: it is not this incarnation any more.
+            WrongKey, PublicationStale, PublicationReleased: the reference is not good (any more).
             Unavailable: it was not complete by the deadline, or reads from it failed again and again and the next
                 attempt is not due.
         """
@@ -128,23 +131,11 @@ class Peers:
             raise Unreachable(f"the handshake with engine {engine_id!r} did not end in time", address=home.address)
         try:
             if slot.peer is None:
-                slot.peer = self._handshake(home, engine_id, incarnation, deadline)
+                slot.peer = self._handshake(home, engine_id, incarnation, reference, deadline)
                 self._drop_replaced(key)
             return slot.peer
         finally:
             slot.lock.release()
-
-    def find(self, home: Control, engine_id: str, deadline: float) -> Peer:
-        """The peer of this name, whatever incarnation of it lives; handshaken anew. Errors as `get`."""
-        peer = self._handshake(home, engine_id, b"", deadline)
-        key = (home.address, engine_id, peer.geometry.incarnation)
-        with self._lock:
-            slot = self._slots.setdefault(key, _Slot())
-            slot.used_at = now()
-            slot.peer = slot.peer or peer
-            peer = slot.peer
-        self._drop_replaced(key)
-        return peer
 
     def known(self, home: str, engine_id: str, incarnation: bytes) -> Peer | None:
         """The peer, if nothing has to be waited for."""
@@ -190,7 +181,7 @@ class Peers:
     def _drop_replaced(self, key: tuple[str, str, bytes]) -> None:
         self._drop_where(lambda other, _: other[1] == key[1] and other[2] != key[2])
 
-    def _handshake(self, home: Control, engine_id: str, incarnation: bytes, deadline: float) -> Peer:
+    def _handshake(self, home: Control, engine_id: str, incarnation: bytes, reference: str, deadline: float) -> Peer:
         destination = self._geometry(deadline)
         mine = next(rank for rank in destination.ranks if rank.rank == self._rank)
         request = pb.HandshakeRequest(
@@ -200,12 +191,15 @@ class Peers:
             identity=self._spec.identity,
             groups=[group_to_proto(group) for group in self._spec.groups],
             rank=rank_to_proto(mine),
+            reference=reference,
         )
-        response = retrying(lambda left: home.handshake(request, left), deadline)
-        source = engine_from_proto(response.geometry)
+        found = _handshaken(home, request, deadline)
+        source = found.geometry
         plan = plan_read(source, destination, self._rank, rule=self._rule)
-        offered = {rank.rank: agent for rank, agent in zip(source.ranks, response.agents, strict=False)}
-        agents = {rank: _agent(engine_id, rank, offered.get(rank)) for rank in plan.source_ranks}
+        if not found.agents_told:
+            message = f"the home of engine {engine_id!r} told its geometry only: it was shown no reference"
+            raise AgentsWithheld(message, engine_id=engine_id, missing="reference")
+        agents = {rank: _agent(engine_id, rank, found.agents.get(rank)) for rank in plan.source_ranks}
         if any(choice.measurable for choice in plan.paths):
             rule = self._measure(home.address, agents[plan.source_ranks[0]], deadline)
             plan = plan if rule is None else plan.choose_paths(rule)
@@ -213,7 +207,7 @@ class Peers:
 
 
 def _agent(engine_id: str, rank: int, agent: geometry_pb2.Agent | None) -> AgentInfo:
-    if agent is None or not agent.name:
+    if agent is None:
         problem = "it serves no memory"
         raise BadAgentMetadata(
             f"engine {engine_id!r}, rank {rank}: {problem}", engine_id=engine_id, rank=rank, problem=problem
@@ -229,4 +223,8 @@ def _agent(engine_id: str, rank: int, agent: geometry_pb2.Agent | None) -> Agent
 def whole_engine(control: Control, token: pb.EngineRef, deadline: float) -> EngineGeometry:
     """The geometry of one's own engine, once all its ranks have registered."""
     request = pb.HandshakeRequest(engine_id=token.engine_id, incarnation=token.incarnation, reader=token)
-    return engine_from_proto(retrying(lambda left: control.handshake(request, left), deadline).geometry)
+    return _handshaken(control, request, deadline).geometry
+
+
+def _handshaken(home: Control, request: pb.HandshakeRequest, deadline: float) -> Handshaken:
+    return retrying(lambda left: home.handshake(request, left), deadline, most=HANDSHAKE_TIMEOUT)

@@ -12,7 +12,7 @@ from functools import cached_property
 
 from kvferry.blocks import Blocks
 from kvferry.compat import engine_mismatches
-from kvferry.covering import Coverer, PlaneRead
+from kvferry.covering import Coverer, Indexed, PlaneRead
 from kvferry.errors import Incompatible, InvalidField, Mismatch
 from kvferry.expand import Expansion, expand
 from kvferry.geometry import EngineGeometry, Group, Plane, RankGeometry
@@ -147,7 +147,7 @@ def plan_read(
     mine = next((found for found in destination.ranks if found.rank == rank), None)
     if mine is None:
         raise InvalidField("rank", rank, f"one of {[found.rank for found in destination.ranks]}")
-    covering = Coverer(source, destination, striping=striping).cover(mine)
+    covering = Coverer(Indexed(source), destination, striping=striping).cover(mine)
     mismatches = (*engine_mismatches(source, destination), *covering.mismatches)
     if mismatches:
         raise Incompatible(mismatches)

@@ -23,9 +23,12 @@ from kvferry.errors import (
     EngineUnknown,
     KvferryError,
     PeerRestarted,
+    PublicationReleased,
+    PublicationStale,
     TransferCancelled,
     TransferFailed,
     TransferStuck,
+    WrongKey,
 )
 from kvferry.needed import needed
 from kvferry.peers import Peer, Peers
@@ -36,6 +39,9 @@ from kvferry.verifying import Arrived, Verifier
 
 logger = logging.getLogger(__name__)
 
+REFERENCE_GONE = (WrongKey, PublicationStale, PublicationReleased)
+"""Why a source's home does not accept a reference any more, or never did."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RankOrder:
@@ -45,6 +51,7 @@ class RankOrder:
         read_id, request_id: of the read.
         home: the source's.
         engine_id, incarnation, publication: the source and what it offers.
+        reference: to the publication, for a handshake with the source.
         lease_id: of the lease, for questions to the home.
         granted: the source's blocks by group.
         blocks: the local ones.
@@ -59,6 +66,7 @@ class RankOrder:
     engine_id: str
     incarnation: bytes
     publication: int
+    reference: str = field(repr=False)
     lease_id: bytes = field(repr=False)
     granted: Mapping[str, Blocks]
     blocks: Mapping[str, Blocks]
@@ -198,7 +206,7 @@ class RankReads:
     def _handshake(self, order: RankOrder) -> None:
         """On its own thread."""
         try:
-            peer = self._peers.get(order.home, order.engine_id, order.incarnation, order.deadline)
+            peer = self._peers.get(order.home, order.engine_id, order.incarnation, order.reference, order.deadline)
         except KvferryError as error:
             self._queue.put(partial(self._not_met, order, error))
         except Exception as error:
@@ -215,8 +223,9 @@ class RankReads:
         if isinstance(error, (PeerRestarted, EngineUnknown)):
             self._peers.gone(order.engine_id, order.incarnation)
         for read in self._meeting.pop(order.source):
-            if error.retryable and read.order.deadline > max(order.deadline, now()):
-                # It may wait for longer than the one whose time was up.
+            waits_longer = error.retryable and read.order.deadline > max(order.deadline, now())
+            if waits_longer or (isinstance(error, REFERENCE_GONE) and read.order.reference != order.reference):
+                # It may wait for longer than the one whose time was up; and one reference says nothing of another.
                 self._begin(read)
             else:
                 self._end(read, error)

@@ -139,7 +139,8 @@ class Reader:
         moved = 0
         try:
             # Renewals go on meanwhile; whether the lease lasted is judged at the end.
-            peer = self._peers.get(request.home, grant.source.engine_id, grant.source.incarnation, request.deadline)
+            source = grant.source
+            peer = self._peers.get(request.home, source.engine_id, source.incarnation, request.text, request.deadline)
             expansion = peer.plan_of(request.layers).expand(grant.blocks, request.blocks, request.tokens)
             read._cancellation.check()
             transfer = self._transferred(request, read, grant, peer, expansion)

@@ -51,6 +51,11 @@ class EngineSession:
         """What the engine's other processes need. Secret."""
         return EngineToken(self._engine.engine_id, self._secret, self.advertise)
 
+    @property
+    def engine_reference(self) -> str:
+        """What routers give to this engine's readers to warm up with; see `Cache.warm`. A capability."""
+        return self.token.engine_reference
+
     def publish(
         self,
         request_id: str,

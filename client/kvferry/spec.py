@@ -8,9 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from kvferry.authority import SECRET_BYTES, incarnation_of
+from kvferry.authority import SECRET_BYTES, engine_key, incarnation_of
 from kvferry.errors import InvalidField
 from kvferry.geometry import Group
+from kvferry.reference import format_engine_reference
 from kvferry.v1 import kv_transfer_pb2 as pb
 
 
@@ -52,6 +53,19 @@ class EngineToken:
     def incarnation(self) -> bytes:
         """This start of the engine; 16 bytes, public."""
         return incarnation_of(self.session_secret)
+
+    @property
+    def engine_reference(self) -> str:
+        """The engine's own reference, for its readers' `Cache.warm`. A capability: who has it can reach the memory that
+        its ranks registered."""
+        return format_engine_reference(
+            pb.EngineReference(
+                home=self.home,
+                engine_id=self.engine_id,
+                incarnation=self.incarnation,
+                key=engine_key(self.session_secret),
+            )
+        )
 
     def ref(self) -> pb.EngineRef:
         """The engine as a proto."""

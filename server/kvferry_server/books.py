@@ -7,8 +7,8 @@ import hmac
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from kvferry.authority import publication_key
-from kvferry.errors import PublicationStale, WrongKey
+from kvferry.authority import engine_key, publication_key
+from kvferry.errors import HomeRecovering, PublicationStale, WrongKey
 from kvferry.geometry import Group
 from kvferry_server.identity import EngineRef
 from kvferry_server.publications import Publication
@@ -75,6 +75,18 @@ class Book:
                 engine_id=self.source.engine_id,
                 publication=number,
             )
+
+    def check_refilled(self) -> None:
+        """Raise `HomeRecovering` until the home has been told what the engine holds published."""
+        if self.recovering:
+            waits = f"this home waits for the snapshot of {self.source}"
+            raise HomeRecovering(waits, engine_id=self.source.engine_id)
+
+    def check_engine_key(self, key: bytes) -> None:
+        """Raise `WrongKey` unless this is the key of the engine's own reference."""
+        if not hmac.compare_digest(engine_key(self.secret), key):
+            engine_id = self.source.engine_id
+            raise WrongKey(f"the key is not that of engine {engine_id!r}", engine_id=engine_id)
 
     def check_may_come(self, number: int, not_before: float) -> None:
         """Raise `PublicationStale` unless a publication that is not here can still come.

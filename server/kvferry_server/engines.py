@@ -29,13 +29,19 @@ from kvferry.errors import (
     PeerRestarted,
     WrongSession,
 )
-from kvferry.geometry import EngineGeometry
 from kvferry_server.agenda import NEVER, Agenda
 from kvferry_server.clock import Clock
 from kvferry_server.identity import EngineRef
 from kvferry_server.limits import Limits, check_limit
 from kvferry_server.registrations import Registration, engine_difference, first_difference
+from kvferry_server.sources import Source
 from kvferry_server.times import Times
+
+MISSING_TOLD = 64
+"""Missing ranks that are named; of more it is said how many."""
+
+NODES_TOLD = 16
+"""Node servers of missing ranks that are named."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +82,7 @@ class Engine:
         rank_lost_at: when the Watch of a rank ended, while its time runs.
         nodes: node servers that relay for ranks, by rank.
         left_ranks: relayed ones of which their node server says that their processes ended.
+        cache_bytes: over all ranks.
     """
 
     ref: EngineRef
@@ -90,7 +97,8 @@ class Engine:
     nodes: dict[int, str] = field(default_factory=dict)
     left_ranks: set[int] = field(default_factory=set)
     scheduled: float = NEVER
-    _geometry: EngineGeometry | None = None
+    cache_bytes: int = 0
+    _source: Source | None = None
 
     @property
     def first(self) -> Registration | None:
@@ -108,17 +116,11 @@ class Engine:
         return [rank for rank in range(self.num_ranks) if rank not in self.ranks or rank in self.lost_ranks]
 
     @property
-    def geometry(self) -> EngineGeometry:
-        """Geometry of the ranks registered so far; raises `EngineIncomplete` if there is none."""
-        if self.first is None:
-            raise EngineIncomplete(
-                f"no rank of {self.ref} is registered", engine_id=self.ref.engine_id, missing_ranks=""
-            )
-        if self._geometry is None:
-            ranks = tuple(self.ranks[rank].geometry for rank in sorted(self.ranks))
-            identity, incarnation = self.first.identity, self.ref.incarnation
-            self._geometry = EngineGeometry(self.ref.engine_id, self.first.groups, ranks, identity, incarnation)
-        return self._geometry
+    def source(self) -> Source | None:
+        """What is told of the ranks registered so far; None before the first."""
+        if self._source is None and self.ranks:
+            self._source = Source(self.ref, tuple(self.ranks[rank] for rank in sorted(self.ranks)))
+        return self._source
 
     def lost_with_node(self, rank: int) -> bool:
         """Whether a rank that is lost was lost with its node, as far as is known: a node server that lives says so of
@@ -129,7 +131,8 @@ class Engine:
         """A rank is there, or back."""
         if registration.rank not in self.ranks:
             self.ranks[registration.rank] = registration
-            self._geometry = None
+            self.cache_bytes += registration.cache_bytes
+            self._source = None
         self.lost_ranks.discard(registration.rank)
 
     def due(self) -> float:
@@ -205,22 +208,24 @@ class Registry:
         """Whether another incarnation of the same engine_id lives, or may come back."""
         return any(engine.ref != ref and not engine.dead for engine in self._named(ref.engine_id))
 
-    def check_readable(self, engine: Engine) -> None:
-        """Raise `EngineIncomplete` unless the engine's Watch is open and all its ranks are there."""
+    def check_readable(self, engine: Engine) -> Source:
+        """What is told of an engine whose Watch is open and whose ranks are all there; else `EngineIncomplete`."""
         ref, missing = engine.ref, engine.missing_ranks
         if engine.lost_at is not None:
             problem = "its Watch is lost"
-        elif engine.first is None:
+        elif engine.source is None:
             problem = "no rank is registered"
         elif missing:
-            problem = f"ranks {missing} of {engine.num_ranks} are missing"
+            some = ", ".join(map(str, missing[:MISSING_TOLD]))
+            problem = f"{len(missing)} of {engine.num_ranks} ranks are missing: {some}"
+            problem += " ..." if len(missing) > MISSING_TOLD else ""
         else:
-            return
-        listed, values = ",".join(map(str, missing)), dict[str, Any]()
-        if nodes := sorted({engine.nodes[rank] for rank in missing if rank in engine.nodes}):
+            return engine.source
+        listed, values = ",".join(map(str, missing[:MISSING_TOLD])), dict[str, Any](missing=len(missing))
+        if nodes := sorted({engine.nodes[rank] for rank in missing if rank in engine.nodes})[:NODES_TOLD]:
             values["nodes"] = ",".join(nodes)
             problem += f"; of other nodes: {', '.join(nodes)}"
-        if lost := sorted({engine.nodes[rank] for rank in missing if engine.lost_with_node(rank)}):
+        if lost := sorted({engine.nodes[rank] for rank in missing if engine.lost_with_node(rank)})[:NODES_TOLD]:
             values["lost_nodes"] = ",".join(lost)
             problem += f"; nodes lost: {', '.join(lost)}"
         raise EngineIncomplete(f"{ref}: {problem}", engine_id=ref.engine_id, missing_ranks=listed, **values)

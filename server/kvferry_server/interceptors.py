@@ -47,6 +47,7 @@ Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 Behaviour: TypeAlias = Callable[[Any, Any], Any]
 Decode: TypeAlias = Callable[[bytes], Any]
+Encode: TypeAlias = Callable[[Any], bytes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +85,7 @@ class Guard(grpc.aio.ServerInterceptor):
         handler = await continuation(handler_call_details)
         if handler is None:
             return _unary(self._guarded_call(method, _not_offered(method), None))
-        decode, encode = handler.request_deserializer, handler.response_serializer
+        decode, encode = handler.request_deserializer, partial(_encoded, handler.response_serializer)
         if handler.stream_stream is not None:
             guarded = self._guarded_stream(method, handler.stream_stream, partial(_decoded_each, decode))
             return grpc.stream_stream_rpc_method_handler(guarded, None, encode)
@@ -179,6 +180,12 @@ def _decoded(decode: Decode | None, raw: Any) -> Any:
         # protobuf's own DecodeError, or whatever else its C code makes of garbage.
         name = getattr(getattr(decode, "__self__", None), "__name__", "message")
         raise InvalidField("request", f"{len(raw)} bytes", f"an encoded {name}") from error
+
+
+def _encoded(encode: Encode | None, message: Any) -> bytes:
+    """What is encoded already, because many are told the same, goes as it is."""
+    encoded: bytes = message if isinstance(message, bytes) or encode is None else encode(message)
+    return encoded
 
 
 async def _decoded_each(decode: Decode | None, raws: AsyncIterable[Any]) -> AsyncGenerator[Any, None]:

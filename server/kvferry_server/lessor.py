@@ -252,6 +252,32 @@ class Lessor:
 
     # The reader.
 
+    def check_reference(self, source: EngineRef, number: int, key: bytes) -> None:
+        """Whether who shows a reference may have the agents of its engine.
+
+        Args:
+            source: the engine.
+            number: of the publication, which is live or may come; 0: the reference is the engine's own.
+            key: of the reference.
+
+        Raises:
+            WrongKey: the key is not the publication's, come or not, or not the engine's.
+            PublicationStale, PublicationReleased: there is nothing to read any more.
+            HomeRecovering: not now.
+        """
+        now = self.advance()
+        book = self._endings.book(source)
+        if number == 0:
+            book.check_engine_key(key)
+            return
+        book.check_key(number, key)
+        publication = book.publications.get(number)
+        if publication is None:
+            book.check_refilled()
+            book.check_may_come(number, now - self._times.max_ttl)
+        elif publication.stage is Stage.RELEASED:
+            raise publication.refusal()
+
     def grant(self, ask: Ask) -> Lease:
         """Lease a publication, perhaps before it has come. A replay gets the same lease, unextended.
 
@@ -273,9 +299,7 @@ class Lessor:
             return lease
         if self._draining:
             raise ServerDraining("this node server is draining: ask again")
-        if book.recovering:
-            waits = f"this home waits for the snapshot of {book.source}"
-            raise HomeRecovering(waits, engine_id=book.source.engine_id)
+        book.check_refilled()
         if publication is None:
             book.check_may_come(ask.read.publication, now - self._times.max_ttl)
         elif publication.stage in (Stage.ENDING, Stage.RELEASED):

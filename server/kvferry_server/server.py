@@ -25,6 +25,7 @@ from kvferry_server.interceptors import Guard
 from kvferry_server.listen import UnixListener, advertised, bind_tcp, check_exposure
 from kvferry_server.relays import Relays
 from kvferry_server.servicers import add_servicers
+from kvferry_server.worker import Worker
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +63,7 @@ class NodeServer:
         self._clock = clock if clock is not None else BootClock()
         self._guard = Guard(config.limits)
         self._health = health_aio.HealthServicer()
+        self._worker = Worker()
         self._relays: Relays | None = None
         self._unix: UnixListener | None = None
         self._server: grpc.aio.Server | None = None
@@ -85,7 +87,7 @@ class NodeServer:
             self._bind(server)
             self.home = Home(self._clock, self._config.times, self.advertise)
             relays = self._relays = Relays(self.advertise, self._config.tls, anywhere=self._config.insecure)
-            add_servicers(server, self.home, relays)
+            add_servicers(server, self.home, relays, self._worker)
             add_HealthServicer_to_server(self._health, server)
             reflection.enable_server_reflection((*SERVICES, HEALTH, reflection.SERVICE_NAME), server)
             self._driver = asyncio.create_task(self.home.run(), name="kvferry-home")
@@ -141,6 +143,7 @@ class NodeServer:
         if self._driver is not None:
             self._driver.cancel()
             await asyncio.wait([self._driver])
+        self._worker.close()
         if self._unix is not None:
             self._unix.close()
 

@@ -45,6 +45,7 @@ def test_engines_as_json(kvferry: Run, stage: Stage) -> None:
         "publications": "1",
         "leases": "1",
         "cache_bytes": str(CACHE_BYTES),
+        "num_missing": 0,
     }
 
 

@@ -170,7 +170,7 @@ def test_handshake_with_an_unknown_engine(homes: Homes, stub: KVTransferStub) ->
     request = pb.HandshakeRequest(
         engine_id=unique_id("nobody"), reader=reader, groups=[group_to_proto(MODEL.group())], rank=rank
     )
-    error = fails(lambda: stub.Handshake(request, timeout=5))
+    error = fails(lambda: list(stub.Handshake(request, timeout=5)))
     assert isinstance(error, EngineUnknown) or error.reason == "HOME_RECOVERING"
 
 

@@ -18,7 +18,7 @@ import pytest
 from kvferry import Blocks, Cache, Client, EngineSpec, Group, KvferryError
 from kvferry.authority import publication_key, read_id_of
 from kvferry.engine import Grant
-from kvferry.reference import format_reference, parse_reference
+from kvferry.reference import format_reference, parse_engine_reference, parse_reference
 from kvferry.v1 import introspection_pb2 as ipb
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry.v1.introspection_pb2_grpc import IntrospectionStub
@@ -87,12 +87,33 @@ class Scene:
                 token = page.next_page_token if page is not None else ""
                 # A client may well decode it.
                 self.sees(f"page_token of {request.__name__} {when}", token)
+        self.handshakes(when, "")
         plan = ipb.PlanReadRequest(source_engine_id="source", destination_engine_id="reader")
         ask(f"PlanRead {when}", service.PlanRead, plan)
         for command in ("engines", "engine source", "requests", "transfers", "plan source reader"):
             for more in ((), ("--json",)):
                 done = run_kvferry(*command.split(), *more, "--server", self.server.address)
                 self.sees(f"kvferry {command} {when}", done.stdout + done.stderr)
+
+    def handshakes(self, when: str, reference: str) -> None:
+        """A stranger handshakes with the source."""
+        token, like = self.source.session.token, self.source._registration
+        request = pb.HandshakeRequest(
+            engine_id=token.engine_id,
+            incarnation=token.incarnation,
+            reader=pb.EngineRef(engine_id="stranger", incarnation=b"s" * 16),
+            groups=like.groups,
+            rank=like.rank,
+            reference=reference,
+        )
+        self.asks(f"Handshake {when}", self._merged, request)
+
+    def _merged(self, request: pb.HandshakeRequest, timeout: float) -> pb.HandshakeResponse:
+        whole = pb.HandshakeResponse()
+        for page in self.kv.Handshake(request, timeout=timeout):
+            whole.MergeFrom(page)
+        assert whole.ranks
+        return whole
 
     def leases(self) -> None:
         """Take note of the leases that the reader holds."""
@@ -110,6 +131,8 @@ class Scene:
         other.CopyFrom(parsed)
         other.publication += 1
         texts = [reference[:-3], reference + "AAAA", format_reference(longer), format_reference(other)]
+        for text in texts:
+            self.handshakes("with a bad reference", text)
         for text in (reference, *texts):
             for changes in ({"parties": 7}, {"parties": 0}, {"read_id": read_id + b"x"}, {}):
                 given: dict[str, Any] = {
@@ -204,6 +227,7 @@ def test_no_secret_is_seen_by_anybody_else(scene: Scene, caplog: pytest.LogCaptu
     parsed = parse_reference(begun.reference)
     secrets["key"] = publication_key(session.token.session_secret, begun.number)
     assert parsed.key == secrets["key"]
+    secrets["engine key"] = parse_engine_reference(session.engine_reference).key
     reads = [
         scene.reader.read(begun.reference, {"full": Blocks([number, number + 1])}, read_id=f"read {number}")
         for number in (1, 3)
@@ -238,7 +262,7 @@ def test_no_secret_is_seen_by_anybody_else(scene: Scene, caplog: pytest.LogCaptu
     with suppress(KvferryError):
         session.publish("unheard", {"full": Blocks([7])}, timeout=1)
 
-    grant = Grant("r", "n", "h", "e", b"i" * 16, 1, "s", secrets["key"], 1.0, ())
+    grant = Grant("r", "n", "h", "e", b"i" * 16, 1, begun.reference, "s", secrets["key"], 1.0, ())
     for shown in (session.token, begun, lost, *reads, waiting, failed, *session.released(), grant):
         scene.sees("a repr", repr(shown))
     scene.sees("the reader's and the source's log", caplog.text)

@@ -22,8 +22,10 @@ from kvferry.errors import (
     BadReference,
     DataLoss,
     InvalidField,
+    KvferryError,
     LimitReached,
     PublicationAborted,
+    PublicationStale,
     PublicationTimeout,
     TransferCancelled,
     TransferFailed,
@@ -451,8 +453,40 @@ def test_however_the_workers_come_to_be(homes: tuple[str, str], tmp_path: Path, 
 def test_warmed_up(homes: tuple[str, str], pair: Pair, port_engine: Callable[..., PortEngine]) -> None:
     source, _ = pair
     destination = port_engine(homes[1], source.model, shards(6, 3)).ready()
-    ranks = [worker.call("warm", homes[0], source.spec.engine_id) for worker in destination.workers]
+    ranks = [worker.call("warm", source.scheduler.engine_reference) for worker in destination.workers]
     assert ranks == [(0,), (0, 1), (1,)]
+
+
+def test_a_reference_that_is_gone_fails_no_other_read_of_its_source(
+    homes: tuple[str, str], pair: Pair, port_engine: Callable[..., PortEngine]
+) -> None:
+    source, _ = pair
+    destination = port_engine(homes[1], source.model, shards(6, 3)).ready()
+    gone, _ = publish(source, "gone")
+    destination.scheduler.acquire("gone", gone.reference)
+    late = replace(destination.grant("gone"), local=(BlockRuns.of_blocks("full", Blocks([1, 2, 3])),))
+    assert destination.scheduler.cancel("gone")
+    destination.scheduler.decline(gone.reference)
+    source.release_of(gone)
+    good, values = publish(source, "good")
+    destination.scheduler.acquire("good", good.reference)
+    destination.grant("good")
+    grant = destination.scheduler.attach("good", {"full": Blocks(IDS)})
+    failed: list[KvferryError | None] = []
+    for worker in destination.workers:
+        # The first of them handshakes with the source, the other waits for its result.
+        for each in (late, grant):
+            worker.call("start", msgpack.encode(each.plain()), Tails.KEEP.value)
+    while len(failed) < len(destination.workers):
+        for worker in destination.workers:
+            output = worker.finished()
+            failed += [end.error() for end in output.failed]
+            destination.scheduler.collect(output)
+    assert all(isinstance(error, PublicationStale) for error in failed)
+    assert destination.end_of("good").error is None
+    for memory in destination.memories:
+        assert (memory.cells == expect(memory, values, IDS, (0, TOKENS))).all()
+    source.release_of(good)
 
 
 def test_a_home_that_restarts_while_ports_work(tmp_path: Path, port_engine: Callable[..., PortEngine]) -> None:
@@ -477,7 +511,7 @@ def test_a_home_that_restarts_while_ports_work(tmp_path: Path, port_engine: Call
 
 def test_values_pass_through_pickle_and_msgpack() -> None:
     runs = BlockRuns.of_blocks("full", Blocks([5, 6, 7, 2], 16, 70))
-    grant = Grant("r", "id", "h:1", "e", b"\x00" * 16, 7, "s", b"l", 1.5, (runs,), b"p", (runs,), (16, 70))
+    grant = Grant("r", "id", "h:1", "e", b"\x00" * 16, 7, "kvf1.x", "s", b"l", 1.5, (runs,), b"p", (runs,), (16, 70))
     end = RankEnd("id", "r", False, False, 3, {"full": (5, 6)}, "BadBlock", "a message", {"block": "7"})
     output = WorkerOutput(1, (RankEnd("a", "b", True, True, 9),), (end,), ("x",))
     assert pickle.loads(pickle.dumps(grant)) == grant

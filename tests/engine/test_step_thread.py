@@ -155,7 +155,7 @@ def test_while_a_peer_is_stopped(here: tuple[Here, PortEngine, NodeServerProcess
     def engine_loop() -> None:
         assert made.read("granted", range(HALF))
         made.scheduler.acquire("waits", references[1])
-        made.worker.warm(server.address, source.spec.engine_id)
+        made.worker.warm(source.scheduler.engine_reference)
         made.scheduler.publish("mine", {"full": Blocks([1])})
         for _ in range(STEPS):
             made.step()

@@ -16,7 +16,9 @@ from google.protobuf.message import Message
 from kvferry.authority import incarnation_of, publication_key
 from kvferry.codec import engine_to_proto, group_to_proto, rank_to_proto, region_to_proto
 from kvferry.geometry import EngineGeometry, RankGeometry
+from kvferry.handshaking import put_together
 from kvferry.reference import format_reference
+from kvferry.spec import EngineToken
 from kvferry.status import from_rpc_error
 from kvferry.v1 import geometry_pb2
 from kvferry.v1 import introspection_pb2 as ipb
@@ -66,7 +68,7 @@ class Party:
     def works(self) -> None:
         """An engine's daily life; raises unless all of it works."""
         self.live()
-        answer = self.kv.Handshake(self.handshake(), timeout=TIMEOUT)
+        answer = put_together(self.kv.Handshake(self.handshake(), timeout=TIMEOUT))
         if len(answer.geometry.ranks) != 1 or len(answer.agents) != 1:
             raise AssertionError(f"a handshake answered {answer}")
         self.publish()
@@ -110,6 +112,7 @@ class Party:
             identity=self.geometry.identity,
             groups=[group_to_proto(FULL)],
             rank=rank_to_proto(rank),
+            reference=EngineToken(self.name, self.secret, "127.0.0.1:1").engine_reference,
         )
 
     def reference(self) -> str:

@@ -25,13 +25,17 @@ const client = new loaded.kvferry.v1.KVTransfer(reference.home, grpc.credentials
 const deadline = () => ({ deadline: Date.now() + 10_000 });
 
 const reader = { engine_id: "foreign", incarnation: randomBytes(16) };
-const handshake = await new Promise((resolve, reject) =>
-  client.Handshake(
-    { engine_id: reference.engineId, reader, ...JSON.parse(handshakeJson) },
+const pages = [];
+await new Promise((resolve, reject) => {
+  const call = client.Handshake(
+    { engine_id: reference.engineId, reader, reference: text, ...JSON.parse(handshakeJson) },
     deadline(),
-    (error, answer) => (error ? reject(error) : resolve(answer)),
-  ),
-);
+  );
+  call.on("data", (page) => pages.push(page));
+  call.on("error", reject);
+  call.on("end", resolve);
+});
+const ranks = pages.flatMap((page) => page.ranks);
 
 const messages = [];
 await new Promise((resolve, reject) => {
@@ -68,9 +72,9 @@ client.close();
 console.log(
   JSON.stringify({
     home: reference.home,
-    ranks: handshake.geometry.ranks.length,
-    planes: handshake.geometry.ranks[0].planes.length,
-    agents: handshake.agents.map((agent) => agent.metadata.length),
+    ranks: ranks.length,
+    planes: ranks[0].planes.length,
+    agents: pages.flatMap((page) => page.agents).map((agent) => agent.metadata.length),
     kinds: messages.map((message) => message.message),
     blocks: messages.filter((message) => message.message === "blocks").flatMap((message) => message.blocks.groups),
     verdict: done.results[0].read_ended.verdict,

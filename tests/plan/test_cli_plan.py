@@ -109,7 +109,7 @@ class OneEngine(IntrospectionServicer):
 
     def GetEngine(self, request: pb.GetEngineRequest, context: grpc.ServicerContext) -> pb.GetEngineResponse:
         geometry = engine("live", tensors(layers=2, axis=8), 4).geometry()
-        summary = pb.EngineSummary(num_ranks=4, missing_ranks=self.missing)
+        summary = pb.EngineSummary(num_ranks=4, missing_ranks=self.missing, num_missing=len(self.missing))
         return pb.GetEngineResponse(summary=summary, geometry=engine_to_proto(geometry))
 
 

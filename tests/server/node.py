@@ -16,7 +16,9 @@ from kvferry.channel import SERVER_OPTIONS
 from kvferry.codec import group_to_proto, rank_to_proto, region_to_proto
 from kvferry.errors import KvferryError
 from kvferry.geometry import Group, RankGeometry
+from kvferry.handshaking import Handshaken, put_together
 from kvferry.reference import format_reference
+from kvferry.spec import EngineToken
 from kvferry.status import from_rpc_error
 from kvferry.v1 import geometry_pb2
 from kvferry.v1 import kv_transfer_pb2 as pb
@@ -29,6 +31,7 @@ from kvferry_server.interceptors import CallLimits, Guard
 from kvferry_server.limits import Limits
 from kvferry_server.relays import Relays
 from kvferry_server.servicers import add_servicers
+from kvferry_server.worker import Worker
 from tests.server.parties import FULL, SECRETS, TIMES, D, FakeClock, P, agent_of, key, rank_geometry, read_id
 
 if TYPE_CHECKING:
@@ -95,6 +98,10 @@ class Node:
     ) -> pb.NotificationResult:
         return (await self.source(publish_notification(number, step, last=last, **changes)))[0]
 
+    async def handshake(self, request: pb.HandshakeRequest | None = None, **changes: Any) -> Handshaken:
+        call = self.kv.Handshake(request or handshake_request(**changes), timeout=TIMEOUT)
+        return put_together([message async for message in call])
+
     def read(self, number: int = 1, **changes: Any) -> Stream:
         return Stream(self.kv.ReadBlocks(read_request(number, **changes), timeout=TIMEOUT))
 
@@ -147,7 +154,8 @@ async def running(directory: Path, limits: Limits | None = None, *, new: bool = 
     if not new:
         clock.pass_by(1000)
     server = grpc.aio.server(interceptors=[Guard(CallLimits())], options=SERVER_OPTIONS)
-    add_servicers(server, home, Relays(ADVERTISE, None, anywhere=False))
+    worker = Worker()
+    add_servicers(server, home, Relays(ADVERTISE, None, anywhere=False), worker)
     address = f"unix:{directory / 's'}"
     server.add_insecure_port(address)
     await server.start()
@@ -156,6 +164,7 @@ async def running(directory: Path, limits: Limits | None = None, *, new: bool = 
             yield Node(home, clock, channel)
     finally:
         await server.stop(None)
+        worker.close()
 
 
 async def raised(call: Awaitable[object]) -> KvferryError:
@@ -210,6 +219,7 @@ def handshake_request(**changes: Any) -> pb.HandshakeRequest:
         "identity": {"model": "m"},
         "groups": [group_to_proto(FULL)],
         "rank": rank_to_proto(rank_geometry()),
+        "reference": engine_reference(),
     }
     return pb.HandshakeRequest(**{**given, **changes})
 
@@ -242,6 +252,11 @@ def reference(number: int = 1, ref: EngineRef = P, wrong: bytes = b"") -> str:
             key=wrong or key(number, ref),
         )
     )
+
+
+def engine_reference(ref: EngineRef = P) -> str:
+    """Names an engine, with its key."""
+    return EngineToken(ref.engine_id, SECRETS[ref], ADVERTISE).engine_reference
 
 
 def read_request(number: int = 1, reader: EngineRef = D, **changes: Any) -> pb.ReadBlocksRequest:

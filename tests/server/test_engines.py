@@ -194,7 +194,7 @@ def test_an_engine_is_readable_once_all_ranks_are_in(scene: Scene) -> None:
     for rank in (1, 3):
         scene.registry.register(registration(rank=rank, ranks=4), secret)
     scene.registry.check_readable(engine)
-    assert [rank.rank for rank in engine.geometry.ranks] == [0, 1, 2, 3]
+    assert [rank for rank, _ in scene.registry.check_readable(engine).ranks()] == [0, 1, 2, 3]
     scene.registry.close_engine(P)
     with pytest.raises(EngineIncomplete):
         scene.registry.check_readable(engine)
@@ -203,8 +203,8 @@ def test_an_engine_is_readable_once_all_ranks_are_in(scene: Scene) -> None:
 def test_registering_the_same_content_again_changes_nothing(scene: Scene) -> None:
     secret = scene.open()
     first = scene.registry.register(registration(), secret)
-    geometry = first.geometry
-    assert scene.registry.register(registration(), secret).geometry is geometry
+    source = first.source
+    assert scene.registry.register(registration(), secret).source is source
 
 
 def _with_plane(**changes: object) -> Callable[[Registration], Registration]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,12 +11,22 @@ import pytest_asyncio
 
 from kvferry.clock import from_duration
 from kvferry.codec import engine_to_proto
-from kvferry.errors import EngineUnknown, Incompatible, InvalidField, KvferryError
-from kvferry.geometry import EngineGeometry
+from kvferry.errors import (
+    EngineIncomplete,
+    EngineUnknown,
+    Incompatible,
+    InvalidField,
+    KvferryError,
+    PeerRestarted,
+)
+from kvferry.geometry import EngineGeometry, RankGeometry
+from kvferry.v1 import geometry_pb2
 from kvferry.v1 import introspection_pb2 as ipb
 from kvferry.v1 import kv_transfer_pb2 as pb
+from kvferry_server.sources import MAX_RANK_BYTES
 from tests.server.node import TIMEOUT, Node, proto, raised, read_done, running
-from tests.server.parties import FULL, TIMES, D, P, rank_geometry, start
+from tests.server.parties import FULL, P2, TIMES, D, P, rank_geometry, read_id, start
+from tests.server.test_handshakes import of_size
 
 
 @pytest_asyncio.fixture
@@ -46,6 +57,94 @@ async def test_engines_are_listed_with_their_state_page_by_page(node: Node) -> N
     assert (summary.state, summary.num_ranks, list(summary.missing_ranks)) == (ipb.ENGINE_STATE_INCOMPLETE, 2, [1])
     assert summary.cache_bytes == 4 * 4 * 16 * 256 * FULL.num_blocks
     assert answer.home_epoch == node.home.epoch
+
+
+async def test_a_page_of_engines_with_thousands_of_missing_ranks_is_bounded(node: Node) -> None:
+    for index in range(120):
+        ref = start(f"{index:03}" + "e" * 250, chr(index + 1))
+        await node.open_engine(ref)
+        await node.register(7, 4096, ref=ref, geometry=rank_geometry(7, 8))
+    names, token = [], "first"
+    request = ipb.ListEnginesRequest(page_size=1000)
+    while token:
+        answer = await node.introspection.ListEngines(request, timeout=TIMEOUT)
+        assert answer.ByteSize() < 300_000
+        assert {summary.num_missing for summary in answer.engines} == {4095}
+        assert list(answer.engines[0].missing_ranks) == [rank for rank in range(65) if rank != 7]
+        names += [summary.engine.engine_id[:3] for summary in answer.engines]
+        token = request.page_token = answer.next_page_token
+    assert names == [f"{index:03}" for index in range(120)]
+
+
+async def test_missing_ranks_are_named_as_far_as_they_fit(node: Node) -> None:
+    await node.open_engine()
+    answer = await node.register(7, 4096, geometry=rank_geometry(7, 8))
+    assert (answer.num_missing, len(answer.missing_ranks)) == (4095, 64)
+    error = await raised(node.handshake())
+    assert isinstance(error, EngineIncomplete)
+    assert error.values["missing"] == "4095"
+    assert error.values["missing_ranks"].startswith("0,1,2,3,4,5,6,8,")
+    assert len(str(error)) < 600
+
+
+async def test_transfers_of_thousands_of_ranks_come_in_pages_that_fit(node: Node) -> None:
+    await node.open_engine()
+    await node.register()
+    await node.publish(1, expected_reads=100)
+    reads = []
+    for index in range(40):
+        stream = node.read(1, read_id=read_id(str(index)), parties=4096)
+        accepted = (await stream.next()).accepted
+        reads.append(accepted.lease_number)
+        lease_id = accepted.lease_id
+        await node.reader(read_done(lease_id, *range(4000)))
+        stream.cancel()
+    found, pages, token = [], 0, "first"
+    request = ipb.ListTransfersRequest(page_size=1000)
+    while token:
+        answer = await node.introspection.ListTransfers(request, timeout=TIMEOUT)
+        found += [transfer.read.lease_number for transfer in answer.transfers]
+        assert answer.ByteSize() < 400_000
+        pages += 1
+        token = request.page_token = answer.next_page_token
+    assert found == reads
+    assert pages > 1
+
+
+async def test_an_engine_of_large_ranks_comes_page_by_page(node: Node) -> None:
+    await node.open_engine()
+    sizes = [1 << 20, MAX_RANK_BYTES, 2 << 20, 1 << 20, 5000, 5000, (1 << 20) - 5000]
+    registered = [of_size(size, rank, len(sizes)) for rank, size in enumerate(sizes)]
+    for registration in registered:
+        await node.kv.RegisterCache(registration, timeout=TIMEOUT)
+    for page_size in (0, 2):
+        request = ipb.GetEngineRequest(engine_id=P.engine_id, page_size=page_size)
+        ranks: list[geometry_pb2.RankGeometry] = []
+        counts: list[int] = []
+        while not counts or request.page_token:
+            answer = await node.introspection.GetEngine(request, timeout=TIMEOUT)
+            assert answer.geometry.identity["model"] == "m"
+            assert answer.geometry.groups
+            ranks += answer.geometry.ranks
+            counts.append(len(answer.geometry.ranks))
+            request.page_token = answer.next_page_token
+        assert ranks == [registration.rank for registration in registered]
+        assert max(counts) <= (page_size or 1000)
+        assert len(counts) > 2
+    wrong = ipb.GetEngineRequest(engine_id=P.engine_id, page_token="YQ")
+    assert isinstance(await raised(node.introspection.GetEngine(wrong, timeout=TIMEOUT)), InvalidField)
+
+
+async def test_pages_of_an_engine_that_restarted_are_not_mixed(node: Node) -> None:
+    watch = await node.open_engine()
+    for rank in range(2):
+        await node.register(rank, 2)
+    request = ipb.GetEngineRequest(engine_id=P.engine_id, page_size=1)
+    request.page_token = (await node.introspection.GetEngine(request, timeout=TIMEOUT)).next_page_token
+    await node.leaves(watch)
+    node.pass_by(TIMES.engine_ttl)
+    await node.open_engine(P2)
+    assert isinstance(await raised(node.introspection.GetEngine(request, timeout=TIMEOUT)), PeerRestarted)
 
 
 async def test_an_engine_is_shown_with_what_it_registered(node: Node) -> None:
@@ -128,6 +227,34 @@ async def test_a_read_is_planned_between_an_engine_and_a_geometry(node: Node) ->
     del request.ranks[:]
     answer = await node.introspection.PlanRead(request, timeout=TIMEOUT)
     assert [plan.rank for plan in answer.ranks] == [0, 1, 2, 3]
+
+
+async def test_a_plan_that_does_not_fit_one_answer_says_which_ranks_are_left(node: Node) -> None:
+    def renamed(rank: RankGeometry) -> RankGeometry:
+        """With two hundred layers of long names, over the same memory."""
+        (key, *_), size = rank.planes, 1 << 30
+        names = [f"{layer:03}" + "x" * 250 for layer in range(200)]
+        planes = [replace(key, layer=name, base=key.base + index * size) for index, name in enumerate(names)]
+        return replace(rank, planes=tuple(planes))
+
+    source = engine("s", 8)
+    whole = renamed(rank_geometry())
+    readers = tuple(replace(whole, rank=rank) for rank in range(16))
+    request = ipb.PlanReadRequest(
+        source_geometry=engine_to_proto(replace(source, ranks=tuple(map(renamed, source.ranks)))),
+        destination_geometry=engine_to_proto(replace(source, engine_id="d", ranks=readers)),
+    )
+    planned: list[int] = []
+    answers = 0
+    while not answers or request.ranks:
+        answer = await node.introspection.PlanRead(request, timeout=TIMEOUT)
+        assert answer.ByteSize() <= 3 << 20
+        planned += [plan.rank for plan in answer.ranks]
+        assert all(len(plan.reads) == 8 for plan in answer.ranks)
+        request.ranks[:] = answer.left_ranks
+        answers += 1
+    assert planned == list(range(16))
+    assert answers > 1
 
 
 async def test_plans_that_cannot_be(node: Node) -> None:

@@ -11,7 +11,7 @@ import pytest_asyncio
 from google.protobuf.duration_pb2 import Duration
 
 from kvferry.clock import from_duration
-from kvferry.codec import engine_from_proto, rank_to_proto
+from kvferry.codec import rank_to_proto
 from kvferry.errors import (
     BadAgentMetadata,
     BadBlock,
@@ -198,12 +198,12 @@ async def test_a_rank_that_is_lost_is_told_to_its_scheduler_and_makes_the_engine
     node.pass_by(TIMES.engine_ttl)
     assert (await watch.next()).rank_lost.rank == 1
     assert isinstance(await raised(node.read().next()), EngineIncomplete)
-    error = await raised(node.kv.Handshake(handshake_request(), timeout=TIMEOUT))
+    error = await raised(node.handshake())
     assert isinstance(error, EngineIncomplete)
     assert error.values["missing_ranks"] == "1"
     # Registering again heals it.
     await node.register(1, 2)
-    await node.kv.Handshake(handshake_request(), timeout=TIMEOUT)
+    await node.handshake()
 
 
 @pytest.mark.parametrize(
@@ -314,7 +314,7 @@ async def test_a_big_rank_registers_and_is_handshaken(node: Node) -> None:
     # Layers may share their memory at a source, but not where they are read into.
     for index, plane in enumerate(request.rank.planes):
         plane.base += index << 27
-    answer = await node.kv.Handshake(handshake_request(rank=request.rank), timeout=TIMEOUT)
+    answer = await node.handshake(rank=request.rank)
     assert len(answer.geometry.ranks[0].planes) == 400
 
 
@@ -325,18 +325,20 @@ async def test_a_handshake_answers_the_whole_engine(node: Node) -> None:
     await node.open_engine()
     for rank in range(2):
         await node.register(rank, 2)
-    answer = await node.kv.Handshake(handshake_request(), timeout=TIMEOUT)
-    engine = engine_from_proto(answer.geometry)
+    answer = await node.handshake()
+    engine = answer.geometry
     assert (engine.engine_id, engine.incarnation) == (P.engine_id, P.incarnation)
     assert [rank.rank for rank in engine.ranks] == [0, 1]
-    assert [agent.name for agent in answer.agents] == ["prefill/0", "prefill/1"]
-    assert from_duration(answer.times.final) == TIMES.final
+    assert {rank: agent.name for rank, agent in answer.agents.items()} == {0: "prefill/0", 1: "prefill/1"}
+    first, *pages = [message async for message in node.kv.Handshake(handshake_request(), timeout=TIMEOUT)]
+    assert (from_duration(first.times.final), first.num_ranks) == (TIMES.final, 2)
+    assert {message.home_epoch for message in (first, *pages)} == {node.home.epoch}
 
 
 async def test_what_cannot_be_read_is_refused_before_any_metadata(ready: Node) -> None:
     request = handshake_request(identity={"model": "another"})
     request.rank.planes[0].format = "other"
-    error = await raised(ready.kv.Handshake(request, timeout=TIMEOUT))
+    error = await raised(ready.handshake(request))
     assert isinstance(error, Incompatible)
     fields = {(mismatch.kind, mismatch.source, mismatch.destination) for mismatch in error.mismatches}
     assert ("identity", "m", "another") in fields
@@ -346,7 +348,7 @@ async def test_what_cannot_be_read_is_refused_before_any_metadata(ready: Node) -
 async def test_a_reader_that_declares_a_byte_twice_is_refused(ready: Node) -> None:
     request = handshake_request()
     request.rank.planes[1].base = request.rank.planes[0].base
-    error = await raised(ready.kv.Handshake(request, timeout=TIMEOUT))
+    error = await raised(ready.handshake(request))
     assert isinstance(error, BadGeometry)
     assert error.values["where"] == "rank 0, planes layers.0/key and layers.0/value"
 
@@ -355,21 +357,21 @@ async def test_an_engine_that_handshakes_with_itself_learns_its_geometry_without
     await node.open_engine()
     await node.register(0, 2)
     own = pb.HandshakeRequest(engine_id=P.engine_id, reader=proto(P))
-    error = await raised(node.kv.Handshake(own, timeout=TIMEOUT))
+    error = await raised(node.handshake(own))
     assert isinstance(error, EngineIncomplete)
     assert error.values["missing_ranks"] == "1"
     await node.register(1, 2)
-    answer = await node.kv.Handshake(own, timeout=TIMEOUT)
+    answer = await node.handshake(own)
     assert len(answer.geometry.ranks) == 2
     assert not answer.agents
     own.reader.incarnation = P2.incarnation
-    assert isinstance(await raised(node.kv.Handshake(own, timeout=TIMEOUT)), PeerRestarted)
+    assert isinstance(await raised(node.handshake(own)), PeerRestarted)
 
 
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({"engine_id": "nobody", "incarnation": b""}, EngineUnknown),
+        ({"engine_id": "nobody", "incarnation": b"", "reference": ""}, EngineUnknown),
         ({"engine_id": ""}, InvalidField),
         ({"incarnation": b"x"}, InvalidField),
         ({"incarnation": P2.incarnation}, PeerRestarted),
@@ -380,7 +382,7 @@ async def test_an_engine_that_handshakes_with_itself_learns_its_geometry_without
     ],
 )
 async def test_handshakes_that_cannot_be(ready: Node, changes: dict[str, Any], expected: type[KvferryError]) -> None:
-    error = await raised(ready.kv.Handshake(handshake_request(**changes), timeout=TIMEOUT))
+    error = await raised(ready.handshake(**changes))
     assert isinstance(error, expected)
     assert error.code != "INTERNAL"
 
@@ -680,7 +682,7 @@ async def test_a_draining_home_says_so_ends_its_streams_and_still_takes_reports(
         ready.read(2).next(),
         ready.register(),
         Watch(ready).next(),
-        ready.kv.Handshake(handshake_request(), timeout=TIMEOUT),
+        ready.handshake(),
     ):
         assert isinstance(await raised(call), ServerDraining)
     assert isinstance(error_of(await ready.publish(2)), ServerDraining)

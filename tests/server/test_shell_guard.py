@@ -41,9 +41,9 @@ class Servicer(KVTransferServicer):
         self.entered = asyncio.Event()
         self.go_on = asyncio.Event()
 
-    async def Handshake(self, request: pb.HandshakeRequest, context: Any) -> pb.HandshakeResponse:
-        await self._behave(request.engine_id)
-        return pb.HandshakeResponse(home_epoch=b"epoch")
+    async def RegisterCache(self, request: pb.RegisterCacheRequest, context: Any) -> pb.RegisterCacheResponse:
+        await self._behave(request.engine.engine_id)
+        return pb.RegisterCacheResponse(home_epoch=b"epoch")
 
     async def Notify(self, request: pb.NotifyRequest, context: Any) -> pb.NotifyResponse:
         return pb.NotifyResponse()
@@ -57,8 +57,9 @@ class Servicer(KVTransferServicer):
         await context.write(pb.WatchResponse(home_epoch=b"epoch"))
         await self._behave(request.engine.engine_id)
 
-    async def RegisterCache(self, request: pb.RegisterCacheRequest, context: Any) -> pb.RegisterCacheResponse:
-        raise NotImplementedError
+    async def Handshake(self, request: pb.HandshakeRequest, context: Any) -> AsyncIterator[bytes]:  # type: ignore[override]
+        # Encoded already, as what many are told.
+        yield pb.HandshakeResponse(home_epoch=b"epoch").SerializeToString()
 
     async def ReadChecksums(self, request: pb.ReadChecksumsRequest, context: Any) -> pb.ReadChecksumsResponse:
         raise NotImplementedError
@@ -103,7 +104,7 @@ async def failure(call: Awaitable[Any]) -> KvferryError:
 
 Call = Callable[["KVTransferAsyncStub", str], Awaitable[Any]]
 CALLS: list[Call] = [
-    lambda stub, how: stub.Handshake(pb.HandshakeRequest(engine_id=how), timeout=10),
+    lambda stub, how: stub.RegisterCache(pb.RegisterCacheRequest(engine=pb.EngineRef(engine_id=how)), timeout=10),
     lambda stub, how: read_all(stub.ReadBlocks(pb.ReadBlocksRequest(reference=how), timeout=10)),
     lambda stub, how: read_all(stub.Watch(pb.WatchRequest(engine=pb.EngineRef(engine_id=how)))),
 ]
@@ -135,30 +136,36 @@ async def test_other_exceptions_are_told_to_the_log_only(
 
 async def test_a_deadline_is_required_except_for_watch() -> None:
     async with guarded() as (stub, *_):
-        assert isinstance(await failure(stub.Handshake(pb.HandshakeRequest())), DeadlineRequired)
+        assert isinstance(await failure(stub.RegisterCache(pb.RegisterCacheRequest())), DeadlineRequired)
         assert isinstance(await failure(read_all(stub.ReadBlocks(pb.ReadBlocksRequest()))), DeadlineRequired)
         assert len(await read_all(stub.Watch(pb.WatchRequest()))) == 1
 
 
-@pytest.mark.parametrize("method", ["Handshake", "ReadBlocks"])
+@pytest.mark.parametrize("method", ["RegisterCache", "ReadBlocks"])
 async def test_bytes_that_are_no_message_are_a_wrong_argument(method: str) -> None:
     async with guarded() as (stub, _, __, channel):
         path = f"/kvferry.v1.KVTransfer/{method}"
         garbage = b"\xff\xff\xff garbage"
         raw: Any = (
             channel.unary_unary(path)(garbage, timeout=10)
-            if method == "Handshake"
+            if method == "RegisterCache"
             else read_all(channel.unary_stream(path)(garbage, timeout=10))
         )
         error = await failure(raw)
         assert isinstance(error, InvalidField)
         assert f"{method}Request" in error.values["expected"]
-        assert (await stub.Handshake(pb.HandshakeRequest(), timeout=10)).home_epoch == b"epoch"
+        assert (await stub.RegisterCache(pb.RegisterCacheRequest(), timeout=10)).home_epoch == b"epoch"
+
+
+async def test_a_message_that_is_encoded_already_goes_as_it_is() -> None:
+    async with guarded() as (stub, *_):
+        (message,) = await read_all(stub.Handshake(pb.HandshakeRequest(), timeout=10))
+        assert message == pb.HandshakeResponse(home_epoch=b"epoch")
 
 
 async def test_a_method_that_is_not_there_is_typed() -> None:
     async with guarded() as (stub, _, __, channel):
-        error = await failure(stub.RegisterCache(pb.RegisterCacheRequest(), timeout=10))
+        error = await failure(stub.ReadChecksums(pb.ReadChecksumsRequest(), timeout=10))
         assert isinstance(error, NotImplementedHere)
         unknown: Any = channel.unary_unary("/kvferry.v1.KVTransfer/Teleport")(b"", timeout=10)
         error = await failure(unknown)

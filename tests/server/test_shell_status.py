@@ -73,7 +73,7 @@ def test_an_error_comes_back_as_it_was(cls: type[KvferryError]) -> None:
 
 
 def mismatches(count: int, text: str) -> tuple[Mismatch, ...]:
-    return tuple(Mismatch("format", f"plane {i}", "format", text, text, f"{i}: {text}") for i in range(count))
+    return tuple(Mismatch("format", f"plane {i}", "format", text, f"{i} {text}", f"{i}: {text}") for i in range(count))
 
 
 def test_mismatches_come_back_one_by_one() -> None:

@@ -51,6 +51,7 @@ LAYERS = [
     },
     {
         "status",
+        "handshaking",
         "channel",
         "leases",
         "judgement",

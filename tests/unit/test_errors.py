@@ -40,14 +40,27 @@ def test_errors_pickle_with_their_values() -> None:
     assert (stuck.quiet, stuck.values) == (False, {"read_id": "r"})
 
 
-def test_incompatible_crosses_the_wire_with_every_mismatch() -> None:
-    mismatches = tuple(errors.Mismatch("format", f"layer{i}", "format", "a", "b", f"no {i}") for i in range(20))
+def test_incompatible_crosses_the_wire_with_sixteen_sorts_of_mismatches() -> None:
+    mismatches = tuple(errors.Mismatch("format", "layer", "format", "a", f"b{i}", f"no {i}") for i in range(20))
     error = errors.Incompatible(mismatches)
     rebuilt = errors.from_reason(error.reason, error.message, error.values)
     assert isinstance(rebuilt, errors.Incompatible)
     assert rebuilt.mismatches == mismatches[:16]
     assert rebuilt.values["mismatches"] == "20"
     assert "and 4 more" in str(rebuilt)
+
+
+def test_mismatches_that_differ_in_where_they_are_count_as_one() -> None:
+    mismatches = [errors.Mismatch("format", f"layer{i}", "format", "a", "b", f"no {i}") for i in range(122)]
+    mismatches.insert(7, errors.Mismatch("identity", "identity", "model", "a", "b", "another model"))
+    error = errors.Incompatible(tuple(mismatches))
+    assert str(error) == "no 0 (and 121 more alike); another model"
+    assert len(error.mismatches) == 123
+    rebuilt = errors.from_reason(error.reason, error.message, error.values)
+    assert isinstance(rebuilt, errors.Incompatible)
+    assert rebuilt.mismatches == (mismatches[0], mismatches[7])
+    assert (str(rebuilt), rebuilt.values) == (str(error), error.values)
+    assert rebuilt.values["mismatch.0.alike"] == "121"
 
 
 def test_only_unavailable_and_what_says_when_may_be_repeated() -> None:

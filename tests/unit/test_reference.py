@@ -6,8 +6,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvferry.authority import engine_key
 from kvferry.errors import BadReference
-from kvferry.reference import MAX_LENGTH, format_reference, parse_reference
+from kvferry.reference import (
+    MAX_LENGTH,
+    format_engine_reference,
+    format_reference,
+    parse_engine_reference,
+    parse_reference,
+)
+from kvferry.spec import EngineToken
 from kvferry.v1 import kv_transfer_pb2 as pb
 
 
@@ -74,3 +82,49 @@ def test_anything_else_is_a_typed_error(text: str) -> None:
 def test_long_string_is_refused_before_it_is_decoded() -> None:
     with pytest.raises(BadReference, match=str(MAX_LENGTH)):
         parse_reference("kvf1." + "A" * MAX_LENGTH)
+
+
+def engine_reference(**changes: object) -> pb.EngineReference:
+    fields: dict[str, object] = {
+        "home": "10.0.0.1:9411",
+        "engine_id": "prefill-0",
+        "incarnation": b"i" * 16,
+        "key": b"k" * 16,
+    }
+    return pb.EngineReference(**{**fields, **changes})  # type: ignore[arg-type]
+
+
+def test_an_engine_reference_comes_back_and_is_no_reference_to_read() -> None:
+    text = format_engine_reference(engine_reference())
+    assert text.startswith("kvf1e.")
+    assert parse_engine_reference(text) == engine_reference()
+    with pytest.raises(BadReference, match="names an engine"):
+        parse_reference(text)
+    with pytest.raises(BadReference):
+        parse_engine_reference(format_reference(reference()))
+
+
+@pytest.mark.parametrize("field", ["home", "engine_id", "incarnation", "key"])
+def test_an_engine_reference_needs_all_it_has(field: str) -> None:
+    missing = engine_reference()
+    missing.ClearField(field)  # type: ignore[arg-type]
+    with pytest.raises(BadReference):
+        parse_engine_reference(format_engine_reference(missing))
+
+
+@given(st.text(max_size=80), st.binary(max_size=80))
+def test_whatever_is_no_engine_reference_is_refused(text: str, body: bytes) -> None:
+    for given_text in (text, "kvf1e." + text, "kvf1e." + base64.urlsafe_b64encode(body).decode()):
+        try:
+            parsed = parse_engine_reference(given_text)
+        except BadReference:
+            continue
+        assert len(parsed.key) == len(parsed.incarnation) == 16
+
+
+def test_a_token_makes_the_engine_reference_that_its_home_checks() -> None:
+    token = EngineToken("prefill-0", b"s" * 32, "10.0.0.1:9411")
+    parsed = parse_engine_reference(token.engine_reference)
+    assert (parsed.home, parsed.engine_id, parsed.incarnation) == (token.home, token.engine_id, token.incarnation)
+    assert parsed.key == engine_key(token.session_secret)
+    assert token.engine_reference not in repr(token)

@@ -11,6 +11,7 @@ import typer
 
 # Nothing here imports gRPC or protobuf before a command runs: `kvferry --help` has to be quick.
 if TYPE_CHECKING:
+    from kvferry.v1 import introspection_pb2
     from kvferry.v1.introspection_pb2_grpc import IntrospectionStub
 
 DEFAULT_SERVER = "unix:/run/kvferry/node.sock"
@@ -79,6 +80,19 @@ class Asker:
     def __init__(self, stub: IntrospectionStub, timeout: float) -> None:
         self.stub = stub
         self.timeout = timeout
+
+    def engine(self, engine_id: str) -> introspection_pb2.GetEngineResponse:
+        """An engine with all its ranks, from however many pages."""
+        from kvferry.v1 import introspection_pb2
+
+        request = introspection_pb2.GetEngineRequest(engine_id=engine_id)
+        whole = self.stub.GetEngine(request, timeout=self.timeout)
+        while whole.next_page_token:
+            request.page_token = whole.next_page_token
+            page = self.stub.GetEngine(request, timeout=self.timeout)
+            whole.geometry.ranks.extend(page.geometry.ranks)
+            whole.next_page_token = page.next_page_token
+        return whole
 
     def all_pages(self, call: Callable[..., Response], request: Any, field: str) -> Response:
         """All pages of a list as one response."""

@@ -57,10 +57,8 @@ def engine(
     tls_key: TlsKey = None,
 ) -> None:
     """Show one engine: what its cache was computed with, its groups, and what each rank holds."""
-    from kvferry.v1 import introspection_pb2
-
     with introspection(server, timeout, tls_ca, tls_cert, tls_key) as asker:
-        response = asker.stub.GetEngine(introspection_pb2.GetEngineRequest(engine_id=engine_id), timeout=timeout)
+        response = asker.engine(engine_id)
     if as_json:
         print_json(response)
         return
@@ -117,12 +115,13 @@ def _ranks(geometry: geometry_pb2.EngineGeometry) -> object:
 
 
 def _registered(summary: introspection_pb2.EngineSummary) -> str:
-    return f"{summary.num_ranks - len(summary.missing_ranks)}/{summary.num_ranks}"
+    return f"{summary.num_ranks - summary.num_missing}/{summary.num_ranks}"
 
 
 def _state(summary: introspection_pb2.EngineSummary) -> str:
     from kvferry.v1 import introspection_pb2
 
     name = enum_name(introspection_pb2.EngineState.Name(summary.state), "ENGINE_STATE_")
-    missing = summary.missing_ranks
-    return f"{name} (missing {'rank' if len(missing) == 1 else 'ranks'} {ranges(missing)})" if missing else name
+    missing, left = summary.missing_ranks, summary.num_missing - len(summary.missing_ranks)
+    more = f" and {left} more" if left else ""
+    return f"{name} (missing {'rank' if len(missing) == 1 else 'ranks'} {ranges(missing)}{more})" if missing else name

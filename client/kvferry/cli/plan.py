@@ -138,17 +138,20 @@ def _engine(
         return load(file)
     from kvferry.codec import engine_from_proto
     from kvferry.errors import EngineIncomplete
-    from kvferry.v1 import introspection_pb2
 
     engine_id, at, address = live.rpartition("@")
     if not at or not engine_id or not address:
         raise typer.BadParameter(f"{live!r} is not ID@ADDRESS", param_hint=f"--{side}-engine")
     with introspection(address, timeout, *tls) as asker:
-        answer = asker.stub.GetEngine(introspection_pb2.GetEngineRequest(engine_id=engine_id), timeout=timeout)
-    missing = list(answer.summary.missing_ranks)
-    if missing:
+        answer = asker.engine(engine_id)
+    missing, count = list(answer.summary.missing_ranks), answer.summary.num_missing
+    if count:
+        more = f" and {count - len(missing)} more" if count > len(missing) else ""
         raise EngineIncomplete(
-            f"engine {engine_id!r}: ranks {missing} have not registered", engine_id=engine_id, missing_ranks=missing
+            f"engine {engine_id!r}: ranks {missing}{more} have not registered",
+            engine_id=engine_id,
+            missing_ranks=",".join(map(str, missing)),
+            missing=count,
         )
     return engine_from_proto(answer.geometry)
 

@@ -429,6 +429,7 @@ def _grant(read: _Read, granted: Granted) -> Grant:
         engine_id=granted.source.engine_id,
         incarnation=granted.source.incarnation,
         publication=reference.publication,
+        reference=read.request.text,
         source_request_id=granted.request_id,
         lease_id=granted.lease.lease_id,
         timeout=0.0,

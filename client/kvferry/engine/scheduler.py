@@ -87,6 +87,11 @@ class SchedulerPort:
         """What the workers need to belong to this engine. Secret; ``str(token)`` goes into an environment variable."""
         return self._session.token
 
+    @property
+    def engine_reference(self) -> str:
+        """What routers give to this engine's readers to warm up with; see `WorkerPort.warm`. A capability."""
+        return self._session.engine_reference
+
     # As a source.
 
     def publish(

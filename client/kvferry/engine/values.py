@@ -62,6 +62,7 @@ class Grant:
         request_id: the reader's own request.
         read_id: of this read; the same in all ranks.
         home, engine_id, incarnation, publication: the source and what it offers.
+        reference: to the publication; what shows the source's home that its ranks may be reached.
         source_request_id: the request at the source.
         lease_id: of the lease. A secret: it allows to end the lease.
         timeout: seconds from now until the read is given up (R5); taken anew when the grant is handed out.
@@ -77,6 +78,7 @@ class Grant:
     engine_id: str
     incarnation: bytes
     publication: int
+    reference: str = field(repr=False)
     source_request_id: str
     lease_id: bytes = field(repr=False)
     timeout: float

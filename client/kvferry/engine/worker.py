@@ -105,6 +105,7 @@ class WorkerPort:
             engine_id=grant.engine_id,
             incarnation=grant.incarnation,
             publication=grant.publication,
+            reference=grant.reference,
             lease_id=grant.lease_id,
             granted=grant.blocks(),
             blocks=grant.local_blocks() if local_blocks is None else dict(local_blocks),
@@ -159,9 +160,9 @@ class WorkerPort:
         """Make the reading agents now; see `Cache.prepare`."""
         self.cache.prepare()
 
-    def warm(self, home: str, engine_id: str, *, timeout: float = OPEN_TIMEOUT) -> Future[tuple[int, ...]]:
+    def warm(self, engine_reference: str, *, timeout: float = OPEN_TIMEOUT) -> Future[tuple[int, ...]]:
         """Do now what the first read from an engine would wait for; see `Cache.warm`."""
-        return self.cache.warm(home, engine_id, timeout=timeout)
+        return self.cache.warm(engine_reference, timeout=timeout)
 
     def close(self) -> None:
         """Cancel the shares and end the agents. Idempotent."""

@@ -43,14 +43,17 @@ class _ErrorReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     ERROR_REASON_BAD_REFERENCE: _ErrorReason.ValueType  # 6
     """INVALID_ARGUMENT: a reference that is not one. Metadata: problem."""
     ERROR_REASON_WRONG_KEY: _ErrorReason.ValueType  # 7
-    """PERMISSION_DENIED: the reference's key is not the publication's. Metadata: engine_id, publication."""
+    """PERMISSION_DENIED: the reference's key is not the publication's, or the engine's. Metadata: engine_id; publication, if
+    it is the reference of one.
+    """
     ERROR_REASON_WRONG_SESSION: _ErrorReason.ValueType  # 8
     """PERMISSION_DENIED: the session secret is not that of the incarnation. Metadata: engine_id."""
     ERROR_REASON_ENGINE_UNKNOWN: _ErrorReason.ValueType  # 9
     """NOT_FOUND: no engine of this id. Metadata: engine_id."""
     ERROR_REASON_ENGINE_INCOMPLETE: _ErrorReason.ValueType  # 10
-    """UNAVAILABLE: not all ranks are registered (yet, or any more). Metadata: engine_id, missing_ranks; nodes, the
-    node servers that relayed for some of them; lost_nodes, those of these that were lost themselves.
+    """UNAVAILABLE: not all ranks are registered (yet, or any more). Metadata: engine_id; missing_ranks, the first of them, at
+    most 64, and missing, how many; nodes, the node servers that relayed for some of them; lost_nodes, those of these that
+    were lost themselves.
     """
     ERROR_REASON_ENGINE_ID_IN_USE: _ErrorReason.ValueType  # 11
     """ALREADY_EXISTS with RetryInfo: another incarnation of this engine_id lives. A home that has just started does not say so
@@ -70,7 +73,8 @@ class _ErrorReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     """DEADLINE_EXCEEDED: the publication did not come while ReadBlocks waited. Metadata: engine_id, publication, waited_ms."""
     ERROR_REASON_INCOMPATIBLE: _ErrorReason.ValueType  # 17
     """FAILED_PRECONDITION: the caches of the two engines cannot be read from each other. Metadata: mismatch.N.kind, .where,
-    .field, .source, .destination, .message for N from 0, and mismatches (their number; at most 16 are spelled out).
+    .field, .source, .destination, .message for N from 0, and mismatches, their number. Those that differ only in `where` are
+    spelled out once, with `alike`, how many more there are; at most 16 are spelled out.
     """
     ERROR_REASON_PARTIES_MISMATCH: _ErrorReason.ValueType  # 18
     """INVALID_ARGUMENT: calls of one read disagree. Metadata: lease_number, field, value, expected."""
@@ -127,14 +131,17 @@ ERROR_REASON_BAD_GEOMETRY: ErrorReason.ValueType  # 5
 ERROR_REASON_BAD_REFERENCE: ErrorReason.ValueType  # 6
 """INVALID_ARGUMENT: a reference that is not one. Metadata: problem."""
 ERROR_REASON_WRONG_KEY: ErrorReason.ValueType  # 7
-"""PERMISSION_DENIED: the reference's key is not the publication's. Metadata: engine_id, publication."""
+"""PERMISSION_DENIED: the reference's key is not the publication's, or the engine's. Metadata: engine_id; publication, if
+it is the reference of one.
+"""
 ERROR_REASON_WRONG_SESSION: ErrorReason.ValueType  # 8
 """PERMISSION_DENIED: the session secret is not that of the incarnation. Metadata: engine_id."""
 ERROR_REASON_ENGINE_UNKNOWN: ErrorReason.ValueType  # 9
 """NOT_FOUND: no engine of this id. Metadata: engine_id."""
 ERROR_REASON_ENGINE_INCOMPLETE: ErrorReason.ValueType  # 10
-"""UNAVAILABLE: not all ranks are registered (yet, or any more). Metadata: engine_id, missing_ranks; nodes, the
-node servers that relayed for some of them; lost_nodes, those of these that were lost themselves.
+"""UNAVAILABLE: not all ranks are registered (yet, or any more). Metadata: engine_id; missing_ranks, the first of them, at
+most 64, and missing, how many; nodes, the node servers that relayed for some of them; lost_nodes, those of these that
+were lost themselves.
 """
 ERROR_REASON_ENGINE_ID_IN_USE: ErrorReason.ValueType  # 11
 """ALREADY_EXISTS with RetryInfo: another incarnation of this engine_id lives. A home that has just started does not say so
@@ -154,7 +161,8 @@ ERROR_REASON_PUBLICATION_TIMEOUT: ErrorReason.ValueType  # 16
 """DEADLINE_EXCEEDED: the publication did not come while ReadBlocks waited. Metadata: engine_id, publication, waited_ms."""
 ERROR_REASON_INCOMPATIBLE: ErrorReason.ValueType  # 17
 """FAILED_PRECONDITION: the caches of the two engines cannot be read from each other. Metadata: mismatch.N.kind, .where,
-.field, .source, .destination, .message for N from 0, and mismatches (their number; at most 16 are spelled out).
+.field, .source, .destination, .message for N from 0, and mismatches, their number. Those that differ only in `where` are
+spelled out once, with `alike`, how many more there are; at most 16 are spelled out.
 """
 ERROR_REASON_PARTIES_MISMATCH: ErrorReason.ValueType  # 18
 """INVALID_ARGUMENT: calls of one read disagree. Metadata: lease_number, field, value, expected."""

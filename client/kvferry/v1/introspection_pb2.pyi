@@ -3,8 +3,8 @@
 isort:skip_file
 What operators and tools ask a node server. Read-only; nothing here is needed to move data.
 
-Lists are paged (AIP-158) and ordered by engine_id, then by what they list. A page may hold fewer entries than asked: its size
-in bytes is limited too. Nothing here is a secret: leases are named by their public numbers.
+Lists are paged (AIP-158) and ordered by engine_id, then by what they list. A page holds at most page_size entries, and
+fewer where they would take more than about 256 KiB. Nothing here is a secret: leases are named by their public numbers.
 """
 
 import builtins
@@ -99,6 +99,7 @@ class EngineSummary(google.protobuf.message.Message):
     PUBLICATIONS_FIELD_NUMBER: builtins.int
     LEASES_FIELD_NUMBER: builtins.int
     CACHE_BYTES_FIELD_NUMBER: builtins.int
+    NUM_MISSING_FIELD_NUMBER: builtins.int
     state: global___EngineState.ValueType
     """state of the engine."""
     num_ranks: builtins.int
@@ -109,13 +110,15 @@ class EngineSummary(google.protobuf.message.Message):
     """leases that are live."""
     cache_bytes: builtins.int
     """cache_bytes over all ranks."""
+    num_missing: builtins.int
+    """num_missing is how many ranks have not registered."""
     @property
     def engine(self) -> kvferry.v1.kv_transfer_pb2.EngineRef:
         """engine id and incarnation."""
 
     @property
     def missing_ranks(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """missing_ranks have not registered."""
+        """missing_ranks are the first of the ranks that have not registered, at most 64."""
 
     def __init__(
         self,
@@ -127,9 +130,10 @@ class EngineSummary(google.protobuf.message.Message):
         publications: builtins.int = ...,
         leases: builtins.int = ...,
         cache_bytes: builtins.int = ...,
+        num_missing: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["engine", b"engine"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["cache_bytes", b"cache_bytes", "engine", b"engine", "leases", b"leases", "missing_ranks", b"missing_ranks", "num_ranks", b"num_ranks", "publications", b"publications", "state", b"state"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cache_bytes", b"cache_bytes", "engine", b"engine", "leases", b"leases", "missing_ranks", b"missing_ranks", "num_missing", b"num_missing", "num_ranks", b"num_ranks", "publications", b"publications", "state", b"state"]) -> None: ...
 
 global___EngineSummary = EngineSummary
 
@@ -190,35 +194,46 @@ class GetEngineRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     ENGINE_ID_FIELD_NUMBER: builtins.int
+    PAGE_SIZE_FIELD_NUMBER: builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: builtins.int
     engine_id: builtins.str
     """engine_id of the engine."""
+    page_size: builtins.int
+    """page_size is the number of ranks, at most 1000. 0 means as many as fit."""
+    page_token: builtins.str
+    """page_token from the page before. Empty: the first page. PEER_RESTARTED if the engine has restarted since."""
     def __init__(
         self,
         *,
         engine_id: builtins.str = ...,
+        page_size: builtins.int = ...,
+        page_token: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["engine_id", b"engine_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["engine_id", b"engine_id", "page_size", b"page_size", "page_token", b"page_token"]) -> None: ...
 
 global___GetEngineRequest = GetEngineRequest
 
 @typing.final
 class GetEngineResponse(google.protobuf.message.Message):
-    """GetEngineResponse is the engine."""
+    """GetEngineResponse is the engine with a page of its ranks."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     HOME_EPOCH_FIELD_NUMBER: builtins.int
     SUMMARY_FIELD_NUMBER: builtins.int
     GEOMETRY_FIELD_NUMBER: builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: builtins.int
     home_epoch: builtins.bytes
     """home_epoch of the node server, 16 bytes."""
+    next_page_token: builtins.str
+    """next_page_token; empty after the last page."""
     @property
     def summary(self) -> global___EngineSummary:
         """summary of the engine."""
 
     @property
     def geometry(self) -> kvferry.v1.geometry_pb2.EngineGeometry:
-        """geometry of the ranks registered so far."""
+        """geometry with those of the ranks registered so far that are on this page."""
 
     def __init__(
         self,
@@ -226,9 +241,10 @@ class GetEngineResponse(google.protobuf.message.Message):
         home_epoch: builtins.bytes = ...,
         summary: global___EngineSummary | None = ...,
         geometry: kvferry.v1.geometry_pb2.EngineGeometry | None = ...,
+        next_page_token: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["geometry", b"geometry", "summary", b"summary"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["geometry", b"geometry", "home_epoch", b"home_epoch", "summary", b"summary"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["geometry", b"geometry", "home_epoch", b"home_epoch", "next_page_token", b"next_page_token", "summary", b"summary"]) -> None: ...
 
 global___GetEngineResponse = GetEngineResponse
 
@@ -495,19 +511,25 @@ class PlanReadResponse(google.protobuf.message.Message):
 
     HOME_EPOCH_FIELD_NUMBER: builtins.int
     RANKS_FIELD_NUMBER: builtins.int
+    LEFT_RANKS_FIELD_NUMBER: builtins.int
     home_epoch: builtins.bytes
     """home_epoch of the node server, 16 bytes."""
     @property
     def ranks(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___RankPlan]:
         """ranks of the plan."""
 
+    @property
+    def left_ranks(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """left_ranks were not planned, because the answer was full or its time was up; ask for them again."""
+
     def __init__(
         self,
         *,
         home_epoch: builtins.bytes = ...,
         ranks: collections.abc.Iterable[global___RankPlan] | None = ...,
+        left_ranks: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["home_epoch", b"home_epoch", "ranks", b"ranks"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["home_epoch", b"home_epoch", "left_ranks", b"left_ranks", "ranks", b"ranks"]) -> None: ...
 
 global___PlanReadResponse = PlanReadResponse
 

@@ -54,7 +54,7 @@ class IntrospectionServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetEngine(self, request, context):
-        """GetEngine answers one engine with its geometry. Idempotent.
+        """GetEngine answers one engine with its geometry, page by page of its ranks. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -3,8 +3,8 @@
 isort:skip_file
 What operators and tools ask a node server. Read-only; nothing here is needed to move data.
 
-Lists are paged (AIP-158) and ordered by engine_id, then by what they list. A page may hold fewer entries than asked: its size
-in bytes is limited too. Nothing here is a secret: leases are named by their public numbers.
+Lists are paged (AIP-158) and ordered by engine_id, then by what they list. A page holds at most page_size entries, and
+fewer where they would take more than about 256 KiB. Nothing here is a secret: leases are named by their public numbers.
 """
 
 import abc
@@ -35,7 +35,7 @@ class IntrospectionStub:
         kvferry.v1.introspection_pb2.GetEngineRequest,
         kvferry.v1.introspection_pb2.GetEngineResponse,
     ]
-    """GetEngine answers one engine with its geometry. Idempotent."""
+    """GetEngine answers one engine with its geometry, page by page of its ranks. Idempotent."""
 
     ListRequests: grpc.UnaryUnaryMultiCallable[
         kvferry.v1.introspection_pb2.ListRequestsRequest,
@@ -68,7 +68,7 @@ class IntrospectionAsyncStub:
         kvferry.v1.introspection_pb2.GetEngineRequest,
         kvferry.v1.introspection_pb2.GetEngineResponse,
     ]
-    """GetEngine answers one engine with its geometry. Idempotent."""
+    """GetEngine answers one engine with its geometry, page by page of its ranks. Idempotent."""
 
     ListRequests: grpc.aio.UnaryUnaryMultiCallable[
         kvferry.v1.introspection_pb2.ListRequestsRequest,
@@ -105,7 +105,7 @@ class IntrospectionServicer(metaclass=abc.ABCMeta):
         request: kvferry.v1.introspection_pb2.GetEngineRequest,
         context: _ServicerContext,
     ) -> typing.Union[kvferry.v1.introspection_pb2.GetEngineResponse, collections.abc.Awaitable[kvferry.v1.introspection_pb2.GetEngineResponse]]:
-        """GetEngine answers one engine with its geometry. Idempotent."""
+        """GetEngine answers one engine with its geometry, page by page of its ranks. Idempotent."""
 
     @abc.abstractmethod
     def ListRequests(

@@ -327,6 +327,39 @@ class Reference(google.protobuf.message.Message):
 global___Reference = Reference
 
 @typing.final
+class EngineReference(google.protobuf.message.Message):
+    """EngineReference names a start of an engine to those who may reach its memory before they have a publication to read:
+    its readers, for warming up. Between its source and them it is the string "kvf1e." followed by the unpadded base64url of
+    this message. A capability like any Reference; it allows Handshake alone.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    HOME_FIELD_NUMBER: builtins.int
+    ENGINE_ID_FIELD_NUMBER: builtins.int
+    INCARNATION_FIELD_NUMBER: builtins.int
+    KEY_FIELD_NUMBER: builtins.int
+    home: builtins.str
+    """home is the host:port or unix:path of the engine's home, as others reach it."""
+    engine_id: builtins.str
+    """engine_id of the engine."""
+    incarnation: builtins.bytes
+    """incarnation of the engine, 16 bytes."""
+    key: builtins.bytes
+    """key of the engine: the first 16 bytes of HMAC-SHA-256(session secret of the engine, "kvferry engine 1" || 8 zero bytes)."""
+    def __init__(
+        self,
+        *,
+        home: builtins.str = ...,
+        engine_id: builtins.str = ...,
+        incarnation: builtins.bytes = ...,
+        key: builtins.bytes = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["engine_id", b"engine_id", "home", b"home", "incarnation", b"incarnation", "key", b"key"]) -> None: ...
+
+global___EngineReference = EngineReference
+
+@typing.final
 class RegisterCacheRequest(google.protobuf.message.Message):
     """RegisterCacheRequest is one rank's cache."""
 
@@ -371,7 +404,9 @@ class RegisterCacheRequest(google.protobuf.message.Message):
 
     @property
     def identity(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
-        """identity, equal in every rank's registration; see EngineGeometry."""
+        """identity, equal in every rank's registration; see EngineGeometry. At most 256 entries, and at most 256 KiB together
+        with the groups.
+        """
 
     @property
     def groups(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[kvferry.v1.geometry_pb2.Group]:
@@ -379,11 +414,11 @@ class RegisterCacheRequest(google.protobuf.message.Message):
 
     @property
     def rank(self) -> kvferry.v1.geometry_pb2.RankGeometry:
-        """rank is the geometry of this rank's cache."""
+        """rank is the geometry of this rank's cache. At most 3.5 MiB together with the agent."""
 
     @property
     def agent(self) -> kvferry.v1.geometry_pb2.Agent:
-        """agent that serves the rank's memory. Absent for a rank that only reads."""
+        """agent that serves the rank's memory; its metadata has at most 2 MiB. Absent for a rank that only reads."""
 
     def __init__(
         self,
@@ -413,10 +448,13 @@ class RegisterCacheResponse(google.protobuf.message.Message):
     REUSE_AFTER_FIELD_NUMBER: builtins.int
     MISSING_RANKS_FIELD_NUMBER: builtins.int
     ADVERTISE_FIELD_NUMBER: builtins.int
+    NUM_MISSING_FIELD_NUMBER: builtins.int
     home_epoch: builtins.bytes
     """home_epoch of the node server, 16 bytes."""
     advertise: builtins.str
     """advertise is the address of this node server as others reach it; that of a home goes into references."""
+    num_missing: builtins.int
+    """num_missing is how many have not registered."""
     @property
     def reuse_after(self) -> google.protobuf.duration_pb2.Duration:
         """reuse_after is when the last lease on an older incarnation of this engine ends: a rank whose memory survived a restart
@@ -425,7 +463,7 @@ class RegisterCacheResponse(google.protobuf.message.Message):
 
     @property
     def missing_ranks(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """missing_ranks are the ranks that have not registered. Empty: the engine is readable."""
+        """missing_ranks are the first of the ranks that have not registered, at most 64. Empty: the engine is readable."""
 
     def __init__(
         self,
@@ -434,9 +472,10 @@ class RegisterCacheResponse(google.protobuf.message.Message):
         reuse_after: google.protobuf.duration_pb2.Duration | None = ...,
         missing_ranks: collections.abc.Iterable[builtins.int] | None = ...,
         advertise: builtins.str = ...,
+        num_missing: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["reuse_after", b"reuse_after"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["advertise", b"advertise", "home_epoch", b"home_epoch", "missing_ranks", b"missing_ranks", "reuse_after", b"reuse_after"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["advertise", b"advertise", "home_epoch", b"home_epoch", "missing_ranks", b"missing_ranks", "num_missing", b"num_missing", "reuse_after", b"reuse_after"]) -> None: ...
 
 global___RegisterCacheResponse = RegisterCacheResponse
 
@@ -468,10 +507,13 @@ class HandshakeRequest(google.protobuf.message.Message):
     IDENTITY_FIELD_NUMBER: builtins.int
     GROUPS_FIELD_NUMBER: builtins.int
     RANK_FIELD_NUMBER: builtins.int
+    REFERENCE_FIELD_NUMBER: builtins.int
     engine_id: builtins.str
     """engine_id of the source."""
     incarnation: builtins.bytes
     """incarnation expected, 16 bytes. Empty: whatever lives."""
+    reference: builtins.str
+    """reference to a publication of the engine, or the engine's own. Empty: the geometry alone is asked for."""
     @property
     def reader(self) -> global___EngineRef:
         """reader is the engine that asks."""
@@ -497,46 +539,59 @@ class HandshakeRequest(google.protobuf.message.Message):
         identity: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
         groups: collections.abc.Iterable[kvferry.v1.geometry_pb2.Group] | None = ...,
         rank: kvferry.v1.geometry_pb2.RankGeometry | None = ...,
+        reference: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["rank", b"rank", "reader", b"reader"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["engine_id", b"engine_id", "groups", b"groups", "identity", b"identity", "incarnation", b"incarnation", "rank", b"rank", "reader", b"reader"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["engine_id", b"engine_id", "groups", b"groups", "identity", b"identity", "incarnation", b"incarnation", "rank", b"rank", "reader", b"reader", "reference", b"reference"]) -> None: ...
 
 global___HandshakeRequest = HandshakeRequest
 
 @typing.final
 class HandshakeResponse(google.protobuf.message.Message):
-    """HandshakeResponse is the whole source engine."""
+    """HandshakeResponse is one message of the stream."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     HOME_EPOCH_FIELD_NUMBER: builtins.int
-    GEOMETRY_FIELD_NUMBER: builtins.int
-    AGENTS_FIELD_NUMBER: builtins.int
     TIMES_FIELD_NUMBER: builtins.int
+    ENGINE_FIELD_NUMBER: builtins.int
+    NUM_RANKS_FIELD_NUMBER: builtins.int
+    RANKS_FIELD_NUMBER: builtins.int
+    AGENTS_FIELD_NUMBER: builtins.int
     home_epoch: builtins.bytes
     """home_epoch of the node server, 16 bytes."""
+    num_ranks: builtins.int
+    """num_ranks that follow in the other messages together. First message only."""
     @property
-    def geometry(self) -> kvferry.v1.geometry_pb2.EngineGeometry:
-        """geometry of all ranks."""
+    def times(self) -> global___Times:
+        """times in force at this home. First message only."""
+
+    @property
+    def engine(self) -> kvferry.v1.geometry_pb2.EngineGeometry:
+        """engine as all its ranks declared it, without ranks. First message only."""
+
+    @property
+    def ranks(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[kvferry.v1.geometry_pb2.RankGeometry]:
+        """ranks of this page, by rising rank. Pages are of about 1 MiB; a rank that takes more is a page alone."""
 
     @property
     def agents(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[kvferry.v1.geometry_pb2.Agent]:
-        """agents by rank; absent entries (empty name) are ranks that serve nothing. Empty in a handshake with oneself."""
-
-    @property
-    def times(self) -> global___Times:
-        """times in force at this home."""
+        """agents of these ranks, in the same order; one with an empty name is of a rank that serves nothing. None at all without a
+        reference, and in a handshake with oneself. Secret.
+        """
 
     def __init__(
         self,
         *,
         home_epoch: builtins.bytes = ...,
-        geometry: kvferry.v1.geometry_pb2.EngineGeometry | None = ...,
-        agents: collections.abc.Iterable[kvferry.v1.geometry_pb2.Agent] | None = ...,
         times: global___Times | None = ...,
+        engine: kvferry.v1.geometry_pb2.EngineGeometry | None = ...,
+        num_ranks: builtins.int = ...,
+        ranks: collections.abc.Iterable[kvferry.v1.geometry_pb2.RankGeometry] | None = ...,
+        agents: collections.abc.Iterable[kvferry.v1.geometry_pb2.Agent] | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["geometry", b"geometry", "times", b"times"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["agents", b"agents", "geometry", b"geometry", "home_epoch", b"home_epoch", "times", b"times"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["engine", b"engine", "times", b"times"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["agents", b"agents", "engine", b"engine", "home_epoch", b"home_epoch", "num_ranks", b"num_ranks", "ranks", b"ranks", "times", b"times"]) -> None: ...
 
 global___HandshakeResponse = HandshakeResponse
 

@@ -20,7 +20,7 @@ class KVTransferStub(object):
                 request_serializer=kvferry_dot_v1_dot_kv__transfer__pb2.RegisterCacheRequest.SerializeToString,
                 response_deserializer=kvferry_dot_v1_dot_kv__transfer__pb2.RegisterCacheResponse.FromString,
                 )
-        self.Handshake = channel.unary_unary(
+        self.Handshake = channel.unary_stream(
                 '/kvferry.v1.KVTransfer/Handshake',
                 request_serializer=kvferry_dot_v1_dot_kv__transfer__pb2.HandshakeRequest.SerializeToString,
                 response_deserializer=kvferry_dot_v1_dot_kv__transfer__pb2.HandshakeResponse.FromString,
@@ -55,7 +55,8 @@ class KVTransferServicer(object):
         """RegisterCache offers one rank's cache to readers. Called by the rank at its own node server.
 
         Idempotent: the same content again answers the same. Another content for a rank of a live incarnation is
-        CACHE_DIFFERS. The engine's Watch must be open: without one the registration ends after one engine_ttl.
+        CACHE_DIFFERS. The engine's Watch must be open: without one the registration ends after one engine_ttl. What does not
+        fit the messages that tell it to others is INVALID_FIELD: see `identity`, `groups`, `rank` and `agent`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -63,9 +64,15 @@ class KVTransferServicer(object):
 
     def Handshake(self, request, context):
         """Handshake answers everything a reader needs to plan reads from an engine and to reach its memory, for all ranks in
-        one round trip. Called by a destination rank at the source's home. Compatibility is checked before any agent metadata
-        is returned: INCOMPATIBLE names every field with both values. An engine that handshakes with itself (reader's engine_id
-        equal to engine_id) learns its own geometry, without agents.
+        one round trip. Called by a destination rank at the source's home. The first message says what the engine is; pages of
+        its ranks follow, by rising rank, and the stream ends with OK after the last. Compatibility is checked before any
+        message is sent: INCOMPATIBLE names every field with both values.
+
+        With an agent's metadata, all memory that it registered can be read and written. So agents are told only to who shows a
+        reference to one of the engine's publications, live or awaited, or the engine's own reference; without one the answer
+        is the geometry alone. A wrong key is WRONG_KEY; a publication that is gone is PUBLICATION_STALE or PUBLICATION_RELEASED;
+        another start of the engine is PEER_RESTARTED. An engine that handshakes with itself (reader's
+        engine_id equal to engine_id) learns its own geometry, never agents.
 
         Idempotent; changes nothing at the server.
         """
@@ -128,7 +135,7 @@ def add_KVTransferServicer_to_server(servicer, server):
                     request_deserializer=kvferry_dot_v1_dot_kv__transfer__pb2.RegisterCacheRequest.FromString,
                     response_serializer=kvferry_dot_v1_dot_kv__transfer__pb2.RegisterCacheResponse.SerializeToString,
             ),
-            'Handshake': grpc.unary_unary_rpc_method_handler(
+            'Handshake': grpc.unary_stream_rpc_method_handler(
                     servicer.Handshake,
                     request_deserializer=kvferry_dot_v1_dot_kv__transfer__pb2.HandshakeRequest.FromString,
                     response_serializer=kvferry_dot_v1_dot_kv__transfer__pb2.HandshakeResponse.SerializeToString,
@@ -192,7 +199,7 @@ class KVTransfer(object):
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.unary_unary(request, target, '/kvferry.v1.KVTransfer/Handshake',
+        return grpc.experimental.unary_stream(request, target, '/kvferry.v1.KVTransfer/Handshake',
             kvferry_dot_v1_dot_kv__transfer__pb2.HandshakeRequest.SerializeToString,
             kvferry_dot_v1_dot_kv__transfer__pb2.HandshakeResponse.FromString,
             options, channel_credentials,

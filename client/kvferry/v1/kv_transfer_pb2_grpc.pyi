@@ -44,17 +44,24 @@ class KVTransferStub:
     """RegisterCache offers one rank's cache to readers. Called by the rank at its own node server.
 
     Idempotent: the same content again answers the same. Another content for a rank of a live incarnation is
-    CACHE_DIFFERS. The engine's Watch must be open: without one the registration ends after one engine_ttl.
+    CACHE_DIFFERS. The engine's Watch must be open: without one the registration ends after one engine_ttl. What does not
+    fit the messages that tell it to others is INVALID_FIELD: see `identity`, `groups`, `rank` and `agent`.
     """
 
-    Handshake: grpc.UnaryUnaryMultiCallable[
+    Handshake: grpc.UnaryStreamMultiCallable[
         kvferry.v1.kv_transfer_pb2.HandshakeRequest,
         kvferry.v1.kv_transfer_pb2.HandshakeResponse,
     ]
     """Handshake answers everything a reader needs to plan reads from an engine and to reach its memory, for all ranks in
-    one round trip. Called by a destination rank at the source's home. Compatibility is checked before any agent metadata
-    is returned: INCOMPATIBLE names every field with both values. An engine that handshakes with itself (reader's engine_id
-    equal to engine_id) learns its own geometry, without agents.
+    one round trip. Called by a destination rank at the source's home. The first message says what the engine is; pages of
+    its ranks follow, by rising rank, and the stream ends with OK after the last. Compatibility is checked before any
+    message is sent: INCOMPATIBLE names every field with both values.
+
+    With an agent's metadata, all memory that it registered can be read and written. So agents are told only to who shows a
+    reference to one of the engine's publications, live or awaited, or the engine's own reference; without one the answer
+    is the geometry alone. A wrong key is WRONG_KEY; a publication that is gone is PUBLICATION_STALE or PUBLICATION_RELEASED;
+    another start of the engine is PEER_RESTARTED. An engine that handshakes with itself (reader's
+    engine_id equal to engine_id) learns its own geometry, never agents.
 
     Idempotent; changes nothing at the server.
     """
@@ -116,17 +123,24 @@ class KVTransferAsyncStub:
     """RegisterCache offers one rank's cache to readers. Called by the rank at its own node server.
 
     Idempotent: the same content again answers the same. Another content for a rank of a live incarnation is
-    CACHE_DIFFERS. The engine's Watch must be open: without one the registration ends after one engine_ttl.
+    CACHE_DIFFERS. The engine's Watch must be open: without one the registration ends after one engine_ttl. What does not
+    fit the messages that tell it to others is INVALID_FIELD: see `identity`, `groups`, `rank` and `agent`.
     """
 
-    Handshake: grpc.aio.UnaryUnaryMultiCallable[
+    Handshake: grpc.aio.UnaryStreamMultiCallable[
         kvferry.v1.kv_transfer_pb2.HandshakeRequest,
         kvferry.v1.kv_transfer_pb2.HandshakeResponse,
     ]
     """Handshake answers everything a reader needs to plan reads from an engine and to reach its memory, for all ranks in
-    one round trip. Called by a destination rank at the source's home. Compatibility is checked before any agent metadata
-    is returned: INCOMPATIBLE names every field with both values. An engine that handshakes with itself (reader's engine_id
-    equal to engine_id) learns its own geometry, without agents.
+    one round trip. Called by a destination rank at the source's home. The first message says what the engine is; pages of
+    its ranks follow, by rising rank, and the stream ends with OK after the last. Compatibility is checked before any
+    message is sent: INCOMPATIBLE names every field with both values.
+
+    With an agent's metadata, all memory that it registered can be read and written. So agents are told only to who shows a
+    reference to one of the engine's publications, live or awaited, or the engine's own reference; without one the answer
+    is the geometry alone. A wrong key is WRONG_KEY; a publication that is gone is PUBLICATION_STALE or PUBLICATION_RELEASED;
+    another start of the engine is PEER_RESTARTED. An engine that handshakes with itself (reader's
+    engine_id equal to engine_id) learns its own geometry, never agents.
 
     Idempotent; changes nothing at the server.
     """
@@ -190,7 +204,8 @@ class KVTransferServicer(metaclass=abc.ABCMeta):
         """RegisterCache offers one rank's cache to readers. Called by the rank at its own node server.
 
         Idempotent: the same content again answers the same. Another content for a rank of a live incarnation is
-        CACHE_DIFFERS. The engine's Watch must be open: without one the registration ends after one engine_ttl.
+        CACHE_DIFFERS. The engine's Watch must be open: without one the registration ends after one engine_ttl. What does not
+        fit the messages that tell it to others is INVALID_FIELD: see `identity`, `groups`, `rank` and `agent`.
         """
 
     @abc.abstractmethod
@@ -198,11 +213,17 @@ class KVTransferServicer(metaclass=abc.ABCMeta):
         self,
         request: kvferry.v1.kv_transfer_pb2.HandshakeRequest,
         context: _ServicerContext,
-    ) -> typing.Union[kvferry.v1.kv_transfer_pb2.HandshakeResponse, collections.abc.Awaitable[kvferry.v1.kv_transfer_pb2.HandshakeResponse]]:
+    ) -> typing.Union[collections.abc.Iterator[kvferry.v1.kv_transfer_pb2.HandshakeResponse], collections.abc.AsyncIterator[kvferry.v1.kv_transfer_pb2.HandshakeResponse]]:
         """Handshake answers everything a reader needs to plan reads from an engine and to reach its memory, for all ranks in
-        one round trip. Called by a destination rank at the source's home. Compatibility is checked before any agent metadata
-        is returned: INCOMPATIBLE names every field with both values. An engine that handshakes with itself (reader's engine_id
-        equal to engine_id) learns its own geometry, without agents.
+        one round trip. Called by a destination rank at the source's home. The first message says what the engine is; pages of
+        its ranks follow, by rising rank, and the stream ends with OK after the last. Compatibility is checked before any
+        message is sent: INCOMPATIBLE names every field with both values.
+
+        With an agent's metadata, all memory that it registered can be read and written. So agents are told only to who shows a
+        reference to one of the engine's publications, live or awaited, or the engine's own reference; without one the answer
+        is the geometry alone. A wrong key is WRONG_KEY; a publication that is gone is PUBLICATION_STALE or PUBLICATION_RELEASED;
+        another start of the engine is PEER_RESTARTED. An engine that handshakes with itself (reader's
+        engine_id equal to engine_id) learns its own geometry, never agents.
 
         Idempotent; changes nothing at the server.
         """

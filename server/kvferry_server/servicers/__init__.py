@@ -10,9 +10,10 @@ from kvferry_server.home import Home
 from kvferry_server.relays import Relays
 from kvferry_server.servicers.introspection import Introspection
 from kvferry_server.servicers.kv_transfer import KVTransfer
+from kvferry_server.worker import Worker
 
 
-def add_servicers(server: grpc.aio.Server, home: Home, relays: Relays) -> None:
+def add_servicers(server: grpc.aio.Server, home: Home, relays: Relays, worker: Worker) -> None:
     """Add KVTransfer and Introspection of a home to a server, which must run on the home's event loop."""
-    add_KVTransferServicer_to_server(KVTransfer(home, relays), server)
-    add_IntrospectionServicer_to_server(Introspection(home), server)
+    add_KVTransferServicer_to_server(KVTransfer(home, relays, worker), server)
+    add_IntrospectionServicer_to_server(Introspection(home, worker), server)

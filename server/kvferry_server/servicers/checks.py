@@ -3,10 +3,6 @@ contract."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable
-from typing import TypeVar
-
 from google.protobuf.duration_pb2 import Duration
 
 from kvferry.authority import SECRET_BYTES
@@ -17,10 +13,6 @@ from kvferry_server.identity import EngineRef
 
 MAX_TEXT = 256
 MAX_SECONDS = 1e9
-LIGHT = 16 * 1024
-"""Bytes of a message that are decoded and planned with on the event loop; heavier ones would hold everybody up."""
-
-Result = TypeVar("Result")
 
 
 def text(field: str, value: str, least: int = 1) -> str:
@@ -67,13 +59,3 @@ def _exactly(field: str, value: bytes, size: int, *, optional: bool) -> bytes:
     if len(value) != size and not (optional and not value):
         raise InvalidField(field, f"{len(value)} bytes", f"{size} bytes" + (", or none" if optional else ""))
     return value
-
-
-async def offloaded(size: int, call: Callable[[], Result]) -> Result:
-    """Run what is heavy on a thread.
-
-    Args:
-        size: about as many bytes as the messages that it works through.
-        call: what to run; touches nothing of the home.
-    """
-    return call() if size <= LIGHT else await asyncio.to_thread(call)

@@ -12,6 +12,7 @@ from kvferry_server.checksums import Page, Query, answers, check_places
 from kvferry_server.home import Home
 from kvferry_server.identity import EngineRef, Names
 from kvferry_server.servicers import checks
+from kvferry_server.worker import Worker
 
 MAX_PAGE_SUMS = 1 << 17
 """Sums of one notification."""
@@ -53,7 +54,9 @@ def publish_checksums(home: Home, sender: EngineRef, message: pb.PublishChecksum
         home.lessor.add_checksums(sender, number, message.rank, pages, last=message.last)
 
 
-async def read_checksums(home: Home, request: pb.ReadChecksumsRequest, names: Names) -> pb.ReadChecksumsResponse:
+async def read_checksums(
+    home: Home, worker: Worker, request: pb.ReadChecksumsRequest, names: Names
+) -> pb.ReadChecksumsResponse:
     """Answer a reader; `names` are those of its certificate.
 
     Raises:
@@ -75,7 +78,7 @@ async def read_checksums(home: Home, request: pb.ReadChecksumsRequest, names: Na
         parts = [_to_proto(part) for query, pages in found for part in answers(query, pages)]
         return pb.ReadChecksumsResponse(home_epoch=home.epoch, checksums=parts, pending_ranks=sorted(pending))
 
-    return await checks.offloaded(size, answer)
+    return await worker.run_if_heavy(size, answer)
 
 
 def _queries(request: pb.ReadChecksumsRequest) -> list[Query]:

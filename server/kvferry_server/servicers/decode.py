@@ -8,7 +8,7 @@ from kvferry.blocks import MAX_BLOCKS
 from kvferry.codec import groups_from_proto, rank_from_proto, region_from_proto
 from kvferry.errors import InvalidField, NotImplementedHere
 from kvferry.geometry import EngineGeometry
-from kvferry.reference import parse_reference
+from kvferry.reference import ENGINE_PREFIX, parse_engine_reference, parse_reference
 from kvferry.v1 import geometry_pb2
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry_server.events import Process, Role
@@ -17,6 +17,7 @@ from kvferry_server.leases import Ask, RankOutcome, RankReport, ReadKey
 from kvferry_server.publications import MAX_PAYLOAD, GroupBlocks, Offer
 from kvferry_server.registrations import Agent, Registration
 from kvferry_server.servicers.checks import engine_ref, positive, random_bytes, session_secret, text
+from kvferry_server.sources import MAX_HEADER_BYTES, MAX_RANK_BYTES, agent_bytes, engine_header, rank_bytes
 
 MAX_METADATA = 2 << 20
 """Bytes of a NIXL agent's metadata."""
@@ -29,10 +30,10 @@ TOKEN_LIMIT = 1 << 62
 
 
 def registration(request: pb.RegisterCacheRequest) -> Registration:
-    """A rank's cache, checked in itself. Takes milliseconds for many planes."""
+    """A rank's cache, checked in itself, and for whether a message can tell it. Takes milliseconds for many planes."""
     if not request.HasField("rank"):
         raise InvalidField("rank", None, "the geometry of a rank")
-    return Registration(
+    made = Registration(
         engine=engine_ref("engine", request.engine),
         num_ranks=positive("num_ranks", request.num_ranks),
         identity=_identity(request.identity),
@@ -40,6 +41,13 @@ def registration(request: pb.RegisterCacheRequest) -> Registration:
         geometry=rank_from_proto(request.rank),
         agent=_agent(request.agent) if request.HasField("agent") else None,
     )
+    size = len(rank_bytes(made)) + len(agent_bytes(made.agent))
+    if size > MAX_RANK_BYTES:
+        raise InvalidField("rank", f"{size} bytes with its agent", f"at most {MAX_RANK_BYTES} bytes")
+    header = engine_header(made.engine, made).ByteSize()
+    if header > MAX_HEADER_BYTES:
+        raise InvalidField("groups", f"{header} bytes with the identity", f"at most {MAX_HEADER_BYTES} bytes")
+    return made
 
 
 def reader_geometry(request: pb.HandshakeRequest) -> EngineGeometry:
@@ -72,6 +80,22 @@ def reference(given: str) -> tuple[EngineRef, int, bytes]:
         raise NotImplementedHere(f"this node server does not offer {what}", what=what)
     source = pb.EngineRef(engine_id=parsed.engine_id, incarnation=parsed.incarnation)
     return engine_ref("reference", source), parsed.publication, parsed.key
+
+
+def handshake_reference(request: pb.HandshakeRequest) -> tuple[EngineRef, int, bytes] | None:
+    """What a handshake shows to be told agents: source, publication number and key, 0 for the engine's own reference;
+    None if it shows nothing. Raises `BadReference`, `InvalidField` for a reference to another engine."""
+    if not request.reference:
+        return None
+    if request.reference.startswith(ENGINE_PREFIX):
+        parsed = parse_engine_reference(request.reference)
+        named = pb.EngineRef(engine_id=parsed.engine_id, incarnation=parsed.incarnation)
+        source, number, key = engine_ref("reference", named), 0, parsed.key
+    else:
+        source, number, key = reference(request.reference)
+    if source.engine_id != request.engine_id:
+        raise InvalidField("reference", f"one to engine {source.engine_id!r}", f"one to engine {request.engine_id!r}")
+    return source, number, key
 
 
 def process(request: pb.WatchRequest) -> Process:

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from kvferry.clock import to_duration
-from kvferry.codec import region_to_proto
-from kvferry.v1 import geometry_pb2
 from kvferry.v1 import introspection_pb2 as ipb
 from kvferry.v1 import kv_transfer_pb2 as pb
-from kvferry_server.engines import Engine
+from kvferry_server.engines import MISSING_TOLD, Engine
 from kvferry_server.events import Event, PublicationReleased, RankLost
 from kvferry_server.identity import EngineRef
 from kvferry_server.leases import Lease, RankReport, RevokeReason
 from kvferry_server.publications import GroupBlocks, Offer, Publication, Stage
-from kvferry_server.registrations import Agent
 from kvferry_server.streams import (
     Accepted,
     Completed,
@@ -24,9 +21,6 @@ from kvferry_server.streams import (
     WatchMessage,
 )
 from kvferry_server.times import Times
-
-PLANE_BYTES = 128
-"""About as many bytes as a plane takes in a message."""
 
 _STAGES = {
     Stage.PUBLISHING: ipb.REQUEST_STATE_PUBLISHING,
@@ -49,18 +43,6 @@ def times(values: Times) -> pb.Times:
         engine_ttl=to_duration(values.engine_ttl),
         hold=to_duration(values.hold),
         final=to_duration(values.final),
-    )
-
-
-def agent(found: Agent | None) -> geometry_pb2.Agent:
-    """An agent; one without a name for a rank that serves nothing."""
-    if found is None:
-        return geometry_pb2.Agent()
-    return geometry_pb2.Agent(
-        name=found.name,
-        metadata=found.metadata,
-        metadata_sha256=found.metadata_sha256,
-        regions=[region_to_proto(region) for region in found.regions],
     )
 
 
@@ -113,10 +95,11 @@ def engine_summary(engine: Engine, publications: int, leases: int) -> ipb.Engine
         engine=engine_ref(engine.ref),
         state=state,
         num_ranks=engine.num_ranks,
-        missing_ranks=missing,
+        missing_ranks=missing[:MISSING_TOLD],
+        num_missing=len(missing),
         publications=publications,
         leases=leases,
-        cache_bytes=sum(registration.cache_bytes for registration in engine.ranks.values()),
+        cache_bytes=engine.cache_bytes,
     )
 
 

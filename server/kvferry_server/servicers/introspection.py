@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 import grpc.aio
 
-from kvferry.codec import engine_from_proto, engine_to_proto
+from kvferry.codec import engine_from_proto
 from kvferry.errors import InvalidField, LimitReached
 from kvferry.explain import plan_to_proto
 from kvferry.geometry import EngineGeometry
@@ -27,19 +27,37 @@ from kvferry_server.identity import EngineRef
 from kvferry_server.leases import Lease
 from kvferry_server.publications import Publication, Stage
 from kvferry_server.servicers import checks, encode
-from kvferry_server.servicers.paging import Key, number_key, page, text_key
+from kvferry_server.servicers.paging import (
+    MAX_SIZE,
+    Key,
+    check_size,
+    make_token,
+    number_key,
+    page,
+    parse_token,
+    text_key,
+)
+from kvferry_server.sources import MAX_RANK_BYTES, engine_header
+from kvferry_server.worker import Worker
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 PLAN_SECONDS = 5
 """For the ranks of one PlanRead together: a tool may ask for engines that take minutes."""
 
+PLAN_BYTES = 3 << 20
+"""Bytes of the plans of one PlanRead together."""
+
+RANKS_BYTES = MAX_RANK_BYTES
+"""Bytes of the ranks of one GetEngine."""
+
 
 class Introspection(IntrospectionServicer):
     """The service over one home, on the home's event loop."""
 
-    def __init__(self, home: Home) -> None:
+    def __init__(self, home: Home, worker: Worker) -> None:
         self._home = home
+        self._worker = worker
         # A thread of its own: a tool's big questions must not take those of handshakes.
         self._planner = ThreadPoolExecutor(1, "kvferry-plan")
 
@@ -47,23 +65,39 @@ class Introspection(IntrospectionServicer):
         """See the contract."""
         home = self._home
         with home.turn():
-            engines, summary = home.engines.engines(), self._summary()
-            summaries, token = page(engines, _engine_key, summary, request.page_size, request.page_token)
+            summary = self._summary()
+            summaries, token = page(home.engines.engines(), _engine_key, summary, request.page_size, request.page_token)
         return ipb.ListEnginesResponse(home_epoch=home.epoch, engines=summaries, next_page_token=token)
 
     async def GetEngine(self, request: ipb.GetEngineRequest, context: Context) -> ipb.GetEngineResponse:
         """See the contract."""
         home = self._home
         engine_id = checks.text("engine_id", request.engine_id)
+        incarnation, after = _rank_after(request.page_token)
+        most = check_size(request.page_size) or MAX_SIZE
         with home.turn():
-            engine = home.engines.find_live(engine_id)
-            summary = self._summary()(engine)
-        geometry = geometry_pb2.EngineGeometry(engine_id=engine_id, incarnation=engine.ref.incarnation)
-        if engine.first is not None:
-            found = engine.geometry
-            size = sum(len(rank.planes) for rank in found.ranks) * encode.PLANE_BYTES
-            geometry = await checks.offloaded(size, lambda: engine_to_proto(found))
-        return ipb.GetEngineResponse(home_epoch=home.epoch, summary=summary, geometry=geometry)
+            engine = home.engines.find_live(engine_id, incarnation)
+            summary, source, first = self._summary()(engine), engine.source, engine.first
+        if source is None or first is None:
+            geometry = geometry_pb2.EngineGeometry(engine_id=engine_id, incarnation=engine.ref.incarnation)
+            return ipb.GetEngineResponse(home_epoch=home.epoch, summary=summary, geometry=geometry)
+
+        def answer() -> ipb.GetEngineResponse:
+            found = engine_header(engine.ref, first)
+            response = ipb.GetEngineResponse(home_epoch=home.epoch, summary=summary)
+            size, last = 0, after
+            for rank, encoded in source.ranks():
+                if rank <= after:
+                    continue
+                if found.ranks and (size + len(encoded) > RANKS_BYTES or len(found.ranks) == most):
+                    response.next_page_token = make_token((engine.ref.incarnation, number_key(last)))
+                    break
+                found.ranks.add().MergeFromString(encoded)
+                size, last = size + len(encoded), rank
+            response.geometry.CopyFrom(found)
+            return response
+
+        return await self._worker.run(0, answer)
 
     async def ListRequests(self, request: ipb.ListRequestsRequest, context: Context) -> ipb.ListRequestsResponse:
         """See the contract."""
@@ -71,8 +105,8 @@ class Introspection(IntrospectionServicer):
         wanted = checks.text("engine_id", request.engine_id, least=0)
         with home.turn() as now:
             found = (one for one in home.lessor.publications() if wanted in ("", one.source.engine_id))
-            summary = partial(encode.request_summary, now=now)
-            summaries, token = page(found, _publication_key, summary, request.page_size, request.page_token)
+            summarise = partial(encode.request_summary, now=now)
+            summaries, token = page(found, _publication_key, summarise, request.page_size, request.page_token)
         return ipb.ListRequestsResponse(home_epoch=home.epoch, requests=summaries, next_page_token=token)
 
     async def ListTransfers(self, request: ipb.ListTransfersRequest, context: Context) -> ipb.ListTransfersResponse:
@@ -81,14 +115,14 @@ class Introspection(IntrospectionServicer):
         wanted = checks.text("engine_id", request.engine_id, least=0)
         with home.turn() as now:
             found = (one for one in home.lessor.leases() if wanted in ("", one.publication.source.engine_id))
-            summary = partial(encode.transfer_summary, now=now)
-            summaries, token = page(found, _lease_key, summary, request.page_size, request.page_token)
+            summarise = partial(encode.transfer_summary, now=now)
+            summaries, token = page(found, _lease_key, summarise, request.page_size, request.page_token)
         return ipb.ListTransfersResponse(home_epoch=home.epoch, transfers=summaries, next_page_token=token)
 
     async def PlanRead(self, request: ipb.PlanReadRequest, context: Context) -> ipb.PlanReadResponse:
         """See the contract."""
-        source = self._geometry("source", request.source_engine_id, request)
-        destination = self._geometry("destination", request.destination_engine_id, request)
+        source = await self._geometry("source", request.source_engine_id, request)
+        destination = await self._geometry("destination", request.destination_engine_id, request)
 
         left = threading.Event()
 
@@ -97,12 +131,23 @@ class Introspection(IntrospectionServicer):
             read_from = source or engine_from_proto(request.source_geometry)
             read_into = destination or engine_from_proto(request.destination_geometry)
             ranks = sorted(set(request.ranks)) or [rank.rank for rank in read_into.ranks]
+            if len(ranks) > self._home.limits.ranks:
+                raise InvalidField("ranks", f"{len(ranks)} ranks", f"at most {self._home.limits.ranks}")
             response = ipb.PlanReadResponse(home_epoch=self._home.epoch)
-            for rank in ranks:
-                if left.is_set() or time.monotonic() > until:
-                    message = f"planning {len(ranks)} ranks takes longer than {PLAN_SECONDS} s; ask for fewer"
-                    raise LimitReached(message, limit="plan_seconds", value=PLAN_SECONDS)
-                response.ranks.append(plan_to_proto(plan_read(read_from, read_into, rank)))
+            size = 0
+            for index, rank in enumerate(ranks):
+                if left.is_set() or (response.ranks and time.monotonic() > until):
+                    response.left_ranks.extend(ranks[index:])
+                    break
+                plan = plan_to_proto(plan_read(read_from, read_into, rank))
+                size += plan.ByteSize()
+                if size > PLAN_BYTES and not response.ranks:
+                    message = f"the plan of rank {rank} takes {size} bytes, more than {PLAN_BYTES}"
+                    raise LimitReached(message, limit="plan_bytes", value=PLAN_BYTES)
+                if size > PLAN_BYTES:
+                    response.left_ranks.extend(ranks[index:])
+                    break
+                response.ranks.append(plan)
             return response
 
         try:
@@ -111,7 +156,7 @@ class Introspection(IntrospectionServicer):
             # A thread cannot be cancelled; it looks whether somebody still waits for it.
             left.set()
 
-    def _geometry(self, side: str, engine_id: str, request: ipb.PlanReadRequest) -> EngineGeometry | None:
+    async def _geometry(self, side: str, engine_id: str, request: ipb.PlanReadRequest) -> EngineGeometry | None:
         """Geometry of an engine here; None if the request brings one."""
         given = request.WhichOneof("source" if side == "source" else "destination")
         if given is None:
@@ -121,11 +166,11 @@ class Introspection(IntrospectionServicer):
         checks.text(f"{side}_engine_id", engine_id)
         with self._home.turn():
             engine = self._home.engines.find_live(engine_id)
-            self._home.engines.check_readable(engine)
-            return engine.geometry
+            source = self._home.engines.check_readable(engine)
+        return await self._worker.run(0, lambda: source.geometry)
 
     def _summary(self) -> Callable[[Engine], ipb.EngineSummary]:
-        """What makes a line of an engine, counted now."""
+        """Makes lines about engines, as they are now."""
         publications: Counter[EngineRef] = Counter()
         leases: Counter[EngineRef] = Counter()
         for publication in self._home.lessor.publications():
@@ -133,6 +178,16 @@ class Introspection(IntrospectionServicer):
         for lease in self._home.lessor.leases():
             leases[lease.publication.source] += lease.live
         return lambda engine: encode.engine_summary(engine, publications[engine.ref], leases[engine.ref])
+
+
+def _rank_after(page_token: str) -> tuple[bytes, int]:
+    """The incarnation whose ranks are paged, and the last rank of the page before; none, and -1, for the first."""
+    key = parse_token(page_token)
+    if not key:
+        return b"", -1
+    if [len(part) for part in key] != [16, 8]:
+        raise InvalidField("page_token", page_token[:64], "a token from a page before")
+    return key[0], int.from_bytes(key[1], "big")
 
 
 def _engine_key(engine: Engine) -> Key:

@@ -11,11 +11,9 @@ from typing import Any, TypeAlias
 import grpc.aio
 
 from kvferry.clock import to_duration
-from kvferry.codec import engine_to_proto
-from kvferry.compat import diff
-from kvferry.errors import Incompatible
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry.v1.kv_transfer_pb2_grpc import KVTransferServicer
+from kvferry_server.engines import MISSING_TOLD
 from kvferry_server.home import Home
 from kvferry_server.relays import Relays
 from kvferry_server.servicers import checks, decode, encode
@@ -23,6 +21,7 @@ from kvferry_server.servicers.callers import names_of
 from kvferry_server.servicers.checksums import read_checksums
 from kvferry_server.servicers.notify import notify
 from kvferry_server.streams import read_blocks, watch
+from kvferry_server.worker import Worker
 
 ANSWER_SHARE = 0.05
 ANSWER_MOST = 0.1
@@ -35,9 +34,10 @@ Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 class KVTransfer(KVTransferServicer):
     """The service over one home, on the home's event loop."""
 
-    def __init__(self, home: Home, relays: Relays) -> None:
+    def __init__(self, home: Home, relays: Relays, worker: Worker) -> None:
         self._home = home
         self._relays = relays
+        self._worker = worker
 
     async def RegisterCache(self, request: pb.RegisterCacheRequest, context: Context) -> pb.RegisterCacheResponse:
         """See the contract."""
@@ -45,7 +45,7 @@ class KVTransfer(KVTransferServicer):
         home.check_taking()
         relayed = self._relays.applies(request.home, request.relayed_by)
         secret = checks.session_secret(request.session_secret)
-        registration = await checks.offloaded(request.ByteSize(), lambda: decode.registration(request))
+        registration = await self._worker.run_if_heavy(request.ByteSize(), lambda: decode.registration(request))
         if relayed:
             return await self._relays.register_cache(request)
         with home.turn():
@@ -54,41 +54,40 @@ class KVTransfer(KVTransferServicer):
         return pb.RegisterCacheResponse(
             home_epoch=home.epoch,
             reuse_after=to_duration(reuse_after),
-            missing_ranks=missing,
+            missing_ranks=missing[:MISSING_TOLD],
+            num_missing=len(missing),
             advertise=home.advertise,
         )
 
-    async def Handshake(self, request: pb.HandshakeRequest, context: Context) -> pb.HandshakeResponse:
+    async def Handshake(  # type: ignore[override]  # The messages are encoded already.
+        self, request: pb.HandshakeRequest, context: Context
+    ) -> AsyncGenerator[bytes, None]:
         """See the contract."""
         home = self._home
         home.check_taking()
         engine_id = checks.text("engine_id", request.engine_id)
         incarnation = checks.random_bytes("incarnation", request.incarnation, optional=True)
         reader = checks.engine_ref("reader", request.reader)
+        shown = decode.handshake_reference(request)
         with home.turn():
             engine = home.engines.find_live(engine_id, incarnation)
+            if shown is not None:
+                named, number, key = shown
+                engine = home.engines.find_live(named.engine_id, named.incarnation)
+                home.lessor.check_reference(named, number, key)
             if reader.engine_id == engine_id:
                 engine = home.engines.find(reader)
-            home.engines.check_readable(engine)
-            geometry = engine.geometry
-            registered = [engine.ranks[rank] for rank in range(engine.num_ranks)]
-        planes = sum(len(rank.geometry.planes) for rank in registered)
-        agents = [] if engine.ref == reader else [encode.agent(rank.agent) for rank in registered]
+            source = home.engines.check_readable(engine)
+        own = engine.ref == reader
 
-        def answer() -> pb.HandshakeResponse:
-            if engine.ref != reader:
-                # Before any agent metadata is returned (R8).
-                mismatches = diff(geometry, decode.reader_geometry(request))
-                if mismatches:
-                    raise Incompatible(mismatches)
-            return pb.HandshakeResponse(
-                home_epoch=home.epoch,
-                geometry=engine_to_proto(geometry),
-                agents=agents,
-                times=encode.times(home.times),
-            )
+        def answer() -> tuple[bytes, ...]:
+            if not own:
+                # Before anything is told (R8).
+                source.check_readable_by(decode.reader_geometry(request))
+            return source.pages(home.epoch, encode.times(home.times), agents=shown is not None and not own)
 
-        return await checks.offloaded(request.ByteSize() + planes * encode.PLANE_BYTES, answer)
+        for page in await self._worker.run(request.ByteSize(), answer):
+            yield page
 
     async def ReadBlocks(
         self, request: pb.ReadBlocksRequest, context: Context
@@ -109,7 +108,7 @@ class KVTransfer(KVTransferServicer):
 
     async def ReadChecksums(self, request: pb.ReadChecksumsRequest, context: Context) -> pb.ReadChecksumsResponse:
         """See the contract."""
-        return await read_checksums(self._home, request, names_of(context))
+        return await read_checksums(self._home, self._worker, request, names_of(context))
 
     async def Watch(self, request: pb.WatchRequest, context: Context) -> AsyncGenerator[pb.WatchResponse, None]:
         """See the contract."""
