@@ -15,7 +15,8 @@ CODE := $(wildcard client server tests benchmarks examples)
 VENV := .venv/.installed
 NODE := tests/node/node_modules/.installed
 
-.PHONY: help setup node demo test test-oldest test-vllm lint format reliability soak proto proto-check bench bench-vllm clean
+.PHONY: help setup node demo test test-oldest test-vllm lint format reliability soak mutate proto proto-check bench
+.PHONY: bench-vllm clean
 
 help: ## Show this help
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -97,8 +98,11 @@ test-vllm: $(VLLM_VENV) ## Run the tests that need a real vLLM (PYTEST_ARGS=)
 reliability: setup ## Write the table of faults into docs/reliability.md
 	@.venv/bin/python -m tests.faults.table
 
-soak: setup ## Random geometries, load and faults, every byte verified (MINUTES=60, SEED=)
+soak: setup ## Random geometries, load and faults beside a hostile peer, every byte verified (MINUTES=60, SEED=)
 	@.venv/bin/python -m tests.soak --minutes $(or $(MINUTES),60) $(if $(SEED),--seed $(SEED))
+
+mutate: setup ## Change one decision at a time; a test has to notice (SAMPLE=10, SEED=, ONLY=part of a path)
+	@.venv/bin/python -m tests.mutation --sample $(or $(SAMPLE),10) $(if $(SEED),--seed $(SEED)) $(if $(ONLY),--only $(ONLY))
 
 lint: setup $(NODE) proto-check ## Check style, types, the protos and the generated code
 	.venv/bin/ruff check

@@ -20,6 +20,8 @@ from kvferry.v1.introspection_pb2_grpc import IntrospectionStub
 from tests.faults.process import Held, Job
 
 ROOT = Path(__file__).parents[2]
+HOSTILE = "~"
+"""What the engine_ids of a hostile peer begin with."""
 SOON = 30.0
 """Seconds that something may take which a busy machine does in far less."""
 
@@ -165,10 +167,12 @@ class Node(Party):
         return {summary.engine.engine_id: summary for summary in listed}
 
     def idle(self) -> bool:
-        """Whether it knows of no publication, and of no lease that lives."""
+        """Whether it knows of no publication, and of no lease that lives, but a hostile peer's (`tests.soak`)."""
         with grpc.insecure_channel(self.address) as channel:
-            requests = IntrospectionStub(channel).ListRequests(ipb.ListRequestsRequest(), timeout=SOON).requests
-        return not requests and not any(engine.leases for engine in self.engines().values())
+            asked = ipb.ListRequestsRequest(page_size=1000)
+            requests = IntrospectionStub(channel).ListRequests(asked, timeout=SOON).requests
+        leases = {name: engine.leases for name, engine in self.engines().items() if not name.startswith(HOSTILE)}
+        return all(request.engine.engine_id.startswith(HOSTILE) for request in requests) and not any(leases.values())
 
     def held(self) -> Held:
         """What its process holds."""

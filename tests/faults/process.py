@@ -6,6 +6,7 @@ import ctypes
 import gc
 import mmap
 import signal
+import threading
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -66,6 +67,7 @@ class Held:
 
     Attributes:
         threads, files: of the process.
+        names: of its Python threads.
         objects: live objects of kvferry's types, by type: registries, leases, handles, reads.
         resident: bytes.
     """
@@ -74,6 +76,7 @@ class Held:
     files: int
     objects: Counter[str]
     resident: int
+    names: tuple[str, ...] = ()
 
 
 def held() -> Held:
@@ -90,6 +93,7 @@ def held() -> Held:
         files=len(list(Path("/proc/self/fd").iterdir())),
         objects=objects,
         resident=pages * mmap.PAGESIZE,
+        names=tuple(sorted(thread.name for thread in threading.enumerate())),
     )
 
 

@@ -16,11 +16,12 @@ import binascii
 import itertools
 import random
 import re
+import select
 import sys
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -181,9 +182,12 @@ class HostilePeer:
     Args:
         address: of the node server.
         turns: what it chooses with.
+        squats: whether it lives under others' engine_ids too. An engine that is away for an engine_ttl loses its own to
+            whoever wants it next.
     """
 
-    def __init__(self, address: str, turns: random.Random) -> None:
+    def __init__(self, address: str, turns: random.Random, *, squats: bool = True) -> None:
+        self._squats = squats
         self.known = Pockets()
         self.calls = 0
         self.slowest = 0.0
@@ -292,7 +296,8 @@ class HostilePeer:
 
     def _live_as_an_engine(self) -> None:
         """Open, register, publish and read, as it should be done, under its own name or another's."""
-        engine_id = OWN_ID if self._turns.random() < 0.5 else self.known.named["engine_id"].draw(self._turns) or OWN_ID
+        others = self._squats and self._turns.random() < 0.5
+        engine_id = OWN_ID if not others else self.known.named["engine_id"].draw(self._turns) or OWN_ID
         secret = self._turns.choice(self.secrets)
         ref = pb.EngineRef(engine_id=engine_id, incarnation=incarnation_of(secret))
         watch = pb.WatchRequest(engine=ref, session_secret=secret, role=pb.WATCH_ROLE_SCHEDULER)
@@ -478,28 +483,21 @@ def _class(descriptor: Descriptor) -> type[Message]:
     return message_factory.GetMessageClass(descriptor)
 
 
-def _rounds(turns: random.Random, addresses: list[str], pause: float) -> Iterator[int]:
-    """Attack until killed; the node servers may be restarted under it."""
-    peers = [HostilePeer(address, turns) for address in addresses]
-    while True:
-        for peer in peers:
-            try:
-                peer.act(20)
-            except NotAnswered as error:
-                # A server that is stopped answers nobody; whoever runs this decides whether that was its doing.
-                print(f"hostile: {error}", flush=True)
-            yield peer.calls
-            time.sleep(pause)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("addresses", nargs="+")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--pause", type=float, default=0.01)
+    parser.add_argument("--pause", type=float, default=0.01, help="seconds between twenty calls")
+    parser.add_argument("--no-squat", action="store_true")
     arguments = parser.parse_args()
-    for _ in _rounds(random.Random(arguments.seed), arguments.addresses, arguments.pause):
-        pass
+    turns = random.Random(arguments.seed)
+    peers = [HostilePeer(address, turns, squats=not arguments.no_squat) for address in arguments.addresses]
+    while sys.stdin.isatty() or not select.select([sys.stdin], [], [], arguments.pause)[0]:
+        for peer in peers:
+            # A server that is stopped answers nobody: whoever stops some knows.
+            with suppress(NotAnswered):
+                peer.act(20)
+    print(sum(peer.calls for peer in peers))
     return 0
 
 

@@ -146,7 +146,9 @@ class Victims:
         """Live ones on the source, as anybody may ask."""
         incarnation = self.session.token.incarnation
         with grpc.insecure_channel(self._address) as channel:
-            listed = IntrospectionStub(channel).ListEngines(ipb.ListEnginesRequest(page_size=1000), timeout=SOON).engines
+            listed = (
+                IntrospectionStub(channel).ListEngines(ipb.ListEnginesRequest(page_size=1000), timeout=SOON).engines
+            )
         return sum(summary.leases for summary in listed if summary.engine.incarnation == incarnation)
 
     def _publish(self, *, last: bool) -> Offered:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import random
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, cast
 
 from kvferry.authority import SECRET_BYTES, incarnation_of, publication_key
@@ -42,7 +43,9 @@ class Liar:
         self._world = world
         self._pipes: list[Pipe[Any]] = []
         self._heard: list[bytes] = []
-        self._engines = [pb.EngineRef(engine_id=name, incarnation=incarnation_of(SECRET)) for name in (OWN_ID, ENGINE_ID)]
+        self._engines = [
+            pb.EngineRef(engine_id=name, incarnation=incarnation_of(SECRET)) for name in (OWN_ID, ENGINE_ID)
+        ]
         self._numbers = 0
         self.squats = False
         """Whether it may be the first at a home to have the source's engine_id."""
@@ -53,10 +56,8 @@ class Liar:
         if host is None:
             return
         lie: Callable[[Host, random.Random], None] = getattr(self, f"_{what}")
-        try:
+        with suppress(KvferryError):
             lie(host, turns)
-        except KvferryError:
-            pass
         host.pump(self._world.network.pipes)
         self._world.settle()
 

@@ -1,4 +1,5 @@
-"""R1 to R3, and R13, on the shipped lessor, home, offers and reader's lease, whatever is lost, repeated, delayed or restarted."""
+"""R1 to R3 on the shipped lessor, home, offers and reader's lease, whatever is lost, repeated, delayed or restarted;
+and R13, whatever a liar says."""
 
 from __future__ import annotations
 

@@ -33,6 +33,10 @@ OPERATORS: dict[type[ast.operator], type[ast.operator]] = {
     ast.BitAnd: ast.BitOr,
 }
 OTHER_NAMES = {"min": "max", "max": "min", "any": "all", "all": "any", "minimum": "maximum", "maximum": "minimum"}
+NOT_MUTATED = frozenset(
+    {"annotation", "returns", "decorator_list", "bases", "keywords", "defaults", "kw_defaults", "cause"}
+)
+"""Fields of nodes."""
 TEXT_ONLY = frozenset({"__str__", "__repr__"})
 LOGGING = frozenset({"debug", "info", "warning", "exception"})
 
@@ -91,9 +95,8 @@ def _places(node: ast.AST, path: Path = (), where: str = "module") -> Iterator[t
     if path and where != "module":
         yield path, where
     for name, value in ast.iter_fields(node):
-        if name in ("annotation", "returns", "decorator_list", "bases", "keywords", "defaults", "kw_defaults", "cause"):
-            if name != "keywords" or not isinstance(node, ast.Call):
-                continue
+        if name in NOT_MUTATED and not (name == "keywords" and isinstance(node, ast.Call)):
+            continue
         if isinstance(value, ast.AST):
             if not _text(node, name):
                 yield from _places(value, (*path, (name, None)), where)
@@ -144,12 +147,17 @@ def _changes(node: ast.AST) -> Iterator[ast.AST]:
         yield changed
     elif isinstance(node, ast.IfExp):
         yield ast.IfExp(node.test, node.orelse, node.body)
-    elif isinstance(node, (ast.Raise, ast.AugAssign, ast.Delete, ast.Continue, ast.Break)) or (
-        isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)
-    ):
+    elif _may_go(node):
         yield ast.Pass()
-    elif isinstance(node, ast.Assign) and isinstance(node.targets[0], (ast.Attribute, ast.Subscript)):
-        yield ast.Pass()
+
+
+def _may_go(node: ast.AST) -> bool:
+    """Whether the file still makes sense without this statement."""
+    if isinstance(node, ast.Expr):
+        return isinstance(node.value, ast.Call)
+    if isinstance(node, ast.Assign):
+        return isinstance(node.targets[0], (ast.Attribute, ast.Subscript))
+    return isinstance(node, (ast.Raise, ast.AugAssign, ast.Delete, ast.Continue, ast.Break))
 
 
 def _constants(node: ast.Constant) -> Iterator[ast.AST]:

@@ -1,4 +1,5 @@
-"""Random geometry, load and faults until the time is up; every byte that a read calls good is looked at.
+"""Random geometry, load and faults until the time is up, while a hostile peer attacks the same node servers. Every byte
+that a read calls good is looked at; memory, file descriptors and threads of every process are watched.
 
 python -m tests.soak --minutes 60 --seed 7
 """
@@ -7,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import multiprocessing
+import os
 import random
 import sys
 import tempfile
@@ -27,6 +29,8 @@ from tests.faults.playing import nothing_left, play
 from tests.faults.scenarios import PROCESSES
 from tests.faults.test_leaks import serve_mixed
 from tests.faults.world import World
+from tests.soak.gauges import Gauges, left, left_here
+from tests.soak.hostile import Hostile
 
 
 class Soak:
@@ -39,6 +43,9 @@ class Soak:
         self._random = random.Random(seed)
         self._worlds = 0
         self._world: World | None = None
+        self._hostile: Hostile | None = None
+        self._seed = seed
+        self.gauges = Gauges()
 
     def run(self, until: float) -> None:
         """One round after the other."""
@@ -56,7 +63,23 @@ class Soak:
                     self.failures.append(f"round {sum(self.counts.values())}, {kind}:\n{traceback.format_exc()}")
                     self._end_world()
                 self.counts[f"{kind} rounds"] += 1
-        self._end_world()
+                self._sample()
+            self._end_world()
+        self._hung("soak", left_here())
+
+    def _sample(self) -> None:
+        world = self._world
+        if world is None or not world.sound:
+            return
+        processes = {"source's node server": world.home.pid, "destination's node server": world.node.pid}
+        for index, process in enumerate(world.source.processes):
+            processes[f"source, rank {index}"] = process.pid
+        processes |= {"destination": world.reader.process.pid}
+        self.gauges.sample(processes)
+
+    def _hung(self, name: str, threads: list[str]) -> None:
+        self.counts["hung threads"] += len(threads)
+        self.failures += [f"{name}: thread {thread} should be gone" for thread in threads]
 
     @contextmanager
     def _geometries(self) -> Iterator[Callable[[], None]]:
@@ -69,7 +92,17 @@ class Soak:
             homes = source.address, destination.address
             process = context.Process(target=hold_sources, args=(homes[0], theirs), daemon=True)
             process.start()
-            yield lambda: self._move(ours, homes)
+            with Hostile(homes, self._seed) as hostile:
+
+                def move_once() -> None:
+                    self._move(ours, homes)
+                    self.gauges.sample(
+                        {"geometry: source's home": source.pid, "geometry: its reader's": destination.pid}
+                    )
+                    self.gauges.sample({"geometry: sources": process.pid or 0, "soak": os.getpid()}, bounded=False)
+
+                yield move_once
+            self.counts["hostile calls"] += hostile.calls
             ours.close()
             process.join(20)
 
@@ -110,11 +143,23 @@ class Soak:
         if self._world is None:
             self._worlds += 1
             self._world = World(self._folder / f"world-{self._worlds}").ready()
+            addresses = [self._world.home.listen, self._world.node.address]
+            self._hostile = Hostile(addresses, self._seed + self._worlds)
         return self._world
 
     def _end_world(self) -> None:
         world, self._world = self._world, None
+        hostile, self._hostile = self._hostile, None
+        if hostile is not None:
+            try:
+                hostile.close()
+            except RuntimeError as error:
+                self.failures.append(str(error))
+            self.counts["hostile calls"] += hostile.calls
         if world is not None:
+            if world.sound:
+                for process in (*world.source.processes, world.reader.process):
+                    self._hung(world.source.engine_id, left(process.call("held").names))
             world.close()
 
 
@@ -129,9 +174,17 @@ def main() -> int:
         soak.run(now() + 60 * arguments.minutes)
     for what, count in sorted(soak.counts.items()):
         print(f"{count:8}  {what}")
+    for line in soak.gauges.lines:
+        print(line)
+    soak.failures += [problem for line in soak.gauges.lines for problem in line.problems()]
     for failure in soak.failures:
         print(failure)
-    print(f"soak: {len(soak.failures)} rounds failed; seed {arguments.seed}")
+    wrong = sum("wrong bytes" in failure for failure in soak.failures)
+    print(
+        f"soak: {wrong} times wrong bytes, {soak.counts['hung threads']} hung threads, {len(soak.failures)} failures; ",
+        end="",
+    )
+    print(f"seed {arguments.seed}")
     return 1 if soak.failures else 0
 
 

@@ -1,0 +1,111 @@
+"""Memory and file descriptors of every process over the run, and threads that should be gone."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import psutil
+
+from kvferry.clock import now
+
+SETTLES = 4
+"""The first part of a process's life, one in so many, in which it grows to its size."""
+GROWTH = 48 << 20
+"""Bytes by which a process may grow after that: allocators keep some of what was freed."""
+FILES = 24
+"""File descriptors by which it may: connections come and go."""
+SAMPLES = 12
+"""Fewer say nothing."""
+
+ONE_CALL = ("kvferry-read-", "kvferry-report", "kvferry-tell", "kvferry-warm-")
+"""Names of threads that live for one read or one call."""
+
+
+@dataclass
+class Line:
+    """What one process took over time.
+
+    Attributes:
+        name: whose.
+        bounded: whether it has to stay flat. A process that makes engine after engine does not: served memory stays
+            mapped for the life of its process.
+    """
+
+    name: str
+    bounded: bool
+    times: list[float] = field(default_factory=list)
+    resident: list[int] = field(default_factory=list)
+    files: list[int] = field(default_factory=list)
+
+    @property
+    def settled(self) -> slice:
+        """After it has grown to its size."""
+        return slice(len(self.times) // SETTLES, None)
+
+    @property
+    def slope(self) -> float:
+        """Bytes per hour, by least squares."""
+        times, values = self.times[self.settled], self.resident[self.settled]
+        middle, mean = sum(times) / len(times), sum(values) / len(values)
+        spread = sum((at - middle) ** 2 for at in times)
+        rise = sum((at - middle) * (value - mean) for at, value in zip(times, values, strict=True))
+        return 3600 * rise / spread if spread else 0.0
+
+    def growth(self, values: list[int]) -> int:
+        """From the first third of the settled life to the last, by their medians."""
+        found = values[self.settled]
+        third = max(1, len(found) // 3)
+        return sorted(found[-third:])[third // 2] - sorted(found[:third])[third // 2]
+
+    def problems(self) -> list[str]:
+        """What has grown that should be flat."""
+        if not self.bounded or len(self.times) < SAMPLES:
+            return []
+        found = []
+        if self.growth(self.resident) > GROWTH:
+            found.append(f"{self.name} has grown by {self.growth(self.resident) >> 20} MiB")
+        if self.growth(self.files) > FILES:
+            found.append(f"{self.name} has {self.growth(self.files)} more file descriptors")
+        return found
+
+    def __str__(self) -> str:
+        last = f"{self.resident[-1] >> 20:5} MiB, {self.files[-1]:4} files"
+        return f"{last}, {self.slope / (1 << 20):+8.1f} MiB/h over {len(self.times)} samples  {self.name}"
+
+
+class Gauges:
+    """The lines of all processes there were."""
+
+    def __init__(self) -> None:
+        self._lines: dict[int, Line] = {}
+
+    def sample(self, processes: Mapping[str, int], *, bounded: bool = True) -> None:
+        """Look at processes, by name."""
+        for name, pid in processes.items():
+            try:
+                process = psutil.Process(pid)
+                resident, files = process.memory_info().rss, process.num_fds()
+            except psutil.Error:
+                continue
+            line = self._lines.setdefault(pid, Line(name, bounded))
+            line.times.append(now())
+            line.resident.append(resident)
+            line.files.append(files)
+
+    @property
+    def lines(self) -> list[Line]:
+        """Those that say something, the steepest first."""
+        found = [line for line in self._lines.values() if len(line.times) >= SAMPLES]
+        return sorted(found, key=lambda line: -line.slope)
+
+
+def left(names: Iterable[str]) -> list[str]:
+    """Of the names of threads of a process that does nothing, those that should be gone."""
+    return [name for name in names if name.startswith(ONE_CALL)]
+
+
+def left_here() -> list[str]:
+    """Threads of kvferry in this process, in which every client is closed."""
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("kvferry")]
