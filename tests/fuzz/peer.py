@@ -11,16 +11,12 @@ python -m tests.fuzz.peer ADDRESS [ADDRESS ...] --seed 7 --pause 0.01
 from __future__ import annotations
 
 import argparse
-import base64
-import binascii
 import itertools
 import random
-import re
 import select
 import sys
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -28,25 +24,19 @@ from typing import Any
 import grpc
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
-from google.rpc import error_details_pb2, status_pb2
 
 from kvferry.authority import SECRET_BYTES, incarnation_of
-from kvferry.errors import BadReference
-from kvferry.reference import format_reference, parse_reference
-from kvferry.status import DETAILS_KEY
+from kvferry.reference import format_reference
 from kvferry.v1 import introspection_pb2 as ipb
 from kvferry.v1 import kv_transfer_pb2 as pb
 from tests.fuzz.messages import EXTREMES, is_map
 from tests.fuzz.methods import METHODS, Method
+from tests.fuzz.pockets import Pockets
 
 ANSWERED = 20.0
 """Seconds within which a call that waits for nothing is answered."""
 WAITS = 0.05
 """Seconds that it listens to a stream."""
-MOST = 400
-"""Values of one kind that it remembers."""
-RECENT = 6
-"""The newest of them, which it likes best."""
 AT_ONCE = 16
 """Streams that it holds open."""
 
@@ -83,97 +73,6 @@ OF_A_READER = frozenset({"read_done", "cancel", "renew", "decline"})
 
 class NotAnswered(AssertionError):
     """A call took longer than any call may."""
-
-
-class Pocket:
-    """Values of one kind, what was heard last at the end."""
-
-    def __init__(self) -> None:
-        self._kept: dict[Any, Any] = {}
-
-    def put(self, value: Any) -> None:
-        key = value.SerializeToString(deterministic=True) if isinstance(value, Message) else value
-        self._kept.pop(key, None)
-        self._kept[key] = value
-        if len(self._kept) > MOST:
-            # The oldest but a few: those are of the time before it did anything.
-            del self._kept[next(itertools.islice(self._kept, MOST // 8, None))]
-
-    def has(self, value: Any) -> bool:
-        """Whether it is here; for scalars."""
-        return value in self._kept
-
-    def all(self, *, of: Callable[[Any], bool] = lambda _: True) -> list[Any]:
-        """Those that are like this."""
-        return [value for value in self._kept.values() if of(value)]
-
-    def draw(self, turns: random.Random, of: Callable[[Any], bool] = lambda _: True) -> Any:
-        """One of them, often one of the newest; None if there is none."""
-        found = self.all(of=of)
-        return turns.choice(found[-RECENT:] if turns.random() < 0.6 else found) if found else None
-
-
-class Pockets:
-    """All that it was told."""
-
-    def __init__(self) -> None:
-        self.messages: dict[str, Pocket] = defaultdict(Pocket)
-        self.named: dict[str, Pocket] = defaultdict(Pocket)
-        self.kinds: dict[type, Pocket] = defaultdict(Pocket)
-        self.nameless = Pocket()
-        """Bytes that were an encoding's, and nothing says of what."""
-
-    def learn(self, message: Message) -> None:
-        """Everything in a message."""
-        self.messages[message.DESCRIPTOR.full_name].put(message)
-        for field, value in message.ListFields():
-            items = list(value.values()) if is_map(field) else list(value) if field.is_repeated else [value]
-            for item in items:
-                if isinstance(item, Message):
-                    self.learn(item)
-                else:
-                    self.hear(field.name, item)
-
-    def hear(self, name: str, value: Any) -> None:
-        """One value, and what it may be an encoding of."""
-        # What an answer calls next is what the next request takes.
-        self.named[name.removeprefix("next_")].put(value)
-        self.kinds[type(value)].put(value)
-        if isinstance(value, str):
-            with suppress(BadReference):
-                self.learn(parse_reference(value))
-            for part in re.split(r"[^A-Za-z0-9_=+-]+", value):
-                self._decode(part)
-
-    def learn_error(self, error: grpc.RpcError) -> None:
-        """An error's text, and the values in it."""
-        call: Any = error
-        self.hear("message", call.details() or "")
-        for key, value in call.trailing_metadata() or ():
-            if key != DETAILS_KEY:
-                continue
-            for detail in status_pb2.Status.FromString(value).details:
-                info = error_details_pb2.ErrorInfo()
-                if detail.Unpack(info):
-                    for name, text in info.metadata.items():
-                        self.hear(name, text)
-
-    def holds(self, secrets: set[bytes]) -> bool:
-        """Whether it was told any of these."""
-        return not secrets.isdisjoint(self.kinds[bytes].all())
-
-    def _decode(self, part: str) -> None:
-        if not 4 <= len(part) <= 4096:
-            return
-        with suppress(ValueError, binascii.Error):
-            self._decoded(bytes.fromhex(part))
-        with suppress(ValueError, binascii.Error):
-            self._decoded(base64.b64decode(part + "=" * (-len(part) % 4), b"-_", validate=True))
-
-    def _decoded(self, value: bytes) -> None:
-        self.kinds[bytes].put(value)
-        if not self.named["incarnation"].has(value):
-            self.nameless.put(value)
 
 
 class HostilePeer:

@@ -34,6 +34,8 @@ def test_whatever_a_peer_sends_it_harms_nobody(home: NodeServerProcess) -> None:
             peer.act(CALLS)
             victims.finish()
         assert not peer.known.holds(victims.secrets())
+        # Its own engines have no agent.
+        assert not peer.known.named["metadata"].all(of=lambda value: isinstance(value, bytes))
     finally:
         peer.close()
         victims.close()

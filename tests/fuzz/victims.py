@@ -89,13 +89,13 @@ class Victims:
         self._random = np.random.default_rng(5)
         self._numbers = itertools.count()
         self._pinned: dict[int, Offered] = {}
+        self._keys: set[bytes] = set()
         self._open: list[tuple[Offered, Read, list[int]]] = []
 
     def secrets(self) -> set[bytes]:
         """What nobody else may ever be told."""
-        found = {self.session.token.session_secret, self.destination.cache.session.token.session_secret}
-        found |= {parse_reference(offered.publication.reference).key for offered in self._pinned.values()}
-        return found
+        tokens = self.session.token, self.destination.cache.session.token
+        return self._keys | {token.session_secret for token in tokens}
 
     def begin(self) -> None:
         """Publish halves of requests and begin to read them; the reads have their leases then."""
@@ -159,6 +159,7 @@ class Victims:
             publication = self.session.publish(name, {"full": Blocks(ids)}, last=last, timeout=SOON)
         except KvferryError as error:
             raise Harmed(f"{name} cannot be published any more: {error!r}") from error
+        self._keys.add(parse_reference(publication.reference).key)
         offered = self._pinned[publication.number] = Offered(publication, ids, content)
         return offered
 

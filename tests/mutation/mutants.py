@@ -142,9 +142,9 @@ def _changes(node: ast.AST) -> Iterator[ast.AST]:
     elif isinstance(node, ast.Call):
         yield from _calls(node)
     elif isinstance(node, (ast.If, ast.While)):
-        changed = copy.deepcopy(node)
-        changed.test = ast.UnaryOp(ast.Not(), changed.test)
-        yield changed
+        otherwise = copy.deepcopy(node)
+        otherwise.test = ast.UnaryOp(ast.Not(), otherwise.test)
+        yield otherwise
     elif isinstance(node, ast.IfExp):
         yield ast.IfExp(node.test, node.orelse, node.body)
     elif _may_go(node):

@@ -1,0 +1,118 @@
+"""What a hostile peer was told: every value of every answer, error and token, with every usual encoding undone."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import itertools
+import random
+import re
+from collections import defaultdict
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import grpc
+from google.protobuf.message import Message
+from google.rpc import error_details_pb2, status_pb2
+
+from kvferry.errors import BadReference
+from kvferry.reference import parse_reference
+from kvferry.status import DETAILS_KEY
+from tests.fuzz.messages import is_map
+
+MOST = 400
+"""Values of one kind that are remembered."""
+RECENT = 6
+"""The newest of them, which are liked best."""
+
+
+class Pocket:
+    """Values of one kind, what was heard last at the end."""
+
+    def __init__(self) -> None:
+        self._kept: dict[Any, Any] = {}
+
+    def put(self, value: Any) -> None:
+        key = value.SerializeToString(deterministic=True) if isinstance(value, Message) else value
+        self._kept.pop(key, None)
+        self._kept[key] = value
+        if len(self._kept) > MOST:
+            # The oldest but a few: those are of the time before it did anything.
+            del self._kept[next(itertools.islice(self._kept, MOST // 8, None))]
+
+    def has(self, value: Any) -> bool:
+        """Whether it is here; for scalars."""
+        return value in self._kept
+
+    def all(self, *, of: Callable[[Any], bool] = lambda _: True) -> list[Any]:
+        """Those that are like this."""
+        return [value for value in self._kept.values() if of(value)]
+
+    def draw(self, turns: random.Random, of: Callable[[Any], bool] = lambda _: True) -> Any:
+        """One of them, often one of the newest; None if there is none."""
+        found = self.all(of=of)
+        return turns.choice(found[-RECENT:] if turns.random() < 0.6 else found) if found else None
+
+
+class Pockets:
+    """All that it was told."""
+
+    def __init__(self) -> None:
+        self.messages: dict[str, Pocket] = defaultdict(Pocket)
+        self.named: dict[str, Pocket] = defaultdict(Pocket)
+        self.kinds: dict[type, Pocket] = defaultdict(Pocket)
+        self.nameless = Pocket()
+        """Bytes that were an encoding's, and nothing says of what."""
+
+    def learn(self, message: Message) -> None:
+        """Everything in a message."""
+        self.messages[message.DESCRIPTOR.full_name].put(message)
+        for field, value in message.ListFields():
+            items = list(value.values()) if is_map(field) else list(value) if field.is_repeated else [value]
+            for item in items:
+                if isinstance(item, Message):
+                    self.learn(item)
+                else:
+                    self.hear(field.name, item)
+
+    def hear(self, name: str, value: Any) -> None:
+        """One value, and what it may be an encoding of."""
+        # What an answer calls next is what the next request takes.
+        self.named[name.removeprefix("next_")].put(value)
+        self.kinds[type(value)].put(value)
+        if isinstance(value, str):
+            with suppress(BadReference):
+                self.learn(parse_reference(value))
+            for part in re.split(r"[^A-Za-z0-9_=+-]+", value):
+                self._decode(part)
+
+    def learn_error(self, error: grpc.RpcError) -> None:
+        """An error's text, and the values in it."""
+        call: Any = error
+        self.hear("message", call.details() or "")
+        for key, value in call.trailing_metadata() or ():
+            if key != DETAILS_KEY:
+                continue
+            for detail in status_pb2.Status.FromString(value).details:
+                info = error_details_pb2.ErrorInfo()
+                if detail.Unpack(info):
+                    for name, text in info.metadata.items():
+                        self.hear(name, text)
+
+    def holds(self, secrets: set[bytes]) -> bool:
+        """Whether it was told any of these."""
+        return not secrets.isdisjoint(self.kinds[bytes].all())
+
+    def _decode(self, part: str) -> None:
+        if not 4 <= len(part) <= 4096:
+            return
+        with suppress(ValueError, binascii.Error):
+            self._decoded(bytes.fromhex(part))
+        with suppress(ValueError, binascii.Error):
+            self._decoded(base64.b64decode(part + "=" * (-len(part) % 4), b"-_", validate=True))
+
+    def _decoded(self, value: bytes) -> None:
+        self.kinds[bytes].put(value)
+        if not self.named["incarnation"].has(value):
+            self.nameless.put(value)
