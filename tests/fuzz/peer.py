@@ -155,7 +155,7 @@ class HostilePeer:
         self._call(_SENT[path], self._request(name, _SENT[path]))
 
     def _request(self, name: str, method: Method) -> Message:
-        request = self._made(method.request)
+        request: Message = self._made(method.request)
         if name.startswith("List"):
             # Page by page, every token is seen.
             sized: Any = request
@@ -176,9 +176,10 @@ class HostilePeer:
                 request.sender.CopyFrom(sender)
         elif isinstance(request, (pb.ReadBlocksRequest, pb.HandshakeRequest, pb.RegisterCacheRequest, pb.WatchRequest)):
             # A relay and a longer wait are somebody else's time.
+            cleared: Any = request
             for field_name in ("wait", "relayed_by", "home"):
                 if field_name in request.DESCRIPTOR.fields_by_name:
-                    request.ClearField(field_name)
+                    cleared.ClearField(field_name)
         return request
 
     def _notification(self, kind: str) -> pb.Notification:
@@ -202,7 +203,7 @@ class HostilePeer:
         watch = pb.WatchRequest(engine=ref, session_secret=secret, role=pb.WATCH_ROLE_SCHEDULER)
         self._call(_SENT["/kvferry.v1.KVTransfer/Watch"], watch)
         self.known.learn(ref)
-        geometry: Any = self.known.messages["kvferry.v1.EngineGeometry"].draw(self._turns, lambda one: len(one.ranks))
+        geometry: Any = self.known.messages["kvferry.v1.EngineGeometry"].draw(self._turns, lambda one: bool(one.ranks))
         if geometry is not None:
             request = pb.RegisterCacheRequest(engine=ref, session_secret=secret, num_ranks=1)
             request.identity.update(geometry.identity)
