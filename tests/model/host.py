@@ -121,7 +121,7 @@ class Host:
 
     def list_transfers(self, request: ipb.ListTransfersRequest) -> ipb.ListTransfersResponse:
         """As the servicer does."""
-        listing = Introspection(self.home).ListTransfers(request, cast(Any, None))
+        listing = Introspection(self.home, cast(Any, None)).ListTransfers(request, cast(Any, None))
         try:
             listing.send(None)
         except StopIteration as answer:

@@ -8,6 +8,7 @@ puts in its own, or whatever public value has their length.
 from __future__ import annotations
 
 import base64
+import copy
 import random
 from collections.abc import Callable
 from contextlib import suppress
@@ -141,8 +142,7 @@ class Liar:
         if not host.heard:
             return
         request = turns.choice(list(host.heard))
-        again = type(request)()
-        again.CopyFrom(request)
+        again = copy.deepcopy(request)
         if isinstance(again, pb.NotifyRequest):
             self._replay_notify(host, again, turns)
         elif isinstance(again, pb.ReadBlocksRequest):

@@ -8,7 +8,7 @@ import pytest
 
 from kvferry import expand
 from kvferry.blocks import Blocks
-from kvferry.covering import Coverer
+from kvferry.covering import Coverer, Indexed
 from kvferry.errors import InvalidField
 from kvferry.geometry import Group, GroupKind, Interval, TokenShard
 from kvferry.paths import Path, PathRule
@@ -24,7 +24,7 @@ def test_every_rank_that_cannot_be_covered_is_refused() -> None:
     planes = tuple(replace(plane, format="another") for plane in source.ranks[0].planes)
     source = replace(source, ranks=(replace(source.ranks[0], planes=planes),))
     destination = engine("d", GQA, 2).geometry()
-    coverer = Coverer(source, destination)
+    coverer = Coverer(Indexed(source), destination)
     for rank in destination.ranks:
         assert {mismatch.where for mismatch in coverer.cover(rank).mismatches} == {plane.name for plane in rank.planes}
 
@@ -41,7 +41,7 @@ def sharded(engine_id: str, granule: int, count: int, interleave: int) -> Engine
 def test_token_shards_cut_through_no_granule_on_either_side(source: int, destination: int, fits: bool) -> None:
     read_from = sharded("p", 16, 3, source).geometry()
     read_into = sharded("d", 16, 2, destination).geometry()
-    found = Coverer(read_from, read_into).cover(read_into.ranks[0]).mismatches
+    found = Coverer(Indexed(read_from), read_into).cover(read_into.ranks[0]).mismatches
     assert ("token_shard" in {mismatch.field for mismatch in found}) is not fits
 
 
