@@ -179,7 +179,8 @@ class HostilePeer:
                 if field_name in request.DESCRIPTOR.fields_by_name:
                     cleared: Message = request
                     cleared.ClearField(field_name)
-        return request
+        made: Message = request
+        return made
 
     def _notification(self, kind: str) -> pb.Notification:
         notification = pb.Notification()
