@@ -155,11 +155,10 @@ class HostilePeer:
         self._call(_SENT[path], self._request(name, _SENT[path]))
 
     def _request(self, name: str, method: Method) -> Message:
-        request: Message = self._made(method.request)
+        request: Any = self._made(method.request)
         if name.startswith("List"):
             # Page by page, every token is seen.
-            sized: Any = request
-            sized.page_size = self._turns.choice((0, 1, 1, 2, 3, 5))
+            request.page_size = self._turns.choice((0, 1, 1, 2, 3, 5))
             if self._turns.random() < 0.3:
                 request.ClearField("page_token")
             if "engine_id" in request.DESCRIPTOR.fields_by_name and self._turns.random() < 0.7:
@@ -176,11 +175,12 @@ class HostilePeer:
                 request.sender.CopyFrom(sender)
         elif isinstance(request, (pb.ReadBlocksRequest, pb.HandshakeRequest, pb.RegisterCacheRequest, pb.WatchRequest)):
             # A relay and a longer wait are somebody else's time.
-            cleared: Any = request
             for field_name in ("wait", "relayed_by", "home"):
                 if field_name in request.DESCRIPTOR.fields_by_name:
+                    cleared: Message = request
                     cleared.ClearField(field_name)
-        return request
+        made: Message = request
+        return made
 
     def _notification(self, kind: str) -> pb.Notification:
         notification = pb.Notification()
@@ -203,7 +203,9 @@ class HostilePeer:
         watch = pb.WatchRequest(engine=ref, session_secret=secret, role=pb.WATCH_ROLE_SCHEDULER)
         self._call(_SENT["/kvferry.v1.KVTransfer/Watch"], watch)
         self.known.learn(ref)
-        geometry: Any = self.known.messages["kvferry.v1.EngineGeometry"].draw(self._turns, lambda one: bool(one.ranks))
+        geometry: Any = self.known.messages["kvferry.v1.EngineGeometry"].draw(
+            self._turns, lambda one: len(one.ranks) > 0
+        )
         if geometry is not None:
             request = pb.RegisterCacheRequest(engine=ref, session_secret=secret, num_ranks=1)
             request.identity.update(geometry.identity)

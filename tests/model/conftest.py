@@ -18,5 +18,8 @@ MODEL = settings(
     report_multiple_bugs=False,
 )
 
+LYING = settings(MODEL, max_examples=max(1, EXAMPLES // 3))
+"""With a liar, more happens in each."""
+
 CAUGHT = settings(MODEL, max_examples=2000, phases=[Phase.generate], derandomize=True)
 """For a sabotage: found is enough, it need not be explained."""

@@ -21,7 +21,6 @@ from kvferry_server.servicers.notify import notify
 from kvferry_server.streams import read_blocks, watch
 from kvferry_server.times import Times
 from kvferry_server.wakeups import Waker, Wakeups
-from kvferry_server.worker import Worker
 from tests.model.clocks import PartyClock
 
 if TYPE_CHECKING:
@@ -128,7 +127,7 @@ class Host:
 
     def list_transfers(self, request: ipb.ListTransfersRequest) -> ipb.ListTransfersResponse:
         """As the servicer does."""
-        listing = Introspection(self.home, Worker()).ListTransfers(request, cast(Any, None))
+        listing = Introspection(self.home, cast(Any, None)).ListTransfers(request, cast(Any, None))
         try:
             listing.send(None)
         except StopIteration as answer:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from hypothesis.stateful import run_state_machine_as_test
 
-from tests.model.conftest import MODEL
+from tests.model.conftest import LYING, MODEL
 from tests.model.lying import LyingMachine
 from tests.model.machine import Machine
 
@@ -15,4 +15,4 @@ def test_the_rules_hold() -> None:
 
 
 def test_the_rules_hold_beside_a_liar() -> None:
-    run_state_machine_as_test(LyingMachine, settings=MODEL)
+    run_state_machine_as_test(LyingMachine, settings=LYING)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry.errors import LeaseEnded, LimitReached, PublicationStale
+from kvferry.errors import EngineUnknown, LeaseEnded, LimitReached, PublicationStale
 from kvferry.v1 import kv_transfer_pb2 as pb
+from kvferry_server.books import Standing
 from kvferry_server.endings import Changed
 from kvferry_server.leases import RankOutcome, ReadState, RevokeReason, Verdict
 from kvferry_server.limits import Limits
@@ -125,3 +126,14 @@ def test_nothing_told_again_is_released_before_a_max_ttl() -> None:
     assert scene.told() == []
     scene.wait(0.001)
     assert scene.told() == [(1, Outcome.ABORTED)]
+
+
+def test_of_a_replaced_incarnation_nothing_is_kept_after_its_last_lease() -> None:
+    scene = Scene()
+    scene.publish()
+    scene.grant()
+    scene.lessor.end_engine(P, Standing.REPLACED)
+    assert not scene.lessor.recovering(P)
+    scene.wait(scene.times.ttl)
+    with pytest.raises(EngineUnknown):
+        scene.lessor.recovering(P)
