@@ -44,12 +44,14 @@ class _Slabs:
     Attributes:
         begin, end: addresses.
         stride: bytes from block to block.
+        span: bytes from the first block to the end of the last, before they begin anew.
         turns: bytes after which the blocks begin anew, the longest first: of units, say, that lie outside the blocks.
     """
 
     begin: Addresses
     end: Addresses
     stride: Addresses
+    span: Addresses
     turns: tuple[Addresses, ...]
 
     def blocks(self, address: Addresses, length: Addresses) -> tuple[Bools, Int64s, Int64s]:
@@ -64,6 +66,18 @@ class _Slabs:
             first, last = first % turn[place], last % turn[place]
         stride = self.stride[place]
         return inside, (first // stride).astype(np.int64), (last // stride).astype(np.int64)
+
+    def room(self, address: Addresses) -> Addresses:
+        """Bytes from each address on that are blocks of one slab, before they end or begin anew; 0 for those that lie
+        in none."""
+        place = np.maximum(np.searchsorted(self.begin, address, side="right"), 1) - 1
+        begin, span = self.begin[place], self.span[place]
+        inside = (address >= begin) & (address < self.end[place])
+        offset = np.where(inside, address - begin, np.uint64(0))
+        for turn in self.turns:
+            offset = offset % turn[place]
+        inside &= offset < span
+        return np.where(inside, span - np.where(inside, offset, np.uint64(0)), np.uint64(0))
 
     def stride_at(self, address: Addresses) -> Addresses:
         """The stride of the slab that each address lies in, or behind."""
@@ -165,7 +179,7 @@ class _Places:
         """Whether all ids from `first` to `last` are the request's, and where those two stand in `_ids`."""
         low = np.searchsorted(self._ids, first)
         high = low + (last - first)
-        known = np.less(high, len(self._ids))
+        known = np.less_equal(first, last) & np.less(high, len(self._ids))
         low, high = np.where(known, low, 0), np.where(known, high, 0)
         # They rise and none occurs twice: if both ends are right, so is all between.
         known &= np.equal(self._ids[low], first)
@@ -245,15 +259,33 @@ class Footprint:
             self._check_raw(descriptors)
 
     def _check_raw(self, raw: RawDescriptors) -> None:
-        memory = raw.memory
-        source_space = (memory.source_kind, memory.source_device)
-        destination_space = (memory.destination_kind, memory.destination_device)
+        spaces = (
+            (raw.memory.source_kind, raw.memory.source_device),
+            (
+                raw.memory.destination_kind,
+                raw.memory.destination_device,
+            ),
+        )
+        left = raw
+        while True:
+            left = _at(left, self._unknown(left, *spaces))
+            if not left.count:
+                return
+            # A descriptor may run on from one plane into the next, where both sides do: piece by piece, then.
+            room = np.minimum(
+                _room(self._ground.source, self._places, spaces[0], left.source),
+                _room(self._ground.destination, self._places, spaces[1], left.destination),
+            )
+            left = self._divided(left, room)
+
+    def _unknown(self, raw: RawDescriptors, source_space: _Space, destination_space: _Space) -> Int64s:
+        """Which of the descriptors do not go from blocks of the request to the blocks of the same tokens."""
         left = np.arange(raw.count, dtype=np.int64)
         for name, (theirs, mine) in self._places.items():
             for source in self._ground.source.get((name, source_space), ()):
                 for destination in self._ground.destination.get((name, destination_space), ()):
                     if not len(left):
-                        return
+                        return left
                     length = raw.length[left]
                     known, low, high = _find(theirs, source, raw.source[left], length)
                     known_here, low_here, high_here = _find(mine, destination, raw.destination[left], length)
@@ -262,7 +294,17 @@ class Footprint:
                         right &= theirs.one_run(low, high)
                         right &= mine.share_tokens(low_here, theirs, low) & mine.share_tokens(high_here, theirs, high)
                     left = left[~right]
-        self._refuse(raw, left)
+        return left
+
+    def _divided(self, raw: RawDescriptors, room: Addresses) -> RawDescriptors:
+        """Each descriptor as the piece that has room, and the rest; raises `InvalidField` where that is all of it."""
+        self._refuse(raw, np.flatnonzero((room == 0) | (room >= raw.length)))
+        return RawDescriptors(
+            raw.memory,
+            np.concatenate((raw.source, raw.source + room)),
+            np.concatenate((raw.destination, raw.destination + room)),
+            np.concatenate((room, raw.length - room)),
+        )
 
     def _check_prepared(self, prepared: PreparedDescriptors) -> None:
         ground = self._ground.table(prepared.table)
@@ -292,14 +334,17 @@ class Footprint:
             raise InvalidField("descriptors", value, EXPECTED)
 
     def check_source(self, descriptors: RawDescriptors) -> None:
-        """The same for what is read to other memory than the blocks."""
+        """The same, for both ends of what is read to other memory than the blocks. What lies between may
+        be bytes of other blocks, where units or planes are further apart than blocks; nothing is made of them."""
         space = (descriptors.memory.source_kind, descriptors.memory.source_device)
-        left = np.arange(descriptors.count, dtype=np.int64)
-        for name, (theirs, _) in self._places.items():
-            for slabs in self._ground.source.get((name, space), ()):
-                known, _, _ = _find(theirs, slabs, descriptors.source[left], descriptors.length[left])
-                left = left[~known]
-        self._refuse(descriptors, left)
+        one = np.ones(descriptors.count, np.uint64)
+        for ends in (descriptors.source, descriptors.source + descriptors.length - one):
+            wrong = np.arange(descriptors.count, dtype=np.int64)
+            for name, (theirs, _) in self._places.items():
+                for slabs in self._ground.source.get((name, space), ()):
+                    known, _, _ = _find(theirs, slabs, ends[wrong], one[wrong])
+                    wrong = wrong[~known]
+            self._refuse(descriptors, wrong)
 
     def _refuse(self, raw: RawDescriptors, wrong: Int64s) -> None:
         if len(wrong):
@@ -307,6 +352,25 @@ class Footprint:
             length, source, destination = (int(column[at]) for column in (raw.length, raw.source, raw.destination))
             value = f"{length} bytes at {source:#x} to {destination:#x}"
             raise InvalidField("descriptors", value, EXPECTED)
+
+
+def _at(raw: RawDescriptors, chosen: Int64s) -> RawDescriptors:
+    return RawDescriptors(raw.memory, raw.source[chosen], raw.destination[chosen], raw.length[chosen])
+
+
+def _room(
+    grounds: Mapping[tuple[str, _Space], tuple[_Slabs, ...]],
+    groups: Iterable[str],
+    space: _Space,
+    address: Addresses,
+) -> Addresses:
+    """Bytes from each address on that lie in one slab, of whichever group; 0 for those that lie in none."""
+    least = np.full(len(address), ADDRESS_LIMIT, np.uint64)
+    for name in groups:
+        for slabs in grounds.get((name, space), ()):
+            room = slabs.room(address)
+            least = np.where(room > 0, np.minimum(least, room), least)
+    return np.where(least == ADDRESS_LIMIT, np.uint64(0), least)
 
 
 def _find(places: _Places, slabs: _Slabs, address: Addresses, length: Addresses) -> tuple[Bools, Int64s, Int64s]:
@@ -336,12 +400,12 @@ def _layers(planes: Iterable[Plane]) -> tuple[_Slabs, ...]:
 
 
 def _arrays(slabs: Sequence[_Slab]) -> _Slabs:
-    begin, end, stride = (np.array([getattr(slab, name) for slab in slabs], np.uint64) for name in _COLUMNS)
+    begin, end, stride, span = (np.array([getattr(slab, name) for slab in slabs], np.uint64) for name in _COLUMNS)
     turns = zip_longest(*([turn for turn, _ in slab.turns] for slab in slabs), fillvalue=ADDRESS_LIMIT)
-    return _Slabs(begin, end, stride, tuple(np.array(column, np.uint64) for column in turns))
+    return _Slabs(begin, end, stride, span, tuple(np.array(column, np.uint64) for column in turns))
 
 
-_COLUMNS = ("begin", "end", "stride")
+_COLUMNS = ("begin", "end", "stride", "span")
 
 
 @dataclass(frozen=True, slots=True)
@@ -368,6 +432,11 @@ class _Slab:
         turns = sorted(((step, count) for step, count in axes if count > 1 and step > plane.block_stride), reverse=True)
         window = plane.block_extent - sum(step * (count - 1) for step, count in turns)
         return cls(begin, end, plane.block_stride, plane.num_blocks, window, tuple(turns))
+
+    @property
+    def span(self) -> int:
+        """Bytes from the first block to the end of the last, before they begin anew."""
+        return self.window + self.stride * (self.blocks - 1)
 
     def joined(self, other: _Slab) -> _Slab | None:
         """Both as one, if the blocks of the other lie in the same steps."""
