@@ -14,7 +14,7 @@ from kvferry.block_use import BlockUse
 from kvferry.blocks import Blocks, blocks_by_group, blocks_to_proto, check_ids
 from kvferry.clock import LONGEST, from_duration, now
 from kvferry.control import CALL_TIMEOUT, Control, retrying
-from kvferry.errors import Closed, InvalidField, KvferryError, Unavailable
+from kvferry.errors import Closed, EngineUnknown, InvalidField, KvferryError, Unavailable
 from kvferry.forks import OneProcess
 from kvferry.offers import Offers, Publication, Release, ReleaseOutcome, leaves_open
 from kvferry.spec import EngineSpec, EngineToken
@@ -242,6 +242,9 @@ class EngineSession(OneProcess):
                 if leaves_open(error):
                     with self._lock:
                         self._offers.unanswered(step)
+                if isinstance(error, EngineUnknown) and self._watcher.failure is None:
+                    # The home restarted, and our Watch is not back yet.
+                    raise Unavailable(f"{error.message}; its Watch is being opened again") from error
                 raise
 
         try:

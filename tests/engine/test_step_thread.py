@@ -157,7 +157,7 @@ def test_while_a_peer_is_stopped(here: tuple[Here, PortEngine, NodeServerProcess
         assert made.read("granted", range(HALF))
         made.scheduler.acquire("waits", references[1])
         made.worker.warm(source.scheduler.engine_reference)
-        made.scheduler.publish("mine", {"full": Blocks([1])})
+        made.scheduler.publish("mine", {"full": Blocks([HALF])})
         for _ in range(STEPS):
             made.step()
             assert made.scheduler.granted("waits") is None

@@ -12,7 +12,7 @@ import grpc
 
 from tests.faults.parties import Node
 
-STREAMS = ("/kvferry.v1.KVTransfer/ReadBlocks", "/kvferry.v1.KVTransfer/Watch")
+STREAMS = tuple(f"/kvferry.v1.KVTransfer/{name}" for name in ("Handshake", "ReadBlocks", "Watch"))
 
 
 class DoublingNode(Node):

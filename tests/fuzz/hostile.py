@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable
 from kvferry.v1 import geometry_pb2 as pb
 
 MANY = 9_000
+MAX_RANKS = 4096
+"""Ranks that PlanRead takes."""
 
 Pair = tuple[pb.EngineGeometry, pb.EngineGeometry]
 
@@ -101,12 +103,12 @@ def _many_scattered_cells() -> Pair:
 
 
 def _many_replicas() -> Pair:
-    ranks = [[plane(base=n << 20)] for n in range(MANY)]
+    ranks = [[plane(base=n << 20)] for n in range(MAX_RANKS)]
     return engine([group()], *ranks), one(plane())
 
 
 def _many_readers() -> Pair:
-    ranks = [[plane(base=n << 20)] for n in range(MANY)]
+    ranks = [[plane(base=n << 20)] for n in range(MAX_RANKS)]
     return one(plane()), engine([group()], *ranks)
 
 

@@ -145,7 +145,10 @@ class Place:
             return
         if self.field.message_type is None:
             value = EXTREMES[self.field.type][1]
-            each = len(str(value)) + 2 if self.field.type in (F.TYPE_STRING, F.TYPE_BYTES) else 1
+            fixed = {F.TYPE_FIXED32: 4, F.TYPE_FIXED64: 8}
+            each = fixed.get(self.field.type, 1)
+            if self.field.type in (F.TYPE_STRING, F.TYPE_BYTES):
+                each = len(str(value)) + 2
             items.extend([value] * (limit // each))
             return
         first = type(items[0])() if len(items) else items.add()
