@@ -289,13 +289,13 @@ class Lessor:
             PublicationStale, PublicationReleased: there is nothing to read any more.
             HomeRecovering: not now.
         """
-        now = self.advance()
+        now = self.advance(SLICE)
         book = self._endings.book(source)
         if number == 0:
             book.check_engine_key(key)
             return
         book.check_key(number, key)
-        publication = book.publications.get(number)
+        publication = self._endings.publication(book, number, now)
         if publication is None:
             book.check_refilled()
             book.check_may_come(number, now - self._times.max_ttl)

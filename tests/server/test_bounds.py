@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import itertools
 from collections.abc import Callable
 from pathlib import Path
@@ -17,11 +18,12 @@ from hypothesis import strategies as st
 from kvferry.authority import incarnation_of
 from kvferry.channel import MAX_MESSAGE_BYTES
 from kvferry.errors import BadReference, InvalidField, KvferryError, LimitReached
-from kvferry.status import NOTIFICATION_ERROR_BYTES
+from kvferry.status import NOTIFICATION_ERROR_BYTES, from_rpc_error
 from kvferry.v1 import introspection_pb2 as ipb
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry.v1.kv_transfer_pb2_grpc import KVTransferStub
 from kvferry_server.identity import EngineRef
+from kvferry_server.leases import LEASE_BYTES
 from kvferry_server.limits import Limits
 from kvferry_server.servicers import checks
 from kvferry_server.servicers.decode import MAX_GROUPS, MAX_RUNS
@@ -34,6 +36,7 @@ from tests.server.node import (
     Node,
     Stream,
     Watch,
+    handshake_request,
     proto,
     publish_notification,
     raised,
@@ -271,36 +274,68 @@ async def test_a_page_of_sums_in_very_many_parts_is_refused_at_once(tmp_path: Pa
         assert answer.error.metadata["field"] == "checksums"
 
 
-async def test_readers_that_do_not_take_what_they_asked_for_hold_up_a_share_of_the_memory(tmp_path: Path) -> None:
-    budget = 32 << 20
+@pytest.mark.parametrize("asked", ["blocks", "handshake"])
+async def test_readers_that_do_not_take_what_they_asked_for_hold_up_a_share_of_their_own(
+    tmp_path: Path, asked: str
+) -> None:
+    budget = 64 << 20
     async with running(tmp_path, Limits(memory=budget, engine_memory=1 << 20)) as node:
-        await ready(node)
+        await node.open_engine()
+        request = register_request()
+        request.agent.metadata = b"m" * (2 << 20)
+        request.agent.metadata_sha256 = hashlib.sha256(request.agent.metadata).digest()
+        await node.kv.RegisterCache(request, timeout=TIMEOUT)
         await node.publish(1, groups=[SCATTERED])
-        held = node.home.memory.held(P)
-        # Accepted comes, and nothing more is taken: gRPC itself reads ahead by little.
+        held, used = node.home.memory.held(P), node.home.memory.used
+        # Little is taken: gRPC itself reads ahead by little.
         options = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 4096)]
         channel = grpc.aio.insecure_channel(f"unix:{tmp_path / 's'}", options=options)
         kv: Any = KVTransferStub(channel)
-        asked = [read_request(read_id=read_id(str(number))) for number in range(100)]
-        answers = [Stream(kv.ReadBlocks(request, timeout=TIMEOUT)) for request in asked]
+        # They call themselves like their victim.
+        if asked == "blocks":
+            requests = [read_request(reader=P, read_id=read_id(str(number))) for number in range(100)]
+            answers = [Stream(kv.ReadBlocks(request, timeout=TIMEOUT)) for request in requests]
+        else:
+            reader = pb.EngineRef(engine_id="reader", incarnation=P.incarnation)
+            requests = [handshake_request(reader=reader) for _ in range(100)]
+            answers = [Stream(kv.Handshake(request, timeout=TIMEOUT)) for request in requests]
         found = await asyncio.gather(*(raised_or_none(stream) for stream in answers))
         # The server writes until it may not: nothing tells when that is.
         for _ in range(int(TIMEOUT / 0.01)):
-            if node.home.memory.held(P) >= held + (2 << 20):
+            if node.home.memory.used >= used + (4 << 20):
                 break
             await asyncio.sleep(0.01)
-        assert held + (2 << 20) <= node.home.memory.held(P) <= budget // 2
-        # A victim is served.
+        assert used + (4 << 20) <= node.home.memory.used <= budget
+        # The leases are the victim's, and nothing else: it goes on, and so does another.
+        assert node.home.memory.held(P) <= held + 100 * LEASE_BYTES
         await node.open_engine(E)
         await node.register(ref=E)
-        [answer] = await node.source(publish_notification(1), ref=E)
-        assert answer.WhichOneof("kind") == "published", answer
-        stream = Stream(node.kv.ReadBlocks(read_request(reference=reference(1, E)), timeout=TIMEOUT))
-        for kind in ("accepted", "blocks", "complete"):
-            assert (await stream.next()).WhichOneof("message") == kind
+        for victim, number in ((P, 2), (E, 1)):
+            [answer] = await node.source(publish_notification(number, payload=b"x" * 65536), ref=victim)
+            assert answer.WhichOneof("kind") == "published", answer
+            stream = Stream(node.kv.ReadBlocks(read_request(reference=reference(number, victim)), timeout=TIMEOUT))
+            for kind in ("accepted", "blocks"):
+                assert (await stream.next()).WhichOneof("message") == kind
         # Who was refused is told when to come again.
-        assert any(isinstance(error, LimitReached) and error.retry_after for error in found)
+        late = await asyncio.gather(*(raised_or_end(stream) for stream in answers))
+        errors_of = [error for error in (*found, *late) if isinstance(error, LimitReached)]
+        assert errors_of
+        assert all(error.retry_after for error in errors_of)
         await channel.close()
+
+
+async def test_a_watch_is_not_refused_its_full_state_when_others_have_taken_the_room(tmp_path: Path) -> None:
+    async with running(tmp_path, Limits(memory=1 << 22, engine_memory=1 << 10)) as node:
+        watch = await ready(node)
+        for number in range(1, 101):
+            await node.publish(number, payload=b"x" * 8192)
+        await node.source(*(pb.Notification(abort=pb.Abort(publication=number)) for number in range(1, 51)))
+        # Strangers come, and less stays free than the engine holds.
+        node.home.memory.take(E, (1 << 22) - node.home.memory.used - 10_000)
+        await node.leaves(watch)
+        again = Watch(node)
+        kinds = await again.kinds(52)
+        assert kinds == ["opened", *["released"] * 50, "synced"]
 
 
 async def test_a_lease_has_few_more_streams_than_parties(tmp_path: Path) -> None:
@@ -320,6 +355,18 @@ async def test_a_lease_has_few_more_streams_than_parties(tmp_path: Path) -> None
             await asyncio.sleep(0.05)
         else:
             raise AssertionError("no room after one had left")
+
+
+async def raised_or_end(stream: Stream) -> KvferryError | None:
+    """The error that a stream ends with, if one comes at once."""
+    try:
+        while await asyncio.wait_for(stream.call.read(), 0.2) is not grpc.aio.EOF:
+            pass
+    except grpc.aio.AioRpcError as error:
+        return from_rpc_error(error, "test")
+    except asyncio.TimeoutError:
+        pass
+    return None
 
 
 async def raised_or_none(stream: Stream) -> KvferryError | None:
