@@ -14,6 +14,7 @@ engines from then on: references name their incarnations.
 from __future__ import annotations
 
 import hmac
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -117,9 +118,14 @@ class Engine:
         return self.first.num_ranks if self.first else 0
 
     @property
-    def missing_ranks(self) -> list[int]:
+    def num_missing(self) -> int:
         """Ranks that are not registered, or not any more."""
-        return [rank for rank in range(self.num_ranks) if rank not in self.ranks or rank in self.lost_ranks]
+        return self.num_ranks - len(self.ranks) + len(self.lost_ranks)
+
+    def missing_ranks(self, most: int | None = None) -> list[int]:
+        """Which those are; the first of them, if `most` says how many to look for."""
+        missing = (rank for rank in range(self.num_ranks) if rank not in self.ranks or rank in self.lost_ranks)
+        return list(itertools.islice(missing, most))
 
     @property
     def source(self) -> Source | None:
@@ -218,7 +224,7 @@ class Registry:
 
     def check_readable(self, engine: Engine) -> Source:
         """What is told of an engine whose Watch is open and whose ranks are all there; else `EngineIncomplete`."""
-        ref, missing = engine.ref, engine.missing_ranks
+        ref, missing = engine.ref, engine.missing_ranks() if engine.num_missing else []
         if engine.lost_at is not None:
             problem = "its Watch is lost"
         elif engine.source is None:

@@ -494,7 +494,7 @@ class Lessor:
             self._check_room(book, offer.number, offer.size)
         else:
             self._memory.check(book.source, offer.size)
-        check_follows(publication.steps if publication else [], offer)
+        check_follows(publication, offer)
         if book.groups is not None:
             check_offer(book.groups, offer)
         elif not book.recovering:
@@ -515,9 +515,7 @@ class Lessor:
         self._endings.seen(book, publication, now)
 
     def _append(self, book: Book, publication: Publication, offer: Offer, now: float) -> None:
-        publication.steps.append(offer)
-        publication.step_count += 1
-        publication.blocks += sum(blocks.blocks for blocks in offer.groups)
+        publication.add(offer)
         publication.expected_reads = max(publication.expected_reads, offer.expected_reads)
         publication.hold_until = now + self._times.hold
         publication.stage = Stage.PUBLISHED if offer.last else Stage.PUBLISHING

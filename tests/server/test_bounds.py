@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import itertools
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,15 +18,16 @@ from hypothesis import strategies as st
 
 from kvferry.authority import incarnation_of
 from kvferry.channel import MAX_MESSAGE_BYTES
-from kvferry.errors import BadReference, InvalidField, KvferryError, LimitReached
+from kvferry.errors import BadReference, InvalidField, KvferryError, LimitReached, PeerRestarted
 from kvferry.status import NOTIFICATION_ERROR_BYTES, from_rpc_error
 from kvferry.v1 import introspection_pb2 as ipb
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry.v1.kv_transfer_pb2_grpc import KVTransferStub
+from kvferry_server.events import Process, Role
 from kvferry_server.identity import EngineRef
 from kvferry_server.leases import LEASE_BYTES
 from kvferry_server.limits import Limits
-from kvferry_server.servicers import checks
+from kvferry_server.servicers import checks, turns
 from kvferry_server.servicers.decode import MAX_GROUPS, MAX_RUNS
 from kvferry_server.servicers.encode import MAX_TOLD_READS
 from kvferry_server.servicers.notify import MAX_NOTIFICATIONS
@@ -46,7 +48,7 @@ from tests.server.node import (
     register_request,
     running,
 )
-from tests.server.parties import SECRETS, D, E, P, read_id, start
+from tests.server.parties import P2, SECRETS, TIMES, D, E, P, read_id, start
 
 LONGEST = "\N{PILE OF POO}" * 64
 """256 bytes; three times as many where a header's bytes are written in hexadecimal."""
@@ -403,6 +405,85 @@ async def test_a_heavy_batch_lets_others_have_their_turn(tmp_path: Path) -> None
             renewals += 1
         assert {result.WhichOneof("kind") for result in await task} == {"published"}
         assert renewals > 3
+
+
+@pytest.mark.parametrize("parts", ["in one another", "apart", "of other units"])
+async def test_a_page_of_sums_in_many_parts_lets_others_have_their_turn(tmp_path: Path, parts: str) -> None:
+    async with running(tmp_path) as node:
+        await ready(node)
+        await node.publish(
+            1, groups=[pb.GroupBlocks(group="full", end_token=16 * 900, run_starts=[1], run_counts=[900])]
+        )
+
+        def part(plane: str, number: int) -> pb.Checksums:
+            asked = pb.Checksums(plane=plane, unit_end=1, place_starts=[number], place_counts=[1], sums=[number])
+            if parts == "in one another":
+                asked.place_starts.append(500 + number)
+                asked.place_counts.append(1)
+                asked.sums.append(number)
+            elif parts == "of other units":
+                asked.unit_begin, asked.unit_end, asked.place_starts[:] = number % 8, number % 8 + 1, [number // 8]
+            return asked
+
+        sums = [
+            part(f"layers.{layer}/{component}", number)
+            for layer in range(2)
+            for component in ("key", "value")
+            for number in range(256)
+        ]
+        page = pb.Notification(checksums=pb.PublishChecksums(publication=1, checksums=sums))
+        task, longest = asyncio.create_task(node.source(page, page, page)), 0.0
+        while not task.done():
+            began = time.monotonic()
+            await asyncio.sleep(0.001)
+            longest = max(longest, time.monotonic() - began)
+        assert [result.WhichOneof("kind") for result in await task] == ["done"] * 3
+        assert longest < 0.25
+
+
+async def test_a_step_after_very_many_costs_no_more_than_one_after_few(tmp_path: Path) -> None:
+    async with running(tmp_path) as node:
+        watch = Watch(node)
+        await watch.kinds(2)
+        # Until a rank has registered, groups have any name; before the snapshot's end that is no error.
+        groups = [pb.GroupBlocks(group=f"g{number}") for number in range(MAX_GROUPS)]
+        steps = [publish_notification(1, step, last=False, groups=groups) for step in range(1200)]
+
+        async def took(first: int, end: int) -> float:
+            began = time.process_time()
+            for result in await node.source(*steps[first:end]):
+                assert result.WhichOneof("kind") == "published", result
+            return time.process_time() - began
+
+        early = await took(0, 100)
+        for first in range(100, 1100, 500):
+            await took(first, first + 500)
+        assert await took(1100, 1200) < 4 * early
+
+
+async def test_a_batch_of_an_engine_that_was_replaced_meanwhile_does_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(turns, "TURN_SECONDS", 0.0)
+    async with running(tmp_path) as node:
+        watch = await ready(node)
+        await node.publish(1)
+        # A lease keeps what the home knows of the engine.
+        await node.read(1).next()
+        batch = [publish_notification(number) for number in range(2, 500)]
+        task = asyncio.create_task(raised(node.source(*batch)))
+        for _ in range(100_000):
+            if len(list(node.home.lessor.publications())) >= 10:
+                break
+            await asyncio.sleep(0)
+        watch.cancel()
+        with node.home.turn():
+            node.home.engines.close_engine(P)
+        node.pass_by(TIMES.engine_ttl + 1)
+        with node.home.turn():
+            node.home.open_watch(Process(P2, Role.SCHEDULER), SECRETS[P2])
+        assert isinstance(await task, PeerRestarted)
+        assert len(list(node.home.lessor.publications())) <= 1
 
 
 async def test_a_flood_by_three_engines_refuses_them_and_nobody_else(tmp_path: Path) -> None:

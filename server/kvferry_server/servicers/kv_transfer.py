@@ -49,13 +49,13 @@ class KVTransfer(KVTransferServicer):
         if relayed:
             return await self._relays.register_cache(request)
         with home.turn():
-            missing = home.register(registration, secret)
+            engine = home.register(registration, secret)
             reuse_after = home.reuse_after(registration.engine)
         return pb.RegisterCacheResponse(
             home_epoch=home.epoch,
             reuse_after=to_duration(reuse_after),
-            missing_ranks=missing[:MISSING_TOLD],
-            num_missing=len(missing),
+            missing_ranks=engine.missing_ranks(MISSING_TOLD),
+            num_missing=engine.num_missing,
             advertise=home.advertise,
         )
 
