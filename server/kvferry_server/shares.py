@@ -64,16 +64,17 @@ class Shares:
         self.take(holder, -size)
 
 
-def check_share(limit: str, shares: Shares, holder: Hashable, retry_after: float) -> None:
-    """Raise `LimitReached` if a holder may not take one more.
+def check_share(limit: str, shares: Shares, holder: Hashable, retry_after: float, size: int = 1) -> None:
+    """Raise `LimitReached` if a holder may not take so much more.
 
     Args:
         limit: what is shared, a field of `Limits`.
         shares: the room.
         holder: who wants more.
         retry_after: seconds after which there can be room.
+        size: how much more.
     """
-    if not shares.fits(holder):
+    if not shares.fits(holder, size):
         raise LimitReached(
             f"{limit}: this one holds {shares.held(holder)}, all together {shares.used} of {shares.most}",
             retry_after=retry_after,
