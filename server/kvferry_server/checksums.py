@@ -5,7 +5,7 @@ What a sum is, only engines need to know (`kvferry.checksums`); here it is a num
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -16,7 +16,7 @@ from kvferry.errors import InvalidField
 from kvferry.geometry import Group, GroupKind, Interval
 
 if TYPE_CHECKING:
-    from kvferry_server.publications import Offer
+    from kvferry_server.publications import Extent
 
 Places: TypeAlias = npt.NDArray[np.int64]
 
@@ -25,6 +25,11 @@ PAGE_OVERHEAD = 512
 
 MAX_PAGES = 256
 """Pages of one plane of a publication: a new page is compared with all of them."""
+
+MERGED = 1 << 14
+"""Places of pages that a new page is compared with at once."""
+
+_NO_PLACES: Places = np.empty(0, np.int64)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,6 +41,7 @@ class Page:
         units: the units summed.
         places: of the blocks, rising, ``int64[n]``.
         sums: ``uint32[n, units]``.
+        first, last: of the places.
     """
 
     rank: int
@@ -43,26 +49,41 @@ class Page:
     units: Interval
     places: Places
     sums: npt.NDArray[np.uint32]
+    first: int = field(init=False)
+    last: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        # As Python's numbers: a new page is compared with hundreds, and numpy's take ten times as long.
+        object.__setattr__(self, "first", int(self.places[0]))
+        object.__setattr__(self, "last", int(self.places[-1]))
 
     @property
     def size(self) -> int:
         """About as many bytes as it takes in memory."""
         return PAGE_OVERHEAD + self.places.nbytes + self.sums.nbytes
 
-    def overlaps(self, other: Page) -> bool:
-        """Whether both have a sum for one block and unit."""
-        if self.units.intersect(other.units) is None or not self.reaches(other.places):
-            return False
-        return bool(np.isin(self.places, other.places, assume_unique=True).any())
+    def near(self, pages: Iterable[Page]) -> list[Page]:
+        """Those of the pages that may have a sum for one block and unit with this one."""
+        first, last, begin, end = self.first, self.last, self.units.begin, self.units.end
+        return [
+            other
+            for other in pages
+            if other.first <= last and first <= other.last and other.units.begin < end and begin < other.units.end
+        ]
 
-    def reaches(self, places: Places) -> bool:
-        """Whether the page begins before these places end, and ends after they begin. Places rise."""
-        return bool(self.places[0] <= places[-1] and places[0] <= self.places[-1])
+    def overlaps(self, near: Sequence[Page]) -> bool:
+        """Whether one of the pages that are `near` has a sum for a block of this one."""
+        if sum(len(other.places) for other in near) <= MERGED:
+            # Many small ones at once.
+            found = np.concatenate([_NO_PLACES, *(other.places for other in near)])
+            return bool(np.isin(self.places, found).any())
+        return any(bool(np.isin(self.places, other.places, assume_unique=True).any()) for other in near)
 
     def equals(self, other: Page) -> bool:
         """Whether both say the same of the same blocks."""
         return (
             self.units == other.units
+            and (self.first, self.last) == (other.first, other.last)
             and np.array_equal(self.places, other.places)
             and np.array_equal(self.sums, other.sums)
         )
@@ -70,7 +91,7 @@ class Page:
     def part(self, units: Interval, places: Places) -> Page | None:
         """What the page has of these units and blocks; None if nothing."""
         both = self.units.intersect(units)
-        if both is None or not self.reaches(places):
+        if both is None or self.first > places[-1] or places[0] > self.last:
             return None
         chosen = np.isin(self.places, places, assume_unique=True)
         if not bool(chosen.any()):
@@ -113,12 +134,12 @@ class Checksums:
             key = page.rank, page.plane
             new = found.setdefault(key, [])
             others = [*self._pages.get(key, ()), *new]
-            overlapping = [other for other in others if page.overlaps(other)]
-            if any(not page.equals(other) for other in overlapping):
+            near = page.near(others)
+            if any(page.equals(other) for other in near):
+                continue
+            if page.overlaps(near):
                 problem = "blocks that have other sums already, or are in another page"
                 raise InvalidField("checksums", f"{page.plane}, rank {page.rank}", f"no {problem}")
-            if overlapping:
-                continue
             if len(others) == MAX_PAGES:
                 where = f"{page.plane}, rank {page.rank}"
                 raise InvalidField("checksums", where, f"at most {MAX_PAGES} pages of a plane")
@@ -151,15 +172,14 @@ def answers(query: Query, pages: Iterable[Page]) -> Iterator[Page]:
             yield part
 
 
-def check_places(group: Group, steps: Sequence[Offer], page: Page) -> None:
+def check_places(group: Group, extents: Mapping[str, Extent], page: Page) -> None:
     """Raise `InvalidField` if a page is about blocks that were not published."""
-    offered = [blocks for step in steps for blocks in step.groups if blocks.group == group.name]
-    if group.kind is GroupKind.STATE:
-        first, end = 0, sum(blocks.blocks for blocks in offered)
-    else:
-        first = min((blocks.first_token // group.block_tokens for blocks in offered), default=0)
-        end = max((-(-blocks.end_token // group.block_tokens) for blocks in offered), default=0)
-    lowest, highest = int(page.places[0]), int(page.places[-1])
-    if lowest < first or highest >= end:
+    offered = extents.get(group.name)
+    first = end = 0
+    if offered is not None and group.kind is GroupKind.STATE:
+        end = offered.blocks
+    elif offered is not None:
+        first, end = offered.first_token // group.block_tokens, -(-offered.end_token // group.block_tokens)
+    if page.first < first or page.last >= end:
         where = f"checksums of {page.plane}"
-        raise InvalidField(where, f"places {lowest} to {highest}", f"those that were published, [{first}, {end})")
+        raise InvalidField(where, f"places {page.first} to {page.last}", f"those that were published, [{first}, {end})")

@@ -230,7 +230,7 @@ class Endings:
         book.released += 1
         sums = publication.checksums.clear()
         self.memory.give(book.source, publication.size + sums)
-        publication.steps.clear()
+        publication.drop_steps()
         book.checksum_bytes -= sums
         if book.standing is Standing.REPLACED:
             # Its memory is the new incarnation's, which `reuse_after` held back; nobody acknowledges.

@@ -14,6 +14,7 @@ engines from then on: references name their incarnations.
 from __future__ import annotations
 
 import hmac
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -117,9 +118,14 @@ class Engine:
         return self.first.num_ranks if self.first else 0
 
     @property
-    def missing_ranks(self) -> list[int]:
+    def num_missing(self) -> int:
         """Ranks that are not registered, or not any more."""
-        return [rank for rank in range(self.num_ranks) if rank not in self.ranks or rank in self.lost_ranks]
+        return self.num_ranks - len(self.ranks) + len(self.lost_ranks)
+
+    def missing_ranks(self, most: int | None = None) -> list[int]:
+        """Which those are; the first of them, if `most` says how many to look for."""
+        missing = (rank for rank in range(self.num_ranks) if rank not in self.ranks or rank in self.lost_ranks)
+        return list(itertools.islice(missing, most))
 
     @property
     def source(self) -> Source | None:
@@ -218,7 +224,7 @@ class Registry:
 
     def check_readable(self, engine: Engine) -> Source:
         """What is told of an engine whose Watch is open and whose ranks are all there; else `EngineIncomplete`."""
-        ref, missing = engine.ref, engine.missing_ranks
+        ref, missing = engine.ref, engine.missing_ranks() if engine.num_missing else []
         if engine.lost_at is not None:
             problem = "its Watch is lost"
         elif engine.source is None:
@@ -273,11 +279,18 @@ class Registry:
             raise self._restarted(ref)
         engine = self._engines.get(ref)
         if engine is None:
-            for other in self._named(ref.engine_id):
-                self._replace(other, now)
-            check_limit("engines", len(self._engines), self._limits.engines, self._times.engine_ttl)
-            if peer:
+            others = self._named(ref.engine_id)
+            # Who is refused changes nothing: a dead engine may still come back.
+            for other in others:
+                self._check_not_in_use(other, now)
+            replaced = [other for other in others if other.dead]
+            count = len(self._engines) - len(replaced)
+            check_limit("engines", count, self._limits.engines, self._times.engine_ttl)
+            if peer and all(other.peer != peer for other in replaced):
                 check_share("engines", self._peers, peer, self._times.engine_ttl)
+            for other in replaced:
+                self._forget(other)
+                self._retired[other.ref] = now + self._times.retire
             engine = Engine(ref, self._times.engine_ttl, self._times.retire)
             self._engines[ref] = engine
         engine.lost_at, engine.dead = None, False
@@ -361,21 +374,17 @@ class Registry:
         if agent is not None and any(other.name == agent.name for other in others):
             raise InvalidField("agent.name", agent.name, "a name that no other rank of the engine has")
 
-    def _replace(self, engine: Engine, now: float) -> None:
+    def _check_not_in_use(self, engine: Engine, now: float) -> None:
         """Another incarnation wants the name: only if this one is dead, or nobody can know which is the older."""
+        if engine.dead or self._new:
+            return
         ref, ttl = engine.ref, self._times.engine_ttl
-        if not engine.dead:
-            if self._new:
-                return
-            retry_after = ttl if engine.lost_at is None else engine.lost_at + ttl - now
-            raise EngineIdInUse(
-                f"{ref} lives, or may come back",
-                retry_after=retry_after,
-                engine_id=ref.engine_id,
-                incarnation=ref.incarnation.hex(),
-            )
-        self._forget(engine)
-        self._retired[ref] = now + self._times.retire
+        raise EngineIdInUse(
+            f"{ref} lives, or may come back",
+            retry_after=ttl if engine.lost_at is None else engine.lost_at + ttl - now,
+            engine_id=ref.engine_id,
+            incarnation=ref.incarnation.hex(),
+        )
 
     def _comes_from(self, engine: Engine, peer: str) -> None:
         if engine.peer:

@@ -76,12 +76,14 @@ class Feed:
         process: whose.
         sequence: number of the last event, from 1; 0 before the first.
         holder: number of the Watch that has it now; an older one was taken over.
+        tellings: Watches that are being told the full state, older ones included.
     """
 
     def __init__(self, process: Process, kept: int) -> None:
         self.process = process
         self.sequence = 0
         self.holder = 0
+        self.tellings = 0
         self._kept = kept
         self._dropped = 0
         self._events: deque[Numbered] = deque()

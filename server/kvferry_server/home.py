@@ -18,7 +18,7 @@ from kvferry.v1 import kv_transfer_pb2
 from kvferry_server.books import Standing
 from kvferry_server.clock import Clock
 from kvferry_server.endings import Released
-from kvferry_server.engines import EngineDied, EngineGone, RankDied, Registry
+from kvferry_server.engines import Engine, EngineDied, EngineGone, RankDied, Registry
 from kvferry_server.events import Draining, Event, Feed, Process, PublicationReleased, RankLost, Role
 from kvferry_server.identity import EngineRef
 from kvferry_server.lessor import SLICE, Lessor
@@ -146,11 +146,11 @@ class Home:
             self.engines.close_engine(process.engine)
             self.lessor.lose(process.engine)
 
-    def register(self, registration: Registration, secret: bytes) -> list[int]:
-        """Take a rank's cache, within a turn; returns the ranks that are missing. Errors as `Registry.register`."""
+    def register(self, registration: Registration, secret: bytes) -> Engine:
+        """Take a rank's cache, within a turn; returns its engine. Errors as `Registry.register`."""
         engine = self.engines.register(registration, secret)
         self.lessor.set_groups(registration.engine, registration.groups)
-        return engine.missing_ranks
+        return engine
 
     def acknowledge(self, source: EngineRef, numbers: Collection[int]) -> None:
         """A source knows of these releases, within a turn."""

@@ -36,6 +36,8 @@ from kvferry.errors import (
 )
 from kvferry.status import to_status
 from kvferry_server.connections import host_of
+from kvferry_server.shares import Shares as Room
+from kvferry_server.shares import check_share
 
 logger = logging.getLogger(__name__)
 
@@ -75,6 +77,12 @@ LARGE_REQUESTS = frozenset({OUR_SERVICE + "Handshake"})
 
 REQUEST_TIMEOUT = 10.0
 """Seconds that a request may take to arrive."""
+
+ANSWER_TIMEOUT = 10.0
+"""Seconds that the answer of a unary call may take to be taken."""
+
+ANSWERS = 64 << 20
+"""Bytes of large answers that wait to be taken; no host gets more than are left."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +135,7 @@ class Guard(grpc.aio.ServerInterceptor):
     def __init__(self, limits: CallLimits) -> None:
         self._calls = Shares("max_calls", limits.calls)
         self._room = Shares("max_streams", limits.streams)
+        self._answers = Room(ANSWERS, 0)
         self._reading: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
         self._streams: set[asyncio.Task[Any]] = set()
         self._ending = False
@@ -149,10 +158,10 @@ class Guard(grpc.aio.ServerInterceptor):
                 guarded = self._guarded_stream(method, handler.unary_stream, decode, one_request=True)
                 return grpc.stream_stream_rpc_method_handler(guarded, None, encode)
             if handler.unary_unary is not None:
-                guarded = self._guarded_call(method, handler.unary_unary, decode)
-                return grpc.stream_unary_rpc_method_handler(guarded, None, encode)
-        refusing = self._guarded_call(method, _not_offered(method), None)
-        return grpc.stream_unary_rpc_method_handler(refusing, None, None)
+                guarded = self._guarded_call(method, handler.unary_unary, decode, encode)
+                return grpc.stream_stream_rpc_method_handler(guarded, None, None)
+        refusing = self._guarded_call(method, _not_offered(method), None, partial(_encoded, None))
+        return grpc.stream_stream_rpc_method_handler(refusing, None, None)
 
     @property
     def open_streams(self) -> int:
@@ -171,8 +180,8 @@ class Guard(grpc.aio.ServerInterceptor):
             await asyncio.wait(tuple(self._streams), timeout=timeout)
         return not self._streams
 
-    def _guarded_call(self, method: str, behaviour: Behaviour, decode: Decode | None) -> Behaviour:
-        async def call(_: object, context: Context) -> Any:
+    def _guarded_call(self, method: str, behaviour: Behaviour, decode: Decode | None, encode: Encode) -> Behaviour:
+        async def call(_: object, context: Context) -> None:
             try:
                 host = host_of(context.peer())
                 with self._calls.one(host):
@@ -180,11 +189,27 @@ class Guard(grpc.aio.ServerInterceptor):
                     async with self._request(host, context) as raw:
                         request = _decoded(decode, raw)
                         del raw
-                        return await behaviour(request, context)
+                        answer = encode(await behaviour(request, context))
+                with self._answering(host, len(answer)):
+                    # Not for gRPC to send, after us: it would keep what is never taken, for anybody who asks.
+                    await _within(ANSWER_TIMEOUT, context.write(answer), _not_taken)
             except Exception as error:
                 await _abort(context, method, error)
 
         return call
+
+    @contextlib.contextmanager
+    def _answering(self, host: str, size: int) -> Iterator[None]:
+        """Room for an answer until it is taken. Small ones are not counted."""
+        if size < LARGE:
+            yield
+            return
+        check_share("answers", self._answers, host, RETRY_AFTER, size)
+        self._answers.take(host, size)
+        try:
+            yield
+        finally:
+            self._answers.give(host, size)
 
     def _guarded_stream(
         self, method: str, behaviour: Behaviour, decode: Decode | None, *, one_request: bool
@@ -244,6 +269,18 @@ class Guard(grpc.aio.ServerInterceptor):
 
 
 async def _read(context: Context) -> Any:
+    return await _within(REQUEST_TIMEOUT, context.read(), _not_sent)
+
+
+def _not_sent() -> KvferryError:
+    return InvalidField("request", "unfinished", f"all of it within {REQUEST_TIMEOUT:g} s")
+
+
+def _not_taken() -> KvferryError:
+    return InvalidField("answer", "not taken", f"to be taken within {ANSWER_TIMEOUT:g} s")
+
+
+async def _within(seconds: float, what: Awaitable[Any], late_error: Callable[[], KvferryError]) -> Any:
     # A timer instead of `asyncio.wait_for`, whose task would be a sixth of what a call costs.
     loop, task, late = asyncio.get_running_loop(), cast("asyncio.Task[Any]", asyncio.current_task()), False
 
@@ -252,13 +289,13 @@ async def _read(context: Context) -> Any:
         late = True
         task.cancel()
 
-    timer = loop.call_later(REQUEST_TIMEOUT, end)
+    timer = loop.call_later(seconds, end)
     try:
-        return await context.read()
+        return await what
     except asyncio.CancelledError:
         if not late:
             raise
-        raise InvalidField("request", "unfinished", f"all of it within {REQUEST_TIMEOUT:g} s") from None
+        raise late_error() from None
     finally:
         timer.cancel()
 

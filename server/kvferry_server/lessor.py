@@ -289,13 +289,13 @@ class Lessor:
             PublicationStale, PublicationReleased: there is nothing to read any more.
             HomeRecovering: not now.
         """
-        now = self.advance()
+        now = self.advance(SLICE)
         book = self._endings.book(source)
         if number == 0:
             book.check_engine_key(key)
             return
         book.check_key(number, key)
-        publication = book.publications.get(number)
+        publication = self._endings.publication(book, number, now)
         if publication is None:
             book.check_refilled()
             book.check_may_come(number, now - self._times.max_ttl)
@@ -494,7 +494,7 @@ class Lessor:
             self._check_room(book, offer.number, offer.size)
         else:
             self._memory.check(book.source, offer.size)
-        check_follows(publication.steps if publication else [], offer)
+        check_follows(publication, offer)
         if book.groups is not None:
             check_offer(book.groups, offer)
         elif not book.recovering:
@@ -515,9 +515,7 @@ class Lessor:
         self._endings.seen(book, publication, now)
 
     def _append(self, book: Book, publication: Publication, offer: Offer, now: float) -> None:
-        publication.steps.append(offer)
-        publication.step_count += 1
-        publication.blocks += sum(blocks.blocks for blocks in offer.groups)
+        publication.add(offer)
         publication.expected_reads = max(publication.expected_reads, offer.expected_reads)
         publication.hold_until = now + self._times.hold
         publication.stage = Stage.PUBLISHED if offer.last else Stage.PUBLISHING

@@ -111,6 +111,15 @@ class Offer:
         return 512 + len(self.payload) + 512 * len(self.groups) + 80 * runs
 
 
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """What all steps of a publication hold of one group: the tokens, half-open, and how many blocks."""
+
+    first_token: int
+    end_token: int
+    blocks: int
+
+
 @dataclass(slots=True, eq=False)
 class Publication:
     """A publication at its home.
@@ -121,6 +130,7 @@ class Publication:
         stage: where it stands.
         request_id: as its first step said.
         steps: the offers so far; dropped when it is released.
+        extents: what they hold together, by group: a step is checked without a look at all before it.
         step_count: how many came.
         blocks: offered so far, over all groups.
         expected_reads: the highest that anyone stated.
@@ -143,6 +153,7 @@ class Publication:
     stage: Stage = Stage.AWAITED
     request_id: str = ""
     steps: list[Offer] = field(default_factory=list)
+    extents: dict[str, Extent] = field(default_factory=dict)
     step_count: int = 0
     blocks: int = 0
     expected_reads: int = 1
@@ -180,6 +191,24 @@ class Publication:
         """Whether its source has said that its ranks send sums. What was sent to this home's predecessor is not sent
         again."""
         return self.release_floor == 0.0 and any(offer.checksums for offer in self.steps)
+
+    def add(self, offer: Offer) -> None:
+        """Take the next step."""
+        self.steps.append(offer)
+        self.step_count += 1
+        for new in offer.groups:
+            self.blocks += new.blocks
+            before = self.extents.get(new.group) or Extent(new.first_token, new.end_token, 0)
+            self.extents[new.group] = Extent(
+                min(before.first_token, new.first_token),
+                max(before.end_token, new.end_token),
+                before.blocks + new.blocks,
+            )
+
+    def drop_steps(self) -> None:
+        """Nobody will be told them any more."""
+        self.steps.clear()
+        self.extents.clear()
 
     def due(self) -> float:
         """When it ends, is released or forgotten, or its source is told again."""
@@ -224,21 +253,22 @@ def check_offer(groups: Mapping[str, Group], offer: Offer) -> None:
         _check_ids(group, blocks)
 
 
-def check_follows(steps: list[Offer], offer: Offer) -> None:
+def check_follows(publication: Publication | None, offer: Offer) -> None:
     """Check that a step goes on where the ones before it ended; raises `InvalidField`."""
+    steps = publication.steps if publication is not None else []
     if offer.step != len(steps):
         raise InvalidField("publish.step", offer.step, f"{len(steps)}, the next one")
-    if not steps:
+    if publication is None or not steps:
         return
     if steps[-1].last:
         raise InvalidField("publish.step", offer.step, f"at most {len(steps) - 1}, which was the last")
-    if offer.request_id != steps[0].request_id:
+    if offer.request_id != publication.request_id:
         raise InvalidField("publish.request_id", "another one", "the same in every step")
-    ends = {blocks.group: blocks.end_token for step in steps for blocks in step.groups}
     for blocks in offer.groups:
-        end = ends.get(blocks.group, blocks.first_token)
-        if blocks.first_token != end:
-            raise InvalidField(f"publish.groups[{blocks.group}].first_token", blocks.first_token, f"{end}, going on")
+        before = publication.extents.get(blocks.group)
+        if before is not None and blocks.first_token != before.end_token:
+            problem = f"{before.end_token}, going on"
+            raise InvalidField(f"publish.groups[{blocks.group}].first_token", blocks.first_token, problem)
 
 
 def _check_tokens(group: Group, blocks: GroupBlocks, last: bool) -> None:

@@ -8,9 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from kvferry.errors import LimitReached
 from kvferry_server.identity import EngineRef
+
+ASKER_FLOOR = 64 << 10
+"""Bytes of answers not taken yet that nobody is refused: most answers have far fewer."""
+
+LOCAL = "callers on this host"
+"""The peer of those who ask and cannot be told apart."""
 
 
 class Shares:
@@ -57,16 +64,17 @@ class Shares:
         self.take(holder, -size)
 
 
-def check_share(limit: str, shares: Shares, holder: Hashable, retry_after: float) -> None:
-    """Raise `LimitReached` if a holder may not take one more.
+def check_share(limit: str, shares: Shares, holder: Hashable, retry_after: float, size: int = 1) -> None:
+    """Raise `LimitReached` if a holder may not take so much more.
 
     Args:
         limit: what is shared, a field of `Limits`.
         shares: the room.
         holder: who wants more.
         retry_after: seconds after which there can be room.
+        size: how much more.
     """
-    if not shares.fits(holder):
+    if not shares.fits(holder, size):
         raise LimitReached(
             f"{limit}: this one holds {shares.held(holder)}, all together {shares.used} of {shares.most}",
             retry_after=retry_after,
@@ -113,18 +121,8 @@ class Memory:
 
     def check(self, engine: EngineRef, size: int) -> None:
         """Raise `LimitReached` if there is no room for so many bytes more of an engine's."""
-        if self._engines.in_floor(engine, size):
-            return
-        peer = self._peer_of.get(engine)
-        if self._engines.fits(engine, size) and (peer is None or self._peers.fits(peer, size)):
-            return
-        raise LimitReached(
-            f"memory: {engine} holds {self._engines.held(engine)} bytes; {size} more are above its share "
-            f"of this server's {self._engines.most}",
-            retry_after=self._retry_after,
-            limit="memory",
-            value=self._engines.most,
-        )
+        if not self._engines.in_floor(engine, size):
+            self._check(engine, self._peer_of.get(engine), size)
 
     def take(self, engine: EngineRef, size: int) -> None:
         """So many bytes more; negative: less."""
@@ -137,16 +135,53 @@ class Memory:
         """So many bytes less."""
         self.take(engine, -size)
 
-    def forget(self, engine: EngineRef) -> None:
-        """The engine is gone; what is still held of it is no peer's any more."""
-        self.comes_from(engine, "")
+    @contextmanager
+    def telling(self, asker: Hashable, peer: str, size: int) -> Iterator[None]:
+        """Bytes of an answer that waits until it is taken. They are those of who asked: whoever does not take what he
+        asked for leaves the engine that he asked about, and its other readers, what they had. Checked.
+
+        Args:
+            asker: who asked.
+            peer: that he comes from; empty if it cannot be told apart: all of those share what one peer gets.
+            size: of the answer.
+        """
+        asker, peer = _Asker(asker), peer or LOCAL
+        if self._engines.held(asker) + size > ASKER_FLOOR:
+            self._check(asker, peer, size)
+        self._engines.take(asker, size)
+        self._peers.take(peer, size)
+        try:
+            yield
+        finally:
+            self._engines.give(asker, size)
+            self._peers.give(peer, size)
 
     @contextmanager
     def holding(self, engine: EngineRef, size: int) -> Iterator[None]:
-        """Bytes that are held for a while, such as those of a message that waits for a slow reader. Checked."""
-        self.check(engine, size)
+        """Bytes that are held for an engine for a while. Not checked."""
         self.take(engine, size)
         try:
             yield
         finally:
             self.give(engine, size)
+
+    def _check(self, holder: Hashable, peer: str | None, size: int) -> None:
+        if self._engines.fits(holder, size) and (peer is None or self._peers.fits(peer, size)):
+            return
+        raise LimitReached(
+            f"memory: {holder} holds {self._engines.held(holder)} bytes; {size} more are above its share "
+            f"of this server's {self._engines.most}",
+            retry_after=self._retry_after,
+            limit="memory",
+            value=self._engines.most,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Asker:
+    """Who asks has an account of his own, also where he calls himself like an engine."""
+
+    name: Hashable
+
+    def __str__(self) -> str:
+        return f"who asks as {self.name}"

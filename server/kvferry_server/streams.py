@@ -4,7 +4,7 @@ when."""
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Iterator
-from contextlib import contextmanager
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -131,8 +131,9 @@ async def watch(
         yield Opened(resumed)
         if not resumed:
             told = feed.sequence
-            async for message in _full_state(home, process):
-                yield message
+            async with aclosing(_full_state(home, feed, holder)) as messages:
+                async for message in messages:
+                    yield message
         with home.wakeups.watching(feed) as waker:
             while True:
                 waker.clear()
@@ -140,8 +141,9 @@ async def watch(
                 if dropped:
                     yield Lagged(dropped)
                     told = feed.sequence
-                    async for message in _full_state(home, process):
-                        yield message
+                    async with aclosing(_full_state(home, feed, holder)) as messages:
+                        async for message in messages:
+                            yield message
                 for numbered in feed.after(told):
                     _check_holder(feed, holder)
                     told = numbered.sequence
@@ -159,11 +161,21 @@ async def watch(
                 home.close_watch(process)
 
 
-async def _full_state(home: Home, process: Process) -> AsyncGenerator[WatchMessage, None]:
+async def _full_state(home: Home, feed: Feed, holder: int) -> AsyncGenerator[WatchMessage, None]:
+    process = feed.process
     events = home.state(process)
-    with home.memory.holding(process.engine, EVENT_BYTES * len(events)):
-        for event in events:
-            yield Numbered(0, event)
+    size = EVENT_BYTES * len(events)
+    if feed.tellings:
+        # A Watch that was taken over may not take what it is told. The first is never refused: an engine dies without.
+        home.memory.check(process.engine, size)
+    feed.tellings += 1
+    try:
+        with home.memory.holding(process.engine, size):
+            for event in events:
+                _check_holder(feed, holder)
+                yield Numbered(0, event)
+    finally:
+        feed.tellings -= 1
     yield Synced(home.need_resync(process))
 
 

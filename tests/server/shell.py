@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -86,6 +87,11 @@ class Kvferryd:
     @property
     def running(self) -> bool:
         return self._process.poll() is None
+
+    def resident(self) -> int:
+        """Bytes of memory that it has."""
+        fields = Path(f"/proc/{self._process.pid}/statm").read_text().split()
+        return int(fields[1]) * resource.getpagesize()
 
     def signal(self, number: signal.Signals = signal.SIGTERM) -> None:
         self._process.send_signal(number)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import itertools
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,14 +18,16 @@ from hypothesis import strategies as st
 
 from kvferry.authority import incarnation_of
 from kvferry.channel import MAX_MESSAGE_BYTES
-from kvferry.errors import BadReference, InvalidField, KvferryError, LimitReached
-from kvferry.status import NOTIFICATION_ERROR_BYTES
+from kvferry.errors import BadReference, InvalidField, KvferryError, LimitReached, PeerRestarted
+from kvferry.status import NOTIFICATION_ERROR_BYTES, from_rpc_error
 from kvferry.v1 import introspection_pb2 as ipb
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry.v1.kv_transfer_pb2_grpc import KVTransferStub
+from kvferry_server.events import Process, Role
 from kvferry_server.identity import EngineRef
+from kvferry_server.leases import LEASE_BYTES
 from kvferry_server.limits import Limits
-from kvferry_server.servicers import checks
+from kvferry_server.servicers import checks, turns
 from kvferry_server.servicers.decode import MAX_GROUPS, MAX_RUNS
 from kvferry_server.servicers.encode import MAX_TOLD_READS
 from kvferry_server.servicers.notify import MAX_NOTIFICATIONS
@@ -34,6 +38,7 @@ from tests.server.node import (
     Node,
     Stream,
     Watch,
+    handshake_request,
     proto,
     publish_notification,
     raised,
@@ -43,7 +48,7 @@ from tests.server.node import (
     register_request,
     running,
 )
-from tests.server.parties import SECRETS, D, E, P, read_id, start
+from tests.server.parties import P2, SECRETS, TIMES, D, E, P, read_id, start
 
 LONGEST = "\N{PILE OF POO}" * 64
 """256 bytes; three times as many where a header's bytes are written in hexadecimal."""
@@ -271,36 +276,68 @@ async def test_a_page_of_sums_in_very_many_parts_is_refused_at_once(tmp_path: Pa
         assert answer.error.metadata["field"] == "checksums"
 
 
-async def test_readers_that_do_not_take_what_they_asked_for_hold_up_a_share_of_the_memory(tmp_path: Path) -> None:
-    budget = 32 << 20
+@pytest.mark.parametrize("asked", ["blocks", "handshake"])
+async def test_readers_that_do_not_take_what_they_asked_for_hold_up_a_share_of_their_own(
+    tmp_path: Path, asked: str
+) -> None:
+    budget = 64 << 20
     async with running(tmp_path, Limits(memory=budget, engine_memory=1 << 20)) as node:
-        await ready(node)
+        await node.open_engine()
+        request = register_request()
+        request.agent.metadata = b"m" * (2 << 20)
+        request.agent.metadata_sha256 = hashlib.sha256(request.agent.metadata).digest()
+        await node.kv.RegisterCache(request, timeout=TIMEOUT)
         await node.publish(1, groups=[SCATTERED])
-        held = node.home.memory.held(P)
-        # Accepted comes, and nothing more is taken: gRPC itself reads ahead by little.
+        held, used = node.home.memory.held(P), node.home.memory.used
+        # Little is taken: gRPC itself reads ahead by little.
         options = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 4096)]
         channel = grpc.aio.insecure_channel(f"unix:{tmp_path / 's'}", options=options)
         kv: Any = KVTransferStub(channel)
-        asked = [read_request(read_id=read_id(str(number))) for number in range(100)]
-        answers = [Stream(kv.ReadBlocks(request, timeout=TIMEOUT)) for request in asked]
+        # They call themselves like their victim.
+        if asked == "blocks":
+            requests = [read_request(reader=P, read_id=read_id(str(number))) for number in range(100)]
+            answers = [Stream(kv.ReadBlocks(request, timeout=TIMEOUT)) for request in requests]
+        else:
+            reader = pb.EngineRef(engine_id="reader", incarnation=P.incarnation)
+            requests = [handshake_request(reader=reader) for _ in range(100)]
+            answers = [Stream(kv.Handshake(request, timeout=TIMEOUT)) for request in requests]
         found = await asyncio.gather(*(raised_or_none(stream) for stream in answers))
         # The server writes until it may not: nothing tells when that is.
         for _ in range(int(TIMEOUT / 0.01)):
-            if node.home.memory.held(P) >= held + (2 << 20):
+            if node.home.memory.used >= used + (4 << 20):
                 break
             await asyncio.sleep(0.01)
-        assert held + (2 << 20) <= node.home.memory.held(P) <= budget // 2
-        # A victim is served.
+        assert used + (4 << 20) <= node.home.memory.used <= budget
+        # The leases are the victim's, and nothing else: it goes on, and so does another.
+        assert node.home.memory.held(P) <= held + 100 * LEASE_BYTES
         await node.open_engine(E)
         await node.register(ref=E)
-        [answer] = await node.source(publish_notification(1), ref=E)
-        assert answer.WhichOneof("kind") == "published", answer
-        stream = Stream(node.kv.ReadBlocks(read_request(reference=reference(1, E)), timeout=TIMEOUT))
-        for kind in ("accepted", "blocks", "complete"):
-            assert (await stream.next()).WhichOneof("message") == kind
+        for victim, number in ((P, 2), (E, 1)):
+            [answer] = await node.source(publish_notification(number, payload=b"x" * 65536), ref=victim)
+            assert answer.WhichOneof("kind") == "published", answer
+            stream = Stream(node.kv.ReadBlocks(read_request(reference=reference(number, victim)), timeout=TIMEOUT))
+            for kind in ("accepted", "blocks"):
+                assert (await stream.next()).WhichOneof("message") == kind
         # Who was refused is told when to come again.
-        assert any(isinstance(error, LimitReached) and error.retry_after for error in found)
+        late = await asyncio.gather(*(raised_or_end(stream) for stream in answers))
+        errors_of = [error for error in (*found, *late) if isinstance(error, LimitReached)]
+        assert errors_of
+        assert all(error.retry_after for error in errors_of)
         await channel.close()
+
+
+async def test_a_watch_is_not_refused_its_full_state_when_others_have_taken_the_room(tmp_path: Path) -> None:
+    async with running(tmp_path, Limits(memory=1 << 22, engine_memory=1 << 10)) as node:
+        watch = await ready(node)
+        for number in range(1, 101):
+            await node.publish(number, payload=b"x" * 8192)
+        await node.source(*(pb.Notification(abort=pb.Abort(publication=number)) for number in range(1, 51)))
+        # Strangers come, and less stays free than the engine holds.
+        node.home.memory.take(E, (1 << 22) - node.home.memory.used - 10_000)
+        await node.leaves(watch)
+        again = Watch(node)
+        kinds = await again.kinds(52)
+        assert kinds == ["opened", *["released"] * 50, "synced"]
 
 
 async def test_a_lease_has_few_more_streams_than_parties(tmp_path: Path) -> None:
@@ -320,6 +357,18 @@ async def test_a_lease_has_few_more_streams_than_parties(tmp_path: Path) -> None
             await asyncio.sleep(0.05)
         else:
             raise AssertionError("no room after one had left")
+
+
+async def raised_or_end(stream: Stream) -> KvferryError | None:
+    """The error that a stream ends with, if one comes at once."""
+    try:
+        while await asyncio.wait_for(stream.call.read(), 0.2) is not grpc.aio.EOF:
+            pass
+    except grpc.aio.AioRpcError as error:
+        return from_rpc_error(error, "test")
+    except asyncio.TimeoutError:
+        pass
+    return None
 
 
 async def raised_or_none(stream: Stream) -> KvferryError | None:
@@ -356,6 +405,85 @@ async def test_a_heavy_batch_lets_others_have_their_turn(tmp_path: Path) -> None
             renewals += 1
         assert {result.WhichOneof("kind") for result in await task} == {"published"}
         assert renewals > 3
+
+
+@pytest.mark.parametrize("parts", ["in one another", "apart", "of other units"])
+async def test_a_page_of_sums_in_many_parts_lets_others_have_their_turn(tmp_path: Path, parts: str) -> None:
+    async with running(tmp_path) as node:
+        await ready(node)
+        await node.publish(
+            1, groups=[pb.GroupBlocks(group="full", end_token=16 * 900, run_starts=[1], run_counts=[900])]
+        )
+
+        def part(plane: str, number: int) -> pb.Checksums:
+            asked = pb.Checksums(plane=plane, unit_end=1, place_starts=[number], place_counts=[1], sums=[number])
+            if parts == "in one another":
+                asked.place_starts.append(500 + number)
+                asked.place_counts.append(1)
+                asked.sums.append(number)
+            elif parts == "of other units":
+                asked.unit_begin, asked.unit_end, asked.place_starts[:] = number % 8, number % 8 + 1, [number // 8]
+            return asked
+
+        sums = [
+            part(f"layers.{layer}/{component}", number)
+            for layer in range(2)
+            for component in ("key", "value")
+            for number in range(256)
+        ]
+        page = pb.Notification(checksums=pb.PublishChecksums(publication=1, checksums=sums))
+        task, longest = asyncio.create_task(node.source(page, page, page)), 0.0
+        while not task.done():
+            began = time.monotonic()
+            await asyncio.sleep(0.001)
+            longest = max(longest, time.monotonic() - began)
+        assert [result.WhichOneof("kind") for result in await task] == ["done"] * 3
+        assert longest < 0.25
+
+
+async def test_a_step_after_very_many_costs_no_more_than_one_after_few(tmp_path: Path) -> None:
+    async with running(tmp_path) as node:
+        watch = Watch(node)
+        await watch.kinds(2)
+        # Until a rank has registered, groups have any name; before the snapshot's end that is no error.
+        groups = [pb.GroupBlocks(group=f"g{number}") for number in range(MAX_GROUPS)]
+        steps = [publish_notification(1, step, last=False, groups=groups) for step in range(1200)]
+
+        async def took(first: int, end: int) -> float:
+            began = time.process_time()
+            for result in await node.source(*steps[first:end]):
+                assert result.WhichOneof("kind") == "published", result
+            return time.process_time() - began
+
+        early = await took(0, 100)
+        for first in range(100, 1100, 500):
+            await took(first, first + 500)
+        assert await took(1100, 1200) < 4 * early
+
+
+async def test_a_batch_of_an_engine_that_was_replaced_meanwhile_does_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(turns, "TURN_SECONDS", 0.0)
+    async with running(tmp_path) as node:
+        watch = await ready(node)
+        await node.publish(1)
+        # A lease keeps what the home knows of the engine.
+        await node.read(1).next()
+        batch = [publish_notification(number) for number in range(2, 500)]
+        task = asyncio.create_task(raised(node.source(*batch)))
+        for _ in range(100_000):
+            if len(list(node.home.lessor.publications())) >= 10:
+                break
+            await asyncio.sleep(0)
+        watch.cancel()
+        with node.home.turn():
+            node.home.engines.close_engine(P)
+        node.pass_by(TIMES.engine_ttl + 1)
+        with node.home.turn():
+            node.home.open_watch(Process(P2, Role.SCHEDULER), SECRETS[P2])
+        assert isinstance(await task, PeerRestarted)
+        assert len(list(node.home.lessor.publications())) <= 1
 
 
 async def test_a_flood_by_three_engines_refuses_them_and_nobody_else(tmp_path: Path) -> None:

@@ -352,3 +352,35 @@ def test_a_rank_that_the_engine_does_not_have_has_no_watch(scene: Scene) -> None
     scene.registry.register(registration(ranks=2), secret)
     with pytest.raises(InvalidField):
         scene.registry.open_rank(P, secret, 2)
+
+
+def test_who_is_refused_a_name_retires_nobody() -> None:
+    clock = FakeClock()
+    registry = Registry(clock, TIMES, Limits())
+    # In a new home both live; then one of them is lost for long.
+    for ref in (P, P2):
+        registry.open_engine(ref, SECRETS[ref])
+    registry.close_engine(P)
+    clock.pass_by(TIMES.engine_ttl + 1)
+    registry.advance()
+    with pytest.raises(EngineIdInUse):
+        registry.open_engine(P3, SECRETS[P3])
+    assert registry.open_engine(P, SECRETS[P]).ref == P
+
+
+def test_a_successor_takes_the_place_of_its_predecessor_in_a_full_home() -> None:
+    clock = FakeClock()
+    registry = Registry(clock, TIMES, Limits(engines=4))
+    clock.pass_by(1000)
+    other = start("other", "o")
+    for ref in (P, other):
+        registry.open_engine(ref, SECRETS[ref], "192.0.2.1")
+    registry.close_engine(P)
+    clock.pass_by(TIMES.engine_ttl + 1)
+    for letter in "xy":
+        ref = start(letter, letter)
+        registry.open_engine(ref, SECRETS[ref], f"192.0.2.{ord(letter)}")
+    stranger = start("z", "z")
+    with pytest.raises(LimitReached):
+        registry.open_engine(stranger, SECRETS[stranger], "192.0.2.9")
+    assert registry.open_engine(P2, SECRETS[P2], "192.0.2.1").ref == P2

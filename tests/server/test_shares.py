@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tracemalloc
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 
 import pytest
@@ -127,6 +128,23 @@ def test_engines_of_one_peer_share_what_one_engine_could_have() -> None:
     memory.give(FLOOD[1], memory.held(FLOOD[1]))
     assert memory.used == 0
     memory.check(FLOOD[1], 400)
+
+
+def test_what_a_reader_does_not_take_is_his_and_not_that_of_the_engine_he_asked() -> None:
+    memory = Memory(1 << 20, 0, retry_after=1)
+    memory.take(P, 1 << 16)
+    with ExitStack() as stack:
+        # He calls himself like his victim.
+        assert flood(lambda _: stack.enter_context(memory.telling(P, "", 4096))) < 150
+        assert memory.held(P) == 1 << 16
+        memory.check(P, 1 << 17)
+        for number in range(100):
+            # Those who cannot be told apart have one share together, but for a floor.
+            stack.enter_context(memory.telling(f"reader {number}", "", 1000))
+        assert refused(lambda: stack.enter_context(memory.telling("many", "", 1 << 19))) == "memory"
+    assert memory.used == 1 << 16
+    with memory.telling("many", "", 1 << 18):
+        pass
 
 
 def test_one_peer_opens_no_more_than_half_of_the_engines() -> None:

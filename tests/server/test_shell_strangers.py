@@ -4,6 +4,7 @@ server, floods, and connections without end."""
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import signal
 import socket
 import threading
@@ -20,16 +21,20 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvferry.channel import connect, parse_address
 from kvferry.errors import InvalidField, LimitReached, Unreachable
+from kvferry.geometry import RankGeometry
 from kvferry.status import from_rpc_error
 from kvferry.v1 import introspection_pb2 as ipb
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry.v1.introspection_pb2_grpc import IntrospectionStub
+from kvferry.v1.kv_transfer_pb2_grpc import KVTransferStub
 from kvferry_server.config import configure
 from kvferry_server.connections import Doorkeeper, connections_each, host_of
 from kvferry_server.server import NodeServer
 from tests.fuzz import http2
 from tests.fuzz.http2 import Connection, data, frame, message, request_headers
 from tests.fuzz.target import Party
+from tests.server.node import proto, register_request
+from tests.server.parties import SECRETS, P, rank_geometry
 from tests.server.shell import Authority, Kvferryd, serves, tls_flags
 
 LIST_ENGINES = "/kvferry.v1.Introspection/ListEngines"
@@ -415,3 +420,41 @@ def test_only_named_homes_are_dialled(tmp_path: Path) -> None:
         assert isinstance(relayed(node.address, "127.0.0.1:10"), InvalidField)
         # It is dialled, and nobody is there.
         assert isinstance(relayed(node.address, "127.0.0.1:9"), Unreachable)
+
+
+def test_answers_that_nobody_takes_are_bounded() -> None:
+    with (
+        Kvferryd("--listen", "127.0.0.1:0", "--unix", "", "--drain", "0") as server,
+        connect(server.advertise) as channel,
+    ):
+        stub: Any = KVTransferStub(channel)
+        watch = stub.Watch(pb.WatchRequest(engine=proto(P), session_secret=SECRETS[P], role=pb.WATCH_ROLE_SCHEDULER))
+        while next(watch).WhichOneof("event") != "synced":
+            pass
+        first = rank_geometry().planes[0]
+        planes = tuple(
+            dataclasses.replace(first, layer=f"{number}".rjust(250, "x"), base=first.base + (number << 32))
+            for number in range(8000)
+        )
+        registered = register_request(geometry=RankGeometry(0, planes))
+        registered.ClearField("agent")
+        stub.RegisterCache(registered, timeout=60)
+        asked = ipb.GetEngineRequest(engine_id=P.engine_id)
+        size = IntrospectionStub(channel).GetEngine(asked, timeout=60).ByteSize()
+        assert size > 2 << 20
+        before, calls = server.resident(), 60
+        with Connection(server.advertise) as stranger:
+            # He opens no window, and so takes nothing.
+            stranger.send(http2.settings({4: 0}))
+            for stream in range(1, 2 * calls, 2):
+                head = request_headers("/kvferry.v1.Introspection/GetEngine", grpc_timeout=None)
+                stranger.send(frame(http2.HEADERS, http2.END_HEADERS, stream, head))
+                stranger.send(*data(stream, message(asked.SerializeToString())))
+            # Answers of this size are made one after another, so that ours is the last.
+            with suppress(grpc.RpcError):
+                IntrospectionStub(channel).GetEngine(asked, timeout=60)
+            assert server.resident() - before < calls * size * 2 // 3
+            # What was not refused at once ends as well, and small answers are not refused.
+            assert IntrospectionStub(channel).ListEngines(ipb.ListEnginesRequest(), timeout=20).engines
+            assert stranger.ended(1)
+        watch.cancel()

@@ -12,6 +12,7 @@ from kvferry_server.checksums import Page, Query, answers, check_places
 from kvferry_server.home import Home
 from kvferry_server.identity import EngineRef, Names
 from kvferry_server.servicers import checks
+from kvferry_server.servicers.turns import Turns
 from kvferry_server.worker import Worker
 
 MAX_PAGE_SUMS = 1 << 17
@@ -27,8 +28,9 @@ MAX_ASKED_PLANES = 4096
 """Planes named in one call; each is looked up."""
 
 
-def publish_checksums(home: Home, sender: EngineRef, message: pb.PublishChecksums) -> None:
-    """Take a page of a source's rank.
+async def publish_checksums(home: Home, sender: EngineRef, message: pb.PublishChecksums, turns: Turns) -> None:
+    """Take a page of a source's rank, part by part: a part is compared with hundreds of others. What came before a part
+    that is refused stays; it may come again.
 
     Raises:
         InvalidField: a rank, plane, unit or block that does not exist, or a page that contradicts another one.
@@ -40,23 +42,26 @@ def publish_checksums(home: Home, sender: EngineRef, message: pb.PublishChecksum
     if parts > MAX_PAGE_PARTS or sums > MAX_PAGE_SUMS:
         limits = f"at most {MAX_PAGE_SUMS} sums in {MAX_PAGE_PARTS} parts"
         raise InvalidField("checksums", f"{sums} sums in {parts} parts", limits)
-    pages = [_page(part) for part in message.checksums]
     with home.turn():
-        engine = home.engines.find(sender)
-        registration = engine.ranks.get(message.rank)
-        if registration is None:
-            raise InvalidField("checksums.rank", message.rank, "a rank that has registered")
-        planes = {plane.name: plane for plane in registration.geometry.planes}
-        groups = {group.name: group for group in registration.groups}
-        steps = home.lessor.offered(sender, number).steps
-        for page in pages:
-            plane = planes.get(page.plane) if page.rank == message.rank else None
-            if plane is None:
-                raise InvalidField("checksums.plane", page.plane, f"a plane of rank {message.rank}")
-            if page.units.intersect(plane.units) != page.units:
-                raise InvalidField(f"checksums of {page.plane}", f"units {page.units}", f"units in {plane.units}")
-            check_places(groups[plane.group], steps, page)
-        home.lessor.add_checksums(sender, number, message.rank, pages, last=message.last)
+        registration = home.engines.find(sender).ranks.get(message.rank)
+        home.lessor.offered(sender, number)
+    if registration is None:
+        raise InvalidField("checksums.rank", message.rank, "a rank that has registered")
+    planes = {plane.name: plane for plane in registration.geometry.planes}
+    groups = {group.name: group for group in registration.groups}
+    for part in message.checksums:
+        page = _page(part)
+        plane = planes.get(page.plane) if page.rank == message.rank else None
+        if plane is None:
+            raise InvalidField("checksums.plane", page.plane, f"a plane of rank {message.rank}")
+        if page.units.intersect(plane.units) != page.units:
+            raise InvalidField(f"checksums of {page.plane}", f"units {page.units}", f"units in {plane.units}")
+        with home.turn():
+            check_places(groups[plane.group], home.lessor.offered(sender, number).extents, page)
+            home.lessor.add_checksums(sender, number, message.rank, [page], last=False)
+        await turns.give()
+    with home.turn():
+        home.lessor.add_checksums(sender, number, message.rank, [], last=message.last)
 
 
 async def read_checksums(

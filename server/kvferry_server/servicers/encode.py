@@ -88,18 +88,17 @@ def revoke_reason(reason: RevokeReason | None) -> pb.RevokeReason.ValueType:
 
 def engine_summary(engine: Engine, publications: int, leases: int) -> ipb.EngineSummary:
     """A line about an engine, with its live publications and leases."""
-    missing = engine.missing_ranks
     state = ipb.ENGINE_STATE_READY
     if engine.lost_at is not None:
         state = ipb.ENGINE_STATE_LOST
-    elif missing or engine.first is None:
+    elif engine.num_missing or engine.first is None:
         state = ipb.ENGINE_STATE_INCOMPLETE
     return ipb.EngineSummary(
         engine=engine_ref(engine.ref),
         state=state,
         num_ranks=engine.num_ranks,
-        missing_ranks=missing[:MISSING_TOLD],
-        num_missing=len(missing),
+        missing_ranks=engine.missing_ranks(MISSING_TOLD),
+        num_missing=engine.num_missing,
         publications=publications,
         leases=leases,
         cache_bytes=engine.cache_bytes,

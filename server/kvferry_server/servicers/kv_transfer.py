@@ -49,13 +49,13 @@ class KVTransfer(KVTransferServicer):
         if relayed:
             return await self._relays.register_cache(request)
         with home.turn():
-            missing = home.register(registration, secret)
+            engine = home.register(registration, secret)
             reuse_after = home.reuse_after(registration.engine)
         return pb.RegisterCacheResponse(
             home_epoch=home.epoch,
             reuse_after=to_duration(reuse_after),
-            missing_ranks=missing[:MISSING_TOLD],
-            num_missing=len(missing),
+            missing_ranks=engine.missing_ranks(MISSING_TOLD),
+            num_missing=engine.num_missing,
             advertise=home.advertise,
         )
 
@@ -86,8 +86,10 @@ class KVTransfer(KVTransferServicer):
                 source.check_readable_by(decode.reader_geometry(request))
             return source.pages(home.epoch, encode.times(home.times), agents=shown is not None and not own)
 
+        peer = peer_of(context)
         for page in await self._worker.run(request.ByteSize(), answer):
-            yield page
+            with home.memory.telling(peer or reader, peer, len(page)):
+                yield page
 
     async def ReadBlocks(
         self, request: pb.ReadBlocksRequest, context: Context
@@ -101,8 +103,7 @@ class KVTransfer(KVTransferServicer):
         async with aclosing(read_blocks(home, ask, wait)) as messages:
             async for message in messages:
                 answer = encode.read_message(home.epoch, message, home.times, home.clock.now())
-                # A reader that does not take what it asked for holds up as much as it was told.
-                with home.memory.holding(ask.read.source, answer.ByteSize()):
+                with home.memory.telling(ask.asker, ask.peer, answer.ByteSize()):
                     yield answer
 
     async def Notify(self, request: pb.NotifyRequest, context: Context) -> pb.NotifyResponse:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import time
-
 from kvferry.clock import to_duration
 from kvferry.errors import InvalidField, KvferryError
 from kvferry.status import to_notification_error
@@ -13,6 +10,7 @@ from kvferry_server.home import Home
 from kvferry_server.identity import EngineRef, Names
 from kvferry_server.servicers import checks, decode, encode
 from kvferry_server.servicers.checksums import publish_checksums
+from kvferry_server.servicers.turns import Turns
 
 MAX_NOTIFICATIONS = 1024
 
@@ -22,9 +20,6 @@ OF_A_SOURCE = frozenset({"publish", "abort", "released_ack", "resync", "checksum
 
 MAX_ACKNOWLEDGED = 1 << 16
 """Releases acknowledged by one notification."""
-
-TURN_SECONDS = 0.005
-"""A batch lets others have their turn after this time: a thousand heavy notifications take seconds."""
 
 
 async def notify(home: Home, request: pb.NotifyRequest, names: Names) -> pb.NotifyResponse:
@@ -41,21 +36,27 @@ async def notify(home: Home, request: pb.NotifyRequest, names: Names) -> pb.Noti
         raise InvalidField("notifications", f"{len(request.notifications)}", f"at most {MAX_NOTIFICATIONS}")
     checks.session_secret(request.session_secret, optional=True)
     sender = checks.engine_ref("sender", request.sender) if request.HasField("sender") else None
-    if any(notification.WhichOneof("kind") in OF_A_SOURCE for notification in request.notifications):
+    from_source = any(notification.WhichOneof("kind") in OF_A_SOURCE for notification in request.notifications)
+
+    def check() -> None:
+        if not from_source:
+            return
         if sender is None:
             raise InvalidField("sender", None, "the source that speaks")
         with home.turn():
             home.engines.check_session(sender, request.session_secret)
-    results, until = list[pb.NotificationResult](), time.monotonic() + TURN_SECONDS
+
+    check()
+    results, turns = list[pb.NotificationResult](), Turns(check)
     for notification in request.notifications:
-        if time.monotonic() > until:
-            await asyncio.sleep(0)
-            until = time.monotonic() + TURN_SECONDS
-        results.append(_result(home, sender, names, notification))
+        await turns.give()
+        results.append(await _result(home, sender, names, notification, turns))
     return pb.NotifyResponse(home_epoch=home.epoch, results=results)
 
 
-def _result(home: Home, sender: EngineRef | None, names: Names, notification: pb.Notification) -> pb.NotificationResult:
+async def _result(
+    home: Home, sender: EngineRef | None, names: Names, notification: pb.Notification, turns: Turns
+) -> pb.NotificationResult:
     kind = notification.WhichOneof("kind")
     try:
         if kind is None:
@@ -64,6 +65,9 @@ def _result(home: Home, sender: EngineRef | None, names: Names, notification: pb
             return _decline(home, notification.decline)
         if sender is None:
             raise InvalidField("sender", None, "the engine that speaks")
+        if kind == "checksums":
+            await publish_checksums(home, sender, notification.checksums, turns)
+            return _done()
         if kind in OF_A_SOURCE:
             return _from_source(home, sender, kind, notification)
         return _from_reader(home, sender, names, kind, notification)
@@ -81,9 +85,6 @@ def _from_source(home: Home, sender: EngineRef, kind: str, notification: pb.Noti
                 final_remaining=to_duration(publication.final_at - now),
             )
         return pb.NotificationResult(published=published)
-    if kind == "checksums":
-        publish_checksums(home, sender, notification.checksums)
-        return _done()
     with home.turn():
         if kind == "abort":
             home.lessor.abort(sender, checks.positive("abort.publication", notification.abort.publication))
