@@ -220,3 +220,23 @@ def test_attach_looks_at_blocks_at_once_and_a_refusal_loses_nothing(pair: Pair) 
     assert scheduler.attach("second", ids(3, 4, 5), allow_overlap=True).local
     assert scheduler.stats().reading == 2
     scheduler.close()
+
+
+def test_blocks_behind_what_is_read_belong_to_the_read(pair: Pair) -> None:
+    """`Tails.ZERO` clears them, and the workers are told after the scheduler has attached."""
+    group = Group("full", block_tokens=TOKENS, num_blocks=BLOCKS, null_block=0)
+    scheduler = SchedulerPort(pair.client, EngineSpec(unique_id("scheduler"), (group,)))
+    scheduler.publish("mine", ids(3))
+    publication = pair.source.session.publish("theirs", ids(11), expected_reads=2)
+    for request in ("first", "second"):
+        scheduler.acquire(request, publication.reference)
+        while scheduler.granted(request) is None:
+            threading.Event().wait(0.01)
+    with pytest.raises(BadBlock, match=r"destination block 3 .* publication 1 holds it"):
+        scheduler.attach("first", ids(1, 3, 0))
+    assert scheduler.attach("first", ids(1, 2, 0)).local
+    with pytest.raises(BadBlock, match=r"destination block 2 .* may still write to it"):
+        scheduler.attach("second", ids(2))
+    # Of which nothing is read, nothing is cleared.
+    assert scheduler.attach("second", {"full": Blocks([3, 4, 5], end_token=16)}, (0, 0)).local
+    scheduler.close()
