@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from kvferry import Blocks, Client, EngineSpec, Group, NixlOptions
-from kvferry.block_use import BlockUse
+from kvferry.block_use import BlockUse, Pin
 from kvferry.engine import SchedulerPort
 from kvferry.errors import BadBlock, BlocksShort, InvalidField, TransferStuck
 from tests.e2e.conftest import Engine, engine, homes  # noqa: F401
@@ -240,3 +240,29 @@ def test_blocks_behind_what_is_read_belong_to_the_read(pair: Pair) -> None:
     # Of which nothing is read, nothing is cleared.
     assert scheduler.attach("second", {"full": Blocks([3, 4, 5], end_token=16)}, (0, 0)).local
     scheduler.close()
+
+
+def test_a_release_while_more_is_published_leaves_no_block_in_use(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The release is taken at the latest moment before the step's blocks are named; they were refused for ever."""
+    session = pair.destination.session
+    publication = session.publish("request", ids(5), last=False)
+    released: list[int] = []
+
+    def take() -> None:
+        session.abort(publication)
+        released.extend(release.publication for release in session.released(20))
+
+    taking = threading.Thread(target=take)
+    name = session.block_use.name
+
+    def named(pin: Pin, number: int, step: int) -> None:
+        taking.start()
+        taking.join(1.0)
+        name(pin, number, step)
+
+    monkeypatch.setattr(session.block_use, "name", named)
+    session.offer_more(publication, ids(6), last=True)
+    taking.join(30)
+    assert released == [publication.number]
+    theirs = pair.source.session.publish("theirs", ids(11, 12))
+    assert pair.destination.read(theirs.reference, ids(5, 6)).result(30).bytes
