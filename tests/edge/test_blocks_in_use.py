@@ -15,13 +15,15 @@ import pytest
 
 from kvferry import Blocks, Client, EngineSpec, Group, NixlOptions
 from kvferry.block_use import BlockUse, Pin
-from kvferry.engine import SchedulerPort
-from kvferry.errors import BadBlock, BlocksShort, InvalidField, TransferStuck
+from kvferry.engine import ReadEnd, SchedulerPort, Tails, WorkerPort
+from kvferry.errors import BadBlock, BlocksShort, InvalidField, TransferFailed, TransferStuck
+from kvferry.permute import StillCopying
+from kvferry.summing import HostSummer
 from tests.e2e.conftest import Engine, engine, homes  # noqa: F401
 from tests.e2e.servers import NodeServerProcess
 from tests.e2e.test_expiry import MODEL, reader_of
 from tests.e2e.world import shards, unique_id
-from tests.edge.conftest import BLOCKS, TOKENS, Pair
+from tests.edge.conftest import AXES, BLOCKS, TOKENS, Pair, array
 
 
 def ids(*blocks: int) -> dict[str, Blocks]:
@@ -266,3 +268,31 @@ def test_a_release_while_more_is_published_leaves_no_block_in_use(pair: Pair, mo
     assert released == [publication.number]
     theirs = pair.source.session.publish("theirs", ids(11, 12))
     assert pair.destination.read(theirs.reference, ids(5, 6)).result(30).bytes
+
+
+def test_blocks_that_a_lost_device_clears_are_never_quiet(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    def lost(*_: object) -> None:
+        raise StillCopying("the device does not answer")
+
+    group = Group("full", block_tokens=TOKENS, num_blocks=BLOCKS, null_block=0)
+    scheduler = SchedulerPort(pair.client, EngineSpec(unique_id("scheduler"), (group,)))
+    worker = WorkerPort(pair.client, scheduler.spec, token=scheduler.token)
+    worker.register({"l": array()}, axes=AXES, serve=False)
+    publication = pair.source.session.publish("theirs", ids(11))
+    scheduler.acquire("request", publication.reference)
+    while scheduler.granted("request") is None:
+        threading.Event().wait(0.01)
+    monkeypatch.setattr(HostSummer, "clear", lost)
+    worker.start(scheduler.attach("request", ids(1, 2)), tails=Tails.ZERO)
+    ended: list[ReadEnd] = []
+    while not ended:
+        scheduler.collect(worker.finished())
+        ended.extend(scheduler.finished().reads)
+        threading.Event().wait(0.01)
+    (end,) = ended
+    assert isinstance(end.error, TransferFailed)
+    assert not end.quiet
+    with pytest.raises(BadBlock, match="may still write to it"):
+        scheduler.publish("mine", ids(2))
+    worker.close()
+    scheduler.close()
