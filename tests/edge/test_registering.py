@@ -211,8 +211,7 @@ def test_addresses_that_are_not_mapped_are_refused() -> None:
 @pytest.mark.parametrize("name", [b"mod\xe8le.safetensors", b"page\x0cfeed", b"next\xc2\x85line"])
 def test_what_else_is_mapped_does_not_matter(node: str, tmp_path: Path, name: bytes) -> None:
     """The list of mappings has the names of files, which are any bytes."""
-    other = os.path.join(os.fsencode(tmp_path), name)
-    with open(other, "w+b") as file:
+    with (tmp_path / os.fsdecode(name)).open("w+b") as file:
         file.truncate(1 << 16)
         mapped = mmap.mmap(file.fileno(), 0)
     with Client(node) as client:
