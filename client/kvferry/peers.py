@@ -179,7 +179,8 @@ class Peers:
                 self._drop(peer)
 
     def _drop_replaced(self, key: tuple[str, str, bytes]) -> None:
-        self._drop_where(lambda other, _: other[1] == key[1] and other[2] != key[2])
+        # At its own home only: anybody can have an engine of this name elsewhere.
+        self._drop_where(lambda other, _: other[:2] == key[:2] and other[2] != key[2])
 
     def _handshake(self, home: Control, engine_id: str, incarnation: bytes, reference: str, deadline: float) -> Peer:
         destination = self._geometry(deadline)
