@@ -161,9 +161,9 @@ class Peers:
         if slot is not None:
             slot.breaker.succeeded()
 
-    def gone(self, engine_id: str, incarnation: bytes) -> None:
-        """Its home says that this incarnation is no more: drop it as soon as it is quiet."""
-        self._drop_where(lambda key, _: key[1:] == (engine_id, incarnation))
+    def gone(self, home: str, engine_id: str, incarnation: bytes) -> None:
+        """Its home says that this incarnation is no more: drop it once it is quiet. Another home's word is none."""
+        self._drop_where(lambda key, _: key == (home, engine_id, incarnation))
 
     def _drop_idle(self) -> None:
         """Drop engines that nothing was read from for a long time: those that vanished for good say nothing."""
