@@ -102,7 +102,7 @@ class Cache(OneProcess):
         self._whole: EngineGeometry | None = None
         self._agent: ServingAgent | None = None
         if serve:
-            name = f"kvferry/{spec.engine_id}/{token.incarnation.hex()[:12]}/{rank.rank}/serving"
+            name = f"kvferry/{spec.engine_id}/{token.incarnation.hex()}/{rank.rank}/serving"
             self._agent = ServingAgent(name, regions, options)
         self._registration = pb.RegisterCacheRequest(
             engine=token.ref(),

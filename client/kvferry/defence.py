@@ -8,6 +8,7 @@ and wraps: a length of 2**64 - 4096 kills the process, a stride of that size rea
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -22,6 +23,9 @@ METADATA_LIMIT = 16 << 20
 
 REGIONS_LIMIT = 1 << 16
 NAME_LIMIT = 512
+METADATA_HEADER = b"nixlSerDes|Agent"
+"""With this NIXL's metadata begin; the length of the agent's name and the name follow."""
+
 INDEX_LIMIT = 1 << 31
 """NIXL takes int32 indices, and truncates larger ones silently."""
 
@@ -147,7 +151,8 @@ def check_agent(name: str, metadata: bytes, sha256: bytes, regions: Sequence[Mem
     """Raise `BadAgentMetadata` unless metadata are what their agent announced.
 
     NIXL cannot be asked: one flipped bit can kill the process, and a truncated blob spoils the agent's name for the
-    life of the process (both measured).
+    life of the process (both measured). The name that NIXL takes is the one within the metadata: those of one agent,
+    damaged, under the name of another would spoil the first.
     """
     problem = ""
     if not 1 <= len(name.encode()) <= NAME_LIMIT:
@@ -158,8 +163,15 @@ def check_agent(name: str, metadata: bytes, sha256: bytes, regions: Sequence[Mem
         problem = f"it has {len(regions)} regions"
     elif hashlib.sha256(metadata).digest() != sha256:
         problem = "its metadata is damaged: the digest is another"
+    elif metadata.startswith(METADATA_HEADER) and not metadata.startswith(_header(name)):
+        problem = "its metadata is another agent's"
     if problem:
         raise BadAgentMetadata(f"agent {name[:80]!r}: {problem}", agent=name[:80], problem=problem)
+
+
+def _header(name: str) -> bytes:
+    encoded = name.encode()
+    return METADATA_HEADER + len(encoded).to_bytes(8, sys.byteorder) + encoded
 
 
 def _check_arrays(field: str, dtype: type[np.generic], *arrays: npt.NDArray[np.generic]) -> None:

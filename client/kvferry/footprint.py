@@ -33,6 +33,10 @@ EXPECTED = "of the request's blocks, to the blocks of the same tokens"
 NOWHERE = -(1 << 62)
 """In place of a token: far from all of them."""
 
+AT_ONCE = 1 << 18
+"""Descriptors times slabs that lie over each other, up to which checking them takes no longer than about 0.1 s. Where a
+source's planes lie over each other a hundredfold, that of a long request takes 15 s and more (measured)."""
+
 BY_ID_LIMIT = 1 << 23
 """Block ids below this are looked up in a table instead of searched for."""
 
@@ -98,6 +102,13 @@ class Ground:
         self.source = {key: _layers(planes.values()) for key, planes in source.items()}
         self.destination = {key: _layers(planes.values()) for key, planes in destination.items()}
         self._groups = sorted({read.destination.group for read in reads})
+        self.layers = sum(
+            len(theirs) * len(mine)
+            for (group, _), theirs in self.source.items()
+            for (own_group, _), mine in self.destination.items()
+            if own_group == group
+        )
+        """How often a descriptor by address is looked for at most."""
         self._tables: dict[int, _TableGround] = {}
 
     def table(self, table: DescriptorTable) -> _TableGround:
@@ -247,6 +258,12 @@ class Footprint:
     def __init__(self, ground: Ground, places: RequestPlaces) -> None:
         self._ground = ground
         self._places = places.by_group
+
+    def effort(self, descriptors: Descriptors) -> int:
+        """About how long `check` takes, see `AT_ONCE`."""
+        # Indices are looked up, whatever lies over what.
+        prepared = isinstance(descriptors, PreparedDescriptors)
+        return descriptors.count // 16 if prepared else descriptors.count * self._ground.layers
 
     def check(self, descriptors: Descriptors) -> None:
         """Raise `InvalidField` unless every descriptor reads blocks of the request into the blocks of the same tokens.

@@ -15,6 +15,7 @@ from typing import Protocol
 from kvferry.agents import AgentInfo, HandleState, NixlError, ReadHandle, ReadingAgent
 from kvferry.descriptors import Descriptors, chunks
 from kvferry.errors import KvferryError, TransferFailed
+from kvferry.footprint import Footprint
 from kvferry.nixl_options import NixlOptions
 from kvferry.permute import Space
 
@@ -79,6 +80,7 @@ class Share:
         info: the peer.
         since: when it began to wait for the peer's first answer.
         spaces: memory that it is read into beside the rank's own.
+        footprint: what may be touched, checked chunk by chunk; None: that was checked before.
     """
 
     def __init__(
@@ -88,11 +90,13 @@ class Share:
         descriptors: Sequence[Descriptors],
         since: float,
         spaces: Sequence[Space] = (),
+        footprint: Footprint | None = None,
     ) -> None:
         self.account = account
         self.info = info
         self.since = since
         self.spaces = tuple(spaces)
+        self._footprint = footprint
         self._descriptors = descriptors
         self._chunks: Iterator[Descriptors] | None = None
 
@@ -107,9 +111,16 @@ class Share:
     def next(self, options: NixlOptions) -> Chunk | None:
         """The next chunk, to be posted now; None if there is none, at least for now."""
         if self._chunks is None:
-            self._chunks = (chunk for descriptors in self._descriptors for chunk in divide(descriptors, options))
+            self._chunks = self._divided(options)
         chunk = next(self._chunks, None)
         return None if chunk is None else Chunk(chunk, self.account)
+
+    def _divided(self, options: NixlOptions) -> Iterator[Descriptors]:
+        for descriptors in self._descriptors:
+            for chunk in divide(descriptors, options):
+                if self._footprint is not None:
+                    self._footprint.check(chunk)
+                yield chunk
 
 
 def divide(descriptors: Descriptors, options: NixlOptions) -> Iterator[Descriptors]:

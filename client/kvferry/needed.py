@@ -104,8 +104,8 @@ def written(
     destination: Mapping[str, Blocks],
     tokens: tuple[int, int] | None,
 ) -> dict[str, AnyIds]:
-    """The destination blocks that a read will write, by group, checked as far as that is possible before the source's
-    geometry is known.
+    """The destination blocks that a read will write, by group, those behind its last token included, which it may clear
+    (`kvferry.tails`); checked as far as that is possible before the source's geometry is known.
 
     Args:
         groups: the destination's.
@@ -131,6 +131,7 @@ def written(
         mine = destination[name]
         check_ids(name, "destination", mine.ids, group.num_blocks, None)
         ids: AnyIds = mine.ids
+        behind = mine.ids[:0]
         if source is None:
             ids = _perhaps(group, mine, asked)
         elif group.kind is GroupKind.STATE:
@@ -142,10 +143,12 @@ def written(
             if span is None:
                 continue
             ids = _holding(group.block_tokens, mine, span[0], span[1]).ids
+            behind = mine.ids[-(-span[1] // group.block_tokens) - mine.first_token // group.block_tokens :]
         if source is not None:
             check_ids(name, "destination", ids, group.num_blocks, group.null_block)
             pools.setdefault((bool(group.pool), group.pool or name), []).append(ids)
-        elif group.null_block is not None:
+            ids = np.concatenate((ids, behind))
+        if group.null_block is not None:
             ids = ids[ids != group.null_block]
         found[name] = ids
     for (_, pool), lists in pools.items():

@@ -161,9 +161,9 @@ class Peers:
         if slot is not None:
             slot.breaker.succeeded()
 
-    def gone(self, engine_id: str, incarnation: bytes) -> None:
-        """Its home says that this incarnation is no more: drop it as soon as it is quiet."""
-        self._drop_where(lambda key, _: key[1:] == (engine_id, incarnation))
+    def gone(self, home: str, engine_id: str, incarnation: bytes) -> None:
+        """Its home says that this incarnation is no more: drop it once it is quiet. Another home's word is none."""
+        self._drop_where(lambda key, _: key == (home, engine_id, incarnation))
 
     def _drop_idle(self) -> None:
         """Drop engines that nothing was read from for a long time: those that vanished for good say nothing."""
@@ -179,7 +179,8 @@ class Peers:
                 self._drop(peer)
 
     def _drop_replaced(self, key: tuple[str, str, bytes]) -> None:
-        self._drop_where(lambda other, _: other[1] == key[1] and other[2] != key[2])
+        # At its own home only: anybody can have an engine of this name elsewhere.
+        self._drop_where(lambda other, _: other[:2] == key[:2] and other[2] != key[2])
 
     def _handshake(self, home: Control, engine_id: str, incarnation: bytes, reference: str, deadline: float) -> Peer:
         destination = self._geometry(deadline)
@@ -199,16 +200,19 @@ class Peers:
         if not found.agents_told:
             message = f"the home of engine {engine_id!r} told its geometry only: it was shown no reference"
             raise AgentsWithheld(message, engine_id=engine_id, missing="reference")
-        agents = {rank: _agent(engine_id, rank, found.agents.get(rank)) for rank in plan.source_ranks}
+        agents = {rank: _agent(engine_id, incarnation, rank, found.agents.get(rank)) for rank in plan.source_ranks}
         if any(choice.measurable for choice in plan.paths):
             rule = self._measure(home.address, agents[plan.source_ranks[0]], deadline)
             plan = plan if rule is None else plan.choose_paths(rule)
         return Peer(source, agents, plan)
 
 
-def _agent(engine_id: str, rank: int, agent: geometry_pb2.Agent | None) -> AgentInfo:
-    if agent is None:
-        problem = "it serves no memory"
+def _agent(engine_id: str, incarnation: bytes, rank: int, agent: geometry_pb2.Agent | None) -> AgentInfo:
+    problem = "it serves no memory" if agent is None else ""
+    if agent is not None and incarnation.hex() not in agent.name:
+        # NIXL knows agents by name alone: one that is named as another engine's would take that one's place.
+        problem = f"agent {agent.name[:80]!r} is not named after its engine's incarnation"
+    if agent is None or problem:
         raise BadAgentMetadata(
             f"engine {engine_id!r}, rank {rank}: {problem}", engine_id=engine_id, rank=rank, problem=problem
         )

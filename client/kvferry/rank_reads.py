@@ -33,6 +33,7 @@ from kvferry.errors import (
 from kvferry.forks import OneProcess
 from kvferry.needed import needed
 from kvferry.peers import Peer, Peers
+from kvferry.permute import StillCopying
 from kvferry.summing import Summers
 from kvferry.tails import Tails, clear_tails
 from kvferry.threads import start_thread
@@ -99,6 +100,8 @@ class RankRead:
     error: KvferryError | None = None
     _transfer: Transfer | None = None
     _peer: Peer | None = None
+    _clearing: bool = False
+    """A device may be clearing its tails still, and cannot be asked any more."""
     _cancellation: Cancellation = field(init=False)
 
     def __post_init__(self) -> None:
@@ -107,7 +110,7 @@ class RankRead:
     @property
     def quiet(self) -> bool:
         """Whether nothing can write to its blocks any more (R4)."""
-        return self.ended and (self._transfer is None or self._transfer.quiet)
+        return self.ended and not self._clearing and (self._transfer is None or self._transfer.quiet)
 
     @property
     def bytes(self) -> int:
@@ -236,7 +239,7 @@ class RankReads(OneProcess):
 
     def _not_met(self, order: RankOrder, error: KvferryError) -> None:
         if isinstance(error, (PeerRestarted, EngineUnknown)):
-            self._peers.gone(order.engine_id, order.incarnation)
+            self._peers.gone(*order.source)
         for read in self._meeting.pop(order.source, ()):
             waits_longer = error.retryable and read.order.deadline > max(order.deadline, now())
             if waits_longer or (isinstance(error, REFERENCE_GONE) and read.order.reference != order.reference):
@@ -321,7 +324,9 @@ class RankReads(OneProcess):
                 error = failure
             except Exception as failure:
                 logger.exception("the tails of read %s were not cleared", read.order.read_id)
-                error = TransferFailed(f"read {read.order.read_id}: {failure!r}")
+                # As in `kvferry.staging`: what is still written to is never quiet.
+                read._clearing = isinstance(failure, StillCopying)
+                error = TransferFailed(f"read {read.order.read_id}: {failure!r}", quiet=not read._clearing)
         self._end(read, error)
 
     def _clear_tails(self, read: RankRead) -> None:
@@ -362,7 +367,7 @@ class RankReads(OneProcess):
         transfer = read._transfer
         quiet = read.quiet
         self._tell(self._on_ended, read)
-        if not quiet and transfer is not None:
+        if not quiet and not read._clearing and transfer is not None:
             # Not by way of the queue: after `close` nobody takes from it, and the transport ends later.
             transfer.add_quiet_callback(lambda _: self._tell(self._on_quiesced, read))
 

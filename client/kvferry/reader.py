@@ -127,7 +127,8 @@ class Reader:
             grant = self._acquirer.acquire(acquire, read._cancellation, read._extend)
         except KvferryError as error:
             if isinstance(error, (PeerRestarted, EngineUnknown)):
-                self._peers.gone(request.reference.engine_id, request.reference.incarnation)
+                named = request.reference
+                self._peers.gone(request.home.address, named.engine_id, named.incarnation)
             self._ended(read, None, error)
             return
         except Exception as error:

@@ -154,7 +154,8 @@ class EngineSession(OneProcess):
         with self._lock:
             # Number and record together, or a snapshot taken in between would name the number and not hold it.
             publication = self._offers.publish(self.advertise, step)
-        self.block_use.name(pin, publication.number, 0)
+            # So are the blocks: a release in between would leave them in use for ever.
+            self.block_use.name(pin, publication.number, 0)
         return publication, step
 
     def offer_more(
@@ -170,10 +171,10 @@ class EngineSession(OneProcess):
         try:
             with self._lock:
                 self._offers.publish_more(number, step)
+                self.block_use.name(pin, number, step.step)
         except KvferryError:
             self.block_use.unpin(pin)
             raise
-        self.block_use.name(pin, number, step.step)
         return step
 
     def abort(self, publication: Publication, timeout: float = CALL_TIMEOUT) -> None:

@@ -91,21 +91,21 @@ class StagingPool:
         """A slot's address; None if none is free for its source, or others came before. Whoever waits is called by
         `freed`, and then asks, or steps back (`leave`)."""
         with self._lock:
-            # Whoever has ended has left the queue.
-            self._waiting = deque(other for other in self._waiting if other.account.ended_at is None)
-            first = next((other for other in (*self._waiting, share) if self._may_have(other.info.name)), None)
+            # Whoever has ended wants none, and is about to leave.
+            wanting = (other for other in (*self._waiting, share) if other.account.ended_at is None)
+            first = next((other for other in wanting if self._may_have(other.info.name)), None)
             if first is share:
                 if share in self._waiting:
                     self._waiting.remove(share)
                 slot = self._free.pop()
                 self._holders[slot] = share.info.name
                 return slot
-            if share not in self._waiting:
+            if share not in self._waiting and share.account.ended_at is None:
                 self._waiting.append(share)
             return None
 
     def leave(self, share: StagedShare) -> None:
-        """It will not ask for now: who came later goes before it."""
+        """It will not ask, at least for now: who came later goes before it, and is called."""
         with self._lock:
             if share not in self._waiting:
                 return
@@ -128,6 +128,10 @@ class StagingPool:
             wanted = bool(self._waiting)
         if wanted:
             self._freed()
+
+    def call(self) -> None:
+        """Whoever waits looks again."""
+        self._freed()
 
     def borrow(self) -> int | None:
         """A slot's address if one is free that nobody waits for."""
@@ -184,7 +188,9 @@ class StagedShare(Share):
             self._batch = next(self._batches, None)
             if self._batch is None:
                 return None
-        slot = self._pool.acquire(self) if len(self._arrivals) < SLOTS_PER_SHARE else None
+        with self._lock:
+            self._blocked = len(self._arrivals) >= SLOTS_PER_SHARE
+        slot = None if self._blocked else self._pool.acquire(self)
         if slot is None:
             self._blocked = True
             return None
@@ -211,12 +217,17 @@ class StagedShare(Share):
     def _left(self, arrival: _Arrival) -> None:
         with self._lock:
             self._arrivals.discard(arrival)
+            blocked = self._blocked
+        if blocked:
+            # It may have landed on another thread than the share's own, which was given up since.
+            self._pool.call()
 
     def _ended(self, _: Transfer) -> None:
         with self._lock:
             arrivals = tuple(self._arrivals)
         for arrival in arrivals:
             arrival.give_up()
+        self._pool.leave(self)
 
 
 class _Arrival:

@@ -22,7 +22,7 @@ from kvferry.defence import RegionMap, check_descriptors
 from kvferry.descriptors import Descriptors
 from kvferry.errors import Closed, InvalidField, KvferryError, TransferFailed
 from kvferry.expand import SourceDescriptors
-from kvferry.footprint import Footprint
+from kvferry.footprint import AT_ONCE, Footprint
 from kvferry.geometry import MemoryKind, MemoryRegion
 from kvferry.links import Share
 from kvferry.nixl_options import NixlOptions
@@ -144,12 +144,15 @@ class Transport:
             BadAgentMetadata: a peer is not what it announced.
             Closed: the transport was closed.
 
-        Everything else is the transfer's `error`: staging memory or a thread that is not to be had, for example. If
-        this raises, nothing was posted, and nothing will be.
+        Everything else is the transfer's `error`: staging memory or a thread that is not to be had, for example. So are
+        blocks that are not the read's to touch, where there are so many descriptors that each chunk is checked before
+        it is posted. If this raises, nothing was posted, and nothing will be.
         """
         maps: dict[str, RegionMap] = {}
         infos: dict[str, AgentInfo] = {}
-        for part in parts:
+        late: set[int] = set()
+        effort = 0
+        for index, part in enumerate(parts):
             info = infos.setdefault(part.peer.name, part.peer)
             if info is not part.peer and info != part.peer:
                 raise InvalidField("parts", info.name, "one agent of a name")
@@ -161,7 +164,12 @@ class Transport:
                 local = RegionMap("this rank", (*self._regions, *(space.region for space in part.spaces)))
             for some in part.descriptors:
                 check_descriptors(some, local, maps[info.name])
-                if part.footprint is not None:
+            if part.footprint is not None:
+                effort += sum(map(part.footprint.effort, part.descriptors))
+                if effort > AT_ONCE:
+                    late.add(index)
+                    continue
+                for some in part.descriptors:
                     part.footprint.check(some)
         every = [some for part in parts for some in (*part.descriptors, *part.staged)]
         transfer = Transfer(
@@ -179,8 +187,8 @@ class Transport:
         transfer.add_quiet_callback(self._forget)
         transfer.add_done_callback(self._ended)
         try:
-            for part in parts:
-                self._submit_part(transfer, part)
+            for index, part in enumerate(parts):
+                self._submit_part(transfer, part, part.footprint if index in late else None)
         except Exception as error:
             # Parts before this one may be read already: from here on only the transfer knows what is quiet.
             transfer.fail(_begin_failed(label, error))
@@ -278,9 +286,9 @@ class Transport:
         if self._closed:
             raise Closed("the transport was closed")
 
-    def _submit_part(self, transfer: Transfer, part: Part) -> None:
+    def _submit_part(self, transfer: Transfer, part: Part, unchecked: Footprint | None) -> None:
         if any(some.count for some in part.descriptors):
-            self._submit(Share(transfer, part.peer, part.descriptors, self._clock(), part.spaces))
+            self._submit(Share(transfer, part.peer, part.descriptors, self._clock(), part.spaces, unchecked))
         by_space: dict[tuple[MemoryKind, int], list[StagedRead]] = {}
         for read in part.staged:
             memory = read.lane.memory

@@ -194,19 +194,35 @@ def test_metadata_of_another_agent_or_other_regions_are_refused_and_harm_no_one(
     part = Part(source.info, [memory.all_of(source)])
     # Also while the agent whose metadata they are is a peer.
     for _ in range(2):
-        for wrong in (
-            dataclasses.replace(source.info, name="somebody-else"),
-            dataclasses.replace(source.info, regions=(more,)),
-        ):
-            transfer = read.start(
-                [Part(wrong, [raw([source.base], [memory.base], [64])])], deadline=None, label="wrong"
-            )
-            assert transfer.wait(SOON)
-            assert transfer.state is TransferState.FAILED
-            assert isinstance(transfer.error, BadAgentMetadata), transfer.error
-            assert transfer.quiet
+        with pytest.raises(BadAgentMetadata):
+            read.warm(dataclasses.replace(source.info, name="somebody-else"))
+        wrong = dataclasses.replace(source.info, regions=(more,))
+        transfer = read.start([Part(wrong, [raw([source.base], [memory.base], [64])])], deadline=None, label="wrong")
+        assert transfer.wait(SOON)
+        assert transfer.state is TransferState.FAILED
+        assert isinstance(transfer.error, BadAgentMetadata), transfer.error
+        assert transfer.quiet
         good = read.start([part], deadline=now() + SOON, label="good")
         assert good.wait(SOON)
         assert good.state is TransferState.DONE, good.error
     assert read.gauges().retired_agents == 0
     assert source.alive()
+
+
+def test_a_source_cannot_spoil_another_ones_name(source: Source, memory: Memory, transport: MakeTransport) -> None:
+    """NIXL takes the name from within the metadata. After some that were cut off it refuses those of that name for the
+    life of the agent."""
+    read = transport()
+    spoilt = 0
+    for size in range(len(source.info.metadata) // 2, len(source.info.metadata), 9):
+        cut = source.info.metadata[:size]
+        liar = dataclasses.replace(source.info, name="liar", metadata=cut, sha256=hashlib.sha256(cut).digest())
+        try:
+            transfer = read.start([Part(liar, [raw([source.base], [memory.base], [64])])], deadline=None, label="liar")
+            assert transfer.wait(SOON)
+        except BadAgentMetadata:
+            spoilt += 1
+    good = read.start([Part(source.info, [memory.all_of(source)])], deadline=now() + SOON, label="good")
+    assert good.wait(SOON)
+    assert good.state is TransferState.DONE, good.error
+    assert spoilt

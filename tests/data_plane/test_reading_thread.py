@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -12,6 +13,7 @@ from kvferry.agents import ReadingAgent
 from kvferry.blocks import Blocks
 from kvferry.descriptors import Descriptors, RawDescriptors
 from kvferry.errors import InvalidField, TransferFailed
+from kvferry.footprint import Footprint
 from kvferry.geometry import EngineGeometry, RankGeometry
 from kvferry.links import Chunk, Share
 from kvferry.nixl_options import NixlOptions
@@ -21,7 +23,7 @@ from kvferry.transfers import Part, Transfer, TransferState
 from tests.data_plane.conftest import MakeSource, MakeTransport
 from tests.data_plane.sources import SOON, Memory, Source
 from tests.data_plane.test_faults import TCP, assert_done, assert_failed, read_all, until
-from tests.data_plane.test_staging import BLOCK_BYTES, GROUP, planes
+from tests.data_plane.test_staging import BLOCK_BYTES, BLOCKS, GROUP, planes
 
 
 def test_a_read_that_cannot_be_divided_fails_alone(
@@ -143,3 +145,54 @@ def test_descriptors_of_other_blocks_than_the_plans_are_refused_before_anything_
     assert read.gauges().active == 0
     assert memory.untouched()
     assert_done(read.start([Part.of(source.info, planned)], deadline=None, label="right"))
+
+
+def test_what_is_too_much_to_check_at_once_is_checked_before_it_is_posted(
+    source: Source, memory: Memory, transport: MakeTransport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A source whose planes lie over each other makes the check of a long read take many seconds; it runs then where no
+    other read waits for it."""
+    checking: set[str] = set()
+    check = Footprint.check
+
+    def noted(footprint: Footprint, descriptors: Descriptors) -> None:
+        checking.add(threading.current_thread().name)
+        check(footprint, descriptors)
+
+    monkeypatch.setattr(Footprint, "check", noted)
+    count = 8
+    shape = planes(source.base, heads_first=True)[0]
+    layered = tuple(replace(shape, layer=f"layers.{n}", base=source.base + 64 * n) for n in range(count))
+    own = tuple(replace(shape, layer=f"layers.{n}", base=memory.base + n * BLOCKS * BLOCK_BYTES) for n in range(count))
+    sides = [EngineGeometry(name, (GROUP,), (RankGeometry(0, of),)) for name, of in (("p", layered), ("d", own))]
+    plan = plan_read(sides[0], sides[1], 0, rule=PathRule(Path.DIRECT))
+    theirs, mine = list(range(0, 60, 3)), list(range(1, 41, 2))
+    (planned,) = plan.expand({"full": Blocks(theirs)}, {"full": Blocks(mine)}).sources
+    monkeypatch.setattr("kvferry.transfers.AT_ONCE", planned.descriptors[0].count)
+    read = transport(chunk_descriptors=16)
+    assert_done(read.start([Part.of(source.info, planned)], deadline=None, label="right"))
+    pieces = [
+        (
+            of.base - source.base + block * BLOCK_BYTES,
+            to.base - memory.base + into * BLOCK_BYTES,
+            BLOCK_BYTES,
+        )
+        for of, to in zip(layered, own, strict=True)
+        for block, into in zip(theirs, mine, strict=True)
+    ]
+    memory.pieces(source, pieces)
+    assert memory.right()
+    assert checking
+    assert threading.current_thread().name not in checking
+    (raw,) = planned.descriptors
+    assert isinstance(raw, RawDescriptors)
+    moved = raw.source.copy()
+    moved[-1] += np.uint64(BLOCK_BYTES)
+    last = int(raw.destination[-1]) - memory.base
+    memory.bytes[:] = 0
+    wrong = replace(planned, descriptors=(replace(raw, source=moved),))
+    transfer = read.start([Part.of(source.info, wrong)], deadline=None, label="wrong")
+    assert transfer.wait(SOON)
+    assert isinstance(transfer.error, InvalidField)
+    assert transfer.wait_quiet(SOON)
+    assert not memory.bytes[last : last + 64].any()

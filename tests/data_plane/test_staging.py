@@ -263,16 +263,62 @@ def test_several_stopped_sources_leave_a_slot_for_another(
     assert [ended(transfer) for transfer in late] == [TransferState.DONE] * len(late)
 
 
-def test_who_cannot_read_now_lets_others_have_the_slot(source: Source, memory: Memory) -> None:
-    woken: list[str] = []
+def shares_of_one_slot(source: Source, memory: Memory, woken: list[str]) -> Callable[[str], StagedShare]:
+    """Makes shares, each of its own source, that want the one slot of a pool; `woken` tells when they are called."""
     pool = StagingPool(HostSpace(1 << 16), 1 << 16, lambda: woken.append("woken"))
 
     def share(name: str) -> StagedShare:
         transfer = Transfer(name, 10, 1, None, now, lambda: None)
-        return StagedShare(
-            transfer, replace(source.info, name=name), part(source, memory, [1], [2]).staged, pool, now()
-        )
+        info = replace(source.info, name=name)
+        return StagedShare(transfer, info, part(source, memory, [1], [2]).staged, pool, now())
 
+    return share
+
+
+def test_who_ends_while_it_waits_lets_others_have_the_slot(source: Source, memory: Memory) -> None:
+    woken: list[str] = []
+    share = shares_of_one_slot(source, memory, woken)
+    one, two, three, four = (share(name) for name in ("one", "two", "three", "four"))
+    options = NixlOptions()
+    assert one.next(options) is not None
+    assert two.next(options) is None
+    one.account.fail(TransferFailed("one ends"))
+    # The slot is free for two, which was called; three is put behind it, and is not called.
+    assert three.next(options) is None
+    woken.clear()
+    two.account.fail(TransferFailed("two ends before it asks"))
+    assert woken, "nobody calls three, which waits for ever"
+    # Also where somebody else asks first.
+    assert four.next(options) is None
+    assert three.next(options) is not None
+    three.account.fail(TransferFailed("three ends"))
+    assert four.next(options) is not None
+
+
+def test_a_share_that_moved_on_is_called_when_its_batch_arrives_on_the_old_agent(
+    source: Source, memory: Memory
+) -> None:
+    """A share keeps two slots at most. What it waits for then may arrive on another thread than its own."""
+    woken: list[str] = []
+    pool = StagingPool(HostSpace(12 * BLOCK_BYTES), BLOCK_BYTES, lambda: woken.append("woken"))
+    transfer = Transfer("one", 10 * LAYERS * BLOCK_BYTES, 1, None, now, lambda: None)
+    share = StagedShare(transfer, source.info, part(source, memory, some(1)[:10], some(2)[:10]).staged, pool, now())
+    posted = []
+    while (chunk := share.next(NixlOptions())) is not None:
+        assert chunk.account.begin()
+        posted.append(chunk)
+    assert share.blocked
+    assert pool.in_use == 2
+    assert not woken
+    memory.bytes[:] = 0
+    posted[0].account.landed(posted[0].descriptors.total_bytes)
+    assert woken, "nobody calls the share, which waits for ever"
+    assert share.next(NixlOptions()) is not None
+
+
+def test_who_cannot_read_now_lets_others_have_the_slot(source: Source, memory: Memory) -> None:
+    woken: list[str] = []
+    share = shares_of_one_slot(source, memory, woken)
     one, two, three = share("one"), share("two"), share("three")
     options = NixlOptions()
     assert one.next(options) is not None
@@ -290,4 +336,4 @@ def test_who_cannot_read_now_lets_others_have_the_slot(source: Source, memory: M
     three.account.fail(TransferFailed("three ends"))
     assert two.next(options) is not None
     two.account.fail(TransferFailed("two ends"))
-    assert pool.in_use == 0
+    assert share("four").next(options) is not None

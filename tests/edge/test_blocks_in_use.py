@@ -14,14 +14,16 @@ import numpy as np
 import pytest
 
 from kvferry import Blocks, Client, EngineSpec, Group, NixlOptions
-from kvferry.block_use import BlockUse
-from kvferry.engine import SchedulerPort
-from kvferry.errors import BadBlock, BlocksShort, InvalidField, TransferStuck
+from kvferry.block_use import BlockUse, Pin
+from kvferry.engine import ReadEnd, SchedulerPort, Tails, WorkerPort
+from kvferry.errors import BadBlock, BlocksShort, InvalidField, TransferFailed, TransferStuck
+from kvferry.permute import StillCopying
+from kvferry.summing import HostSummer
 from tests.e2e.conftest import Engine, engine, homes  # noqa: F401
 from tests.e2e.servers import NodeServerProcess
 from tests.e2e.test_expiry import MODEL, reader_of
 from tests.e2e.world import shards, unique_id
-from tests.edge.conftest import BLOCKS, TOKENS, Pair
+from tests.edge.conftest import AXES, BLOCKS, TOKENS, Pair, array
 
 
 def ids(*blocks: int) -> dict[str, Blocks]:
@@ -219,4 +221,78 @@ def test_attach_looks_at_blocks_at_once_and_a_refusal_loses_nothing(pair: Pair) 
         scheduler.publish("mine", ids(2))
     assert scheduler.attach("second", ids(3, 4, 5), allow_overlap=True).local
     assert scheduler.stats().reading == 2
+    scheduler.close()
+
+
+def test_blocks_behind_what_is_read_belong_to_the_read(pair: Pair) -> None:
+    """`Tails.ZERO` clears them, and the workers are told after the scheduler has attached."""
+    group = Group("full", block_tokens=TOKENS, num_blocks=BLOCKS, null_block=0)
+    scheduler = SchedulerPort(pair.client, EngineSpec(unique_id("scheduler"), (group,)))
+    scheduler.publish("mine", ids(3))
+    publication = pair.source.session.publish("theirs", ids(11), expected_reads=2)
+    for request in ("first", "second"):
+        scheduler.acquire(request, publication.reference)
+        while scheduler.granted(request) is None:
+            threading.Event().wait(0.01)
+    with pytest.raises(BadBlock, match=r"destination block 3 .* publication 1 holds it"):
+        scheduler.attach("first", ids(1, 3, 0))
+    assert scheduler.attach("first", ids(1, 2, 0)).local
+    with pytest.raises(BadBlock, match=r"destination block 2 .* may still write to it"):
+        scheduler.attach("second", ids(2))
+    # Of which nothing is read, nothing is cleared.
+    assert scheduler.attach("second", {"full": Blocks([3, 4, 5], end_token=16)}, (0, 0)).local
+    scheduler.close()
+
+
+def test_a_release_while_more_is_published_leaves_no_block_in_use(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The release is taken at the latest moment before the step's blocks are named; they were refused for ever."""
+    session = pair.destination.session
+    publication = session.publish("request", ids(5), last=False)
+    released: list[int] = []
+
+    def take() -> None:
+        session.abort(publication)
+        released.extend(release.publication for release in session.released(20))
+
+    taking = threading.Thread(target=take)
+    name = session.block_use.name
+
+    def named(pin: Pin, number: int, step: int) -> None:
+        taking.start()
+        taking.join(1.0)
+        name(pin, number, step)
+
+    monkeypatch.setattr(session.block_use, "name", named)
+    session.offer_more(publication, ids(6), last=True)
+    taking.join(30)
+    assert released == [publication.number]
+    theirs = pair.source.session.publish("theirs", ids(11, 12))
+    assert pair.destination.read(theirs.reference, ids(5, 6)).result(30).bytes
+
+
+def test_blocks_that_a_lost_device_clears_are_never_quiet(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    def lost(*_: object) -> None:
+        raise StillCopying("the device does not answer")
+
+    group = Group("full", block_tokens=TOKENS, num_blocks=BLOCKS, null_block=0)
+    scheduler = SchedulerPort(pair.client, EngineSpec(unique_id("scheduler"), (group,)))
+    worker = WorkerPort(pair.client, scheduler.spec, token=scheduler.token)
+    worker.register({"l": array()}, axes=AXES, serve=False)
+    publication = pair.source.session.publish("theirs", ids(11))
+    scheduler.acquire("request", publication.reference)
+    while scheduler.granted("request") is None:
+        threading.Event().wait(0.01)
+    monkeypatch.setattr(HostSummer, "clear", lost)
+    worker.start(scheduler.attach("request", ids(1, 2)), tails=Tails.ZERO)
+    ended: list[ReadEnd] = []
+    while not ended:
+        scheduler.collect(worker.finished())
+        ended.extend(scheduler.finished().reads)
+        threading.Event().wait(0.01)
+    (end,) = ended
+    assert isinstance(end.error, TransferFailed)
+    assert not end.quiet
+    with pytest.raises(BadBlock, match="may still write to it"):
+        scheduler.publish("mine", ids(2))
+    worker.close()
     scheduler.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -205,6 +206,17 @@ def test_addresses_that_are_not_mapped_are_refused() -> None:
     # The region is registered whole, so all of it has to be there.
     with pytest.raises(InvalidField, match="mapped and writable"):
         registered(1, tensors=None, planes=planes, regions=[MemoryRegion(MemoryKind.DRAM, 0, base, 1 << 40)])
+
+
+@pytest.mark.parametrize("name", [b"mod\xe8le.safetensors", b"page\x0cfeed", b"next\xc2\x85line"])
+def test_what_else_is_mapped_does_not_matter(node: str, tmp_path: Path, name: bytes) -> None:
+    """The list of mappings has the names of files, which are any bytes."""
+    with (tmp_path / os.fsdecode(name)).open("w+b") as file:
+        file.truncate(1 << 16)
+        mapped = mmap.mmap(file.fileno(), 0)
+    with Client(node) as client:
+        client.register_cache(spec(), tensors={"l": array()}, axes=AXES, serve=False)
+    mapped.close()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.float16, torch.uint8, torch.bool])

@@ -194,7 +194,7 @@ def register_request(
     **changes: Any,
 ) -> pb.RegisterCacheRequest:
     geometry = geometry or rank_geometry(rank, ranks)
-    agent = agent_of(geometry, f"{ref.engine_id}/{rank}")
+    agent = agent_of(geometry, f"{ref.engine_id}/{ref.incarnation.hex()}/{rank}")
     request = pb.RegisterCacheRequest(
         engine=proto(ref),
         session_secret=SECRETS[ref],

@@ -329,7 +329,9 @@ async def test_a_handshake_answers_the_whole_engine(node: Node) -> None:
     engine = answer.geometry
     assert (engine.engine_id, engine.incarnation) == (P.engine_id, P.incarnation)
     assert [rank.rank for rank in engine.ranks] == [0, 1]
-    assert {rank: agent.name for rank, agent in answer.agents.items()} == {0: "prefill/0", 1: "prefill/1"}
+    assert {rank: agent.name for rank, agent in answer.agents.items()} == {
+        rank: f"prefill/{P.incarnation.hex()}/{rank}" for rank in (0, 1)
+    }
     first, *pages = [message async for message in node.kv.Handshake(handshake_request(), timeout=TIMEOUT)]
     assert (from_duration(first.times.final), first.num_ranks) == (TIMES.final, 2)
     assert {message.home_epoch for message in (first, *pages)} == {node.home.epoch}

@@ -428,7 +428,9 @@ class Agent(google.protobuf.message.Message):
     METADATA_SHA256_FIELD_NUMBER: builtins.int
     REGIONS_FIELD_NUMBER: builtins.int
     name: builtins.str
-    """name of the agent, unique per incarnation."""
+    """name of the agent, unique per incarnation: it contains the incarnation, in hexadecimal digits. Readers refuse others,
+    since NIXL knows agents by name alone, and one named as another engine's would take its place.
+    """
     metadata: builtins.bytes
     """metadata as NIXL's agent gave it; opaque."""
     metadata_sha256: builtins.bytes
