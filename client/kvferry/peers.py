@@ -161,9 +161,12 @@ class Peers:
         if slot is not None:
             slot.breaker.succeeded()
 
-    def gone(self, engine_id: str, incarnation: bytes) -> None:
-        """Its home says that this incarnation is no more: drop it as soon as it is quiet."""
-        self._drop_where(lambda key, _: key[1:] == (engine_id, incarnation))
+    def gone(self, home: str, engine_id: str, incarnation: bytes) -> None:
+        """Its home says that this incarnation is no more: drop it as soon as it is quiet.
+
+        A home speaks of its own engines: an engine of another home may have the same name, or be said to be this one.
+        """
+        self._drop_where(lambda key, _: key == (home, engine_id, incarnation))
 
     def _drop_idle(self) -> None:
         """Drop engines that nothing was read from for a long time: those that vanished for good say nothing."""
@@ -179,7 +182,7 @@ class Peers:
                 self._drop(peer)
 
     def _drop_replaced(self, key: tuple[str, str, bytes]) -> None:
-        self._drop_where(lambda other, _: other[1] == key[1] and other[2] != key[2])
+        self._drop_where(lambda other, _: other[:2] == key[:2] and other[2] != key[2])
 
     def _handshake(self, home: Control, engine_id: str, incarnation: bytes, reference: str, deadline: float) -> Peer:
         destination = self._geometry(deadline)

@@ -236,7 +236,7 @@ class RankReads(OneProcess):
 
     def _not_met(self, order: RankOrder, error: KvferryError) -> None:
         if isinstance(error, (PeerRestarted, EngineUnknown)):
-            self._peers.gone(order.engine_id, order.incarnation)
+            self._peers.gone(*order.source)
         for read in self._meeting.pop(order.source, ()):
             waits_longer = error.retryable and read.order.deadline > max(order.deadline, now())
             if waits_longer or (isinstance(error, REFERENCE_GONE) and read.order.reference != order.reference):
