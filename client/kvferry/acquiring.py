@@ -36,6 +36,13 @@ counts as dead, takes; the engine can recompute instead of waiting for the read'
 RENEW_LEAST = 0.05
 """Seconds between renewals, whatever a home asks for: one that said 0 would keep a thread busy."""
 
+GRANT_BYTES = 128 << 20
+"""The most that the blocks of one publication take on the wire: `MAX_BLOCKS` ids that follow no other, with room. A
+home that went on sending would fill our memory."""
+
+STEP_BYTES = 256
+"""What one step takes beside its blocks."""
+
 ACCEPTED_PATIENCE = 1.0
 """Seconds that a read which was cancelled waits for its lease, to end it."""
 
@@ -203,6 +210,7 @@ class Acquirer:
 
         cancellation.interrupt_by(interrupt)
         steps: list[pb.Blocks] = []
+        size = 0
         source, request_id = pb.EngineRef(), request.reference.request_id
         try:
             for message in request.home.typed(stream):
@@ -215,6 +223,9 @@ class Acquirer:
                     self._keep(request, lease, extended)
                     cancellation.check()
                 elif kind == "blocks":
+                    size += message.ByteSize() + STEP_BYTES
+                    if size > GRANT_BYTES:
+                        raise InvalidField("blocks of a publication", f"{size} bytes", f"at most {GRANT_BYTES}")
                     steps.append(message.blocks)
                 elif kind == "revoked":
                     number = message.revoked.reason
@@ -271,6 +282,7 @@ class Acquirer:
                 reader=self._reader,
                 read_id=read_id_of(self._secret, request.read_id),
                 parties=request.parties,
+                expected_reads=request.expected_reads,
             )
             stream = request.home.read_blocks(call, left)
             try:

@@ -355,6 +355,7 @@ class Cache(OneProcess):
             read.wait_quiet(max(0.0, deadline - now()))
         for shares in self._rank_reads:
             shares.close(max(0.0, deadline - now()))
+        self._reader.close()
         self._checksummer.close()
         self._transport.close(max(0.0, deadline - now()))
         if self._agent is not None:

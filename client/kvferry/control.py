@@ -6,6 +6,7 @@ Synchronous on purpose: an engine process forks, and `grpc.aio` does not survive
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import random
 import threading
@@ -23,6 +24,7 @@ from kvferry.clock import now
 from kvferry.errors import Closed, InternalError, KvferryError, Unreachable
 from kvferry.handshaking import Handshaken, put_together
 from kvferry.status import from_notification_error, from_rpc_error
+from kvferry.threads import no_thread, start_thread
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry.v1.kv_transfer_pb2_grpc import KVTransferStub
 
@@ -63,6 +65,9 @@ class Control:
         self.address = address
         self._tls = tls
         self._lock = threading.Lock()
+        self._starting = threading.Lock()
+        """For calls that a thread of gRPC's ends, which the first of them starts: one is started at a time."""
+        self._threads_short = False
         self._closed = False
         self._channel: grpc.Channel | None = None
         self._stub: KVTransferStub | None = None
@@ -79,7 +84,7 @@ class Control:
 
     def handshake(self, request: pb.HandshakeRequest, timeout: float) -> Handshaken:
         """Ask for an engine; raises also what `put_together` does."""
-        messages = self._call(
+        messages = self._start(
             lambda stub: cast("Stream[pb.HandshakeResponse]", stub.Handshake(request, timeout=timeout))
         )
         try:
@@ -108,7 +113,7 @@ class Control:
         """Send a batch without waiting; `answered` is called once, on gRPC's thread with the results, or, also on the
         caller's, with why the call failed."""
         try:
-            future = self._call(lambda stub: stub.Notify.future(request, timeout=timeout))
+            future = self._start(lambda stub: stub.Notify.future(request, timeout=timeout))
         except KvferryError as error:
             answered(error)
             return
@@ -129,11 +134,13 @@ class Control:
 
     def read_blocks(self, request: pb.ReadBlocksRequest, timeout: float) -> Stream[pb.ReadBlocksResponse]:
         """Open a ReadBlocks stream; errors come while it is read, see `typed`."""
-        return self._call(lambda stub: cast("Stream[pb.ReadBlocksResponse]", stub.ReadBlocks(request, timeout=timeout)))
+        return self._start(
+            lambda stub: cast("Stream[pb.ReadBlocksResponse]", stub.ReadBlocks(request, timeout=timeout))
+        )
 
     def watch(self, request: pb.WatchRequest) -> Stream[pb.WatchResponse]:
         """Open a Watch; errors come while it is read, see `typed`."""
-        return self._call(lambda stub: cast("Stream[pb.WatchResponse]", stub.Watch(request)))
+        return self._start(lambda stub: cast("Stream[pb.WatchResponse]", stub.Watch(request)))
 
     def typed(self, stream: Stream[Answer]) -> Iterator[Answer]:
         """The messages of a stream, its failure as a `KvferryError`."""
@@ -147,11 +154,23 @@ class Control:
 
     def close(self) -> None:
         """Close the channel: what is under way ends, and later calls raise `Closed`. Idempotent."""
-        with self._lock:
+        with self._starting, self._lock:
             self._closed = True
             channel, self._channel, self._stub = self._channel, None, None
         if channel is not None:
             channel.close()
+
+    def _start(self, call: Callable[[KVTransferStub], Answer]) -> Answer:
+        """Start a call that does not wait for its end."""
+        with self._starting:
+            if self._threads_short:
+                start_thread(_nothing, "kvferry-probe")
+                self._threads_short = False
+            try:
+                return self._call(call)
+            except (RuntimeError, MemoryError):
+                self._abandon()
+                raise no_thread(f"a call to {self.address}") from None
 
     def _call(self, call: Callable[[KVTransferStub], Answer]) -> Answer:
         pause = self._breaker.ask(now())
@@ -176,6 +195,15 @@ class Control:
         if isinstance(answer, Message):
             self._judge(None)
         return answer
+
+    def _abandon(self) -> None:
+        """gRPC got no thread for the calls of this channel, and counts on having it: none of them would ever end, not
+        even by its deadline, and who closes the channel, or frees it, would wait for them. So it is kept for ever, and
+        the next call makes another."""
+        with self._lock:
+            channel, self._channel, self._stub = self._channel, None, None
+        self._threads_short = True
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(channel))
 
     def _typed(self, failure: BaseException | None) -> KvferryError:
         if self._closed:
@@ -258,6 +286,10 @@ class _Waiting:
     def say(self) -> None:
         """Warn."""
         logger.warning("still waiting for %s: %s", self._what, self.reason or "there is no answer yet")
+
+
+def _nothing() -> None:
+    """What a thread does that only shows that there can be one."""
 
 
 @contextmanager

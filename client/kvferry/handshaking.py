@@ -13,7 +13,9 @@ from kvferry.v1 import kv_transfer_pb2 as pb
 
 MAX_RANKS = 4096
 MAX_BYTES = 1 << 30
-"""What is taken of one engine: a home that told more would fill our memory."""
+MAX_PLANES = 1 << 20
+"""What is taken of one engine: a home that told more would fill our memory. A plane takes thirty times what it takes on
+the wire."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +43,7 @@ def put_together(messages: Iterable[pb.HandshakeResponse]) -> Handshaken:
     first: pb.HandshakeResponse | None = None
     ranks: list[RankGeometry] = []
     agents: dict[int, geometry_pb2.Agent] = {}
-    size = told = 0
+    size = told = planes = 0
     for message in messages:
         size += message.ByteSize()
         if first is None:
@@ -53,6 +55,9 @@ def put_together(messages: Iterable[pb.HandshakeResponse]) -> Handshaken:
             raise LimitReached(
                 f"engine {first.engine.engine_id!r} tells too much: {what}", limit="handshake_bytes", value=MAX_BYTES
             )
+        planes += sum(len(rank.planes) for rank in message.ranks)
+        if planes > MAX_PLANES or len(ranks) + len(message.ranks) > first.num_ranks:
+            raise BadGeometry("handshake", f"more than {first.num_ranks} ranks, or {MAX_PLANES} planes")
         if len(message.agents) not in (0, len(message.ranks)):
             raise BadGeometry("handshake", f"a page of {len(message.ranks)} ranks has {len(message.agents)} agents")
         ranks += map(rank_from_proto, message.ranks)

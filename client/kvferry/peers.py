@@ -162,7 +162,10 @@ class Peers:
             slot.breaker.succeeded()
 
     def gone(self, home: str, engine_id: str, incarnation: bytes) -> None:
-        """Its home says that this incarnation is no more: drop it once it is quiet. Another home's word is none."""
+        """Its home says that this incarnation is no more: drop it as soon as it is quiet.
+
+        A home speaks of its own engines: an engine of another home may have the same name, or be said to be this one.
+        """
         self._drop_where(lambda key, _: key == (home, engine_id, incarnation))
 
     def _drop_idle(self) -> None:

@@ -115,7 +115,8 @@ class Read(OneProcess):
         """
         self._wait(timeout)
         if self._error is not None:
-            raise self._error
+            # Asked again and again, it would keep the frames of every call.
+            raise self._error.with_traceback(None)
         if self._result is None:
             raise TimeoutError(f"read {self.read_id} has not ended after {timeout} s")
         return self._result

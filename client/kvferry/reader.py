@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from kvferry.acquiring import Acquirer, AcquireRequest, Granted
+from kvferry.batches import read_done
 from kvferry.blocks import Blocks
 from kvferry.clock import now
 from kvferry.control import Control
@@ -35,6 +36,7 @@ from kvferry.read import Read, ReadResult
 from kvferry.renewals import Renewals
 from kvferry.reporting import Reporter
 from kvferry.spec import EngineToken
+from kvferry.telling import Telling
 from kvferry.transfers import Part, Transfer, TransferState, Transport
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry.verifying import Arrived, Verifier
@@ -85,6 +87,7 @@ class Reader:
         self._peers = peers
         self._renewals = renewals
         self._reporter = Reporter(token.ref())
+        self._telling = Telling(token.ref())
         self._acquirer = Acquirer(token, renewals, self._gave_up)
         self._lock = threading.Lock()
         self._max_reads = max_reads
@@ -108,6 +111,10 @@ class Reader:
             raise LimitReached(f"no thread for a read: {error}", retry_after=0.1, limit="threads", value=0) from error
         return read
 
+    def close(self) -> None:
+        """Tell no home again how a read ended. Idempotent."""
+        self._telling.close()
+
     def running(self) -> tuple[Read, ...]:
         """Reads that have not ended."""
         with self._lock:
@@ -127,8 +134,8 @@ class Reader:
             grant = self._acquirer.acquire(acquire, read._cancellation, read._extend)
         except KvferryError as error:
             if isinstance(error, (PeerRestarted, EngineUnknown)):
-                named = request.reference
-                self._peers.gone(request.home.address, named.engine_id, named.incarnation)
+                reference = request.reference
+                self._peers.gone(request.home.address, reference.engine_id, reference.incarnation)
             self._ended(read, None, error)
             return
         except Exception as error:
@@ -181,8 +188,10 @@ class Reader:
         )
         self._ended(read, result, None)
         if unanswered:
+            # The engine has its result; the source still waits for this, for as long as the lease runs.
             report = pb.RankReport(rank=self._rank, outcome=pb.RANK_OUTCOME_DONE, bytes=moved)
-            self._reporter.report_until_answered(request.home, grant.lease, [report])
+            lease = grant.lease
+            self._telling.tell(request.home, read_done(lease.lease_id, [report]), lease.deadline)
 
     def _gave_up(self, home: Control, lease: ReaderLease, outcome: pb.RankOutcome.ValueType) -> None:
         self._reporter.report(home, lease, [pb.RankReport(rank=self._rank, outcome=outcome)])

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 
 from kvferry.batches import read_done
-from kvferry.control import Control, checked_results, retrying
+from kvferry.control import Control, checked_results
 from kvferry.errors import KvferryError
 from kvferry.leases import ReaderLease
 from kvferry.v1 import kv_transfer_pb2 as pb
@@ -32,13 +32,6 @@ class Reporter:
         except KvferryError as error:
             logger.info("report to %s not answered: %s", home.address, error)
             return None
-
-    def report_until_answered(self, home: Control, lease: ReaderLease, reports: Sequence[pb.RankReport]) -> None:
-        """The engine has its result; the source still waits for this, for as long as the lease runs."""
-        try:
-            retrying(lambda left: self._tell(home, lease, reports, left), lease.deadline)
-        except KvferryError as error:
-            logger.info("report to %s given up: %s", home.address, error)
 
     def _tell(
         self, home: Control, lease: ReaderLease, reports: Sequence[pb.RankReport], timeout: float

@@ -14,7 +14,7 @@ from kvferry.block_use import BlockUse
 from kvferry.blocks import Blocks, blocks_by_group, blocks_to_proto, check_ids
 from kvferry.clock import LONGEST, from_duration, now
 from kvferry.control import CALL_TIMEOUT, Control, retrying
-from kvferry.errors import Closed, EngineUnknown, InvalidField, KvferryError, Unavailable
+from kvferry.errors import Closed, EngineUnknown, InvalidField, KvferryError, Unavailable, Unreachable
 from kvferry.forks import OneProcess
 from kvferry.offers import Offers, Publication, Release, ReleaseOutcome, leaves_open
 from kvferry.spec import EngineSpec, EngineToken
@@ -91,12 +91,17 @@ class EngineSession(OneProcess):
                 one; or another argument is out of range.
             MessageTooLarge: the blocks do not fit a message; publish them in several steps. Nothing was published.
             Unavailable: the home could not be reached. Whether the publication exists is not known, so it is aborted as
-                well as can be, and its blocks stay pinned until `released` comes, once.
+                well as can be, and its blocks stay pinned until `released` comes, once. Or another thread's `publish`
+                took all the time; then nothing was published.
             KvferryError: the home refused; nothing was published.
         """
         timeout = arguments.seconds("timeout", timeout)
         # One at a time: the home takes a number below the highest it has seen for a stale one.
-        with self._publishing:
+        deadline = now() + timeout
+        if not self._publishing.acquire(timeout=timeout):
+            message = "another publish took all the time; nothing was published"
+            raise Unreachable(message, address=self._control.address)
+        try:
             publication, step = self.offer(
                 request_id,
                 blocks,
@@ -105,7 +110,9 @@ class EngineSession(OneProcess):
                 payload=payload,
                 checksums=checksums,
             )
-            self.send(step, timeout)
+            self.send(step, max(0.001, deadline - now()))
+        finally:
+            self._publishing.release()
         return publication
 
     def publish_more(
@@ -171,6 +178,7 @@ class EngineSession(OneProcess):
         try:
             with self._lock:
                 self._offers.publish_more(number, step)
+                # Before anybody can take its release, which ends the pins that have its name.
                 self.block_use.name(pin, number, step.step)
         except KvferryError:
             self.block_use.unpin(pin)
@@ -286,7 +294,8 @@ class EngineSession(OneProcess):
             raise Closed(f"the session of engine {self.spec.engine_id!r} is closed")
         failure = self._watcher.failure
         if failure is not None:
-            raise failure
+            # Raised again and again, it would keep the frames of every call.
+            raise failure.with_traceback(None)
 
     def _on_event(self, message: pb.WatchResponse) -> None:
         kind = message.WhichOneof("event")

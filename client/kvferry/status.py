@@ -17,6 +17,7 @@ from typing import cast
 
 import grpc
 from google.protobuf.any_pb2 import Any
+from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 
@@ -53,6 +54,10 @@ VALUES_BYTES = 3072
 
 NOTIFICATION_ERROR_BYTES = 3840
 """Bytes that the error of one notification takes at most in an answer."""
+
+LONGEST_RETRY = 60.0
+"""Seconds that a peer may ask to wait before a call is repeated; what waits for longer is as good as ended."""
+
 TOO_LARGE = "larger than max"
 """What gRPC says of a message over the size limit, of either side and in either direction; there is no code for it."""
 
@@ -153,7 +158,7 @@ def to_notification_error(error: KvferryError) -> pb.NotificationError:
 
 def from_notification_error(message: pb.NotificationError) -> KvferryError:
     """The error of one notification."""
-    retry_after = from_duration(message.retry_after) if message.HasField("retry_after") else None
+    retry_after = _pause(message.retry_after) if message.HasField("retry_after") else None
     known = message.reason in errors_pb2.ErrorReason.values()
     reason = errors_pb2.ErrorReason.Name(message.reason).removeprefix(_PREFIX) if known else ""
     values = dict(message.metadata)
@@ -189,8 +194,12 @@ def _unpacked(status: status_pb2.Status) -> tuple[error_details_pb2.ErrorInfo | 
         if detail.Unpack(info) and info.domain == DOMAIN:
             found = info
         elif detail.Unpack(retry):
-            retry_after = from_duration(retry.retry_delay)
+            retry_after = _pause(retry.retry_delay)
     return found, retry_after
+
+
+def _pause(delay: Duration) -> float:
+    return min(max(0.0, from_duration(delay)), LONGEST_RETRY)
 
 
 def _packed(message: error_details_pb2.ErrorInfo | error_details_pb2.RetryInfo) -> Any:

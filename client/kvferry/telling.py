@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -23,7 +24,9 @@ TELL_TIMEOUT = 5.0
 """Seconds for one attempt."""
 
 MAX_WAITING = 16_384
-"""Notifications that wait for another attempt; beyond it a new one is given up."""
+MAX_WAITING_AT_HOME = 4096
+"""Notifications that wait for another attempt, of all homes and of one; beyond it a new one is given up. A home that
+takes nothing must not leave the others without room."""
 
 LONGEST_SLEEP = 1.0
 """Seconds after which they are looked at again: what a thread sleeps does not count suspends."""
@@ -62,6 +65,7 @@ class Telling:
         self._sender = sender
         self._changed = threading.Condition()
         self._waiting: list[_Told] = []
+        self._waits_at: Counter[Control] = Counter()
         self._thread: threading.Thread | None = None
         self._closed = False
 
@@ -95,6 +99,7 @@ class Telling:
         with self._changed:
             self._closed = True
             self._waiting.clear()
+            self._waits_at.clear()
             self._changed.notify()
 
     def _send(self, home: Control, told: Sequence[_Told], timeout: float) -> None:
@@ -138,10 +143,12 @@ class Telling:
             with self._changed:
                 if self._closed:
                     return
-                if len(self._waiting) >= MAX_WAITING:
-                    logger.warning("%s is not told of a %s: %d others wait", told.home.address, kind, MAX_WAITING)
+                if self._waits_at[told.home] >= MAX_WAITING_AT_HOME or len(self._waiting) >= MAX_WAITING:
+                    message = "%s is not told of a %s: %d others wait"
+                    logger.warning(message, told.home.address, kind, len(self._waiting))
                     continue
                 self._waiting.append(told)
+                self._waits_at[told.home] += 1
         with self._changed:
             if self._waiting and self._thread is None and not self._closed:
                 try:
@@ -173,6 +180,7 @@ class Telling:
             due = [told for told in self._waiting if told.again_at <= time]
             if due:
                 self._waiting = [told for told in self._waiting if told.again_at > time]
+                self._waits_at = Counter(told.home for told in self._waiting)
                 return due
             first = min((told.again_at for told in self._waiting), default=None)
             self._changed.wait(None if first is None else max(0.0, min(LONGEST_SLEEP, first - time)))

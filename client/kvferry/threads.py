@@ -21,11 +21,12 @@ def start_thread(run: Callable[[], object], name: str) -> threading.Thread:
     try:
         thread.start()
     except (RuntimeError, MemoryError):
-        running = threading.active_count()
-        raise LimitReached(
-            f"thread {name!r} could not be started beside {running} others",
-            retry_after=RETRY_AFTER,
-            limit="threads",
-            value=running,
-        ) from None
+        raise no_thread(f"thread {name!r}") from None
     return thread
+
+
+def no_thread(what: str) -> LimitReached:
+    """The error for what could not be started."""
+    running = threading.active_count()
+    message = f"{what} could not be started beside {running} threads"
+    return LimitReached(message, retry_after=RETRY_AFTER, limit="threads", value=running)

@@ -45,6 +45,8 @@ class Watcher:
         self._name = name
         self._missed = False
         """A handler raised: the full state is asked for again."""
+        self._again_after = 0.0
+        """Seconds after which that makes sense, as far as the handler's error says."""
         self._backoff = BACKOFF_FIRST
         self._thread: threading.Thread | None = None
 
@@ -122,7 +124,7 @@ class Watcher:
         """One Watch, until it ends or a handler has raised."""
         if self._missed:
             self._request.resume_epoch, self._request.resume_sequence = b"", 0
-            self._missed = False
+            self._missed, self._again_after = False, 0.0
         with self._lock:
             if self._closing.is_set():
                 raise Closed("the watch is closed")
@@ -146,7 +148,8 @@ class Watcher:
             self._request.resume_sequence = max(message.sequence, self._request.resume_sequence)
             synced |= kind == "synced" or (kind == "opened" and message.opened.resumed)
             if synced and self._missed:
-                raise Unavailable(f"the state of {self._name} at {self._control.address} was not taken")
+                message = f"the state of {self._name} at {self._control.address} was not taken"
+                raise Unavailable(message, retry_after=self._again_after)
             if synced and not self._synced.is_set():
                 self._synced.set()
             if synced:
@@ -157,7 +160,7 @@ class Watcher:
         try:
             self._on_event(message)
         except KvferryError as error:
-            self._missed = True
+            self._missed, self._again_after = True, max(self._again_after, error.retry_after or 0.0)
             logger.warning("event %s of %s: %s", message.WhichOneof("event"), self._name, error)
         except Exception:
             self._missed = True

@@ -494,6 +494,10 @@ class Lessor:
             self._check_room(book, offer.number, offer.size)
         else:
             self._memory.check(book.source, offer.size)
+            if book.recovering and (publication is None or publication.stage is Stage.AWAITED):
+                # Its first steps are in the snapshot.
+                waits = f"this home restarted and waits for the snapshot of {book.source}"
+                raise HomeRecovering(waits, engine_id=book.source.engine_id)
         check_follows(publication, offer)
         if book.groups is not None:
             check_offer(book.groups, offer)

@@ -9,7 +9,8 @@ import sys
 import pytest
 
 import kvferry
-from kvferry.cli.render import duration, ranges, safe
+from kvferry.cli.render import duration, enum_name, ranges, safe
+from kvferry.v1 import kv_transfer_pb2 as pb
 from tests.cli.conftest import run_kvferry
 from tests.server.shell import environment
 
@@ -69,3 +70,8 @@ def test_ranges_of_ranks() -> None:
 def test_what_a_peer_calls_itself_cannot_steer_a_terminal() -> None:
     assert safe("ok ä 世 [bold]") == "ok ä 世 [bold]"
     assert safe("\x1b]0;title\x07\n\u202e") == "\\x1b]0;title\\x07\\n\\u202e"
+
+
+def test_states_of_a_later_version_are_shown_by_their_number() -> None:
+    assert enum_name(pb.ReadState, pb.READ_STATE_VALID, "READ_STATE_") == "valid"
+    assert enum_name(pb.ReadState, 99, "READ_STATE_") == "99"

@@ -26,6 +26,7 @@ class Scripted(KVTransferServicer):
     def __init__(self) -> None:
         self.notified: list[pb.NotifyRequest] = []
         self.watched: list[pb.WatchRequest] = []
+        self.asked: list[pb.ReadBlocksRequest] = []
         self.notify: Callable[[pb.NotifyRequest], list[pb.NotificationResult]] = _acknowledged
         self.watch: Callable[[int], Iterator[pb.WatchResponse]] = lambda _: iter(())
         self.read_blocks: Callable[[], Iterator[pb.ReadBlocksResponse]] = lambda: iter(())
@@ -64,6 +65,9 @@ class Scripted(KVTransferServicer):
             ended.wait(60)
 
     def ReadBlocks(self, request: pb.ReadBlocksRequest, context: Any) -> Iterator[pb.ReadBlocksResponse]:
+        with self.news:
+            self.asked.append(request)
+            self.news.notify_all()
         try:
             yield from self.read_blocks()
         except KvferryError as error:

@@ -135,12 +135,14 @@ def test_a_report_is_told_until_it_is_answered(tmp_path: Path, ranks: int) -> No
         assert [report.rank for done in said for report in done.reports] == list(range(ranks))
 
 
-def acquire(acquirer: Acquirer, control: Control, cancellation: Cancellation) -> tuple[threading.Thread, list[object]]:
+def acquire(
+    acquirer: Acquirer, control: Control, cancellation: Cancellation, expected: int = 0
+) -> tuple[threading.Thread, list[object]]:
     """Acquire on a thread; what came of it."""
     text = reference(control.address)
     found: list[object] = []
     parsed = pb.Reference(home=control.address, engine_id="source", publication=1)
-    request = AcquireRequest(control, parsed, text, "read", 1, 0, now() + 60)
+    request = AcquireRequest(control, parsed, text, "read", 1, expected, now() + 60)
 
     def run() -> None:
         try:

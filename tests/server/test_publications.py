@@ -511,3 +511,14 @@ def test_after_many_requests_nothing_is_left(scene: Scene) -> None:
     assert not list(scene.lessor.publications())
     assert not list(scene.lessor.leases())
     assert scene.lessor.next_deadline() == float("inf")
+
+
+def test_a_later_step_waits_for_the_snapshot_that_holds_the_first() -> None:
+    scene = Scene(recovering=True)
+    later = offer(step=1)
+    for _ in range(2):
+        with pytest.raises(HomeRecovering):
+            scene.lessor.publish(P, later)
+        scene.lessor.begin_snapshot(P)
+    scene.lessor.publish(P, offer(last=False))
+    assert scene.lessor.publish(P, later).step_count == 2

@@ -86,7 +86,7 @@ def _groups(geometry: geometry_pb2.EngineGeometry) -> object:
         add_row(
             rows,
             group.name,
-            enum_name(geometry_pb2.GroupKind.Name(group.kind), "GROUP_KIND_"),
+            enum_name(geometry_pb2.GroupKind, group.kind, "GROUP_KIND_"),
             group.block_tokens or "-",
             group.num_blocks,
             group.null_block if group.has_null_block else "-",
@@ -121,7 +121,7 @@ def _registered(summary: introspection_pb2.EngineSummary) -> str:
 def _state(summary: introspection_pb2.EngineSummary) -> str:
     from kvferry.v1 import introspection_pb2
 
-    name = enum_name(introspection_pb2.EngineState.Name(summary.state), "ENGINE_STATE_")
+    name = enum_name(introspection_pb2.EngineState, summary.state, "ENGINE_STATE_")
     missing, left = summary.missing_ranks, summary.num_missing - len(summary.missing_ranks)
     more = f" and {left} more" if left else ""
     return f"{name} (missing {'rank' if len(missing) == 1 else 'ranks'} {ranges(missing)}{more})" if missing else name

@@ -39,7 +39,7 @@ def requests(
             request.engine.engine_id,
             request.publication,
             request.request_id,
-            enum_name(introspection_pb2.RequestState.Name(request.state), "REQUEST_STATE_"),
+            enum_name(introspection_pb2.RequestState, request.state, "REQUEST_STATE_"),
             request.blocks,
             f"{request.reads_valid}/{request.expected_reads}",
             request.leases,

@@ -45,7 +45,7 @@ def transfers(
             transfer.request_id,
             read.reader.engine_id,
             read.lease_number,
-            enum_name(kv_transfer_pb2.ReadState.Name(read.state), "READ_STATE_"),
+            enum_name(kv_transfer_pb2.ReadState, read.state, "READ_STATE_"),
             f"{read.reported}/{read.parties}",
             size(read.bytes),
             duration(remaining) if remaining else "ended",

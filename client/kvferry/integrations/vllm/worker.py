@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Mapping
+from contextlib import suppress
+from functools import partial
 
 from kvferry.client import Client
 from kvferry.engine import RankEnd, WorkerOutput, WorkerPort
@@ -13,8 +16,12 @@ from kvferry.geometry import Plane
 from kvferry.integrations.vllm.setup import Setup
 from kvferry.integrations.vllm.values import StepMetadata, WorkerNews
 from kvferry.tensors import Tensor
+from kvferry.threads import start_thread
 
 logger = logging.getLogger(__name__)
+
+AGAIN = 1.0
+"""Seconds until a registration that could not be taken is tried again."""
 
 
 class ConnectorWorker:
@@ -44,10 +51,12 @@ class ConnectorWorker:
         """Do what the scheduler says; returns at once."""
         with self._lock:
             if metadata.token and not self._registering:
-                self._registering = True
-                threading.Thread(
-                    target=self._register, args=(metadata.token,), name="kvferry-register", daemon=True
-                ).start()
+                try:
+                    start_thread(partial(self._register, metadata.token), "kvferry-register")
+                    self._registering = True
+                except KvferryError as error:
+                    # The token comes again with the next step.
+                    logger.warning("rank %d is not registered yet: %s", self._rank, error)
             if self._port is None:
                 if metadata.starts or metadata.cancels:
                     self._early.append(metadata)
@@ -91,15 +100,16 @@ class ConnectorWorker:
 
     def _register(self, token: str) -> None:
         """On a thread of its own, until it is done."""
-        port = WorkerPort(self._client, self._setup.spec, self._rank, token=token)
         while True:
             try:
+                port = WorkerPort(self._client, self._setup.spec, self._rank, token=token)
                 # Planes that hold a whole axis are latent ones, equal on all ranks, or those of pipeline stages: heads
                 # are said for each rank.
                 port.register(self._caches, planes=self._planes, replicated=True, serve=self._setup.serves)
             except KvferryError as error:
                 if error.retryable:
                     logger.warning("rank %d is not registered yet: %s", self._rank, error)
+                    time.sleep(max(AGAIN, error.retry_after or 0.0))
                     continue
                 with self._lock:
                     self._news.errors[self._rank] = str(error)
@@ -111,7 +121,9 @@ class ConnectorWorker:
                 return
             break
         if self._setup.reads:
-            port.prepare()
+            # A hint: without it the first read is slower.
+            with suppress(KvferryError):
+                port.prepare()
         with self._lock:
             self._port = port
             self._news.registered.add(self._rank)

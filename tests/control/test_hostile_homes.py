@@ -1,0 +1,353 @@
+"""A home that answers whatever it likes, and a system that gives no thread: what waits ends, what is kept is bounded,
+and nobody else's reads notice."""
+
+from __future__ import annotations
+
+import threading
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvferry import Blocks, Client, EngineSpec, Group
+from kvferry.acquiring import GRANT_BYTES, Acquirer, Cancellation
+from kvferry.block_use import BlockUse
+from kvferry.clock import now, to_duration
+from kvferry.errors import (
+    BadGeometry,
+    HomeRecovering,
+    InvalidField,
+    KvferryError,
+    LeaseEnded,
+    LimitReached,
+    ServerDraining,
+    Unreachable,
+    WatchTakenOver,
+)
+from kvferry.handshaking import put_together
+from kvferry.leases import LONGEST, ReaderLease
+from kvferry.offers import Publication
+from kvferry.reference import format_reference, parse_reference
+from kvferry.renewals import Renewals
+from kvferry.session import EngineSession
+from kvferry.status import from_notification_error, to_notification_error
+from kvferry.v1 import geometry_pb2
+from kvferry.v1 import kv_transfer_pb2 as pb
+from tests.control.scripted import EPOCH, opened, released, scripted, synced
+from tests.control.test_telling import DONE, READER, accepted, acquire, holding
+from tests.e2e.servers import NodeServerProcess
+from tests.e2e.world import unique_id, until
+
+SPEC = EngineSpec("engine", (Group("full", block_tokens=16, num_blocks=8),))
+AXES = ("kv", "block", "head", "token", "content")
+
+
+@pytest.mark.parametrize("what", ["a reference that lies", "another engine of the same name"])
+def test_a_home_speaks_of_its_own_engines_only(tmp_path: Path, what: str) -> None:
+    def tensors() -> dict[str, np.ndarray]:  # type: ignore[type-arg]
+        return {"layers.0": np.zeros((2, 8, 1, 16, 8), np.uint8)}
+
+    name = unique_id("source")
+    spec = EngineSpec(name, SPEC.groups)
+    with (
+        NodeServerProcess(tmp_path / "home", engine_ttl=1.0) as home,
+        NodeServerProcess(tmp_path / "hostile", engine_ttl=1.0) as hostile,
+        Client(home.address) as client,
+        Client(hostile.address) as liar,
+        Client(home.address) as reading,
+    ):
+        victim = client.register_cache(spec, tensors=tensors(), axes=AXES)
+        impostor = liar.register_cache(spec, tensors=tensors(), axes=AXES)
+        reader = reading.register_cache(EngineSpec(unique_id("reader"), SPEC.groups), tensors=tensors(), axes=AXES)
+        reference = victim.session.publish("request", {"full": Blocks([1])}).reference
+        reader.read(reference, {"full": Blocks([2])}).result(30)
+        parsed = parse_reference(reference)
+        known = (reader.home(parsed.home).address, name, parsed.incarnation)
+        assert reader._peers.known(*known) is not None
+        theirs = impostor.session.publish("request", {"full": Blocks([1])}).reference
+        if what == "a reference that lies":
+            lie = parse_reference(reference)
+            lie.home = parse_reference(theirs).home
+            theirs = format_reference(lie)
+        read = reader.read(theirs, {"full": Blocks([3])}, timeout=10)
+        assert (read.exception(30) is None) == (what != "a reference that lies")
+        # What was known of the engine at its true home is known still: its next read needs no handshake.
+        assert reader._peers.known(*known) is not None
+
+
+@contextmanager
+def without_threads_for(name: str) -> Iterator[None]:
+    """What a thread of this name starts is refused, as by a system that has no more."""
+    start = threading.Thread.start
+
+    def refused(thread: threading.Thread) -> None:
+        if threading.current_thread().name == name:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refused)
+        yield
+
+
+def test_a_call_without_a_thread_is_refused_and_the_next_one_goes_on(tmp_path: Path) -> None:
+    with scripted(tmp_path) as (server, control):
+        answers: list[object] = []
+        server.read_blocks = lambda: iter([accepted()])
+        with without_threads_for(threading.current_thread().name):
+            for _ in range(2):
+                with pytest.raises(LimitReached):
+                    control.read_blocks(pb.ReadBlocksRequest(), 5)
+            control.notify_later(pb.NotifyRequest(), 5, answers.append)
+        assert isinstance(answers[0], LimitReached)
+        ended = threading.Event()
+
+        def read() -> None:
+            answers.extend(control.typed(control.read_blocks(pb.ReadBlocksRequest(), 5)))
+            ended.set()
+
+        threading.Thread(target=read, daemon=True).start()
+        assert ended.wait(30)
+        assert answers[1:] == [accepted()]
+
+
+def test_a_grant_without_end_is_refused(tmp_path: Path) -> None:
+    with scripted(tmp_path) as (server, control):
+        sent: list[int] = []
+        ids = pb.GroupBlocks(group="full", run_starts=range(1 << 20, (1 << 20) + 500_000), run_counts=[1] * 500_000)
+        step = pb.ReadBlocksResponse(home_epoch=EPOCH, blocks=pb.Blocks(groups=[ids]))
+
+        def endless() -> Iterator[pb.ReadBlocksResponse]:
+            yield accepted()
+            while True:
+                sent.append(step.ByteSize())
+                yield step
+
+        server.read_blocks = endless
+        renewals = Renewals()
+        given_back: list[bytes] = []
+        acquirer = Acquirer(READER, renewals, lambda _, lease, __: given_back.append(lease.lease_id))
+        thread, found = acquire(acquirer, control, Cancellation("read"))
+        thread.join(60)
+        assert isinstance(found[0], InvalidField)
+        assert len(given_back) == 1
+        # With what gRPC has taken meanwhile.
+        assert sum(sent) < 2 * GRANT_BYTES
+        renewals.close()
+
+
+def test_a_delay_that_a_home_asks_for_has_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvferry.status.LONGEST_RETRY", 0.05, raising=False)
+    with scripted(tmp_path) as (server, control):
+
+        def watch(count: int) -> Iterator[pb.WatchResponse]:
+            yield opened()
+            yield synced()
+            if count == 1:
+                raise ServerDraining("come back in three hundred years", retry_after=1e10)
+
+        server.watch = watch
+        session = EngineSession(control, SPEC, 30)
+        server.until(lambda: len(server.watched) == 2)
+        session.close()
+
+
+def test_a_handshake_of_more_ranks_than_it_said_ends_at_once() -> None:
+    page = pb.HandshakeResponse(ranks=[geometry_pb2.RankGeometry()])
+    taken: list[int] = []
+
+    def pages() -> Iterator[pb.HandshakeResponse]:
+        yield pb.HandshakeResponse(engine=geometry_pb2.EngineGeometry(engine_id="engine"), num_ranks=0)
+        while len(taken) < 1000:
+            taken.append(1)
+            yield page
+
+    with pytest.raises(BadGeometry):
+        put_together(pages())
+    assert len(taken) == 1
+
+
+def test_a_handshake_of_too_many_planes_is_refused_before_they_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvferry.handshaking.MAX_PLANES", 100, raising=False)
+    planes = [geometry_pb2.Plane() for _ in range(101)]
+    page = pb.HandshakeResponse(ranks=[geometry_pb2.RankGeometry(planes=planes)])
+    first = pb.HandshakeResponse(engine=geometry_pb2.EngineGeometry(engine_id="engine"), num_ranks=1)
+    with pytest.raises(BadGeometry, match="100 planes"):
+        put_together([first, page])
+
+
+def test_a_lease_is_believed_for_so_long_and_renewed_meanwhile() -> None:
+    lease = ReaderLease(b"l" * 16, 0.0, 1e12, 1e12)
+    assert lease.deadline <= LONGEST
+    assert lease.next_renewal is not None
+    assert lease.next_renewal < lease.deadline
+    lease.renewed(10.0, 11.0, 1e12, more=True)
+    assert lease.deadline <= 10.0 + LONGEST
+
+
+def test_a_home_that_takes_nothing_leaves_room_for_what_others_have_to_hear(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvferry.telling.MAX_WAITING", 6)
+    monkeypatch.setattr("kvferry.telling.MAX_WAITING_AT_HOME", 3, raising=False)
+    for name in ("deaf", "true"):
+        (tmp_path / name).mkdir()
+    with (
+        scripted(tmp_path / "deaf") as (deaf, hostile),
+        scripted(tmp_path / "true") as (server, control),
+        holding(control) as holder,
+    ):
+
+        def never(request: pb.NotifyRequest) -> list[pb.NotificationResult]:
+            raise HomeRecovering("not now", retry_after=20.0)
+
+        def once(request: pb.NotifyRequest) -> list[pb.NotificationResult]:
+            if len(server.notified) == 1:
+                raise HomeRecovering("not now", retry_after=0.05)
+            return [DONE for _ in request.notifications]
+
+        deaf.notify, server.notify = never, once
+        for _ in range(8):
+            holder.cancel(hostile, ReaderLease(b"h" * 16, now(), 60.0, 20.0))
+        until(lambda: len(holder._telling._waiting) >= 3)
+        deaf.until(lambda: len(deaf.notified) == 8)
+        holder.cancel(control, ReaderLease(b"l" * 16, now(), 60.0, 20.0))
+        server.until(lambda: len(server.notified) == 2)
+
+
+def test_a_read_that_is_asked_for_again_says_again_how_many_there_will_be(tmp_path: Path) -> None:
+    with scripted(tmp_path) as (server, control):
+        done = pb.ReadBlocksResponse(home_epoch=EPOCH, complete=pb.Complete(steps=0))
+        server.read_blocks = lambda: iter([accepted(renew_every=0.05), done])
+        ended = pb.NotificationResult(error=to_notification_error(LeaseEnded("no such lease")))
+        server.notify = lambda request: [ended for _ in request.notifications]
+        renewals = Renewals()
+        thread, _ = acquire(Acquirer(READER, renewals, lambda *_: None), control, Cancellation("read"), expected=4)
+        thread.join(30)
+        server.until(lambda: len(server.asked) >= 2)
+        assert {asked.expected_reads for asked in server.asked} == {4}
+        renewals.close()
+
+
+def test_a_refill_that_has_to_wait_is_not_made_again_before(tmp_path: Path) -> None:
+    with scripted(tmp_path) as (server, control):
+        server.watch = lambda _: iter([opened(), synced(need_resync=True)])
+        refused: list[float] = []
+
+        def notify(request: pb.NotifyRequest) -> list[pb.NotificationResult]:
+            if not refused:
+                refused.append(now())
+                raise LimitReached("full", retry_after=1.5, limit="memory", value=1)
+            return [DONE for _ in request.notifications]
+
+        server.notify = notify
+        session = EngineSession(control, SPEC, 30)
+        assert len(server.watched) == 2
+        assert now() - refused[0] >= 1.5
+        session.close()
+
+
+def test_blocks_released_while_more_are_published_are_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    named = BlockUse.name
+    with scripted(tmp_path) as (server, control):
+        release = threading.Event()
+
+        def events() -> Iterator[pb.WatchResponse]:
+            yield from (opened(), synced())
+            release.wait(30)
+            yield released(1, sequence=1)
+
+        server.watch = lambda _: events()
+        session = EngineSession(control, SPEC, 30)
+        publication = session.publish("request", {"full": Blocks([1])}, last=False)
+        taken: list[int] = []
+
+        def take() -> None:
+            until(lambda: bool(taken.extend(each.publication for each in session.released(0.1)) or taken))
+
+        taking = threading.Thread(target=take)
+
+        def slowly(use: BlockUse, *args: object) -> None:
+            release.set()
+            taking.start()
+            taking.join(1.0)
+            named(use, *args)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(BlockUse, "name", slowly)
+        session.offer_more(publication, {"full": Blocks([2], first_token=16)}, last=True)
+        taking.join(30)
+        assert taken == [1]
+        session.block_use.writes().begin("read", {"full": np.array([1, 2], np.int32)})
+        session.close()
+
+
+def test_an_error_that_is_raised_again_and_again_does_not_grow(tmp_path: Path) -> None:
+    with scripted(tmp_path) as (server, control):
+        over = threading.Event()
+
+        def taken_over() -> Iterator[pb.WatchResponse]:
+            yield from (opened(), synced())
+            over.wait(30)
+            raise WatchTakenOver("a newer one", engine_id="engine")
+
+        server.watch = lambda _: taken_over()
+        session = EngineSession(control, SPEC, 30)
+        over.set()
+        until(lambda: session._watcher.failure is not None)
+        depths = set()
+        for _ in range(5):
+            with pytest.raises(WatchTakenOver) as caught:
+                session.publish("request", {"full": Blocks([1])})
+            depths.add(len(traceback.extract_tb(caught.value.__traceback__)))
+        assert len(depths) == 1
+        session.close()
+
+
+def test_a_publish_waits_for_another_no_longer_than_it_said(tmp_path: Path) -> None:
+    with scripted(tmp_path) as (server, control):
+        server.watch = lambda _: iter([opened(), synced()])
+        session = EngineSession(control, SPEC, 30)
+        slow, answer = threading.Event(), threading.Event()
+
+        def notify(request: pb.NotifyRequest) -> list[pb.NotificationResult]:
+            slow.set()
+            answer.wait(30)
+            return [DONE for _ in request.notifications]
+
+        server.notify = notify
+        published: list[Publication] = []
+        first = threading.Thread(
+            target=lambda: published.append(session.publish("first", {"full": Blocks([1])}, timeout=30))
+        )
+        first.start()
+        assert slow.wait(30)
+        with pytest.raises(Unreachable):
+            session.publish("second", {"full": Blocks([2])}, timeout=0.2)
+        answer.set()
+        first.join(30)
+        assert session.unreleased() == tuple(published)
+        session.close()
+
+
+def test_renewals_go_on_after_the_system_had_no_thread_for_one(tmp_path: Path) -> None:
+    with scripted(tmp_path) as (server, control):
+        remaining = pb.Renewed(remaining=to_duration(60))
+        server.notify = lambda request: [pb.NotificationResult(renewed=remaining) for _ in request.notifications]
+        renewals, extended = Renewals(), threading.Event()
+        lease = ReaderLease(b"l" * 16, now(), 30.0, 0.1)
+        with without_threads_for("kvferry-renewals"):
+            renewals.keep(lease, control, READER.ref(), "a read", lambda _: extended.set(), lambda: None)
+            until(lambda: lease in renewals._failing)
+        assert extended.wait(30)
+        renewals.close()
+
+
+def test_errors_of_homes_are_typed_whatever_delay_they_carry() -> None:
+    error = to_notification_error(HomeRecovering("not now", retry_after=3.0))
+    error.retry_after.seconds = -5
+    found: KvferryError = from_notification_error(error)
+    assert found.retryable
+    assert found.retry_after == 0.0
