@@ -35,9 +35,12 @@ from kvferry.errors import (
     ServerDraining,
 )
 from kvferry.status import to_status
+from kvferry_server.arrivals import Arrivals, Place
 from kvferry_server.connections import host_of
 
 logger = logging.getLogger(__name__)
+
+INTROSPECTION = "/kvferry.v1.Introspection/"
 
 OUR_SERVICE = "/kvferry.v1.KVTransfer/"
 """The calls that need a deadline. Introspection never waits, and operators' tools (`buf curl`, `grpcurl`) send none."""
@@ -58,8 +61,12 @@ Decode: TypeAlias = Callable[[bytes], Any]
 Encode: TypeAlias = Callable[[Any], bytes]
 
 
+GEOMETRIES = frozenset({OUR_SERVICE + "RegisterCache", OUR_SERVICE + "Handshake", INTROSPECTION + "PlanRead"})
+"""Calls that carry geometries: large, and worked on for seconds. They wait for one another, and nothing else does."""
+
 REQUESTS = 16
-"""Requests of one host that are being read, or worked on if they are large. At most 4 MiB each."""
+"""Requests of one host that are being read, or worked on if they are large: so many with geometries, and so many
+others. At most 4 MiB each."""
 
 LOCAL_REQUESTS = 64
 """The same for all callers of the UNIX socket together: gRPC does not tell one from another."""
@@ -72,9 +79,6 @@ STREAM_REQUEST = 64 * 1024
 
 LARGE_REQUESTS = frozenset({OUR_SERVICE + "Handshake"})
 """Streams that spread one answer over several messages: their requests are as large as those of calls."""
-
-REQUEST_TIMEOUT = 10.0
-"""Seconds that a request may take to arrive."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +131,7 @@ class Guard(grpc.aio.ServerInterceptor):
     def __init__(self, limits: CallLimits) -> None:
         self._calls = Shares("max_calls", limits.calls)
         self._room = Shares("max_streams", limits.streams)
-        self._reading: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
+        self._arriving: WeakValueDictionary[tuple[str, bool], Arrivals] = WeakValueDictionary()
         self._streams: set[asyncio.Task[Any]] = set()
         self._ending = False
 
@@ -177,7 +181,7 @@ class Guard(grpc.aio.ServerInterceptor):
                 host = host_of(context.peer())
                 with self._calls.one(host):
                     _check_deadline(method, context)
-                    async with self._request(host, context) as raw:
+                    async with self._request(host, method, context) as (raw, _):
                         request = _decoded(decode, raw)
                         del raw
                         return await behaviour(request, context)
@@ -200,15 +204,15 @@ class Guard(grpc.aio.ServerInterceptor):
                     _check_deadline(method, context)
                     request: Any = _decoded_each(decode, raws)
                     if method in LARGE_REQUESTS:
-                        async with self._request(host, context) as raw:
+                        async with self._request(host, method, context) as (raw, place):
                             request = _decoded(decode, raw)
                             del raw
-                            await _drive(behaviour(request, context), context)
+                            await _drive(behaviour(request, context), context, place.waits_for_peer)
                         return
                     if one_request:
-                        async with self._request(host, context) as raw:
+                        async with self._request(host, method, context) as (raw, _):
                             request = _decoded(decode, _short(raw))
-                    await _drive(behaviour(request, context), context)
+                    await _drive(behaviour(request, context), context, contextlib.nullcontext)
             except asyncio.CancelledError:
                 # Either the client left, and nobody is there to hear of it, or we end our own streams.
                 if not self._ending:
@@ -222,45 +226,20 @@ class Guard(grpc.aio.ServerInterceptor):
         return stream
 
     @contextlib.asynccontextmanager
-    async def _request(self, host: str, context: Context) -> AsyncIterator[bytes]:
-        """The bytes of a call's one request. A small one is let go of at once, for the next of the same host to be
-        read; a large one when it was worked on."""
-        turn = self._reading.get(host)
-        if turn is None:
-            turn = self._reading[host] = asyncio.Semaphore(REQUESTS if host else LOCAL_REQUESTS)
-        await turn.acquire()
-        reading = True
-        try:
-            raw = await _read(context)
+    async def _request(self, host: str, method: str, context: Context) -> AsyncIterator[tuple[bytes, Place]]:
+        """The bytes of a call's one request, and its place. A small one is let go of at once, for the next of the same
+        host to be read; a large one when it was worked on."""
+        key = host, method in GEOMETRIES
+        arrivals = self._arriving.get(key)
+        if arrivals is None:
+            arrivals = self._arriving[key] = Arrivals(REQUESTS if host else LOCAL_REQUESTS)
+        async with arrivals.place() as place:
+            raw = await place.read(context)
             if raw is grpc.aio.EOF:
                 raise InvalidField("request", "nothing", "one message")
             if len(raw) < LARGE:
-                reading = False
-                turn.release()
-            yield raw
-        finally:
-            if reading:
-                turn.release()
-
-
-async def _read(context: Context) -> Any:
-    # A timer instead of `asyncio.wait_for`, whose task would be a sixth of what a call costs.
-    loop, task, late = asyncio.get_running_loop(), cast("asyncio.Task[Any]", asyncio.current_task()), False
-
-    def end() -> None:
-        nonlocal late
-        late = True
-        task.cancel()
-
-    timer = loop.call_later(REQUEST_TIMEOUT, end)
-    try:
-        return await context.read()
-    except asyncio.CancelledError:
-        if not late:
-            raise
-        raise InvalidField("request", "unfinished", f"all of it within {REQUEST_TIMEOUT:g} s") from None
-    finally:
-        timer.cancel()
+                place.free()
+            yield raw, place
 
 
 def _check_deadline(method: str, context: Context) -> None:
@@ -279,14 +258,20 @@ def _short(raw: bytes) -> bytes:
     return raw
 
 
-async def _drive(answer: AsyncGenerator[Any, None] | Awaitable[None], context: Context) -> None:
-    """Run a streaming handler of either kind: one that yields, or one that writes."""
+async def _drive(
+    answer: AsyncGenerator[Any, None] | Awaitable[None],
+    context: Context,
+    writing: Callable[[], contextlib.AbstractContextManager[None]],
+) -> None:
+    """Run a streaming handler of either kind: one that yields, or one that writes. What it yields is written inside
+    what `writing` makes."""
     if isinstance(answer, Awaitable):
         await answer
         return
     async with contextlib.aclosing(answer) as messages:
         async for message in messages:
-            await context.write(message)
+            with writing():
+                await context.write(message)
 
 
 def _decoded(decode: Decode | None, raw: Any) -> Any:
@@ -315,6 +300,8 @@ async def _abort(context: Context, method: str, error: Exception) -> None:
     if isinstance(error, grpc.aio.AbortError):
         # The handler has aborted the call by itself (health does).
         raise error
+    if isinstance(error, grpc.aio.InternalError):
+        raise _left() from None
     if isinstance(error, NotImplementedError):
         # What the base class of a servicer raises for a call it does not have.
         error = NotImplementedHere(f"this node server does not offer {method}", what=method)
@@ -323,7 +310,15 @@ async def _abort(context: Context, method: str, error: Exception) -> None:
         logger.error("%s failed, error_id %s", method, error_id, exc_info=error)
         error = InternalError(f"the node server failed; its log has more under {error_id}", error_id=error_id)
     status = to_status(error)
-    await context.abort(status.code, status.message, status.metadata)
+    try:
+        await context.abort(status.code, status.message, status.metadata)
+    except grpc.aio.InternalError:
+        raise _left() from None
+
+
+def _left() -> asyncio.CancelledError:
+    """The client has left in the middle of a write, which gRPC calls an error: whoever wants to fills a log with it."""
+    return asyncio.CancelledError("the client has left")
 
 
 def _not_offered(method: str) -> Behaviour:
