@@ -31,9 +31,10 @@ MAX_SOCKET_PATH = 107
 MAX_CONCURRENT_STREAMS = 16_384
 """Calls and streams of one connection at once: above what the guard of a server lets one peer have."""
 
-MAX_PENDING = 16_384
-"""Calls of one method that gRPC holds for a server that is behind: more than all limits of a server together. A flood
-of calls that are reset at once fills it, which takes 0.3 GiB, and seconds until another's turn comes."""
+MAX_PENDING = 4096
+"""Calls of one method that gRPC holds for a server that is behind; it answers CANCELLED to more. Larger than the bursts
+of a fleet, and no larger: a flood of calls that are reset at once fills it, whoever sends it, and a renewal waits
+behind (4 s; with 16,384 it is 20 s, and leases are lost)."""
 
 CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),

@@ -1,12 +1,12 @@
 """grpcio's asyncio server, without the flaw by which a stranger ends it.
 
-grpcio (1.81 to 1.85 at least) decodes a request's path on the task that accepts all calls. A path that is not UTF-8
+grpcio (1.84 and 1.85) decodes a request's path on the task that accepts all calls. A path that is not UTF-8
 raises there, and the server shuts down with all its connections. It decodes nothing for methods that were registered
 beforehand. So all methods that we offer are registered, and calls of any other path are taken by a task of ours,
 which never looks at it: they are refused as not offered, without their name.
 
-This is the one file that reaches into grpcio's private parts. Where it does not decode (1.80) there is nothing to mend.
-`kvferry_server.serving` replaces a server that ended all the same.
+This is the one file that reaches into grpcio's private parts. Where it does not decode (1.80 to 1.82) there is nothing
+to mend. `kvferry_server.serving` replaces a server that ended all the same.
 """
 
 from __future__ import annotations
