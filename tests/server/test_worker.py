@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 import pytest
 
@@ -21,9 +21,9 @@ async def worker() -> AsyncIterator[Worker]:
     one.close()
 
 
-async def asked(worker: Worker, host: str, size: int, call: object) -> asyncio.Task[None]:
+async def asked(worker: Worker, host: str, size: int, call: Callable[[], object]) -> asyncio.Task[object]:
     """A call that has begun to wait, if it has to."""
-    task = asyncio.ensure_future(worker.run(host, size, call))  # type: ignore[arg-type]
+    task = asyncio.create_task(worker.run(host, size, call))
     await asyncio.sleep(0)
     return task
 
