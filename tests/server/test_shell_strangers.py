@@ -4,6 +4,7 @@ server, floods, and connections without end."""
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import socket
 import threading
@@ -357,6 +358,7 @@ def test_who_has_the_most_connections_loses_them() -> None:
             for _ in range(count):
                 client = stack.enter_context(socket.create_connection(("127.0.0.1", port), 5, (source, 0)))
                 served, _ = listening.accept()
+                served.setblocking(False)
                 pairs.append((client, stack.enter_context(served)))
             return pairs
 
@@ -376,6 +378,23 @@ def test_who_has_the_most_connections_loses_them() -> None:
             with suppress(BlockingIOError):
                 ended += client.recv(1) == b""
         assert ended == 10
+
+
+def test_sockets_of_an_engine_are_left_as_they_are() -> None:
+    """Its process may hold more files than a server has connections, and have a default timeout."""
+    with socket.create_server(("127.0.0.1", 0)) as listening, ExitStack() as stack:
+        port = listening.getsockname()[1]
+        stack.enter_context(socket.create_connection(("127.0.0.1", port), 5))
+        engines, _ = listening.accept()
+        stack.enter_context(engines)
+        engines.settimeout(None)
+        before = socket.getdefaulttimeout()
+        socket.setdefaulttimeout(5)
+        try:
+            Doorkeeper(port, 40).look()
+        finally:
+            socket.setdefaulttimeout(before)
+        assert os.get_blocking(engines.fileno())
 
 
 @pytest.mark.parametrize(
