@@ -218,7 +218,8 @@ def test_thousands_of_calls_are_answered_or_refused_typed(server: Kvferryd, kind
         stubs = [IntrospectionStub(channel) for channel in channels]
         calls = [stubs[n % 4].ListEngines.future(ipb.ListEnginesRequest(), timeout=30) for n in range(3000)]
         ended = Counter(outcome(call) for call in calls)
-    assert set(ended) <= {"OK", "LIMIT"}, ended
+    # Older versions of grpcio have one queue for all, which is short: what does not fit is dropped.
+    assert set(ended) <= {"OK", "LIMIT"} | (set() if _CAN_MEND else {str(grpc.StatusCode.CANCELLED)}), ended
     assert ended["OK"] > 500
 
 
@@ -245,7 +246,8 @@ def test_thousands_of_streams_are_open_or_refused_typed(tmp_path: Path) -> None:
             except grpc.RpcError as error:
                 typed = from_rpc_error(error, "server")
                 ended["LIMIT" if isinstance(typed, LimitReached) and typed.retry_after else str(error.code())] += 1
-        assert ended == {"open": 500, "LIMIT": 1500}
+        dropped = 0 if _CAN_MEND else ended.pop(str(grpc.StatusCode.CANCELLED), 0)
+        assert ended == {"open": 500, "LIMIT": 1500 - dropped}
         # The loopback network is 127.0.0.0/8: another host, as far as the server can see.
         with Connection(f"127.0.0.1:{port}", source="127.0.0.2") as other:
             other.send(request(1, "/grpc.health.v1.Health/Watch"))
@@ -281,6 +283,8 @@ def flood_of_resets(address: str, path: str) -> Iterator[None]:
 
 
 def test_a_flood_of_resets_harms_only_its_own(server: Kvferryd) -> None:
+    if not _CAN_MEND:
+        pytest.skip("this grpcio has one queue for all methods: see the next test")
     address = server.addresses[1]
     with party(address, "flooded") as victim, flood_of_resets(address, LIST_ENGINES):
         for _ in range(30):
