@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 
 import pytest
 
@@ -32,7 +33,7 @@ async def test_hosts_take_turns(worker: Worker) -> None:
     go_on, order = threading.Event(), list[str]()
     first = await asked(worker, "greedy", 1, lambda: go_on.wait(WITHIN))
     greedy = [await asked(worker, "greedy", 1, lambda: order.append("greedy")) for _ in range(20)]
-    others = [await asked(worker, host, 1, lambda host=host: order.append(host)) for host in ("a", "b")]
+    others = [await asked(worker, host, 1, partial(order.append, host)) for host in ("a", "b")]
     go_on.set()
     await asyncio.wait_for(asyncio.gather(first, *greedy, *others), WITHIN)
     assert order[:4] == ["greedy", "a", "b", "greedy"]
