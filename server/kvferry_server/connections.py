@@ -163,6 +163,10 @@ def _duplicate(number: int) -> socket.socket:
     """A descriptor of our own, so that it stays what it is while we look."""
     if not stat.S_ISSOCK(os.fstat(number).st_mode):
         raise OSError(errno.ENOTSOCK, "no socket")
+    # gRPC's do not block. One that does is another's in this process (`kvferry.serve`), and Python would change that
+    # for its owner, too, where `socket.setdefaulttimeout` was called.
+    if os.get_blocking(number):
+        raise OSError(errno.EPERM, "not gRPC's")
     duplicate = os.dup(number)
     try:
         return socket.socket(fileno=duplicate)

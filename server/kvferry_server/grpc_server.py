@@ -1,12 +1,12 @@
 """grpcio's asyncio server, without the flaw by which a stranger ends it.
 
-grpcio (1.81 to 1.85 at least) decodes a request's path on the task that accepts all calls. A path that is not UTF-8
+grpcio (1.84 and 1.85) decodes a request's path on the task that accepts all calls. A path that is not UTF-8
 raises there, and the server shuts down with all its connections. It decodes nothing for methods that were registered
 beforehand. So all methods that we offer are registered, and calls of any other path are taken by a task of ours,
 which never looks at it: they are refused as not offered, without their name.
 
-This is the one file that reaches into grpcio's private parts. Where it does not decode (1.80) there is nothing to mend.
-`kvferry_server.serving` replaces a server that ended all the same.
+This is the one file that reaches into grpcio's private parts. Where it does not decode (1.80 to 1.82) there is nothing
+to mend, but all methods share one queue. `kvferry_server.serving` replaces a server that ended all the same.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from google.protobuf import descriptor_pool
 from grpc._cython import cygrpc
 from grpc.aio import _server as aio_server
 
+from kvferry.channel import ONE_QUEUE_OPTIONS
 from kvferry_server.interceptors import NO_NAME
 
 logger = logging.getLogger(__name__)
@@ -132,6 +133,8 @@ def make_server(
         add: calls the generated ``add_…_to_server`` with what it is given.
         mended: False: grpcio's server as it is, for tests of what happens when it ends.
     """
+    if not _CAN_MEND:
+        options = tuple({**dict(options), **dict(ONE_QUEUE_OPTIONS)}.items())
     mended = mended and _CAN_MEND
     server = Server(interceptor, options, mended=mended)
     if not mended:

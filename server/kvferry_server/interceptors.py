@@ -35,11 +35,14 @@ from kvferry.errors import (
     ServerDraining,
 )
 from kvferry.status import to_status
+from kvferry_server.arrivals import Arrivals, Place, within
 from kvferry_server.connections import host_of
 from kvferry_server.shares import Shares as Room
 from kvferry_server.shares import check_share
 
 logger = logging.getLogger(__name__)
+
+INTROSPECTION = "/kvferry.v1.Introspection/"
 
 OUR_SERVICE = "/kvferry.v1.KVTransfer/"
 """The calls that need a deadline. Introspection never waits, and operators' tools (`buf curl`, `grpcurl`) send none."""
@@ -60,8 +63,12 @@ Decode: TypeAlias = Callable[[bytes], Any]
 Encode: TypeAlias = Callable[[Any], bytes]
 
 
+GEOMETRIES = frozenset({OUR_SERVICE + "RegisterCache", OUR_SERVICE + "Handshake", INTROSPECTION + "PlanRead"})
+"""Calls that carry geometries: large, and worked on for seconds. They wait for one another, and nothing else does."""
+
 REQUESTS = 16
-"""Requests of one host that are being read, or worked on if they are large. At most 4 MiB each."""
+"""Requests of one host that are being read, or worked on if they are large: so many with geometries, and so many
+others. At most 4 MiB each."""
 
 LOCAL_REQUESTS = 64
 """The same for all callers of the UNIX socket together: gRPC does not tell one from another."""
@@ -74,9 +81,6 @@ STREAM_REQUEST = 64 * 1024
 
 LARGE_REQUESTS = frozenset({OUR_SERVICE + "Handshake"})
 """Streams that spread one answer over several messages: their requests are as large as those of calls."""
-
-REQUEST_TIMEOUT = 10.0
-"""Seconds that a request may take to arrive."""
 
 ANSWER_TIMEOUT = 10.0
 """Seconds that the answer of a unary call may take to be taken."""
@@ -136,7 +140,7 @@ class Guard(grpc.aio.ServerInterceptor):
         self._calls = Shares("max_calls", limits.calls)
         self._room = Shares("max_streams", limits.streams)
         self._answers = Room(ANSWERS, 0)
-        self._reading: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
+        self._arriving: WeakValueDictionary[tuple[str, bool], Arrivals] = WeakValueDictionary()
         self._streams: set[asyncio.Task[Any]] = set()
         self._ending = False
 
@@ -186,13 +190,13 @@ class Guard(grpc.aio.ServerInterceptor):
                 host = host_of(context.peer())
                 with self._calls.one(host):
                     _check_deadline(method, context)
-                    async with self._request(host, context) as raw:
+                    async with self._request(host, method, context) as (raw, _):
                         request = _decoded(decode, raw)
                         del raw
                         answer = encode(await behaviour(request, context))
                 with self._answering(host, len(answer)):
                     # Not for gRPC to send, after us: it would keep what is never taken, for anybody who asks.
-                    await _within(ANSWER_TIMEOUT, context.write(answer), _not_taken)
+                    await within(ANSWER_TIMEOUT, context.write(answer), _not_taken)
             except Exception as error:
                 await _abort(context, method, error)
 
@@ -225,15 +229,15 @@ class Guard(grpc.aio.ServerInterceptor):
                     _check_deadline(method, context)
                     request: Any = _decoded_each(decode, raws)
                     if method in LARGE_REQUESTS:
-                        async with self._request(host, context) as raw:
+                        async with self._request(host, method, context) as (raw, place):
                             request = _decoded(decode, raw)
                             del raw
-                            await _drive(behaviour(request, context), context)
+                            await _drive(behaviour(request, context), context, place.waits_for_peer)
                         return
                     if one_request:
-                        async with self._request(host, context) as raw:
+                        async with self._request(host, method, context) as (raw, _):
                             request = _decoded(decode, _short(raw))
-                    await _drive(behaviour(request, context), context)
+                    await _drive(behaviour(request, context), context, contextlib.nullcontext)
             except asyncio.CancelledError:
                 # Either the client left, and nobody is there to hear of it, or we end our own streams.
                 if not self._ending:
@@ -247,57 +251,24 @@ class Guard(grpc.aio.ServerInterceptor):
         return stream
 
     @contextlib.asynccontextmanager
-    async def _request(self, host: str, context: Context) -> AsyncIterator[bytes]:
-        """The bytes of a call's one request. A small one is let go of at once, for the next of the same host to be
-        read; a large one when it was worked on."""
-        turn = self._reading.get(host)
-        if turn is None:
-            turn = self._reading[host] = asyncio.Semaphore(REQUESTS if host else LOCAL_REQUESTS)
-        await turn.acquire()
-        reading = True
-        try:
-            raw = await _read(context)
+    async def _request(self, host: str, method: str, context: Context) -> AsyncIterator[tuple[bytes, Place]]:
+        """The bytes of a call's one request, and its place. A small one is let go of at once, for the next of the same
+        host to be read; a large one when it was worked on."""
+        key = host, method in GEOMETRIES
+        arrivals = self._arriving.get(key)
+        if arrivals is None:
+            arrivals = self._arriving[key] = Arrivals(REQUESTS if host else LOCAL_REQUESTS)
+        async with arrivals.place() as place:
+            raw = await place.read(context)
             if raw is grpc.aio.EOF:
                 raise InvalidField("request", "nothing", "one message")
             if len(raw) < LARGE:
-                reading = False
-                turn.release()
-            yield raw
-        finally:
-            if reading:
-                turn.release()
-
-
-async def _read(context: Context) -> Any:
-    return await _within(REQUEST_TIMEOUT, context.read(), _not_sent)
-
-
-def _not_sent() -> KvferryError:
-    return InvalidField("request", "unfinished", f"all of it within {REQUEST_TIMEOUT:g} s")
+                place.free()
+            yield raw, place
 
 
 def _not_taken() -> KvferryError:
     return InvalidField("answer", "not taken", f"to be taken within {ANSWER_TIMEOUT:g} s")
-
-
-async def _within(seconds: float, what: Awaitable[Any], late_error: Callable[[], KvferryError]) -> Any:
-    # A timer instead of `asyncio.wait_for`, whose task would be a sixth of what a call costs.
-    loop, task, late = asyncio.get_running_loop(), cast("asyncio.Task[Any]", asyncio.current_task()), False
-
-    def end() -> None:
-        nonlocal late
-        late = True
-        task.cancel()
-
-    timer = loop.call_later(seconds, end)
-    try:
-        return await what
-    except asyncio.CancelledError:
-        if not late:
-            raise
-        raise late_error() from None
-    finally:
-        timer.cancel()
 
 
 def _check_deadline(method: str, context: Context) -> None:
@@ -316,14 +287,20 @@ def _short(raw: bytes) -> bytes:
     return raw
 
 
-async def _drive(answer: AsyncGenerator[Any, None] | Awaitable[None], context: Context) -> None:
-    """Run a streaming handler of either kind: one that yields, or one that writes."""
+async def _drive(
+    answer: AsyncGenerator[Any, None] | Awaitable[None],
+    context: Context,
+    writing: Callable[[], contextlib.AbstractContextManager[None]],
+) -> None:
+    """Run a streaming handler of either kind: one that yields, or one that writes. What it yields is written inside
+    what `writing` makes."""
     if isinstance(answer, Awaitable):
         await answer
         return
     async with contextlib.aclosing(answer) as messages:
         async for message in messages:
-            await context.write(message)
+            with writing():
+                await context.write(message)
 
 
 def _decoded(decode: Decode | None, raw: Any) -> Any:
@@ -352,6 +329,8 @@ async def _abort(context: Context, method: str, error: Exception) -> None:
     if isinstance(error, grpc.aio.AbortError):
         # The handler has aborted the call by itself (health does).
         raise error
+    if isinstance(error, grpc.aio.InternalError):
+        raise _left() from None
     if isinstance(error, NotImplementedError):
         # What the base class of a servicer raises for a call it does not have.
         error = NotImplementedHere(f"this node server does not offer {method}", what=method)
@@ -360,7 +339,15 @@ async def _abort(context: Context, method: str, error: Exception) -> None:
         logger.error("%s failed, error_id %s", method, error_id, exc_info=error)
         error = InternalError(f"the node server failed; its log has more under {error_id}", error_id=error_id)
     status = to_status(error)
-    await context.abort(status.code, status.message, status.metadata)
+    try:
+        await context.abort(status.code, status.message, status.metadata)
+    except grpc.aio.InternalError:
+        raise _left() from None
+
+
+def _left() -> asyncio.CancelledError:
+    """The client has left in the middle of a write, which gRPC calls an error: whoever wants to fills a log with it."""
+    return asyncio.CancelledError("the client has left")
 
 
 def _not_offered(method: str) -> Behaviour:

@@ -60,6 +60,8 @@ class Servicer(KVTransferServicer):
 
     async def Handshake(self, request: pb.HandshakeRequest, context: Any) -> AsyncIterator[bytes]:  # type: ignore[override]
         # Encoded already, as what many are told.
+        for _ in range(64 if request.engine_id == "much" else 0):
+            yield pb.HandshakeResponse(home_epoch=LARGE_REQUEST).SerializeToString()
         yield pb.HandshakeResponse(home_epoch=b"epoch").SerializeToString()
 
     async def ReadChecksums(self, request: pb.ReadChecksumsRequest, context: Any) -> pb.ReadChecksumsResponse:
@@ -259,10 +261,10 @@ async def unfinished(channel: Any, count: int) -> list[Any]:
 
 
 async def test_requests_that_do_not_come_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvferry_server.interceptors.REQUEST_TIMEOUT", 0.5)
+    monkeypatch.setattr("kvferry_server.arrivals.REQUEST_TIMEOUT", 0.5)
     async with guarded() as (stub, _, __, channel):
-        slow = await unfinished(channel, 40)
-        # In its turn, behind those of the same host.
+        # Fewer than the places of a host, so that nobody waits for one.
+        slow = await unfinished(channel, 10)
         assert (await stub.RegisterCache(pb.RegisterCacheRequest(), timeout=30)).home_epoch == b"epoch"
         for call in slow:
             error = await failure(call)
@@ -275,3 +277,54 @@ async def test_a_call_without_a_request_is_a_wrong_argument() -> None:
         call = channel.stream_unary("/kvferry.v1.KVTransfer/RegisterCache")(timeout=10)
         await call.done_writing()
         assert isinstance(await failure(call), InvalidField)
+
+
+LARGE_REQUEST = b"x" * (300 * 1024)
+
+
+def target(channel: Any) -> str:
+    """Where it leads."""
+    return str(channel._channel.target.decode())
+
+
+async def test_answers_that_nobody_takes_keep_no_others_out(caplog: pytest.LogCaptureFixture) -> None:
+    """Large handshakes keep their places until they have been answered."""
+    async with guarded() as (stub, _, __, channel):
+        large = pb.HandshakeRequest(engine_id="much", incarnation=LARGE_REQUEST)
+        untaken = [stub.Handshake(large, timeout=300) for _ in range(40)]
+        await asyncio.gather(*(call.wait_for_connection() for call in untaken))
+        # Another connection: the one above is full.
+        async with grpc.aio.insecure_channel(target(channel), options=[("grpc.use_local_subchannel_pool", 1)]) as other:
+            another = cast("KVTransferAsyncStub", KVTransferStub(other))
+            asked = pb.HandshakeRequest(incarnation=LARGE_REQUEST)
+            assert len(await asyncio.wait_for(read_all(another.Handshake(asked, timeout=60)), 30)) == 1
+        for call in untaken:
+            call.cancel()
+    # Who leaves in the middle of an answer is no failure of ours.
+    assert "failed, error_id" not in caplog.text
+    assert "ExecuteBatchError" not in caplog.text
+
+
+async def test_requests_that_do_not_come_keep_no_others_waiting() -> None:
+    async with guarded() as (stub, _, __, channel):
+        slow = await unfinished(channel, 200)
+        before = asyncio.get_running_loop().time()
+        assert (await stub.RegisterCache(pb.RegisterCacheRequest(), timeout=60)).home_epoch == b"epoch"
+        # Thirteen times the places of a host, each of which could take ten seconds.
+        assert asyncio.get_running_loop().time() - before < 20
+        ended = [await failure(call) for call in slow[:16]]
+        assert all(isinstance(error, LimitReached) and error.retryable for error in ended)
+        for call in slow:
+            call.cancel()
+
+
+async def test_geometries_that_are_worked_on_keep_no_renewal_out() -> None:
+    async with guarded() as (stub, servicer, *_):
+        waits = pb.RegisterCacheRequest(
+            engine=pb.EngineRef(engine_id="wait", incarnation=LARGE_REQUEST), session_secret=b""
+        )
+        busy = [asyncio.ensure_future(stub.RegisterCache(waits, timeout=60)) for _ in range(40)]
+        await asyncio.wait_for(servicer.entered.wait(), 10)
+        assert await stub.Notify(pb.NotifyRequest(), timeout=10) == pb.NotifyResponse()
+        servicer.go_on.set()
+        await asyncio.gather(*busy)

@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import os
 import signal
 import socket
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -29,6 +31,7 @@ from kvferry.v1.introspection_pb2_grpc import IntrospectionStub
 from kvferry.v1.kv_transfer_pb2_grpc import KVTransferStub
 from kvferry_server.config import configure
 from kvferry_server.connections import Doorkeeper, connections_each, host_of
+from kvferry_server.grpc_server import _CAN_MEND
 from kvferry_server.server import NodeServer
 from tests.fuzz import http2
 from tests.fuzz.http2 import Connection, data, frame, message, request_headers
@@ -39,6 +42,7 @@ from tests.server.shell import Authority, Kvferryd, serves, tls_flags
 
 LIST_ENGINES = "/kvferry.v1.Introspection/ListEngines"
 WATCH = "/kvferry.v1.KVTransfer/Watch"
+NOTIFY = "/kvferry.v1.KVTransfer/Notify"
 HANDSHAKE = "/kvferry.v1.KVTransfer/Handshake"
 ATTACKS = 100
 
@@ -96,6 +100,7 @@ def test_a_path_that_is_no_text_is_refused_and_cuts_nobody(server: Kvferryd) -> 
     assert "another one takes its place" not in server.log
 
 
+@pytest.mark.skipif(not _CAN_MEND, reason="this grpcio decodes no path where all calls are taken")
 def test_grpcs_server_is_replaced_and_the_home_lives_on(tmp_path: Path) -> None:
     """grpcio as it is: each attack ends its server, and every stream with it."""
     path = tmp_path / "node.sock"
@@ -160,7 +165,9 @@ async def test_a_port_is_nobody_elses_between_two_servers() -> None:
     await first.stop(0)
     with socket.socket() as thief, pytest.raises(OSError, match="in use"):
         thief.bind((address.host, address.port))
-    first._server.ended.set_result(RuntimeError("for the test"))
+    # Older versions of grpcio say by themselves that it ended.
+    if not first._server.ended.done():
+        first._server.ended.set_result(RuntimeError("for the test"))
     await asyncio.wait_for(until(lambda: serving._server not in (None, first)), 10)
     assert await asyncio.to_thread(serves, node.addresses[0])
     await node.stop(0)
@@ -216,7 +223,8 @@ def test_thousands_of_calls_are_answered_or_refused_typed(server: Kvferryd, kind
         stubs = [IntrospectionStub(channel) for channel in channels]
         calls = [stubs[n % 4].ListEngines.future(ipb.ListEnginesRequest(), timeout=30) for n in range(3000)]
         ended = Counter(outcome(call) for call in calls)
-    assert set(ended) <= {"OK", "LIMIT"}, ended
+    # Older versions of grpcio have one queue for all, which is short: what does not fit is dropped.
+    assert set(ended) <= {"OK", "LIMIT"} | (set() if _CAN_MEND else {str(grpc.StatusCode.CANCELLED)}), ended
     assert ended["OK"] > 500
 
 
@@ -243,7 +251,8 @@ def test_thousands_of_streams_are_open_or_refused_typed(tmp_path: Path) -> None:
             except grpc.RpcError as error:
                 typed = from_rpc_error(error, "server")
                 ended["LIMIT" if isinstance(typed, LimitReached) and typed.retry_after else str(error.code())] += 1
-        assert ended == {"open": 500, "LIMIT": 1500}
+        dropped = 0 if _CAN_MEND else ended.pop(str(grpc.StatusCode.CANCELLED), 0)
+        assert ended == {"open": 500, "LIMIT": 1500 - dropped}
         # The loopback network is 127.0.0.0/8: another host, as far as the server can see.
         with Connection(f"127.0.0.1:{port}", source="127.0.0.2") as other:
             other.send(request(1, "/grpc.health.v1.Health/Watch"))
@@ -252,30 +261,53 @@ def test_thousands_of_streams_are_open_or_refused_typed(tmp_path: Path) -> None:
             stream.cancel()
 
 
-def test_a_flood_of_resets_harms_only_its_own(server: Kvferryd) -> None:
+@contextmanager
+def flood_of_resets(address: str, path: str) -> Iterator[None]:
     stop = threading.Event()
 
     def flood() -> None:
         body = b"".join(data(1, message(b"")))[9:]
         while not stop.is_set():
-            with Connection(server.addresses[1]) as peer:
+            with Connection(address, source="127.0.0.9") as peer:
                 for stream in range(1, 20_000, 2):
                     if stop.is_set() or peer.closed:
                         break
                     peer.send(
-                        request(stream, LIST_ENGINES, None)
+                        request(stream, path, None)
                         + frame(http2.DATA, http2.END_STREAM, stream, body)
                         + frame(http2.RST, 0, stream, b"\0\0\0\x08")
                     )
 
-    with party(server.addresses[1], "flooded") as victim, ThreadPoolExecutor(1) as pool:
+    with ThreadPoolExecutor(1) as pool:
         flooding = pool.submit(flood)
         try:
-            for _ in range(30):
-                victim.works()
+            yield
         finally:
             stop.set()
         flooding.result(30)
+
+
+def test_a_flood_of_resets_harms_only_its_own(server: Kvferryd) -> None:
+    if not _CAN_MEND:
+        pytest.skip("this grpcio has one queue for all methods: see the next test")
+    address = server.addresses[1]
+    with party(address, "flooded") as victim, flood_of_resets(address, LIST_ENGINES):
+        for _ in range(30):
+            victim.works()
+        assert victim._watch.is_active()
+
+
+def test_a_flood_of_resets_of_renewals_delays_none_beyond_its_lease(server: Kvferryd) -> None:
+    """gRPC has one queue for all calls of a method, the flood's and the victim's. Repeated, as the SDK does."""
+    address = server.addresses[1]
+    with party(address, "renewing") as victim, flood_of_resets(address, NOTIFY):
+        took = []
+        while len(took) < 6 and min(took, default=60) > 10:
+            since = time.monotonic()
+            eventually(lambda: bool(victim.notify_reader(pb.Notification(renew=pb.Renew(lease_id=b"l" * 16)))), 60)
+            took.append(time.monotonic() - since)
+        # A renewal has two thirds of a lease. On a machine with nothing else to do all take 1 to 4 s.
+        assert min(took) < 20
         assert victim._watch.is_active()
 
 
@@ -337,6 +369,7 @@ def test_who_has_the_most_connections_loses_them() -> None:
             for _ in range(count):
                 client = stack.enter_context(socket.create_connection(("127.0.0.1", port), 5, (source, 0)))
                 served, _ = listening.accept()
+                served.setblocking(False)
                 pairs.append((client, stack.enter_context(served)))
             return pairs
 
@@ -356,6 +389,23 @@ def test_who_has_the_most_connections_loses_them() -> None:
             with suppress(BlockingIOError):
                 ended += client.recv(1) == b""
         assert ended == 10
+
+
+def test_sockets_of_an_engine_are_left_as_they_are() -> None:
+    """Its process may hold more files than a server has connections, and have a default timeout."""
+    with socket.create_server(("127.0.0.1", 0)) as listening, ExitStack() as stack:
+        port = listening.getsockname()[1]
+        stack.enter_context(socket.create_connection(("127.0.0.1", port), 5))
+        engines, _ = listening.accept()
+        stack.enter_context(engines)
+        engines.settimeout(None)
+        before = socket.getdefaulttimeout()
+        socket.setdefaulttimeout(5)
+        try:
+            Doorkeeper(port, 40).look()
+        finally:
+            socket.setdefaulttimeout(before)
+        assert os.get_blocking(engines.fileno())
 
 
 @pytest.mark.parametrize(

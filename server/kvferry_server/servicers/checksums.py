@@ -65,9 +65,9 @@ async def publish_checksums(home: Home, sender: EngineRef, message: pb.PublishCh
 
 
 async def read_checksums(
-    home: Home, worker: Worker, request: pb.ReadChecksumsRequest, names: Names
+    home: Home, worker: Worker, request: pb.ReadChecksumsRequest, names: Names, host: str
 ) -> pb.ReadChecksumsResponse:
-    """Answer a reader; `names` are those of its certificate.
+    """Answer a reader; `names` are those of its certificate, `host` is where it is.
 
     Raises:
         InvalidField: a malformed query, or more than one answer holds.
@@ -99,7 +99,7 @@ async def read_checksums(
                 response.checksums.append(part)
         return response
 
-    return await worker.run_if_heavy(size, answer)
+    return await worker.run_if_heavy(host, size, answer)
 
 
 def _queries(request: pb.ReadChecksumsRequest) -> list[Query]:

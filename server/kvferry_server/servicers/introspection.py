@@ -24,6 +24,7 @@ from kvferry_server.engines import Engine
 from kvferry_server.home import Home
 from kvferry_server.identity import EngineRef
 from kvferry_server.servicers import checks, encode
+from kvferry_server.servicers.callers import peer_of
 from kvferry_server.servicers.paging import MAX_SIZE, check_size, make_token, number_key, page, parse_token
 from kvferry_server.sources import MAX_RANK_BYTES, engine_header
 from kvferry_server.worker import Worker
@@ -86,7 +87,7 @@ class Introspection(IntrospectionServicer):
             response.geometry.CopyFrom(found)
             return response
 
-        return await self._worker.run(0, answer)
+        return await self._worker.run(peer_of(context), 0, answer)
 
     async def ListRequests(self, request: ipb.ListRequestsRequest, context: Context) -> ipb.ListRequestsResponse:
         """See the contract."""
@@ -110,8 +111,8 @@ class Introspection(IntrospectionServicer):
 
     async def PlanRead(self, request: ipb.PlanReadRequest, context: Context) -> ipb.PlanReadResponse:
         """See the contract."""
-        source = await self._geometry("source", request.source_engine_id, request)
-        destination = await self._geometry("destination", request.destination_engine_id, request)
+        source = await self._geometry("source", request.source_engine_id, request, peer_of(context))
+        destination = await self._geometry("destination", request.destination_engine_id, request, peer_of(context))
 
         left = threading.Event()
 
@@ -145,7 +146,9 @@ class Introspection(IntrospectionServicer):
             # A thread cannot be cancelled; it looks whether somebody still waits for it.
             left.set()
 
-    async def _geometry(self, side: str, engine_id: str, request: ipb.PlanReadRequest) -> EngineGeometry | None:
+    async def _geometry(
+        self, side: str, engine_id: str, request: ipb.PlanReadRequest, host: str
+    ) -> EngineGeometry | None:
         """Geometry of an engine here; None if the request brings one."""
         given = request.WhichOneof("source" if side == "source" else "destination")
         if given is None:
@@ -156,7 +159,7 @@ class Introspection(IntrospectionServicer):
         with self._home.turn():
             engine = self._home.engines.find_live(engine_id)
             source = self._home.engines.check_readable(engine)
-        return await self._worker.run(0, lambda: source.geometry)
+        return await self._worker.run(host, 0, lambda: source.geometry)
 
     def _summary(self, engine: Engine) -> ipb.EngineSummary:
         return encode.engine_summary(engine, *self._home.lessor.counts(engine.ref))

@@ -45,7 +45,9 @@ class KVTransfer(KVTransferServicer):
         home.check_taking()
         relayed = self._relays.applies(request.home, request.relayed_by)
         secret = checks.session_secret(request.session_secret)
-        registration = await self._worker.run_if_heavy(request.ByteSize(), lambda: decode.registration(request))
+        registration = await self._worker.run_if_heavy(
+            peer_of(context), request.ByteSize(), lambda: decode.registration(request)
+        )
         if relayed:
             return await self._relays.register_cache(request)
         with home.turn():
@@ -87,7 +89,7 @@ class KVTransfer(KVTransferServicer):
             return source.pages(home.epoch, encode.times(home.times), agents=shown is not None and not own)
 
         peer = peer_of(context)
-        for page in await self._worker.run(request.ByteSize(), answer):
+        for page in await self._worker.run(peer, request.ByteSize(), answer):
             with home.memory.telling(peer or reader, peer, len(page)):
                 yield page
 
@@ -112,7 +114,7 @@ class KVTransfer(KVTransferServicer):
 
     async def ReadChecksums(self, request: pb.ReadChecksumsRequest, context: Context) -> pb.ReadChecksumsResponse:
         """See the contract."""
-        return await read_checksums(self._home, self._worker, request, names_of(context))
+        return await read_checksums(self._home, self._worker, request, names_of(context), peer_of(context))
 
     async def Watch(self, request: pb.WatchRequest, context: Context) -> AsyncGenerator[pb.WatchResponse, None]:
         """See the contract."""

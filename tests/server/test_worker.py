@@ -1,0 +1,67 @@
+"""The one thread for what is heavy: hosts take turns on it, and share what may wait."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable
+from functools import partial
+
+import pytest
+
+from kvferry.errors import LimitReached
+from kvferry_server.worker import MAX_WAITING_BYTES, Worker
+
+WITHIN = 10.0
+
+
+@pytest.fixture
+async def worker() -> AsyncIterator[Worker]:
+    one = Worker()
+    yield one
+    one.close()
+
+
+async def asked(worker: Worker, host: str, size: int, call: Callable[[], object]) -> asyncio.Task[object]:
+    """A call that has begun to wait, if it has to."""
+    task = asyncio.create_task(worker.run(host, size, call))
+    await asyncio.sleep(0)
+    return task
+
+
+async def test_hosts_take_turns(worker: Worker) -> None:
+    go_on, order = threading.Event(), list[str]()
+    first = await asked(worker, "greedy", 1, lambda: go_on.wait(WITHIN))
+    greedy = [await asked(worker, "greedy", 1, lambda: order.append("greedy")) for _ in range(20)]
+    others = [await asked(worker, host, 1, partial(order.append, host)) for host in ("a", "b")]
+    go_on.set()
+    await asyncio.wait_for(asyncio.gather(first, *greedy, *others), WITHIN)
+    assert order[:4] == ["greedy", "a", "b", "greedy"]
+
+
+async def test_who_leaves_hands_his_turn_on(worker: Worker) -> None:
+    """Also one that was given to him a moment ago."""
+    go_on, order = threading.Event(), list[str]()
+    first = await asked(worker, "a", 1, lambda: go_on.wait(WITHIN))
+    leaving = [await asked(worker, "a", 1, lambda: order.append("left")) for _ in range(3)]
+    leaving[0].cancel()
+    stays = await asked(worker, "b", 1, lambda: order.append("b"))
+    first.add_done_callback(lambda _: [task.cancel() for task in leaving])
+    go_on.set()
+    await asyncio.wait_for(stays, WITHIN)
+    await asyncio.wait_for(worker.run("c", 1, lambda: order.append("c")), WITHIN)
+    assert order[-2:] == ["b", "c"]
+
+
+async def test_one_host_leaves_room_for_others(worker: Worker) -> None:
+    go_on, most = threading.Event(), 4 << 20
+    held = [await asked(worker, "greedy", most, lambda: go_on.wait(WITHIN))]
+    while not held[-1].done():
+        held.append(await asked(worker, "greedy", most, lambda: None))
+    with pytest.raises(LimitReached) as caught:
+        await held.pop()
+    assert caught.value.retryable
+    assert len(held) * most <= MAX_WAITING_BYTES // 2
+    other = await asked(worker, "other", most, lambda: None)
+    go_on.set()
+    await asyncio.wait_for(asyncio.gather(other, *held), WITHIN)
