@@ -295,12 +295,13 @@ async def test_readers_that_do_not_take_what_they_asked_for_hold_up_a_share_of_t
         kv: Any = KVTransferStub(channel)
         # They call themselves like their victim.
         if asked == "blocks":
-            requests = [read_request(reader=P, read_id=read_id(str(number))) for number in range(100)]
-            answers = [Stream(kv.ReadBlocks(request, timeout=TIMEOUT)) for request in requests]
+            answers = [
+                Stream(kv.ReadBlocks(read_request(reader=P, read_id=read_id(str(number))), timeout=TIMEOUT))
+                for number in range(100)
+            ]
         else:
             reader = pb.EngineRef(engine_id="reader", incarnation=P.incarnation)
-            requests = [handshake_request(reader=reader) for _ in range(100)]
-            answers = [Stream(kv.Handshake(request, timeout=TIMEOUT)) for request in requests]
+            answers = [Stream(kv.Handshake(handshake_request(reader=reader), timeout=TIMEOUT)) for _ in range(100)]
         found = await asyncio.gather(*(raised_or_none(stream) for stream in answers))
         # The server writes until it may not: nothing tells when that is.
         for _ in range(int(TIMEOUT / 0.01)):
