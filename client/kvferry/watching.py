@@ -148,8 +148,8 @@ class Watcher:
             self._request.resume_sequence = max(message.sequence, self._request.resume_sequence)
             synced |= kind == "synced" or (kind == "opened" and message.opened.resumed)
             if synced and self._missed:
-                message = f"the state of {self._name} at {self._control.address} was not taken"
-                raise Unavailable(message, retry_after=self._again_after)
+                missed = f"the state of {self._name} at {self._control.address} was not taken"
+                raise Unavailable(missed, retry_after=self._again_after)
             if synced and not self._synced.is_set():
                 self._synced.set()
             if synced:

@@ -47,7 +47,7 @@ AXES = ("kv", "block", "head", "token", "content")
 
 @pytest.mark.parametrize("what", ["a reference that lies", "another engine of the same name"])
 def test_a_home_speaks_of_its_own_engines_only(tmp_path: Path, what: str) -> None:
-    def tensors() -> dict[str, np.ndarray]:  # type: ignore[type-arg]
+    def tensors() -> dict[str, np.ndarray]:
         return {"layers.0": np.zeros((2, 8, 1, 16, 8), np.uint8)}
 
     name = unique_id("source")
@@ -266,7 +266,7 @@ def test_blocks_released_while_more_are_published_are_free(tmp_path: Path, monke
         taken: list[int] = []
 
         def take() -> None:
-            until(lambda: bool(taken.extend(each.publication for each in session.released(0.1)) or taken))
+            taken.extend(release.publication for release in session.released(30))
 
         taking = threading.Thread(target=take)
 

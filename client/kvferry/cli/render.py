@@ -14,7 +14,6 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from google.protobuf.internal.enum_type_wrapper import EnumTypeWrapper
     from google.protobuf.message import Message
     from rich.console import Console
     from rich.table import Table
@@ -74,11 +73,12 @@ def short(identifier: bytes) -> str:
     return identifier.hex()[:8]
 
 
-def enum_name(names: EnumTypeWrapper, number: int, prefix: str) -> str:
-    """``ENGINE_STATE_READY`` as ``ready``; the number of one that this version does not know."""
+def enum_name(names: Any, number: int, prefix: str) -> str:
+    """``ENGINE_STATE_READY`` of protobuf's `names` as ``ready``; the number of one that this version does not know."""
     if number not in names.values():
         return str(number)
-    return names.Name(number).removeprefix(prefix).lower().replace("_", " ")
+    name: str = names.Name(number)
+    return name.removeprefix(prefix).lower().replace("_", " ")
 
 
 def duration(seconds: float) -> str:
