@@ -304,7 +304,7 @@ class Cache(OneProcess):
         """
         self._check_open()
         deadline = now() + arguments.seconds("timeout", timeout)
-        engine = parse_engine_reference(engine_reference)
+        engine = parse_engine_reference(arguments.text("engine_reference", engine_reference))
         control = self._homes.get(engine.home)
         done: Future[tuple[int, ...]] = Future()
 

@@ -468,8 +468,8 @@ def methods(node: str, client: Client) -> Iterator[Case]:
     yield Case(
         "warm",
         cache.warm,
-        {"home": node, "engine_id": spec.engine_id},
-        {"home": TEXT, "engine_id": TEXT, "timeout": [*SECONDS, 0]},
+        {"engine_reference": cache.engine_reference},
+        {"engine_reference": TEXT, "timeout": [*SECONDS, 0]},
     )
     yield Case("home", cache.home, {"address": node}, {"address": [*TEXT, "192.0.2.1:1"]})
     yield Case("close", cache.close, {}, {"timeout": SECONDS})
@@ -546,8 +546,8 @@ def methods(node: str, client: Client) -> Iterator[Case]:
     yield Case(
         "worker warm",
         worker.warm,
-        {"home": node, "engine_id": "e"},
-        {"home": TEXT, "engine_id": TEXT, "timeout": [*SECONDS, 0]},
+        {"engine_reference": cache.engine_reference},
+        {"engine_reference": TEXT, "timeout": [*SECONDS, 0]},
     )
     yield Case("register again", worker.register, {}, {"kv_caches": [{"l": array()}]})
 
