@@ -48,6 +48,12 @@ BAD_RAW = {
     "destination address that wraps": one(SOURCE, WRAPS, 4096 + 1),
     "other device": one(SOURCE, DESTINATION, 1, dataclasses.replace(DRAM, source_device=1)),
     "other memory": one(SOURCE, DESTINATION, 1, dataclasses.replace(DRAM, destination_kind=MemoryKind.VRAM)),
+    "lengths of another type": RawDescriptors(
+        DRAM,
+        np.array([SOURCE], np.uint64),
+        np.array([DESTINATION], np.uint64),
+        np.ones(1, np.int64),  # type: ignore[arg-type]
+    ),
     "unequal lists": RawDescriptors(DRAM, *(np.ones(n, np.uint64) for n in (2, 1, 2))),
     "signed addresses": RawDescriptors(DRAM, *(np.ones(1, np.int64) for _ in range(3))),  # type: ignore[arg-type]
     "two dimensions": RawDescriptors(DRAM, *(np.ones((1, 1), np.uint64) for _ in range(3))),
@@ -86,6 +92,7 @@ BAD_PREPARED = {
     "index past the table": prepared(GOOD, [0, 64], [0, 1]),
     "destination index past the table": prepared(GOOD, [0, 1], [0, 64]),
     "unequal indices": prepared(GOOD, [0, 1], [0]),
+    "64-bit destination indices": PreparedDescriptors(GOOD, np.zeros(1, np.int32), np.zeros(1, np.int64)),
     "64-bit indices": PreparedDescriptors(GOOD, np.zeros(1, np.int64), np.zeros(1, np.int64)),
     "float indices": PreparedDescriptors(GOOD, np.zeros(1), np.zeros(1)),  # type: ignore[arg-type]
     "entries of no bytes": prepared(dataclasses.replace(GOOD, entry_bytes=0), [0], [0]),
@@ -234,6 +241,30 @@ def damaged(info: AgentInfo) -> dict[str, AgentInfo]:
         "long name": dataclasses.replace(info, name="x" * 1000),
         "no regions": dataclasses.replace(info, regions=()),
     }
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "regions", "good"),
+    [
+        ("x", 1, 1, True),
+        ("x" * 512, 16 << 20, 1 << 16, True),
+        ("", 1, 1, False),
+        ("x" * 513, 1, 1, False),
+        # Bytes are counted, not letters.
+        ("é" * 257, 1, 1, False),
+        ("x", 0, 1, False),
+        ("x", (16 << 20) + 1, 1, False),
+        ("x", 1, 0, False),
+        ("x", 1, (1 << 16) + 1, False),
+    ],
+)
+def test_what_an_agent_may_announce_is_bounded(name: str, size: int, regions: int, good: bool) -> None:
+    metadata = bytes(size)
+    announced = AgentInfo(
+        name, metadata, hashlib.sha256(metadata).digest(), (MemoryRegion(MemoryKind.DRAM, 0, 64, 1),) * regions
+    )
+    with contextlib.nullcontext() if good else pytest.raises(BadAgentMetadata):
+        announced.check()
 
 
 @pytest.mark.parametrize("damage", list(damaged(AgentInfo("x", b"x" * 9, b"", ()))))
