@@ -60,19 +60,19 @@ class RegionMap:
         room = np.maximum(end, address) - address
         self._refuse(field, room < length, address, length)
 
-    def check_rows(self, field: str, kind: MemoryKind, rows: Addresses) -> None:
+    def check_rows(self, field: str, kind: MemoryKind, device: int, rows: Addresses) -> None:
         """Raise `InvalidField` unless every entry of every strided row lies inside one region per row."""
-        address, length, device, stride, count = (rows[:, column] for column in range(5))
-        if int(device.min()) != int(device.max()):
-            raise InvalidField(f"{field} device", sorted(set(device.tolist())), "the same in every row")
-        self.check_ranges(field, kind, int(device[0]), address, length)
+        address, length, devices, stride, count = (rows[:, column] for column in range(5))
+        if bool((devices != device).any()):
+            raise InvalidField(f"{field} device", sorted(set(devices.tolist())), str(device))
+        self.check_ranges(field, kind, device, address, length)
         if int(count.min()) < 1 or int(count.max()) >= INDEX_LIMIT or int(count.sum()) >= INDEX_LIMIT:
             raise InvalidField(f"{field} count", int(count.sum()), "at least 1 in every row, below 2**31 in all")
         several = count > 1
         if bool((several & (stride < 1)).any()):
             raise InvalidField(f"{field} stride", 0, "at least 1")
         # Divided instead of multiplied: (count - 1) * stride could wrap.
-        room = self._ends_at(field, kind, int(device[0]), address) - address - length
+        room = self._ends_at(field, kind, device, address) - address - length
         self._refuse(field, several & (room // np.maximum(stride, 1) < count - 1), address, length)
 
     def _ends_at(self, field: str, kind: MemoryKind, device: int, address: Addresses) -> Addresses:
@@ -122,14 +122,8 @@ def check_table(table: DescriptorTable, local: RegionMap, remote: RegionMap) -> 
         if table.entry_bytes < 1 or bool((rows[:, 1] != table.entry_bytes).any()):
             raise InvalidField(f"{field} length", rows[:, 1].max(), f"entry_bytes, {table.entry_bytes}, in every row")
     memory = table.memory
-    for field, rows, device in (
-        ("source rows", table.source, memory.source_device),
-        ("destination rows", table.destination, memory.destination_device),
-    ):
-        if bool((rows[:, 2] != device).any()):
-            raise InvalidField(f"{field} device", sorted(set(rows[:, 2].tolist())), str(device))
-    remote.check_rows("source rows", memory.source_kind, table.source)
-    local.check_rows("destination rows", memory.destination_kind, table.destination)
+    remote.check_rows("source rows", memory.source_kind, memory.source_device, table.source)
+    local.check_rows("destination rows", memory.destination_kind, memory.destination_device, table.destination)
 
 
 def check_indices(prepared: PreparedDescriptors) -> None:

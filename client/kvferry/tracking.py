@@ -166,9 +166,9 @@ class Transfer:
             Whether bytes still count.
         """
         with self._changed:
-            if self._deadline is not None and not self._state.final and self._clock() <= self._deadline:
+            if self._deadline is not None and not self._state.final and self._clock() < self._deadline:
                 self._deadline = max(self._deadline, deadline)
-            return not self._state.final and (self._deadline is None or self._clock() <= self._deadline)
+            return not self._state.final and (self._deadline is None or self._clock() < self._deadline)
 
     def add_done_callback(self, callback: Callable[[Transfer], None]) -> None:
         """Call `callback(transfer)` when it has ended."""
@@ -244,7 +244,7 @@ class Transfer:
         self._run_due()
 
     def _judge(self, now: float) -> None:
-        if not self._state.final and self._deadline is not None and now > self._deadline:
+        if not self._state.final and self._deadline is not None and now >= self._deadline:
             message = f"transfer {self.label!r}: its lease ended before its last byte arrived"
             self._end(TransferState.EXPIRED, TransferExpired(message))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 
@@ -47,6 +48,12 @@ BAD_RAW = {
     "destination address that wraps": one(SOURCE, WRAPS, 4096 + 1),
     "other device": one(SOURCE, DESTINATION, 1, dataclasses.replace(DRAM, source_device=1)),
     "other memory": one(SOURCE, DESTINATION, 1, dataclasses.replace(DRAM, destination_kind=MemoryKind.VRAM)),
+    "lengths of another type": RawDescriptors(
+        DRAM,
+        np.array([SOURCE], np.uint64),
+        np.array([DESTINATION], np.uint64),
+        np.ones(1, np.int64),  # type: ignore[arg-type]
+    ),
     "unequal lists": RawDescriptors(DRAM, *(np.ones(n, np.uint64) for n in (2, 1, 2))),
     "signed addresses": RawDescriptors(DRAM, *(np.ones(1, np.int64) for _ in range(3))),  # type: ignore[arg-type]
     "two dimensions": RawDescriptors(DRAM, *(np.ones((1, 1), np.uint64) for _ in range(3))),
@@ -61,6 +68,13 @@ def prepared(rows: DescriptorTable, source: list[int], destination: list[int]) -
 
 def rows_of(source: tuple[int, int, int], destination: tuple[int, int, int]) -> PreparedDescriptors:
     return prepared(table(KIB, [GOOD_ROW[0], source], [GOOD_ROW[1], destination]), [0], [0])
+
+
+def rows_with(column: int, value: int) -> PreparedDescriptors:
+    """Two rows that are right but for one value in the second."""
+    both = table(KIB, [GOOD_ROW[0]] * 2, [GOOD_ROW[1]] * 2)
+    both.source[1, column] = value
+    return prepared(both, [0], [0])
 
 
 GOOD = table(KIB, [GOOD_ROW[0]], [GOOD_ROW[1]])
@@ -78,6 +92,7 @@ BAD_PREPARED = {
     "index past the table": prepared(GOOD, [0, 64], [0, 1]),
     "destination index past the table": prepared(GOOD, [0, 1], [0, 64]),
     "unequal indices": prepared(GOOD, [0, 1], [0]),
+    "64-bit destination indices": PreparedDescriptors(GOOD, np.zeros(1, np.int32), np.zeros(1, np.int64)),
     "64-bit indices": PreparedDescriptors(GOOD, np.zeros(1, np.int64), np.zeros(1, np.int64)),
     "float indices": PreparedDescriptors(GOOD, np.zeros(1), np.zeros(1)),  # type: ignore[arg-type]
     "entries of no bytes": prepared(dataclasses.replace(GOOD, entry_bytes=0), [0], [0]),
@@ -86,6 +101,16 @@ BAD_PREPARED = {
         dataclasses.replace(GOOD, memory=dataclasses.replace(DRAM, source_device=3)), [0], [0]
     ),
     "rows of another shape": prepared(dataclasses.replace(GOOD, source=np.ones((1, 3), np.uint64)), [0], [0]),
+    "rows of more columns": prepared(dataclasses.replace(GOOD, source=np.hstack((GOOD.source, GOOD.source))), [0], [0]),
+    "rows of one dimension": prepared(dataclasses.replace(GOOD, source=GOOD.source[0]), [0], [0]),
+    "rows of three dimensions": prepared(dataclasses.replace(GOOD, source=GOOD.source[:, :, None]), [0], [0]),
+    "signed rows": prepared(
+        dataclasses.replace(GOOD, source=GOOD.source.astype(np.int64)),  # type: ignore[arg-type]
+        [0],
+        [0],
+    ),
+    "one row of another length": rows_with(1, 512),
+    "one row of another device": rows_with(2, 3),
     "no rows": prepared(dataclasses.replace(GOOD, source=np.ones((0, 5), np.uint64)), [0], [0]),
 }
 
@@ -106,6 +131,9 @@ def test_bad_descriptors_are_refused(bad: Descriptors) -> None:
         prepared(GOOD, [63, 0], [0, 63]),
         prepared(GOOD, [], []),
         rows_of((SOURCE, 1, 63 * KIB + 1), (DESTINATION + 63 * KIB, 1, 1)),
+        # One entry needs no stride.
+        rows_of((SOURCE, 0, 1), (DESTINATION, 0, 1)),
+        prepared(table(1, [(SOURCE, 1, 64 * KIB)], [(DESTINATION, 1, 64 * KIB)]), [0], [64 * KIB - 1]),
     ],
 )
 def test_good_descriptors_pass(good: Descriptors) -> None:
@@ -115,6 +143,49 @@ def test_good_descriptors_pass(good: Descriptors) -> None:
 def test_a_range_inside_the_larger_of_two_nested_regions_passes() -> None:
     nested = RegionMap("x", [MemoryRegion(MemoryKind.DRAM, 0, 0, 4096), MemoryRegion(MemoryKind.DRAM, 0, 1024, 16)])
     nested.check_ranges("x", MemoryKind.DRAM, 0, np.array([2000], np.uint64), np.array([2000], np.uint64))
+
+
+SPACE = (1 << 63) - 1
+"""Bytes of a region, as only a liar announces one."""
+
+
+@pytest.mark.parametrize(
+    ("counts", "good"),
+    [
+        ([1 << 30, (1 << 30) - 1], True),
+        ([1 << 30, 1 << 30], False),
+        # Their sum is 1 in 64 bits.
+        ([*[1 << 62] * 4, 1], False),
+    ],
+)
+def test_all_entries_of_a_table_are_counted_in_32_bits(counts: list[int], good: bool) -> None:
+    everywhere = RegionMap("everywhere", [MemoryRegion(MemoryKind.DRAM, 0, 0, SPACE)])
+    rows = table(1, [(0, 1, count) for count in counts], [(0, 1, count) for count in counts])
+    with contextlib.nullcontext() if good else pytest.raises(InvalidField, match="count"):
+        check_descriptors(prepared(rows, [0], [0]), everywhere, everywhere)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_a_region_is_as_long_as_it_is_whatever_is_beside_it(count: int) -> None:
+    bases = [100 * (1 + place) for place in range(count)]
+    regions = RegionMap("x", [MemoryRegion(MemoryKind.DRAM, 0, base, 50) for base in bases])
+
+    def inside(address: int, length: int) -> bool:
+        try:
+            regions.check_ranges("x", MemoryKind.DRAM, 0, *(np.array([n], np.uint64) for n in (address, length)))
+        except InvalidField:
+            return False
+        return True
+
+    assert not inside(0, 1)
+    for base in bases:
+        assert inside(base, 1)
+        assert inside(base, 50)
+        assert inside(base + 49, 1)
+        assert not inside(base - 1, 1)
+        assert not inside(base, 51)
+        assert not inside(base + 50, 1)
+        assert not inside(base + 49, 100)
 
 
 def test_a_refused_transfer_posts_nothing(
@@ -170,6 +241,30 @@ def damaged(info: AgentInfo) -> dict[str, AgentInfo]:
         "long name": dataclasses.replace(info, name="x" * 1000),
         "no regions": dataclasses.replace(info, regions=()),
     }
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "regions", "good"),
+    [
+        ("x", 1, 1, True),
+        ("x" * 512, 16 << 20, 1 << 16, True),
+        ("", 1, 1, False),
+        ("x" * 513, 1, 1, False),
+        # Bytes are counted, not letters.
+        ("é" * 257, 1, 1, False),
+        ("x", 0, 1, False),
+        ("x", (16 << 20) + 1, 1, False),
+        ("x", 1, 0, False),
+        ("x", 1, (1 << 16) + 1, False),
+    ],
+)
+def test_what_an_agent_may_announce_is_bounded(name: str, size: int, regions: int, good: bool) -> None:
+    metadata = bytes(size)
+    announced = AgentInfo(
+        name, metadata, hashlib.sha256(metadata).digest(), (MemoryRegion(MemoryKind.DRAM, 0, 64, 1),) * regions
+    )
+    with contextlib.nullcontext() if good else pytest.raises(BadAgentMetadata):
+        announced.check()
 
 
 @pytest.mark.parametrize("damage", list(damaged(AgentInfo("x", b"x" * 9, b"", ()))))

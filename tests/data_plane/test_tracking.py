@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from kvferry.errors import BadAgentMetadata, TransferCancelled, TransferExpired, TransferFailed
+from kvferry.errors import BadAgentMetadata, TransferCancelled, TransferExpired, TransferFailed, TransferStuck
 from kvferry.tracking import Transfer, TransferState
 
 
@@ -178,3 +178,102 @@ def test_nothing_to_move_is_done_at_once(clock: Clock) -> None:
     transfer = make(clock, size=0, deadline=1.0)
     assert transfer.state is TransferState.DONE
     assert transfer.wait_quiet(0)
+
+
+@pytest.mark.parametrize(("late", "counts"), [(-0.001, True), (0.0, False), (0.001, False)])
+def test_at_its_deadline_a_transfer_has_expired_as_its_lease_has(clock: Clock, late: float, *, counts: bool) -> None:
+    moving, settled, extended, idle = (make(clock, size=10) for _ in range(4))
+    assert moving.begin()
+    clock.now = 110.0 + late
+    moving.landed(10)
+    settled.settle(clock.now)
+    assert [moving.state is TransferState.DONE, settled.state is TransferState.PENDING] == [counts] * 2
+    assert extended.extend(200.0) is counts
+    assert extended.deadline == (200.0 if counts else 110.0)
+    assert extended.begin() is counts
+    assert idle.goes_on() is counts
+
+
+def test_without_a_deadline_bytes_count_for_ever(clock: Clock) -> None:
+    transfer = make(clock, size=10, deadline=None)
+    clock.now = 1e9
+    assert transfer.extend(5.0)
+    assert transfer.deadline is None
+    transfer.settle(clock.now)
+    assert transfer.goes_on()
+    assert transfer.begin()
+    transfer.landed(10)
+    assert transfer.state is TransferState.DONE
+    # It has ended: there is nothing to extend.
+    assert not transfer.extend(5.0)
+
+
+def test_a_renewal_says_nothing_of_what_has_ended(clock: Clock) -> None:
+    transfer = make(clock)
+    transfer.cancel()
+    assert not transfer.extend(200.0)
+    assert transfer.deadline == 110.0
+
+
+def test_what_is_about_to_be_read_is_not_read_after_a_cancel(clock: Clock) -> None:
+    transfer = make(clock)
+    assert transfer.goes_on()
+    assert transfer.state is TransferState.MOVING
+    transfer.cancel()
+    assert not transfer.goes_on()
+    assert transfer.state is TransferState.CANCELLED
+
+
+def test_a_cancel_wakes_the_threads_that_read() -> None:
+    woken: list[str] = []
+    Transfer("t", 10, 1, None, Clock(), lambda: woken.append("woken")).cancel()
+    assert woken == ["woken"]
+
+
+def test_an_error_that_gives_it_up_says_when_it_is_quiet(clock: Clock) -> None:
+    transfer = make(clock)
+    assert transfer.begin()
+    early = TransferStuck("stuck", quiet=True)
+    transfer.tell(early)
+    transfer.cancel()
+    assert not early.quiet
+    transfer.fenced()
+    late = TransferStuck("stuck", quiet=False)
+    transfer.tell(late)
+    assert early.quiet
+    assert late.quiet
+    assert isinstance(transfer.error, TransferCancelled)
+    assert transfer.error.quiet
+
+
+@pytest.mark.parametrize("ending", ["landed", "fenced"])
+def test_whoever_waits_for_quiet_is_told_however_it_came(clock: Clock, ending: str) -> None:
+    transfer = make(clock)
+    assert transfer.begin()
+    calls: list[str] = []
+    transfer.add_quiet_callback(lambda _: calls.append("before"))
+    waiters = [threading.Thread(target=wait, daemon=True) for wait in (transfer.wait, transfer.wait_quiet)]
+    for waiter in waiters:
+        waiter.start()
+    transfer.fail(TransferFailed("x"))
+    # The end is told to those who wait for the end, though it is not quiet.
+    waiters[0].join(10)
+    assert [waiter.is_alive() for waiter in waiters] == [False, True]
+    assert calls == []
+    if ending == "landed":
+        transfer.landed(10)
+    else:
+        transfer.fenced()
+    waiters[1].join(10)
+    assert not waiters[1].is_alive()
+    transfer.add_quiet_callback(lambda _: calls.append("after"))
+    assert calls == ["before", "after"]
+
+
+def test_a_deadline_that_passes_is_told(clock: Clock) -> None:
+    transfer = make(clock)
+    calls: list[TransferState] = []
+    transfer.add_done_callback(lambda ended: calls.append(ended.state))
+    clock.now = 111.0
+    transfer.settle(clock.now)
+    assert calls == [TransferState.EXPIRED]

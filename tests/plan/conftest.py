@@ -1,10 +1,11 @@
-"""How much hypothesis draws: `KVFERRY_EXAMPLES=5000` for a long run."""
+"""How much hypothesis draws: `KVFERRY_EXAMPLES=5000` for a long run. `KVFERRY_SHRINK=0`: what fails is not made small."""
 
 import os
 
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 
 EXAMPLES = int(os.environ.get("KVFERRY_EXAMPLES", "400"))
+PHASES = list(Phase) if os.environ.get("KVFERRY_SHRINK") != "0" else [Phase.explicit, Phase.generate]
 
 settings.register_profile(
     "plan",
@@ -14,4 +15,5 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
     database=None,
     report_multiple_bugs=False,
+    phases=PHASES,
 )

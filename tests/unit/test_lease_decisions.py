@@ -70,3 +70,18 @@ def test_when_to_renew() -> None:
 )
 def test_judged_by_both(late: float, verdict: pb.Verdict.ValueType | None, judged: Judgement) -> None:
     assert judge(DEADLINE + late, DEADLINE, verdict) is judged
+
+
+def test_a_renewal_that_was_not_answered_is_tried_again_sooner_and_never_later() -> None:
+    held = lease()
+    held.renewing(SENT + 1)
+    held.not_renewed(SENT + 2)
+    assert held.next_renewal == SENT + 2
+    held.not_renewed(SENT + 9)
+    assert held.next_renewal == SENT + 2
+
+
+def test_a_lease_of_less_than_a_second_is_still_renewed() -> None:
+    held = lease()
+    held.renewed(SENT + 1, SENT + 1, 0.5, more=True)
+    assert held.next_renewal == SENT + 3

@@ -1,0 +1,407 @@
+"""The reads of a scheduler, moment by moment: what counts, what is given up, and when blocks go back (R1, R4, R5).
+
+The clock and the home answer as a test says, since no test can have a rank's report come at the very end of a lease.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, cast
+
+import pytest
+
+from kvferry import Blocks, EngineSpec, Group
+from kvferry.acquiring import AcquireRequest, Cancellation, Granted
+from kvferry.block_use import BlockUse
+from kvferry.control import Control
+from kvferry.engine.reads import LOOK_EVERY, WORKERS_GRACE, Reads, Stage
+from kvferry.engine.values import RankEnd, ReadEnd, WorkerOutput
+from kvferry.errors import (
+    BadBlock,
+    InvalidField,
+    KvferryError,
+    LimitReached,
+    PublicationStale,
+    TransferCancelled,
+    TransferExpired,
+    TransferFailed,
+    TransferStuck,
+)
+from kvferry.lease_holder import LeaseHolder
+from kvferry.leases import ReaderLease
+from kvferry.reporting import VERDICT_TIMEOUT
+from kvferry.v1 import kv_transfer_pb2 as pb
+
+RANKS = 2
+SPEC = EngineSpec("decode", (Group("full", block_tokens=16, num_blocks=32),), RANKS)
+BLOCKS = {"full": Blocks([3, 4], end_token=32)}
+BEGAN, TIMEOUT, LEASE = 1000.0, 60.0, 30.0
+Verdict = pb.Verdict.ValueType | None
+
+
+class Home:
+    """What a scheduler says to homes, and what they answer. In place of `LeaseHolder`."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.clock = clock
+        self.leases: dict[str, ReaderLease] = {}
+        self.answers: dict[str, Granted | KvferryError] = {}
+        self.changed = threading.Condition()
+        self.said: list[str] = []
+        self.reports: list[Sequence[pb.RankReport]] = []
+        self.answered: list[Callable[[Verdict], None]] = []
+
+    def request(self, reference: str, read_id: str, *, parties: int, expected_reads: int, timeout: float) -> Any:
+        parsed = pb.Reference(home="home:1", publication=7)
+        home = cast(Control, None)
+        return AcquireRequest(home, parsed, reference, read_id, parties, expected_reads, self.clock() + timeout)
+
+    def acquire(self, request: AcquireRequest, cancellation: Cancellation) -> Granted:
+        with self.changed:
+            assert self.changed.wait_for(lambda: request.text in self.answers or cancellation.cancelled, 30)
+        answer = self.answers.get(request.text, TransferCancelled("cancelled"))
+        if isinstance(answer, KvferryError):
+            raise answer
+        return answer
+
+    def report(
+        self, _: Control, lease: ReaderLease, reports: Sequence[pb.RankReport], answered: Callable[[Verdict], None]
+    ) -> None:
+        with self.changed:
+            self.reports.append(reports)
+            self.answered.append(answered)
+            self.say("report")
+
+    def drop(self, granted: Granted) -> None:
+        self.say("drop")
+
+    def cancel(self, _: Control, lease: ReaderLease) -> None:
+        self.say("cancel")
+
+    def end(self, _: Control, granted: Granted, timeout: float) -> None:
+        self.say("end")
+
+    def close(self) -> None:
+        pass
+
+    def say(self, what: str) -> None:
+        with self.changed:
+            self.said.append(what)
+            self.changed.notify_all()
+
+    def heard(self, *what: str) -> bool:
+        """Wait until all of this was said; whether it was."""
+        with self.changed:
+            return self.changed.wait_for(lambda: sorted(self.said) == sorted(what), 20)
+
+
+class World:
+    """A scheduler's reads, and a clock that stands still."""
+
+    def __init__(self, *, hold_until_quiet: bool = False, max_waiting: int = 4) -> None:
+        self.now = BEGAN
+        self.home = Home(lambda: self.now)
+        self.use = BlockUse(SPEC.groups)
+        holder = cast(LeaseHolder, self.home)
+        self.reads = Reads(SPEC, holder, self.use.writes(), max_waiting, hold_until_quiet=hold_until_quiet)
+        self.lease = ReaderLease(b"l" * 16, BEGAN, LEASE, 10.0)
+
+    def answer(self, answer: Granted | KvferryError | None = None, text: str = "reference") -> None:
+        source = pb.EngineRef(engine_id="prefill", incarnation=b"i" * 16)
+        with self.home.changed:
+            self.home.answers[text] = answer or Granted(self.lease, source, "theirs", dict(BLOCKS), b"payload")
+            self.home.changed.notify_all()
+
+    def until(self, stage: Stage) -> None:
+        ended = threading.Event()
+        for _ in range(2000):
+            if self.reads.stages()[stage]:
+                return
+            ended.wait(0.01)
+        raise AssertionError(f"no read is {stage}: {self.reads.stages()}")
+
+    def granted(self, request: str = "mine") -> None:
+        self.reads.acquire(request, "reference", 0, TIMEOUT)
+        self.answer()
+        self.until(Stage.GRANTED)
+
+    def reading(self) -> str:
+        """A read that all ranks have begun; its id."""
+        self.granted()
+        return self.reads.attach("mine", {"full": Blocks([20, 7], end_token=32)}, None, allow_overlap=False).read_id
+
+    def ends(self, read_id: str, rank: int, error: str = "", *, quiet: bool = True, size: int = 10) -> None:
+        end = RankEnd(read_id, "mine", not error, quiet, size, error_name=error, message=error)
+        self.reads.collect(WorkerOutput(rank, (end,) if end.ok else (), () if end.ok else (end,)))
+
+    def look(self) -> None:
+        self.reads._look()
+
+    def finished(self) -> list[ReadEnd]:
+        return list(self.reads.take_finished().reads)
+
+    def free(self) -> bool:
+        """Whether another may write to the blocks."""
+        try:
+            self.use.pin({"full": Blocks([20, 7]).ids})
+        except BadBlock:
+            return False
+        return True
+
+
+@pytest.fixture
+def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., World]]:
+    made: list[World] = []
+
+    def world(**options: Any) -> World:
+        made.append(World(**options))
+        monkeypatch.setattr("kvferry.engine.reads.now", lambda: made[-1].now)
+        return made[-1]
+
+    yield world
+    for one in made:
+        one.reads.close(20)
+
+
+@pytest.fixture
+def world(make: Callable[..., World]) -> World:
+    return make()
+
+
+@pytest.mark.parametrize(("late", "counts"), [(-0.001, True), (0.0, False), (0.001, False)])
+def test_a_read_counts_if_its_last_rank_ended_before_the_lease(world: World, late: float, *, counts: bool) -> None:
+    read_id = world.reading()
+    world.ends(read_id, 0)
+    assert world.finished() == []
+    world.now = world.lease.deadline + late
+    world.ends(read_id, 1)
+    # The home is told in any case.
+    assert world.home.heard("report", *(() if counts else ("drop",)))
+    assert [report.rank for report in world.home.reports[0]] == [0, 1]
+    if counts:
+        assert world.finished() == []
+        world.home.answered[0](pb.VERDICT_VALID)
+    (end,) = world.finished()
+    assert (end.error is None, end.confirmed, end.quiet, end.ranks, end.bytes) == (counts, counts, True, 2, 20)
+    assert isinstance(end.error, TransferExpired) is not counts
+    assert end.lost == ({} if counts else {"full": (20, 7)})
+    assert world.free()
+    assert dict(world.reads.counts) == {"done" if counts else "expired": 1}
+
+
+@pytest.mark.parametrize(
+    ("verdict", "good", "confirmed"),
+    [
+        (pb.VERDICT_VALID, True, True),
+        (pb.VERDICT_UNKNOWN, True, False),
+        (None, True, False),
+        (pb.VERDICT_EXPIRED, False, False),
+    ],
+)
+def test_the_home_has_its_say(world: World, verdict: Verdict, *, good: bool, confirmed: bool) -> None:
+    read_id = world.reading()
+    for rank in range(RANKS):
+        world.ends(read_id, rank)
+    assert world.home.heard("report")
+    world.home.answered[0](verdict)
+    (end,) = world.finished()
+    assert (end.error is None, end.confirmed) == (good, confirmed)
+    # What comes later changes nothing.
+    world.home.answered[0](pb.VERDICT_EXPIRED)
+    world.look()
+    assert world.finished() == []
+
+
+def test_a_home_that_says_nothing_is_waited_for_so_long_and_no_longer(world: World) -> None:
+    read_id = world.reading()
+    for rank in range(RANKS):
+        world.ends(read_id, rank)
+    world.now += VERDICT_TIMEOUT + LOOK_EVERY - 0.001
+    world.look()
+    assert world.finished() == []
+    world.now += 0.001
+    world.look()
+    (end,) = world.finished()
+    assert (end.error, end.confirmed) == (None, False)
+
+
+def test_a_lease_that_ends_stops_the_ranks_and_the_read_ends_with_them(world: World) -> None:
+    read_id = world.reading()
+    world.ends(read_id, 0)
+    world.now = world.lease.deadline - 0.001
+    world.look()
+    assert world.reads.take_cancels() == []
+    world.now = world.lease.deadline
+    world.look()
+    world.look()
+    # Once.
+    assert world.reads.take_cancels() == [read_id]
+    assert world.finished() == []
+    assert not world.free()
+    world.ends(read_id, 1, "TransferCancelled")
+    (end,) = world.finished()
+    assert isinstance(end.error, TransferExpired)
+    assert end.quiet
+    assert world.free()
+
+
+def test_a_rank_that_fails_stops_the_others_and_its_error_is_told(world: World) -> None:
+    read_id = world.reading()
+    world.ends(read_id, 1, "TransferFailed", quiet=False)
+    assert world.reads.take_cancels() == [read_id]
+    world.ends(read_id, 0, "TransferCancelled", quiet=True)
+    (end,) = world.finished()
+    assert isinstance(end.error, TransferFailed)
+    assert not end.quiet
+    assert world.home.heard("report", "drop")
+    outcomes = [report.outcome for report in world.home.reports[0]]
+    assert outcomes == [pb.RANK_OUTCOME_CANCELLED, pb.RANK_OUTCOME_FAILED]
+    assert not world.free()
+    world.reads.collect(WorkerOutput(0, quiesced=(read_id,)))
+    assert not world.free()
+    world.reads.collect(WorkerOutput(1, quiesced=(read_id,)))
+    assert world.reads.take_finished().quiesced == ("mine",)
+    assert world.free()
+
+
+def test_the_last_rank_that_fails_has_nobody_to_stop(world: World) -> None:
+    read_id = world.reading()
+    world.ends(read_id, 0)
+    world.ends(read_id, 1, "TransferFailed")
+    assert world.reads.take_cancels() == []
+    (end,) = world.finished()
+    assert isinstance(end.error, TransferFailed)
+
+
+def test_a_rank_ends_a_read_once_and_only_ranks_that_exist_do(world: World) -> None:
+    read_id = world.reading()
+    for rank in (-1, RANKS):
+        with pytest.raises(InvalidField, match="rank"):
+            world.ends(read_id, rank)
+    world.ends(read_id, 0)
+    world.ends(read_id, 0, "TransferFailed")
+    world.ends(read_id, 0)
+    assert world.finished() == []
+    world.ends(read_id, 1)
+    assert world.home.heard("report")
+    world.home.answered[0](pb.VERDICT_VALID)
+    assert [end.error for end in world.finished()] == [None]
+
+
+@pytest.mark.parametrize("holds", [False, True])
+def test_workers_that_say_nothing_are_waited_for_so_long_and_no_longer(
+    make: Callable[..., World], *, holds: bool
+) -> None:
+    world = make(hold_until_quiet=holds)
+    read_id = world.reading()
+    world.lease.renewed(BEGAN + TIMEOUT, BEGAN + 1, 1000.0, more=True)
+    world.ends(read_id, 0)
+    world.now = BEGAN + TIMEOUT - 0.001
+    world.look()
+    assert world.reads.take_cancels() == []
+    world.now = BEGAN + TIMEOUT
+    world.look()
+    assert world.reads.take_cancels() == [read_id]
+    world.now = BEGAN + TIMEOUT + WORKERS_GRACE - 0.001
+    world.look()
+    assert not world.home.reports
+    world.now += 0.001
+    world.look()
+    assert world.home.heard("report", "drop")
+    assert [report.rank for report in world.home.reports[0]] == [0]
+    ended = world.finished()
+    if not holds:
+        (end,) = ended
+        assert isinstance(end.error, TransferStuck)
+        assert "did not end" in end.error.message
+        assert not end.quiet
+    # Its blocks stay in quarantine until the rank has said that they are quiet.
+    assert not world.free()
+    world.ends(read_id, 1, "TransferCancelled", quiet=False)
+    assert not world.free()
+    assert world.finished() == []
+    world.reads.collect(WorkerOutput(1, quiesced=(read_id,)))
+    assert world.free()
+    late = world.reads.take_finished()
+    assert [end.quiet for end in late.reads] == ([True] if holds else [])
+    assert late.quiesced == (() if holds else ("mine",))
+
+
+@pytest.mark.parametrize("why", ["its lease", "its time"])
+def test_what_is_not_attached_in_time_is_refused_and_given_back(world: World, why: str) -> None:
+    world.granted()
+    if why == "its time":
+        world.lease.renewed(BEGAN + TIMEOUT, BEGAN + 1, 1000.0, more=True)
+    end = world.lease.deadline if why == "its lease" else BEGAN + TIMEOUT
+    world.now = end - 0.001
+    world.look()
+    grant = world.reads.granted("mine")
+    assert grant is not None
+    assert grant.timeout == pytest.approx(BEGAN + TIMEOUT - world.now)
+    world.now = end
+    world.look()
+    assert world.home.heard("drop", "cancel")
+    with pytest.raises(TransferExpired if why == "its lease" else TransferStuck):
+        world.reads.attach("mine", {"full": Blocks([20, 7])}, None, allow_overlap=False)
+    # It was told once, and is forgotten.
+    with pytest.raises(InvalidField):
+        world.reads.granted("mine")
+    assert dict(world.reads.counts) == {"refused": 1}
+
+
+def test_what_is_refused_is_told_once(world: World) -> None:
+    world.reads.acquire("mine", "reference", 0, TIMEOUT)
+    assert world.reads.granted("mine") is None
+    with pytest.raises(InvalidField, match="it is waiting"):
+        world.reads.attach("mine", {}, None, allow_overlap=False)
+    world.answer(PublicationStale("gone"))
+    world.until(Stage.REFUSED)
+    with pytest.raises(PublicationStale):
+        world.reads.granted("mine")
+    assert not world.reads.stages()
+    assert not world.reads.cancel("mine")
+
+
+@pytest.mark.parametrize("granted", [False, True])
+def test_a_cancel_before_the_read_gives_back_what_it_has_or_gets(world: World, *, granted: bool) -> None:
+    if granted:
+        world.granted()
+        assert world.reads.cancel("mine")
+        assert world.home.heard("drop", "cancel")
+    else:
+        world.reads.acquire("mine", "reference", 0, TIMEOUT)
+        world.answer()
+        world.reads.cancel("mine")
+        assert set(world.home.said) <= {"drop", "cancel"}
+    assert not world.reads.stages()
+    assert world.finished() == []
+    assert dict(world.reads.counts) == {"cancelled": 1}
+
+
+def test_a_cancel_of_a_read_under_way_waits_for_the_ranks(world: World) -> None:
+    read_id = world.reading()
+    assert world.reads.cancel("mine")
+    assert world.reads.cancel("mine")
+    assert world.reads.take_cancels() == [read_id]
+    assert world.finished() == []
+    for rank in range(RANKS):
+        world.ends(read_id, rank, "TransferCancelled")
+    (end,) = world.finished()
+    assert isinstance(end.error, TransferCancelled)
+    assert world.free()
+
+
+def test_so_many_wait_and_no_more(make: Callable[..., World]) -> None:
+    world = make(max_waiting=2)
+    for name in ("one", "two"):
+        world.reads.acquire(name, name, 0, TIMEOUT)
+    with pytest.raises(InvalidField, match="request_id"):
+        world.reads.acquire("two", "two", 0, TIMEOUT)
+    with pytest.raises(LimitReached):
+        world.reads.acquire("three", "three", 0, TIMEOUT)
+    world.answer(text="one")
+    world.until(Stage.GRANTED)
+    # What is granted waits no longer.
+    world.reads.acquire("three", "three", 0, TIMEOUT)
+    assert world.reads.stages() == {Stage.WAITING: 2, Stage.GRANTED: 1}
