@@ -62,9 +62,10 @@ test: setup node ## Run the tests (PYTEST_ARGS=, WORKERS=)
 # What numpy computes, protobuf encodes and grpcio calls, on the oldest that pyproject.toml allows: numpy 1.26 adds and
 # multiplies by other rules than numpy 2, and the add-ons for protobuf 4 are other ones.
 OLDEST_VENV := .venv-oldest/.installed
-OLDEST_TESTS := tests/plan tests/geometry tests/edge tests/unit/test_blocks.py tests/unit/test_descriptors.py \
-	tests/unit/test_directions.py tests/data_plane/test_defence.py tests/data_plane/test_permute.py \
-	tests/e2e/test_reads.py tests/server/test_kv_transfer.py tests/server/test_shell_status.py
+OLDEST_TESTS := $(addprefix tests/plan/test_,oracle.py large_caches.py footprint.py floor.py statements.py) \
+	$(addprefix tests/data_plane/test_,defence.py large_caches.py permute.py) tests/geometry/test_geometry_over_the_wire.py \
+	tests/unit/test_blocks.py tests/unit/test_descriptors.py tests/edge/test_copies.py tests/e2e/test_reads.py \
+	tests/server/test_kv_transfer.py tests/server/test_shell_status.py
 
 # numpy 1.26 has wheels for Python 3.10 to 3.12.
 OLDEST_PYTHON ?= $(PYTHON)
