@@ -21,5 +21,6 @@ MODEL = settings(
 LYING = settings(MODEL, max_examples=max(1, EXAMPLES // 3))
 """With a liar, more happens in each."""
 
-CAUGHT = settings(MODEL, max_examples=2000, phases=[Phase.generate], derandomize=True)
-"""For a sabotage: found is enough, it need not be explained."""
+CAUGHT = settings(MODEL, max_examples=500, phases=[Phase.generate], derandomize=True)
+"""For a sabotage: found is enough, it need not be explained. Most take ten examples or so. One that is not met in these
+needs a rule that leads to it, not a longer search."""

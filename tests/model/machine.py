@@ -11,9 +11,11 @@ from typing import Literal
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
+from kvferry.offers import LOCAL_RELEASE_MARGIN, LOCAL_RELEASE_SHARE
 from tests.model.clocks import RATES
+from tests.model.host import TIMES
 from tests.model.network import Packet
-from tests.model.readers import Share
+from tests.model.readers import Reader, Share
 from tests.model.source import Offered
 from tests.model.world import World
 
@@ -139,10 +141,7 @@ class Machine(RuleBasedStateMachine):
     @rule(pick=PICK, seconds=SECONDS)
     def stragglers_arrive(self, pick: int, seconds: float) -> None:
         self.world.pass_time(seconds)
-        network = self.world.network
-        for packet in [packet for packet in network.packets if packet.straggles][pick % 3 :]:
-            network.arrive(packet, self.world.host)
-        self.world.settle()
+        self._stragglers_arrive(but=pick % 3)
 
     @rule(what=st.sampled_from(Trouble.__args__), pick=PICK)  # type: ignore[attr-defined]
     def network_misbehaves(self, what: Trouble, pick: int) -> None:
@@ -192,11 +191,98 @@ class Machine(RuleBasedStateMachine):
     def a_reader_is_paused_for_long(self, seconds: float) -> None:
         """Until its lease has ended at the home, and everything that was read is something else."""
         world = self.world
-        world.publish(1, last=True, expected_reads=1)
-        world.read(world.readers[1], world.offered[-1], 1, scheduled=True)
-        world.flow()
+        self._publish_and_read(world.readers[1], 1, scheduled=True)
         world.pause(world.readers[1], seconds)
         world.flow()
+        self._copy_all()
+        world.flow()
+
+    @precondition(lambda self: self.world.source.can_publish)
+    @rule(reader=st.integers(0, 1), ranks=st.integers(2, 3), copy=st.booleans(), late=st.booleans())
+    def a_read_is_heard_twice(self, reader: int, ranks: int, copy: bool, late: bool) -> None:
+        """All that its parties say, while one rank still copies; or when all is over."""
+        world = self.world
+        shares = self._publish_and_read(world.readers[reader], ranks, scheduled=False, repeated=True)
+        if not late:
+            world.pass_time(0.1)
+            self._stragglers_arrive()
+        for share in shares[1:]:
+            self._copy_share(share)
+        world.flow(repeated=True)
+        if not late:
+            self._stragglers_arrive()
+        if copy:
+            self._copy_all()
+        world.flow()
+        self._stragglers_arrive()
+
+    @precondition(lambda self: self.world.source.can_publish)
+    @rule(
+        reader=st.integers(0, 1),
+        end=st.sampled_from(("declined", "aborted", "read by another", "unread", "its source restarts")),
+        home_restarts=st.booleans(),
+        copy=st.booleans(),
+    )
+    def a_publication_ends_under_a_read(self, reader: int, end: str, home_restarts: bool, copy: bool) -> None:
+        """At a home that knows of the read, or at one that has just been told of the publication, before the reader
+        notices anything."""
+        world = self.world
+        (share,) = self._publish_and_read(world.readers[reader], 1, scheduled=True)
+        if home_restarts:
+            world.stop_home()
+            world.start_home()
+            world.flow()
+            # The source has seen that, and opens its Watch again; the reader's renewal is not due.
+            world.pass_time(0.1)
+            world.flow()
+        if end == "declined":
+            world.decline(share.offered)
+        elif end == "aborted":
+            world.source.abort(share.offered)
+        elif end == "read by another":
+            world.read(world.readers[1 - reader], share.offered, 1, scheduled=True)
+            world.flow()
+            self._copy_share(world.shares[-1])
+        elif end == "unread":
+            world.pass_time(TIMES.hold + 0.05)
+        else:
+            world.restart_source()
+            for _ in range(3):
+                world.flow()
+                world.pass_time(0.4)
+        world.flow()
+        if copy:
+            self._copy_all()
+        world.flow()
+
+    @precondition(lambda self: self.world.source.can_publish)
+    @rule(reader=st.integers(0, 1), seconds=st.sampled_from((0.3, 0.7, 1.1)))
+    def a_renewal_is_answered_late(self, reader: int, seconds: float) -> None:
+        """And no other is sent until the lease has ended."""
+        world = self.world
+        self._publish_and_read(world.readers[reader], 1, scheduled=True)
+        world.answer_late(seconds)
+        world.pass_time(TIMES.ttl - seconds + 0.1)
+        self._copy_all()
+        world.flow()
+
+    @precondition(lambda self: self.world.source.can_publish)
+    @rule(reader=st.integers(0, 1))
+    def the_home_comes_back_when_it_is_almost_given_up(self, reader: int) -> None:
+        """Its source would soon have released by itself; the home takes what it is told as new, and leases it."""
+        world = self.world
+        world.publish(1, last=True, expected_reads=1)
+        world.flow()
+        world.stop_home()
+        world.flow()
+        world.pass_time(TIMES.final * (1 + LOCAL_RELEASE_SHARE) + LOCAL_RELEASE_MARGIN - 0.5)
+        world.start_home()
+        for _ in range(2):
+            world.flow()
+            world.pass_time(0.1)
+        world.read(world.readers[reader], world.offered[-1], 1, scheduled=True)
+        world.flow()
+        world.pass_time(0.7)
         self._copy_all()
         world.flow()
 
@@ -225,6 +311,24 @@ class Machine(RuleBasedStateMachine):
         while copying := self._copying():
             share, rank = copying[0]
             share.copy(rank)
+
+    def _copy_share(self, share: Share) -> None:
+        while copying := share.copying():
+            share.copy(copying[0])
+
+    def _publish_and_read(self, reader: Reader, ranks: int, *, scheduled: bool, repeated: bool = False) -> list[Share]:
+        world = self.world
+        world.publish(1, last=True, expected_reads=1)
+        before = len(world.shares)
+        world.read(reader, world.offered[-1], ranks, scheduled=scheduled)
+        world.flow(repeated=repeated)
+        return world.shares[before:]
+
+    def _stragglers_arrive(self, but: int = 0) -> None:
+        network = self.world.network
+        for packet in [packet for packet in network.packets if packet.straggles][but:]:
+            network.arrive(packet, self.world.host)
+        self.world.settle()
 
     def _copying(self) -> list[tuple[Share, int]]:
         return [(share, rank) for share in self.world.shares for rank in share.copying()]
