@@ -22,8 +22,17 @@ HOME = (
     "tests/server/test_decisions.py",
     "tests/server/test_authority.py",
 )
+SHARES = ("tests/server/test_shares.py",)
+FEEDS = ("tests/server/test_feeds.py", "tests/server/test_kv_transfer.py")
 MODEL = ("tests/model/test_model.py",)
 DEFENCE = ("tests/data_plane/test_defence.py",)
+FOOTPRINT = ("tests/plan/test_large_caches.py", "tests/plan/test_footprints.py")
+LINKS = ("tests/data_plane/test_link_decisions.py",)
+OFFERS = ("tests/unit/test_offers.py", "tests/unit/test_offer_decisions.py")
+ENGINE_READS = ("tests/engine/test_read_decisions.py",)
+BLOCK_USE = ("tests/edge/test_blocks_in_use.py",)
+CONTROL = ("tests/control/test_renewals.py", "tests/control/test_shares.py", "tests/control/test_telling.py")
+STAGING = ("tests/data_plane/test_staging.py",)
 READS = ("tests/data_plane/test_reads.py", "tests/data_plane/test_faults.py", "tests/data_plane/test_agents.py")
 PORTS = ("tests/engine/test_ports.py", "tests/engine/test_step_thread.py")
 
@@ -49,6 +58,9 @@ MILLIONS = "one more or less of a limit of millions"
 ONE_SHARD = "with one shard every state is held, whatever its interleave"
 STRICT_ORDER = "any factor above the largest count keeps the cuts apart"
 BEFORE_ANY = "a clock of a machine that runs reads more"
+SUM_TOO = "the sum of the counts is refused as well"
+NO_ROOM = "no region reaches there, so that there is no room for a byte"
+SHORT_CUT = "a short cut for one region: the search answers the same"
 RESET = "set again before it is looked at"
 
 TARGETS: dict[str, Target] = {
@@ -70,14 +82,33 @@ TARGETS: dict[str, Target] = {
     "server/kvferry_server/books.py": Target(LESSOR, {"Book.live_until: 0.0 -> 1.0": BEFORE_ANY}),
     "server/kvferry_server/leases.py": Target(LESSOR),
     "server/kvferry_server/engines.py": Target(LESSOR),
+    "server/kvferry_server/shares.py": Target((SHARES, MODEL)),
+    "server/kvferry_server/registrations.py": Target(LESSOR),
+    "server/kvferry_server/streams.py": Target((FEEDS, MODEL)),
+    "server/kvferry_server/servicers/notify.py": Target((FEEDS, MODEL)),
     "client/kvferry/leases.py": Target((LEASE, MODEL)),
     "client/kvferry/judgement.py": Target((LEASE, MODEL)),
-    "client/kvferry/offers.py": Target((("tests/unit/test_offers.py",), MODEL)),
-    "client/kvferry/defence.py": Target((DEFENCE,)),
+    "client/kvferry/offers.py": Target((OFFERS, MODEL)),
+    "client/kvferry/renewals.py": Target((CONTROL, MODEL)),
+    "client/kvferry/defence.py": Target(
+        (DEFENCE,),
+        {
+            "RegionMap.check_rows: int(count.max()) >= INDEX_LIMIT -> int(count.max()) > INDEX_LIMIT": SUM_TOO,
+            "RegionMap._ends_at: int(address.max()) >= ADDRESS_LIMIT -> int(address.max()) > ADDRESS_LIMIT": NO_ROOM,
+            "RegionMap._ends_at: address.max() -> address.min()": NO_ROOM,
+            "RegionMap._ends_at: len(bases) == 1 -> len(bases) != 1": SHORT_CUT,
+            "RegionMap._ends_at: 1 -> 0": SHORT_CUT,
+        },
+    ),
+    "client/kvferry/footprint.py": Target((FOOTPRINT, ORACLE)),
     "client/kvferry/tracking.py": Target((("tests/data_plane/test_tracking.py",), READS)),
-    "client/kvferry/links.py": Target((READS,)),
+    "client/kvferry/links.py": Target((LINKS, READS)),
     "client/kvferry/reading.py": Target((READS,)),
+    "client/kvferry/transfers.py": Target((READS, STAGING)),
+    "client/kvferry/staging.py": Target((STAGING,)),
+    "client/kvferry/rank_reads.py": Target((PORTS,)),
+    "client/kvferry/block_use.py": Target((BLOCK_USE,)),
     "client/kvferry/engine/scheduler.py": Target((PORTS,)),
-    "client/kvferry/engine/reads.py": Target((PORTS,)),
+    "client/kvferry/engine/reads.py": Target((ENGINE_READS, PORTS)),
     "client/kvferry/engine/worker.py": Target((PORTS,)),
 }

@@ -1,0 +1,173 @@
+"""Which blocks may be written and published, against lists of what is under way (R2, R4)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from random import Random
+
+import numpy as np
+import pytest
+
+from kvferry.block_use import BlockUse, Pin, Writes
+from kvferry.blocks import BlockIds
+from kvferry.errors import BadBlock
+from kvferry.geometry import Group
+
+GROUPS = (
+    Group("full", block_tokens=16, num_blocks=6),
+    Group("a", block_tokens=16, num_blocks=6, pool="shared"),
+    Group("b", block_tokens=16, num_blocks=8, pool="shared"),
+)
+POOLS = {"full": "full", "a": "shared", "b": "shared"}
+LAYERS = (None, frozenset({"x"}), frozenset({"y"}), frozenset({"x", "y"}))
+Ids = dict[str, list[int]]
+Blocks = list[tuple[str, int]]
+
+
+def blocks(ids: Ids) -> Blocks:
+    return [(POOLS[group], block) for group, listed in ids.items() for block in listed]
+
+
+def arrays(ids: Ids) -> Mapping[str, BlockIds]:
+    return {group: np.array(listed, np.int32) for group, listed in ids.items()}
+
+
+@dataclass
+class Written:
+    """A read under way."""
+
+    writes: Writes
+    key: object
+    blocks: Blocks
+    layers: frozenset[str] | None
+    asks: bool
+    is_quiet: bool = False
+
+
+@dataclass
+class Model:
+    """What is under way, as lists; every call is judged by looking at all of them."""
+
+    turns: Random
+    use: BlockUse = field(default_factory=lambda: BlockUse(GROUPS))
+    pinned: list[tuple[Pin, Ids]] = field(default_factory=list)
+    published: dict[int, list[tuple[int, Ids]]] = field(default_factory=dict)
+    written: list[Written] = field(default_factory=list)
+    numbers: int = 0
+
+    def __post_init__(self) -> None:
+        self.writers = [self.use.writes(rank) for rank in (0, 1, None)]
+
+    def ids(self) -> Ids:
+        found: Ids = {}
+        for group in GROUPS:
+            if self.turns.random() < 0.6:
+                found[group.name] = [self.turns.randrange(group.num_blocks) for _ in range(self.turns.randint(0, 2))]
+        return found
+
+    def begin(self) -> None:
+        writes, ids, layers = self.turns.choice(self.writers), self.ids(), self.turns.choice(LAYERS)
+        overlap, asks = self.turns.random() < 0.2, self.turns.random() < 0.5
+        held = [one for _, ids in self.pinned for one in blocks(ids)]
+        held += [one for steps in self.published.values() for _, ids in steps for one in blocks(ids)]
+        for other in self.written:
+            same = other.writes.rank == writes.rank or other.writes.rank is None or writes.rank is None
+            if same and not other.is_quiet and (layers is None or other.layers is None or layers & other.layers):
+                held += other.blocks
+        free = overlap or not set(blocks(ids)) & set(held)
+        one = Written(writes, None, blocks(ids), layers, asks)
+        try:
+            one.key = writes.begin(
+                "read",
+                arrays(ids),
+                layers=layers,
+                quiet=(lambda: one.is_quiet) if asks else None,
+                allow_overlap=overlap,
+            )
+        except BadBlock:
+            assert not free
+        else:
+            assert free
+            self.written.append(one)
+
+    def end(self) -> None:
+        if self.written:
+            one = self.written.pop(self.turns.randrange(len(self.written)))
+            if one.asks and self.turns.random() < 0.7:
+                # Nobody says so: it is asked.
+                one.is_quiet = True
+                self.written.append(one)
+            else:
+                for _ in range(self.turns.randint(1, 2)):
+                    one.writes.end(one.key)
+
+    def pin(self) -> None:
+        ids = self.ids()
+        more_of = self.turns.choice([None, *self.published])
+        earlier = [] if more_of is None else [one for _, step in self.published[more_of] for one in blocks(step)]
+        every = earlier + blocks(ids)
+        held = [one for other in self.written if not other.is_quiet for one in other.blocks]
+        free = len(set(every)) == len(every) and not set(blocks(ids)) & set(held)
+        try:
+            pin = self.use.pin(arrays(ids), more_of)
+        except BadBlock:
+            assert not free
+            return
+        assert free
+        what = self.turns.random()
+        if what < 0.2:
+            self.use.unpin(pin)
+        elif what < 0.3:
+            self.pinned.append((pin, ids))
+        else:
+            if more_of is None:
+                self.numbers += 1
+                more_of = self.numbers
+            steps = self.published.setdefault(more_of, [])
+            step = 1 + max((step for step, _ in steps), default=-1)
+            self.use.name(pin, more_of, step)
+            steps.append((step, ids))
+
+    def refuse(self) -> None:
+        if self.published:
+            number = self.turns.choice(list(self.published))
+            step, _ = self.published[number].pop(self.turns.randrange(len(self.published[number])))
+            if not self.published[number]:
+                del self.published[number]
+            self.use.refused(number, step)
+
+    def release(self) -> None:
+        if self.published:
+            number = self.turns.choice(list(self.published))
+            del self.published[number]
+            self.use.released([number, number, 999])
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_block_is_had_exactly_when_nobody_has_it(seed: int) -> None:
+    model = Model(Random(seed))
+    actions = [model.begin, model.end, model.pin, model.refuse, model.release]
+    for _ in range(150):
+        model.turns.choices(actions, (4, 3, 4, 1, 1))[0]()
+    for one in model.written:
+        one.writes.end(one.key)
+    for pin, _ in model.pinned:
+        model.use.unpin(pin)
+    model.use.released(list(model.published))
+    # Nothing is left behind.
+    every = {group.name: np.arange(group.num_blocks, dtype=np.int32) for group in GROUPS if group.name != "a"}
+    model.writers[2].begin("all", every)
+    with pytest.raises(BadBlock, match="read all may still write to it"):
+        model.use.pin(every)
+
+
+def test_who_has_it_is_said() -> None:
+    use = BlockUse(GROUPS)
+    use.name(use.pin(arrays({"a": [1]})), 5, 0)
+    use.name(use.pin(arrays({"b": [2], "full": [1]})), 6, 0)
+    writes = use.writes()
+    for group, block, number in (("b", 1, 5), ("a", 2, 6), ("full", 1, 6)):
+        with pytest.raises(BadBlock, match=rf"destination block {block} .* publication {number} holds it"):
+            writes.begin("read", arrays({group: [block]}))
+    writes.begin("read", arrays({"full": [2]}))
