@@ -301,7 +301,7 @@ def test_a_flood_of_resets_of_renewals_delays_none_beyond_its_lease(server: Kvfe
     """gRPC has one queue for all calls of a method, the flood's and the victim's. Repeated, as the SDK does."""
     address = server.addresses[1]
     with party(address, "renewing") as victim, flood_of_resets(address, NOTIFY):
-        took = []
+        took: list[float] = []
         while len(took) < 6 and min(took, default=60) > 10:
             since = time.monotonic()
             eventually(lambda: bool(victim.notify_reader(pb.Notification(renew=pb.Renew(lease_id=b"l" * 16)))), 60)
