@@ -173,7 +173,9 @@ def test_what_gave_an_error_is_not_asked_again_and_its_siblings_are(world: World
     broken, sound = world.handles
     waiting = world.share(1)
     broken.state = FAILED
-    assert world.poll()
+    assert world.poll(0.1)
+    # It takes no room any more.
+    assert world.link.flowing(world.now) == CHUNK
     assert [doomed.state, waiting.state, other.state] == [
         TransferState.FAILED,
         TransferState.FAILED,
@@ -313,6 +315,19 @@ def test_what_ends_while_it_is_made_is_not_posted(world: World) -> None:
     assert (handle.posted, handle.released) == (False, True)
     assert transfer.quiet
     assert world.link.quiet
+
+
+def test_a_share_that_waits_for_room_keeps_its_turn_and_one_that_is_through_does_not(world: World) -> None:
+    class Blocked(Share):
+        @property
+        def blocked(self) -> bool:
+            return True
+
+    waits = Blocked(world.transfer(CHUNK), INFO, [], world.now)
+    through = Share(world.transfer(CHUNK), INFO, [], world.now)
+    world.link.shares.extend([waits, through])
+    assert not world.link.post_next()
+    assert list(world.link.shares) == [waits]
 
 
 def test_deadlines_of_what_is_under_way_are_judged(world: World) -> None:

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import cast
 
 import pytest
 
@@ -86,7 +85,8 @@ class World:
 
     def transfer(self, _: object, *, deadline: float | None, label: str) -> Transfer:
         with self.changed:
-            made = Transfer(label, self.size, 1, deadline, now, lambda: None)
+            # A reading thread that is woken looks at its transfers.
+            made = Transfer(label, self.size, 1, deadline, now, lambda: made.settle(now()))
             # Posted at once.
             made.begin()
             self.transfers.append(made)
@@ -217,9 +217,9 @@ def test_a_source_is_met_once_for_all_that_wait(world: World) -> None:
 def test_a_reference_that_is_gone_says_nothing_of_another(world: World, error: KvferryError) -> None:
     first = world.start("a")
     world.until(lambda: world.asked)
+    # The thread takes these before the answer, which goes the same way.
     same, other = world.start("a"), world.start("b")
     world.answer("b")
-    world.until(lambda: world.reads._queue.empty())
     world.answer("a", error)
     world.until(lambda: len(world.ended) == 2 and world.transfers)
     assert {id(read) for read in world.ended} == {id(first), id(same)}
@@ -236,7 +236,6 @@ def test_what_is_true_of_the_source_ends_all_that_wait_for_it(world: World, erro
     world.start("a")
     world.until(lambda: world.asked)
     world.start("b")
-    world.until(lambda: world.reads._queue.empty())
     world.answer("b")
     world.answer("a", error)
     world.until(lambda: len(world.ended) == 2)
@@ -245,17 +244,14 @@ def test_what_is_true_of_the_source_ends_all_that_wait_for_it(world: World, erro
 
 
 def test_who_may_wait_for_longer_tries_again(world: World) -> None:
-    short = world.start("a", within=1.0)
+    short = world.start("a", within=60.0)
     world.until(lambda: world.asked)
     patient = world.start("b")
-    as_short = RankRead(replace(short.order, read_id="as-short"))
-    assert as_short.order.deadline == short.order.deadline
-    world.until(lambda: world.reads._queue.empty())
     world.answer("b")
     world.answer("a", Unavailable("not now"))
     world.until(lambda: world.ended and world.transfers)
     assert world.ended == [short]
-    assert isinstance(short.error, (Unavailable, TransferStuck))
+    assert isinstance(short.error, Unavailable)
     assert [transfer.label for transfer in world.transfers] == [patient.order.read_id]
 
 

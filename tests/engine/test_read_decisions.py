@@ -265,6 +265,37 @@ def test_a_rank_that_fails_stops_the_others_and_its_error_is_told(world: World) 
     assert world.free()
 
 
+def test_what_went_wrong_first_is_told_though_the_lease_ended_since(world: World) -> None:
+    read_id = world.reading()
+    world.ends(read_id, 0, "TransferFailed")
+    world.now = world.lease.deadline + 1
+    world.ends(read_id, 1)
+    (end,) = world.finished()
+    assert isinstance(end.error, TransferFailed)
+    assert dict(world.reads.counts) == {"failed": 1}
+
+
+def test_a_rank_that_became_quiet_does_not_end_the_read_for_the_others(world: World) -> None:
+    read_id = world.reading()
+    world.ends(read_id, 1, "TransferFailed", quiet=False)
+    world.reads.collect(WorkerOutput(1, quiesced=(read_id, "of another engine")))
+    assert not world.reads.take_finished()
+    assert not world.free()
+    world.ends(read_id, 0, "TransferCancelled")
+    found = world.reads.take_finished()
+    assert [end.quiet for end in found.reads] == [True]
+    assert found.quiesced == ()
+    assert world.free()
+
+
+def test_a_read_is_attached_once_and_reports_of_unknown_reads_are_nobodys(world: World) -> None:
+    world.reading()
+    with pytest.raises(InvalidField, match="it is reading"):
+        world.reads.attach("mine", {"full": Blocks([1, 2], end_token=32)}, None, allow_overlap=False)
+    world.ends("unknown", 0)
+    assert world.finished() == []
+
+
 def test_the_last_rank_that_fails_has_nobody_to_stop(world: World) -> None:
     read_id = world.reading()
     world.ends(read_id, 0)
@@ -289,9 +320,10 @@ def test_a_rank_ends_a_read_once_and_only_ranks_that_exist_do(world: World) -> N
     assert [end.error for end in world.finished()] == [None]
 
 
+@pytest.mark.parametrize("at_once", [False, True])
 @pytest.mark.parametrize("holds", [False, True])
 def test_workers_that_say_nothing_are_waited_for_so_long_and_no_longer(
-    make: Callable[..., World], *, holds: bool
+    make: Callable[..., World], *, holds: bool, at_once: bool
 ) -> None:
     world = make(hold_until_quiet=holds)
     read_id = world.reading()
@@ -318,10 +350,11 @@ def test_workers_that_say_nothing_are_waited_for_so_long_and_no_longer(
         assert not end.quiet
     # Its blocks stay in quarantine until the rank has said that they are quiet.
     assert not world.free()
-    world.ends(read_id, 1, "TransferCancelled", quiet=False)
-    assert not world.free()
-    assert world.finished() == []
-    world.reads.collect(WorkerOutput(1, quiesced=(read_id,)))
+    world.ends(read_id, 1, "TransferCancelled", quiet=at_once)
+    if not at_once:
+        assert not world.free()
+        assert not world.reads.take_finished()
+        world.reads.collect(WorkerOutput(1, quiesced=(read_id,)))
     assert world.free()
     late = world.reads.take_finished()
     assert [end.quiet for end in late.reads] == ([True] if holds else [])
@@ -342,6 +375,8 @@ def test_what_is_not_attached_in_time_is_refused_and_given_back(world: World, wh
     world.now = end
     world.look()
     assert world.home.heard("drop", "cancel")
+    # No worker has heard of it.
+    assert world.reads.take_cancels() == []
     with pytest.raises(TransferExpired if why == "its lease" else TransferStuck):
         world.reads.attach("mine", {"full": Blocks([20, 7])}, None, allow_overlap=False)
     # It was told once, and is forgotten.

@@ -29,8 +29,9 @@ DEFENCE = ("tests/data_plane/test_defence.py",)
 FOOTPRINT = ("tests/plan/test_large_caches.py", "tests/plan/test_footprints.py")
 LINKS = ("tests/data_plane/test_link_decisions.py",)
 OFFERS = ("tests/unit/test_offers.py", "tests/unit/test_offer_decisions.py")
+RANK = ("tests/data_plane/test_rank_decisions.py",)
 ENGINE_READS = ("tests/engine/test_read_decisions.py",)
-BLOCK_USE = ("tests/edge/test_blocks_in_use.py",)
+BLOCK_USE = ("tests/unit/test_block_use.py", "tests/edge/test_blocks_in_use.py")
 CONTROL = ("tests/control/test_renewals.py", "tests/control/test_shares.py", "tests/control/test_telling.py")
 STAGING = ("tests/data_plane/test_staging.py",)
 READS = ("tests/data_plane/test_reads.py", "tests/data_plane/test_faults.py", "tests/data_plane/test_agents.py")
@@ -102,11 +103,16 @@ TARGETS: dict[str, Target] = {
     ),
     "client/kvferry/footprint.py": Target((FOOTPRINT, ORACLE)),
     "client/kvferry/tracking.py": Target((("tests/data_plane/test_tracking.py",), READS)),
-    "client/kvferry/links.py": Target((LINKS, READS)),
+    "client/kvferry/links.py": Target(
+        (LINKS, READS),
+        {
+            "Link.poll: now < self._poll_at or self.quiet -> now < self._poll_at": "what is quiet has nothing to check",
+        },
+    ),
     "client/kvferry/reading.py": Target((READS,)),
     "client/kvferry/transfers.py": Target((READS, STAGING)),
     "client/kvferry/staging.py": Target((STAGING,)),
-    "client/kvferry/rank_reads.py": Target((PORTS,)),
+    "client/kvferry/rank_reads.py": Target((RANK, PORTS)),
     "client/kvferry/block_use.py": Target((BLOCK_USE,)),
     "client/kvferry/engine/scheduler.py": Target((PORTS,)),
     "client/kvferry/engine/reads.py": Target((ENGINE_READS, PORTS)),

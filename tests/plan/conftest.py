@@ -1,4 +1,4 @@
-"""How much hypothesis draws: `KVFERRY_EXAMPLES=5000` for a long run; `KVFERRY_SHRINK=0` makes no failure small."""
+"""How much hypothesis draws: `KVFERRY_EXAMPLES=5000` for a long run. `KVFERRY_SHRINK=0`: no failure is made small."""
 
 import os
 
