@@ -13,6 +13,8 @@ from tests.model.machine import PICK, Machine
 
 MANY = st.lists(st.sampled_from(LIES), min_size=1, max_size=8)
 
+ABOUT_A_READ = ("listing", "reader", "decline") * 2
+
 
 class LyingMachine(Machine):
     """Whatever happens to a `Machine`, and between any two things a peer lies."""
@@ -41,7 +43,7 @@ class LyingMachine(Machine):
             world.read(reader, world.offered[-1], 1, scheduled=True)
         world.flow()
         # Two leases take several pages, so that there are tokens to look into.
-        self._lie([*lies, "listing", "listing"], pick)
+        self._lie([*lies, *ABOUT_A_READ], pick)
         world.flow()
         self._copy_all()
         self._calm(calm)
