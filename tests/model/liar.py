@@ -76,7 +76,8 @@ class Liar:
             pb.Notification(read_done=pb.ReadDone(lease_id=lease_id, reports=reports)),
             pb.Notification(cancel=pb.CancelRead(lease_id=lease_id)),
         ]
-        host.lie(pb.NotifyRequest(sender=self._ref(turns), notifications=[turns.choice(lies)]))
+        sender = turns.choice([self._ref(turns), *(reader.engine for reader in self._world.readers)])
+        host.lie(pb.NotifyRequest(sender=sender, notifications=[turns.choice(lies)]))
 
     def _listing(self, host: Host, turns: random.Random) -> None:
         """Look, keep every part of every token, and try one as a secret at once."""

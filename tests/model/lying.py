@@ -13,6 +13,8 @@ from tests.model.machine import PICK, Machine
 
 MANY = st.lists(st.sampled_from(LIES), min_size=1, max_size=8)
 
+ABOUT_A_READ = ("listing", "reader", "decline") * 2
+
 
 class LyingMachine(Machine):
     """Whatever happens to a `Machine`, and between any two things a peer lies."""
@@ -37,9 +39,11 @@ class LyingMachine(Machine):
     def lies_are_told_of_a_read(self, lies: list[str], pick: int, last: bool, calm: bool) -> None:
         world = self.world
         world.publish(1, last=last, expected_reads=1)
-        world.read(world.readers[0], world.offered[-1], 1, scheduled=True)
+        for reader in world.readers:
+            world.read(reader, world.offered[-1], 1, scheduled=True)
         world.flow()
-        self._lie(lies, pick)
+        # Two leases take several pages, so that there are tokens to look into.
+        self._lie([*lies, *ABOUT_A_READ], pick)
         world.flow()
         self._copy_all()
         self._calm(calm)

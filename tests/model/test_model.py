@@ -3,11 +3,14 @@ and R13, whatever a liar says."""
 
 from __future__ import annotations
 
+import pytest
 from hypothesis.stateful import run_state_machine_as_test
 
-from tests.model.conftest import LYING, MODEL
+from tests.model.conftest import EXAMPLES, LYING, MODEL
 from tests.model.lying import LyingMachine
 from tests.model.machine import Machine
+
+pytestmark = pytest.mark.timeout(300 + EXAMPLES)
 
 
 def test_the_rules_hold() -> None:
