@@ -52,7 +52,7 @@ BAD_RAW = {
         DRAM,
         np.array([SOURCE], np.uint64),
         np.array([DESTINATION], np.uint64),
-        np.ones(1, np.int64),  # type: ignore[arg-type]
+        np.ones(1, np.int64),
     ),
     "unequal lists": RawDescriptors(DRAM, *(np.ones(n, np.uint64) for n in (2, 1, 2))),
     "signed addresses": RawDescriptors(DRAM, *(np.ones(1, np.int64) for _ in range(3))),  # type: ignore[arg-type]
@@ -105,7 +105,7 @@ BAD_PREPARED = {
     "rows of one dimension": prepared(dataclasses.replace(GOOD, source=GOOD.source[0]), [0], [0]),
     "rows of three dimensions": prepared(dataclasses.replace(GOOD, source=GOOD.source[:, :, None]), [0], [0]),
     "signed rows": prepared(
-        dataclasses.replace(GOOD, source=GOOD.source.astype(np.int64)),  # type: ignore[arg-type]
+        dataclasses.replace(GOOD, source=GOOD.source.astype(np.int64)),
         [0],
         [0],
     ),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import pytest
 
@@ -37,7 +37,7 @@ RANKS = 2
 SPEC = EngineSpec("decode", (Group("full", block_tokens=16, num_blocks=32),), RANKS)
 BLOCKS = {"full": Blocks([3, 4], end_token=32)}
 BEGAN, TIMEOUT, LEASE = 1000.0, 60.0, 30.0
-Verdict = pb.Verdict.ValueType | None
+Verdict: TypeAlias = "pb.Verdict.ValueType | None"
 
 
 class Home:
