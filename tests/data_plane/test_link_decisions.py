@@ -14,7 +14,7 @@ import pytest
 from kvferry.agents import AgentInfo, HandleState, NixlError, ReadingAgent
 from kvferry.descriptors import Descriptors
 from kvferry.errors import TransferFailed
-from kvferry.links import POLL_ABANDONED, POLL_FIRST, POLL_LAST, STALLED, Link, LinkState, Share
+from kvferry.links import POLL_ABANDONED, POLL_FIRST, POLL_LAST, STALLED, Link, LinkState, Share, divide
 from kvferry.nixl_options import NixlOptions
 from kvferry.tracking import Transfer, TransferState
 from tests.data_plane.sources import raw
@@ -328,6 +328,12 @@ def test_a_share_that_waits_for_room_keeps_its_turn_and_one_that_is_through_does
     world.link.shares.extend([waits, through])
     assert not world.link.post_next()
     assert list(world.link.shares) == [waits]
+
+
+def test_short_descriptors_are_posted_so_many_at_a_time() -> None:
+    options = NixlOptions(chunk_bytes=CHUNK, chunk_descriptors=4)
+    short = raw(range(0, 20, 2), range(0, 20, 2), [1] * 10)
+    assert [chunk.count for chunk in divide(short, options)] == [4, 4, 2]
 
 
 def test_deadlines_of_what_is_under_way_are_judged(world: World) -> None:
