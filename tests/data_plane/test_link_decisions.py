@@ -14,7 +14,7 @@ import pytest
 from kvferry.agents import AgentInfo, HandleState, NixlError, ReadingAgent
 from kvferry.descriptors import Descriptors
 from kvferry.errors import TransferFailed
-from kvferry.links import POLL_ABANDONED, POLL_FIRST, POLL_LAST, STALLED, Link, LinkState, Share
+from kvferry.links import POLL_ABANDONED, POLL_FIRST, POLL_LAST, STALLED, Link, LinkState, Share, divide
 from kvferry.nixl_options import NixlOptions
 from kvferry.tracking import Transfer, TransferState
 from tests.data_plane.sources import raw
@@ -330,13 +330,19 @@ def test_a_share_that_waits_for_room_keeps_its_turn_and_one_that_is_through_does
     assert list(world.link.shares) == [waits]
 
 
+def test_short_descriptors_are_posted_so_many_at_a_time() -> None:
+    options = NixlOptions(chunk_bytes=CHUNK, chunk_descriptors=4)
+    short = raw(range(0, 20, 2), range(0, 20, 2), [1] * 10)
+    assert [chunk.count for chunk in divide(short, options)] == [4, 4, 2]
+
+
 def test_deadlines_of_what_is_under_way_are_judged(world: World) -> None:
     transfer = world.posted(deadline=110.0)
     world.link.settle(109.9)
-    assert not transfer.state.final
+    states = [transfer.state]
     world.now = 111.0
     world.link.settle(111.0)
-    assert transfer.state is TransferState.EXPIRED
+    assert [*states, transfer.state] == [TransferState.MOVING, TransferState.EXPIRED]
     assert not transfer.quiet
     world.handles[0].state = DONE
     assert world.poll()
@@ -374,8 +380,7 @@ def test_polls_come_less_often_the_longer_nothing_comes_and_often_again_after_ne
     waited_for.cancel()
     assert pauses(world, 10)[-1] == pytest.approx(POLL_ABANDONED)
     world.handles[0].state = DONE
-    (pause,) = pauses(world, 1)
-    assert pause == pytest.approx(POLL_FIRST)
+    assert pauses(world, 1)[0] == pytest.approx(POLL_FIRST)
 
 
 def test_a_stalled_peer_takes_no_room(world: World) -> None:

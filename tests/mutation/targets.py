@@ -98,7 +98,6 @@ TARGETS: dict[str, Target] = {
             "RegionMap._ends_at: int(address.max()) >= ADDRESS_LIMIT -> int(address.max()) > ADDRESS_LIMIT": NO_ROOM,
             "RegionMap._ends_at: address.max() -> address.min()": NO_ROOM,
             "RegionMap._ends_at: len(bases) == 1 -> len(bases) != 1": SHORT_CUT,
-            "RegionMap._ends_at: 1 -> 0": SHORT_CUT,
         },
     ),
     "client/kvferry/footprint.py": Target((FOOTPRINT, ORACLE)),
