@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import pickle
 import subprocess
 import sys
@@ -280,8 +279,7 @@ def test_closing_cancels_and_waits_for_quiet(
 def test_an_agent_that_cannot_be_made_fails_the_read(source: Source, memory: Memory, transport: MakeTransport) -> None:
     # Shared memory cannot report a peer's death, so UCX makes no endpoint of it in error mode "peer".
     read = transport("sm")
-    info = dataclasses.replace(source.info, name="anyone")
-    transfer = read.start([Part(info, [memory.all_of(source)])], deadline=None, label="sm")
+    transfer = read.start([Part(source.info, [memory.all_of(source)])], deadline=None, label="sm")
     assert transfer.wait(SOON)
     assert transfer.state is TransferState.FAILED
     assert transfer.quiet

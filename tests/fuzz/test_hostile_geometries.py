@@ -15,7 +15,7 @@ from kvferry.acquiring import joined
 from kvferry.blocks import Blocks, blocks_to_proto
 from kvferry.codec import engine_from_proto, engine_to_proto
 from kvferry.compat import diff
-from kvferry.errors import BadGeometry, KvferryError, LimitReached
+from kvferry.errors import BadGeometry, KvferryError
 from kvferry.explain import plan_to_proto
 from kvferry.geometry import EngineGeometry
 from kvferry.paths import Path as BytesPath
@@ -28,7 +28,7 @@ from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry_server.servicers import introspection
 from tests.fuzz.bounded import bounded
 from tests.fuzz.conftest import FUZZ
-from tests.fuzz.hostile import CASES
+from tests.fuzz.hostile import CASES, MAX_RANKS
 from tests.fuzz.messages import edit
 from tests.fuzz.methods import METHODS
 from tests.fuzz.target import CPU_PER_LARGE_MESSAGE, Target, encoded
@@ -77,12 +77,13 @@ def test_a_plan_of_hostile_engines_costs_the_server_little(target: Target, case:
         target.send(PLAN_READ, encoded(question(case)), cpu=CPU_PER_LARGE_MESSAGE)
 
 
-async def test_a_plan_that_takes_long_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_plan_that_takes_long_is_answered_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(introspection, "PLAN_SECONDS", 0)
     async with running(tmp_path) as node:
-        error = await raised(node.introspection.PlanRead(question("many readers"), timeout=TIMEOUT))
-        assert isinstance(error, LimitReached)
-        assert not error.retryable
+        answer = await node.introspection.PlanRead(question("many readers"), timeout=TIMEOUT)
+        assert answer.left_ranks
+        planned = [plan.rank for plan in answer.ranks]
+        assert [*planned, *answer.left_ranks] == list(range(MAX_RANKS))
 
 
 async def test_a_plan_that_nobody_waits_for_keeps_no_other_waiting(

@@ -20,11 +20,11 @@ MAX_ANSWER_BYTES = MAX_MESSAGE_BYTES - 64 * 1024
 """Bytes of an answer: what grows in it is paged, or refused. Less than any caller takes, for what gRPC adds."""
 
 
-def text(field: str, value: str, least: int = 1) -> str:
-    """A string of `least` to 256 bytes."""
+def text(field: str, value: str, least: int = 1, most: int = MAX_TEXT) -> str:
+    """A string of `least` to `most` bytes."""
     size = len(value.encode())
-    if not least <= size <= MAX_TEXT:
-        raise InvalidField(field, f"{size} bytes", f"{least} to {MAX_TEXT} bytes")
+    if not least <= size <= most:
+        raise InvalidField(field, f"{size} bytes", f"{least} to {most} bytes")
     return value
 
 

@@ -22,6 +22,9 @@ from kvferry_server.sources import MAX_HEADER_BYTES, MAX_RANK_BYTES, agent_bytes
 MAX_METADATA = 2 << 20
 """Bytes of a NIXL agent's metadata."""
 
+MAX_AGENT_NAME = 512
+"""Bytes of an agent's name, which holds an engine_id, an incarnation and more."""
+
 MAX_IDENTITY = 256
 """Entries of an identity."""
 
@@ -171,7 +174,7 @@ def _agent(message: geometry_pb2.Agent) -> Agent:
     if len(message.metadata_sha256) != 32:
         raise InvalidField("agent.metadata_sha256", f"{len(message.metadata_sha256)} bytes", "32 bytes")
     return Agent(
-        name=text("agent.name", message.name),
+        name=text("agent.name", message.name, most=MAX_AGENT_NAME),
         metadata=message.metadata,
         metadata_sha256=message.metadata_sha256,
         regions=tuple(region_from_proto(region) for region in message.regions),
