@@ -165,14 +165,15 @@ class Authority:
     def certificate(self) -> Path:
         return self.folder / f"{self.name}.pem"
 
-    def issue(self, name: str, names: str = "DNS:localhost,IP:127.0.0.1") -> TlsConfig:
-        """A certificate, for this host unless it has other `names`, and the authority to check others with."""
+    def issue(self, name: str, names: str = "DNS:localhost,IP:127.0.0.1", subject: str = "") -> TlsConfig:
+        """A certificate, for this host unless it has other `names`, and the authority to check others with. Its
+        subject is its common name unless given."""
         key, cert, request = (self.folder / f"{self.name}-{name}.{ending}" for ending in ("key", "pem", "csr"))
         extensions = self.folder / f"{self.name}-{name}.ext"
         extensions.write_text(f"subjectAltName={names}\n" if names else "")
         _openssl(
             *("req", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"),
-            *("-subj", f"/CN={name}", "-keyout", f"{key}", "-out", f"{request}"),
+            *("-subj", subject or f"/CN={name}", "-keyout", f"{key}", "-out", f"{request}"),
         )
         _openssl(
             *(

@@ -31,6 +31,8 @@ def stubs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stubs]:
         "its other node": authority.issue("reader-2", "DNS:node-2,URI:spiffe://fleet/decode"),
         "stranger": authority.issue("stranger", "DNS:node-3,URI:spiffe://fleet/prefill"),
         "named": authority.issue("named", ""),
+        "nameless": authority.issue("nameless", "", "/O=fleet"),
+        "nameless, too": authority.issue("nameless-too", "", "/O=fleet"),
     }
     with ExitStack() as stack:
         flags = ["--listen", "127.0.0.1:0", "--unix", str(socket), *tls_flags(authority.issue("node"))]
@@ -115,3 +117,9 @@ def test_a_certificate_without_alternative_names_is_known_by_its_common_name(stu
     lease = acquired(stubs["named"], "common")
     assert isinstance(outcome(lambda: acquired(stubs["stranger"], "common")), WrongIdentity)
     assert acquired(stubs["named"], "common").lease_id == lease.lease_id
+
+
+def test_a_certificate_without_any_name_is_known_by_its_digest(stubs: Stubs) -> None:
+    lease = acquired(stubs["nameless"], "digest")
+    assert isinstance(outcome(lambda: acquired(stubs["nameless, too"], "digest")), WrongIdentity)
+    assert acquired(stubs["nameless"], "digest").lease_id == lease.lease_id

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import Any, TypeAlias
 
 import grpc.aio
@@ -16,13 +17,14 @@ LOOPBACK_6 = "::/64"
 
 
 def names_of(context: Context) -> Names:
-    """The names in the caller's certificate: its subject alternative names, else its common name. None without mutual
-    TLS, and on a UNIX socket."""
+    """The names in the caller's certificate: its subject alternative names, else its common name, else its digest. None
+    without mutual TLS, and on a UNIX socket."""
     found = context.auth_context()
     for kind in ("x509_subject_alternative_name", "x509_common_name"):
-        if names := frozenset(found.get(kind, ())):
+        # gRPC gives an empty name for one that is not there.
+        if names := frozenset(filter(None, found.get(kind, ()))):
             return names
-    return NOBODY
+    return frozenset(hashlib.sha256(pem).digest() for pem in found.get("x509_pem_cert", ())) or NOBODY
 
 
 def peer_of(context: Context) -> str:
