@@ -113,10 +113,7 @@ def publication_is_revived(patch: pytest.MonkeyPatch) -> None:
 
 @sabotage
 def incarnation_is_evicted_by_a_delayed_message(patch: pytest.MonkeyPatch) -> None:
-    def replace(self: engines.Registry, engine: engines.Engine, now: float) -> None:
-        self._forget(engine)
-
-    patch.setattr(engines.Registry, "_replace", replace)
+    patch.setattr(engines.Registry, "_check_not_in_use", _evict)
     patch.setattr(engines.Registry, "_is_retired", lambda self, ref: False)
 
 
@@ -241,10 +238,7 @@ def decline_without_a_key(patch: pytest.MonkeyPatch) -> None:
 
 @of_a_liar
 def another_incarnation_evicts_the_living(patch: pytest.MonkeyPatch) -> None:
-    def replace(self: engines.Registry, engine: engines.Engine, now: float) -> None:
-        self._forget(engine)
-
-    patch.setattr(engines.Registry, "_replace", replace)
+    patch.setattr(engines.Registry, "_check_not_in_use", _evict)
 
 
 @of_a_liar
@@ -255,3 +249,8 @@ def whoever_is_first_at_a_restarted_home_has_the_name(patch: pytest.MonkeyPatch)
 def _end_leases(self: lessor.Lessor, publication: Publication, now: float) -> None:
     for lease in list(publication.leases):
         self._endings.end_lease(lease, ReadState.EXPIRED, now)
+
+
+def _evict(self: engines.Registry, engine: engines.Engine, now: float) -> None:
+    if not engine.dead:
+        self._forget(engine)
