@@ -95,6 +95,8 @@ def run_demo(
     with Stage() as stage:
         report.phase("starting two node servers and the engines' ranks")
         homes = stage.start_server("prefill"), stage.start_server("decode")
+        for home in homes:
+            stage.wait_for(home)
         with Client(homes[0]) as prefill, Client(homes[1]) as decode:
             specs = _spec(source, "source"), _spec(destination, "destination")
             sessions = prefill.open_engine(specs[0]), decode.open_engine(specs[1])

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
@@ -72,6 +73,12 @@ class Stage:
         log.close()
         self._servers.append(server)
         return f"unix:{socket}"
+
+    def wait_for(self, address: str) -> None:
+        """Wait until a node server listens, or has ended: what the client then says of it is the better message."""
+        socket, until = Path(address.removeprefix("unix:")), time.monotonic() + START_TIMEOUT
+        while not socket.exists() and time.monotonic() < until and all(one.poll() is None for one in self._servers):
+            time.sleep(0.02)
 
     def start_rank(self, job: RankJob) -> RankProcess:
         """Start a rank; its first answer is "ready"."""
