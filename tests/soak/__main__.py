@@ -42,6 +42,7 @@ class Soak:
         self._folder = folder
         self._random = random.Random(seed)
         self._worlds = 0
+        self._geometry_worlds = 0
         self._world: World | None = None
         self._hostile: Hostile | None = None
         self._seed = seed
@@ -49,23 +50,30 @@ class Soak:
 
     def run(self, until: float) -> None:
         """One round after the other."""
-        with self._geometries() as geometry:
-            rounds: list[tuple[str, Callable[[], None]]] = [
-                ("geometry", geometry),
-                ("load", self._load),
-                ("fault", self._fault),
-            ]
-            while now() < until:
-                kind, play_round = self._random.choices(rounds, (5, 2, 3))[0]
-                try:
-                    play_round()
-                except Exception:
-                    self.failures.append(f"round {sum(self.counts.values())}, {kind}:\n{traceback.format_exc()}")
-                    self._end_world()
-                self.counts[f"{kind} rounds"] += 1
-                self._sample()
-            self._end_world()
+        while now() < until:
+            with self._geometries() as geometry:
+                self._play(geometry, until)
+                self._end_world()
         self._hung("soak", left_here())
+
+    def _play(self, geometry: Callable[[], None], until: float) -> None:
+        """Rounds until the time is up, or one of geometry has failed: its processes may still have to answer it."""
+        rounds: list[tuple[str, Callable[[], None]]] = [
+            ("geometry", geometry),
+            ("load", self._load),
+            ("fault", self._fault),
+        ]
+        sound = True
+        while sound and now() < until:
+            kind, play_round = self._random.choices(rounds, (5, 2, 3))[0]
+            try:
+                play_round()
+            except Exception:
+                self.failures.append(f"round {sum(self.counts.values())}, {kind}:\n{traceback.format_exc()}")
+                self._end_world()
+                sound = kind != "geometry"
+            self.counts[f"{kind} rounds"] += 1
+            self._sample()
 
     def _sample(self) -> None:
         world = self._world
@@ -85,9 +93,11 @@ class Soak:
     def _geometries(self) -> Iterator[Callable[[], None]]:
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()
+        self._geometry_worlds += 1
+        folder = self._folder / f"geometry-{self._geometry_worlds}"
         with (
-            NodeServerProcess(self._folder / "source", tcp=True) as source,
-            NodeServerProcess(self._folder / "destination") as destination,
+            NodeServerProcess(folder / "source", tcp=True) as source,
+            NodeServerProcess(folder / "destination") as destination,
         ):
             homes = source.address, destination.address
             process = context.Process(target=hold_sources, args=(homes[0], theirs), daemon=True)
