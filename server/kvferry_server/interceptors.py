@@ -329,7 +329,7 @@ async def _abort(context: Context, method: str, error: Exception) -> None:
     if isinstance(error, grpc.aio.AbortError):
         # The handler has aborted the call by itself (health does).
         raise error
-    if isinstance(error, grpc.aio.InternalError):
+    if _is_gone(error):
         raise _left() from None
     if isinstance(error, NotImplementedError):
         # What the base class of a servicer raises for a call it does not have.
@@ -341,13 +341,22 @@ async def _abort(context: Context, method: str, error: Exception) -> None:
     status = to_status(error)
     try:
         await context.abort(status.code, status.message, status.metadata)
-    except grpc.aio.InternalError:
-        raise _left() from None
+    except grpc.aio.BaseError as failed:
+        # AbortError among them: that is how it goes well.
+        if _is_gone(failed):
+            raise _left() from None
+        raise
+
+
+def _is_gone(error: Exception) -> bool:
+    """Whether the client has left, or gRPC's server has stopped."""
+    wrong_use = grpc.aio.AbortError | grpc.aio.UsageError
+    return isinstance(error, grpc.aio.BaseError) and not isinstance(error, wrong_use)
 
 
 def _left() -> asyncio.CancelledError:
-    """The client has left in the middle of a write, which gRPC calls an error: whoever wants to fills a log with it."""
-    return asyncio.CancelledError("the client has left")
+    """Nobody is there to answer any more, which gRPC calls an error: whoever wants to fills a log with it."""
+    return asyncio.CancelledError("the call has ended")
 
 
 def _not_offered(method: str) -> Behaviour:

@@ -13,7 +13,13 @@ from types import TracebackType
 from typing import Any
 
 import grpc
+import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from kvferry.errors import EngineUnknown
+from kvferry.status import from_rpc_error
+from kvferry.v1.introspection_pb2 import GetEngineRequest
+from kvferry.v1.introspection_pb2_grpc import IntrospectionStub
 
 START_TIMEOUT = 30.0
 
@@ -71,6 +77,19 @@ class NodeServerProcess:
                 if answer.status == health_pb2.HealthCheckResponse.SERVING:
                     return self
         raise RuntimeError(f"kvferryd did not start:\n{(self.folder / 'log').read_text()}")
+
+    def settled(self) -> None:
+        """Wait until it does not wait for the engines of a predecessor any more; until then it takes every incarnation
+        of an engine_id. Give it a short `engine_ttl`."""
+        deadline = time.monotonic() + START_TIMEOUT
+        with grpc.insecure_channel(self.address) as channel:
+            stub = IntrospectionStub(channel)
+            while time.monotonic() < deadline:
+                with pytest.raises(grpc.RpcError) as caught:
+                    stub.GetEngine(GetEngineRequest(engine_id="nobody"), timeout=5.0)
+                if isinstance(from_rpc_error(caught.value, self.address), EngineUnknown):
+                    return
+        raise RuntimeError("kvferryd goes on waiting for engines")
 
     def stop(self, how: signal.Signals = signal.SIGTERM) -> int:
         """End it; its exit code."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -30,6 +31,7 @@ from kvferry.status import from_notification_error, from_rpc_error
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry.v1.kv_transfer_pb2_grpc import KVTransferStub
 from tests.e2e.conftest import Engine
+from tests.e2e.servers import NodeServerProcess
 from tests.e2e.world import Model, shards, unique_id
 
 MakeEngine = Callable[..., Engine]
@@ -210,20 +212,28 @@ def test_another_process_cannot_speak_in_an_engines_name(homes: Homes, stub: KVT
         assert isinstance(fails(lambda: stub.Notify(request, timeout=5)), WrongSession)
 
 
-def test_second_process_with_the_same_engine_id_is_refused_while_the_first_lives(homes: Homes) -> None:
+@pytest.fixture
+def settled(tmp_path: Path) -> Iterator[str]:
+    """The address of a home that takes one incarnation of an engine_id at a time."""
+    with NodeServerProcess(tmp_path / "settled", engine_ttl=1) as server:
+        server.settled()
+        yield server.address
+
+
+def test_second_process_with_the_same_engine_id_is_refused_while_the_first_lives(settled: str) -> None:
     spec = EngineSpec(unique_id("twin"), (MODEL.group(),))
-    with Client(homes[0]) as first, Client(homes[0]) as second:
+    with Client(settled) as first, Client(settled) as second:
         first.open_engine(spec)
         with pytest.raises(EngineIdInUse) as caught:
             second.open_engine(spec, timeout=0.5)
         assert caught.value.retryable
 
 
-def test_reference_to_a_former_incarnation_is_told_so(engine: MakeEngine, homes: Homes) -> None:
+def test_reference_to_a_former_incarnation_is_told_so(engine: MakeEngine, homes: Homes, settled: str) -> None:
     engine_id = unique_id("restarted")
-    with Client(homes[0]) as old:
+    with Client(settled) as old:
         reference = registered(old, engine_id).publish("x", {"full": Blocks([1])}).reference
-    source = engine(homes[0], MODEL, shards(4, 1), engine_id=engine_id)
+    source = engine(settled, MODEL, shards(4, 1), engine_id=engine_id)
     destination = engine(homes[1], MODEL, shards(4, 1), serve=False)
     source.ready()
     (rank,) = destination.ready().ranks

@@ -112,6 +112,7 @@ def test_a_lease_is_acquired_again_at_a_home_that_restarted(tmp_path: Path) -> N
 
 def test_restarted_source_is_found_again_under_its_new_incarnation(tmp_path: Path, engine: MakeEngine) -> None:
     with NodeServerProcess(tmp_path / "home", tcp=True, engine_ttl=1) as server:
+        server.settled()
         destination = engine(server.address, MODEL, shards(4, 1), serve=False)
         first = engine(server.address, MODEL, shards(4, 1), engine_id="restarting")
         (rank,) = destination.ready().ranks

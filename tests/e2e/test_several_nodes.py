@@ -184,6 +184,7 @@ def test_what_cannot_be_relayed_is_refused_and_harms_nobody(spanning: Spanning) 
 
 
 def test_a_copy_of_an_old_registration_that_a_relay_sends_late_is_refused(spanning: Spanning) -> None:
+    spanning.home.settled()
     late = registration(spanning, home=spanning.home.address)
     spanning.client.close()
     with Client(spanning.home.address) as client:

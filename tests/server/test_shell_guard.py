@@ -312,7 +312,9 @@ async def test_requests_that_do_not_come_keep_no_others_waiting() -> None:
         assert (await stub.RegisterCache(pb.RegisterCacheRequest(), timeout=60)).home_epoch == b"epoch"
         # Thirteen times the places of a host, each of which could take ten seconds.
         assert asyncio.get_running_loop().time() - before < 20
-        ended = [await failure(call) for call in slow[:16]]
+        # Those that made room. In which order gRPC hands calls over is not said.
+        ended = [await failure(call) for call in slow if call.done()]
+        assert len(ended) > 100
         assert all(isinstance(error, LimitReached) and error.retryable for error in ended)
         for call in slow:
             call.cancel()
