@@ -144,6 +144,23 @@ class Doorkeeper:
         return _Connection(host, self._seen.get(inode, self._looks), number, inode)
 
 
+def end_connection(peer: str) -> None:
+    """End the connection of a peer of gRPC's, ``ipv4:host:port``. Callers on the UNIX socket cannot be told apart, and
+    keep theirs."""
+    kind, _, address = peer.partition(":")
+    if kind not in ("ipv4", "ipv6"):
+        return
+    host, port = host_of(peer), int(address.rpartition(":")[2])
+    for number in _open():
+        with contextlib.suppress(OSError), _duplicate(number) as duplicate:
+            if duplicate.family not in (socket.AF_INET, socket.AF_INET6):
+                continue
+            name = duplicate.getpeername()
+            if name[1] == port and host_of_address(name[0]) == host:
+                logger.warning("%s has taken nothing for long, and loses its connection", peer)
+                duplicate.shutdown(socket.SHUT_RDWR)
+
+
 def _open() -> list[int]:
     """The descriptors of this process. Where the system does not tell, hosts share connections as they come."""
     with contextlib.suppress(FileNotFoundError):

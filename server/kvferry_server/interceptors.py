@@ -35,8 +35,8 @@ from kvferry.errors import (
     ServerDraining,
 )
 from kvferry.status import to_status
-from kvferry_server.arrivals import Arrivals, Place, within
-from kvferry_server.connections import host_of
+from kvferry_server.arrivals import Arrivals, Place
+from kvferry_server.connections import end_connection, host_of
 from kvferry_server.shares import Shares as Room
 from kvferry_server.shares import check_share
 
@@ -83,7 +83,7 @@ LARGE_REQUESTS = frozenset({OUR_SERVICE + "Handshake"})
 """Streams that spread one answer over several messages: their requests are as large as those of calls."""
 
 ANSWER_TIMEOUT = 10.0
-"""Seconds that the answer of a unary call may take to be taken."""
+"""Seconds that an answer, a page of one, or a status may take to be taken."""
 
 ANSWERS = 64 << 20
 """Bytes of large answers that wait to be taken; no host gets more than are left."""
@@ -196,7 +196,7 @@ class Guard(grpc.aio.ServerInterceptor):
                         answer = encode(await behaviour(request, context))
                 with self._answering(host, len(answer)):
                     # Not for gRPC to send, after us: it would keep what is never taken, for anybody who asks.
-                    await within(ANSWER_TIMEOUT, context.write(answer), _not_taken)
+                    await _taken(context, context.write(answer))
             except Exception as error:
                 await _abort(context, method, error)
 
@@ -232,12 +232,12 @@ class Guard(grpc.aio.ServerInterceptor):
                         async with self._request(host, method, context) as (raw, place):
                             request = _decoded(decode, raw)
                             del raw
-                            await _drive(behaviour(request, context), context, place.waits_for_peer)
+                            await _drive(behaviour(request, context), partial(_write_page, context, place))
                         return
                     if one_request:
                         async with self._request(host, method, context) as (raw, _):
                             request = _decoded(decode, _short(raw))
-                    await _drive(behaviour(request, context), context, contextlib.nullcontext)
+                    await _drive(behaviour(request, context), context.write)
             except asyncio.CancelledError:
                 # Either the client left, and nobody is there to hear of it, or we end our own streams.
                 if not self._ending:
@@ -267,10 +267,6 @@ class Guard(grpc.aio.ServerInterceptor):
             yield raw, place
 
 
-def _not_taken() -> KvferryError:
-    return InvalidField("answer", "not taken", f"to be taken within {ANSWER_TIMEOUT:g} s")
-
-
 def _check_deadline(method: str, context: Context) -> None:
     needed = method.startswith(OUR_SERVICE) and method not in WITHOUT_DEADLINE
     if needed and context.time_remaining() is None:
@@ -287,20 +283,29 @@ def _short(raw: bytes) -> bytes:
     return raw
 
 
-async def _drive(
-    answer: AsyncGenerator[Any, None] | Awaitable[None],
-    context: Context,
-    writing: Callable[[], contextlib.AbstractContextManager[None]],
-) -> None:
-    """Run a streaming handler of either kind: one that yields, or one that writes. What it yields is written inside
-    what `writing` makes."""
+async def _drive(answer: AsyncGenerator[Any, None] | Awaitable[None], write: Callable[[Any], Awaitable[None]]) -> None:
+    """Run a streaming handler of either kind: one that yields, or one that writes by itself."""
     if isinstance(answer, Awaitable):
         await answer
         return
     async with contextlib.aclosing(answer) as messages:
         async for message in messages:
-            with writing():
-                await context.write(message)
+            await write(message)
+
+
+async def _write_page(context: Context, place: Place, page: Any) -> None:
+    with place.waits_for_peer():
+        await _taken(context, context.write(page))
+
+
+async def _taken(context: Context, sending: Awaitable[None]) -> None:
+    """Wait until gRPC has sent something. A client that takes nothing for `ANSWER_TIMEOUT` loses its connection: there
+    is no other way to give a call up whose bytes wait, and until then gRPC keeps them."""
+    timer = asyncio.get_running_loop().call_later(ANSWER_TIMEOUT, end_connection, context.peer())
+    try:
+        await sending
+    finally:
+        timer.cancel()
 
 
 def _decoded(decode: Decode | None, raw: Any) -> Any:
@@ -340,7 +345,8 @@ async def _abort(context: Context, method: str, error: Exception) -> None:
         error = InternalError(f"the node server failed; its log has more under {error_id}", error_id=error_id)
     status = to_status(error)
     try:
-        await context.abort(status.code, status.message, status.metadata)
+        # It waits behind what was written before it.
+        await _taken(context, context.abort(status.code, status.message, status.metadata))
     except grpc.aio.BaseError as failed:
         # AbortError among them: that is how it goes well.
         if _is_gone(failed):

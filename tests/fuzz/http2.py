@@ -94,6 +94,8 @@ class Connection:
                     return True
                 if kind == PING and not flags & ACK:
                     self.send(frame(PING, ACK, 0, payload))
+                if kind == SETTINGS and not flags & ACK:
+                    self.send(frame(SETTINGS, ACK, 0))
             return True
         return False
 

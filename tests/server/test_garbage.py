@@ -33,7 +33,6 @@ from tests.server.parties import FULL, SECRETS, P, rank_geometry
 GEOMETRY = engine_to_proto(EngineGeometry("x", (FULL,), (rank_geometry(),), {"model": "m"}))
 UNARY = {
     "KVTransfer/RegisterCache": register_request(),
-    "KVTransfer/Handshake": handshake_request(),
     "KVTransfer/Notify": pb.NotifyRequest(
         sender=proto(P),
         session_secret=SECRETS[P],
@@ -51,6 +50,7 @@ UNARY = {
     "Introspection/PlanRead": ipb.PlanReadRequest(source_geometry=GEOMETRY, destination_geometry=GEOMETRY),
 }
 STREAMS = {
+    "KVTransfer/Handshake": handshake_request(),
     "KVTransfer/ReadBlocks": read_request(),
     "KVTransfer/Watch": pb.WatchRequest(engine=proto(P), session_secret=SECRETS[P], role=pb.WATCH_ROLE_SCHEDULER),
 }

@@ -490,9 +490,8 @@ def test_answers_that_nobody_takes_are_bounded() -> None:
         registered.ClearField("agent")
         stub.RegisterCache(registered, timeout=60)
         asked = ipb.GetEngineRequest(engine_id=P.engine_id)
-        size = IntrospectionStub(channel).GetEngine(asked, timeout=60).ByteSize()
-        assert size > 2 << 20
-        before, calls = server.resident(), 60
+        assert IntrospectionStub(channel).GetEngine(asked, timeout=60).ByteSize() > 2 << 20
+        calls = 60
         with Connection(server.advertise) as stranger:
             # He opens no window, and so takes nothing.
             stranger.send(http2.settings({4: 0}))
@@ -500,11 +499,18 @@ def test_answers_that_nobody_takes_are_bounded() -> None:
                 head = request_headers("/kvferry.v1.Introspection/GetEngine", grpc_timeout=None)
                 stranger.send(frame(http2.HEADERS, http2.END_HEADERS, stream, head))
                 stranger.send(*data(stream, message(asked.SerializeToString())))
-            # Answers of this size are made one after another, so that ours is the last.
-            with suppress(grpc.RpcError):
-                IntrospectionStub(channel).GetEngine(asked, timeout=60)
-            assert server.resident() - before < calls * size * 2 // 3
-            # What was not refused at once ends as well, and small answers are not refused.
+            # Answers of this size are made one after another. The last is refused, long before he loses his connection.
+            assert stranger.ended(2 * calls - 1)
+            assert not stranger.closed
+            # Small answers are not refused, and who takes nothing loses his connection.
             assert IntrospectionStub(channel).ListEngines(ipb.ListEnginesRequest(), timeout=20).engines
             assert stranger.ended(1)
+            assert stranger.closed
+        # What gRPC kept for him is free again.
+        deadline = time.monotonic() + 20
+        while time.monotonic() < deadline:
+            with suppress(grpc.RpcError):
+                IntrospectionStub(channel).GetEngine(asked, timeout=60)
+                break
+        assert time.monotonic() < deadline
         watch.cancel()
