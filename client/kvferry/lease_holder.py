@@ -116,9 +116,9 @@ class LeaseHolder(OneProcess):
         decline = pb.Notification(decline=pb.Decline(reference=reference))
         self._telling.tell(home, [*cancels, decline], now() + DECLINE_PATIENCE)
 
-    def close(self) -> None:
-        """Tell nothing again any more. Idempotent."""
-        self._telling.close()
+    def close(self, timeout: float) -> None:
+        """Tell nothing again any more, and wait at most `timeout` seconds for what was told already. Idempotent."""
+        self._telling.close(timeout)
 
 
 def _cancelled(lease: ReaderLease) -> pb.Notification:

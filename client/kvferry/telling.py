@@ -66,6 +66,8 @@ class Telling:
         self._changed = threading.Condition()
         self._waiting: list[_Told] = []
         self._waits_at: Counter[Control] = Counter()
+        self._unanswered = 0
+        """Messages that were sent, and neither answered nor given up."""
         self._thread: threading.Thread | None = None
         self._closed = False
 
@@ -94,22 +96,33 @@ class Telling:
         told = [_Told(home, notification, until, answered) for notification in notifications]
         self._send(home, told, timeout)
 
-    def close(self) -> None:
-        """Tell nothing again any more. Idempotent."""
+    def close(self, timeout: float = 0.0) -> None:
+        """Tell nothing again any more, and wait at most `timeout` seconds for what was told already. Idempotent."""
         with self._changed:
             self._closed = True
             self._waiting.clear()
             self._waits_at.clear()
-            self._changed.notify()
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: not self._unanswered, timeout)
 
     def _send(self, home: Control, told: Sequence[_Told], timeout: float) -> None:
         first = 0
         for request in tuple(batches(self._sender, [each.notification for each in told])):
             batch = told[first : first + len(request.notifications)]
             first += len(batch)
+            with self._changed:
+                self._unanswered += 1
             home.notify_later(request, timeout, partial(self._answered, batch))
 
     def _answered(self, batch: Sequence[_Told], answer: list[pb.NotificationResult] | KvferryError) -> None:
+        try:
+            self._take(batch, answer)
+        finally:
+            with self._changed:
+                self._unanswered -= 1
+                self._changed.notify_all()
+
+    def _take(self, batch: Sequence[_Told], answer: list[pb.NotificationResult] | KvferryError) -> None:
         if not isinstance(answer, KvferryError) and len(answer) != len(batch):
             answer = InternalError(f"{len(answer)} results for {len(batch)} notifications")
         if isinstance(answer, KvferryError):
@@ -156,7 +169,7 @@ class Telling:
                 except LimitReached as error:
                     # The next failure tries to start it again, and then all that waits is told.
                     logger.warning("%d notifications wait: %s", len(self._waiting), error.message)
-            self._changed.notify()
+            self._changed.notify_all()
 
     def _run(self) -> None:
         while True:

@@ -62,7 +62,7 @@ def holding(control: Control) -> Iterator[LeaseHolder]:
     try:
         yield holder
     finally:
-        holder.close()
+        holder.close(0)
         renewals.close()
         homes.close()
 

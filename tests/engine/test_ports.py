@@ -32,6 +32,7 @@ from kvferry.errors import (
     TransferFailed,
     TransferStuck,
 )
+from kvferry.v1 import kv_transfer_pb2 as pb
 from tests.e2e.servers import NodeServerProcess
 from tests.e2e.world import POISON, Model, expect, kv, shards, unique_id, write
 from tests.engine.world import PortEngine
@@ -304,8 +305,10 @@ def test_a_limit_of_those_that_wait(homes: tuple[str, str], pair: Pair) -> None:
         with pytest.raises(LimitReached):
             port.acquire("c", publication.reference)
         port.close()
+    # Those that waited were told to end; nobody waits for their leases.
     source.scheduler.abort(publication)
-    source.release_of(publication)
+    release = source.release_of(publication)
+    assert {read.state for read in release.reads} <= {pb.READ_STATE_CANCELLED}
 
 
 def test_a_source_that_dies_is_told_with_the_blocks(

@@ -58,9 +58,13 @@ class Home:
         return AcquireRequest(home, parsed, reference, read_id, parties, expected_reads, self.clock() + timeout)
 
     def acquire(self, request: AcquireRequest, cancellation: Cancellation) -> Granted:
+        cancellation.interrupt_by(self.wake)
         with self.changed:
             assert self.changed.wait_for(lambda: request.text in self.answers or cancellation.cancelled, 30)
-        answer = self.answers.get(request.text, TransferCancelled("cancelled"))
+        answer = self.answers.get(request.text)
+        if answer is None:
+            self.say("gave up")
+            answer = TransferCancelled("cancelled")
         if isinstance(answer, KvferryError):
             raise answer
         return answer
@@ -82,8 +86,12 @@ class Home:
     def end(self, _: Control, granted: Granted, timeout: float) -> None:
         self.say("end")
 
-    def close(self) -> None:
-        pass
+    def close(self, timeout: float) -> None:
+        self.say("closed")
+
+    def wake(self) -> None:
+        with self.changed:
+            self.changed.notify_all()
 
     def say(self, what: str) -> None:
         with self.changed:
@@ -440,3 +448,11 @@ def test_so_many_wait_and_no_more(make: Callable[..., World]) -> None:
     # What is granted waits no longer.
     world.reads.acquire("three", "three", 0, TIMEOUT)
     assert world.reads.stages() == {Stage.WAITING: 2, Stage.GRANTED: 1}
+
+
+def test_close_waits_until_those_that_waited_have_told_their_homes(world: World) -> None:
+    """A lease that was accepted pins its source until its home hears of its end."""
+    for request in ("mine", "another"):
+        world.reads.acquire(request, "reference", 0, TIMEOUT)
+    world.reads.close(20)
+    assert world.home.said == ["gave up", "gave up", "closed"]

@@ -126,6 +126,9 @@ class Reads:
         self._max_waiting = max_waiting
         self._hold_until_quiet = hold_until_quiet
         self._lock = threading.Lock()
+        self._acquired = threading.Condition(self._lock)
+        self._acquiring = 0
+        """Threads of acquisitions, those of forgotten reads included."""
         self._by_request: dict[str, _Read] = {}
         self._by_id: dict[str, _Read] = {}
         self._ended: list[ReadEnd] = []
@@ -156,10 +159,12 @@ class Reads:
                     value=waiting,
                 )
             self._by_request[request_id] = self._by_id[read_id] = read
+            self._acquiring += 1
         try:
             start_thread(partial(self._acquire, read), f"kvferry-acquire-{request_id}")
         except KvferryError:
             with self._lock:
+                self._acquiring -= 1
                 self._forget(read)
             raise
 
@@ -255,7 +260,9 @@ class Reads:
             return Counter(read.stage for read in self._by_id.values())
 
     def close(self, timeout: float) -> None:
-        """Cancel everything at the homes, then end the thread. Idempotent."""
+        """Cancel everything at the homes, and wait at most `timeout` seconds until they have heard it: a lease that
+        was accepted pins its source until it ends. Then end the thread. Idempotent."""
+        deadline = now() + timeout
         with self._lock:
             if self._closed:
                 return
@@ -265,11 +272,21 @@ class Reads:
                 if read.lease is not None and read.stage is not Stage.ENDED:
                     self._desk.do(partial(self._holder.end, read.request.home, read.lease, LAST_WORD))
         self._desk.close(timeout)
-        self._holder.close()
+        with self._lock:
+            self._acquired.wait_for(lambda: not self._acquiring, max(0.0, deadline - now()))
+        self._holder.close(max(0.0, deadline - now()))
 
     # On the thread of an acquisition.
 
     def _acquire(self, read: _Read) -> None:
+        try:
+            self._wait_granted(read)
+        finally:
+            with self._lock:
+                self._acquiring -= 1
+                self._acquired.notify_all()
+
+    def _wait_granted(self, read: _Read) -> None:
         error: KvferryError
         try:
             granted = self._holder.acquire(read.request, read.cancellation)
