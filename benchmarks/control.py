@@ -14,7 +14,7 @@ import kvferry
 from benchmarks.tables import Table, seconds
 from benchmarks.transfer import group, memory, planes
 from kvferry import Blocks, Client, EngineSpec, Interval
-from kvferry.codec import group_to_proto, rank_to_proto
+from kvferry._wire.geometry_codec import group_to_proto, rank_to_proto
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry.v1.kv_transfer_pb2_grpc import KVTransferStub
 

@@ -17,10 +17,9 @@ import numpy.typing as npt
 
 from benchmarks.tables import Table, seconds
 from kvferry import Blocks, EngineGeometry, Group, Interval, MemoryKind, Plane, RankGeometry
-from kvferry.descriptors import Descriptors, DescriptorTable, PreparedDescriptors
-from kvferry.expand import Expansion
-from kvferry.paths import Path, PathRule
-from kvferry.plan import ReadPlan, plan_read
+from kvferry.planner import Path, PathRule, ReadPlan, plan_read
+from kvferry.planner.descriptors import Descriptors, DescriptorTable, PreparedDescriptors
+from kvferry.planner.expansion import Expansion
 
 PLANES = 64
 HEADS = 8

@@ -14,7 +14,7 @@ import kvferry
 from benchmarks.tables import Table, seconds
 from benchmarks.transfer import BLOCK, HEAD_DIM, HEADS, LAYERS, NUM_BLOCKS, group, memory, planes
 from kvferry import Blocks, Cache, Client, EngineSpec, IntegrityOptions, Interval
-from kvferry.clock import now
+from kvferry._clock import now
 
 REPEATS = 5
 BLOCKS = 256

@@ -28,13 +28,12 @@ from kvferry import (
     PathRule,
     Plane,
 )
-from kvferry.agents import AgentInfo, ServingAgent
-from kvferry.clock import now
+from kvferry._clock import now
+from kvferry._transport.calibration import measure
+from kvferry._transport.nixl_agent import AgentInfo, ServingAgent
+from kvferry._transport.transport import Part, Transport
 from kvferry.geometry import RankGeometry
-from kvferry.measuring import measure
-from kvferry.paths import Path
-from kvferry.plan import ReadPlan, plan_read
-from kvferry.transfers import Part, Transport
+from kvferry.planner import Path, ReadPlan, plan_read
 
 TOKENS, HEADS = 8, 8
 SERVED = 64 << 20

@@ -28,12 +28,12 @@ from kvferry import (
     PathRule,
     Plane,
 )
-from kvferry.agents import HandleState, ReadHandle, ReadingAgent
-from kvferry.clock import now
-from kvferry.control import Control
+from kvferry._clock import now
+from kvferry._control.connection import Control
+from kvferry._reads.source_engines import Peer, Peers
+from kvferry._transport.nixl_agent import HandleState, ReadHandle, ReadingAgent
+from kvferry._transport.transport import Part, Transport
 from kvferry.geometry import EngineGeometry
-from kvferry.peers import Peer, Peers
-from kvferry.transfers import Part, Transport
 from kvferry.v1 import kv_transfer_pb2 as pb
 
 LAYERS, HEADS, HEAD_DIM, BLOCK, ELEMENT = 16, 8, 128, 16, 2

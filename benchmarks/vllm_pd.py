@@ -14,7 +14,7 @@ from typing import Any
 
 import kvferry
 from benchmarks.tables import Table
-from kvferry_server.interceptors import Guard
+from kvferry_server.node.guard import Guard
 from tests.e2e.servers import free_port
 from tests.vllm.nodes import PREFILL, Node, make_model, prompt, request
 from tests.vllm.nodes import kvferry as our_connector

@@ -17,7 +17,7 @@ import numpy as np
 import kvferry
 from kvferry import Blocks, EngineSpec, Group
 from kvferry.engine import Grant, SchedulerPort, WorkerPort
-from kvferry.sharding import shard
+from kvferry.geometry import shard
 
 LAYERS, HEADS, DIM, BLOCK, BLOCKS = 2, 4, 8, 16, 64
 AXES = ("kv", "block", "head", "token", "content")

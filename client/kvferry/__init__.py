@@ -3,8 +3,8 @@
 The tour: `Client` is a process's way to its node server. A rank offers its memory with `Client.register_cache`; the
 source publishes a request's blocks with `EngineSession.publish` and gives the router a reference; the destination reads
 them with `Cache.read` and gets a `Read`, which can be awaited, polled and cancelled. `kvferry.aio.AsyncClient` is the
-same for event loops, `serve` a node server inside this process. `kvferry.geometry` says what a cache is, `kvferry.plan`
-who reads what from whom, `kvferry.errors` what can go wrong.
+same for event loops, `serve` a node server inside this process. `kvferry.geometry` describes caches, `kvferry.planner`
+says who reads what from whom, `kvferry.errors` what can go wrong.
 
 Names are loaded on first use: importing kvferry imports neither torch nor NIXL nor gRPC.
 """
@@ -15,14 +15,25 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from kvferry._cache import Cache as Cache
+    from kvferry._client import Client as Client
+    from kvferry._control.session import EngineSession as EngineSession
+    from kvferry._control.session import Publication as Publication
+    from kvferry._control.session import Release as Release
+    from kvferry._control.session import ReleaseOutcome as ReleaseOutcome
+    from kvferry._embed import serve as serve
+    from kvferry._engine_spec import EngineSpec as EngineSpec
+    from kvferry._reads.read import Read as Read
+    from kvferry._reads.read import ReadProgress as ReadProgress
+    from kvferry._reads.read import ReadResult as ReadResult
+    from kvferry._reads.read import ReadState as ReadState
+    from kvferry._transport.nixl_options import NixlOptions as NixlOptions
+    from kvferry._transport.staging_pool import StagingOptions as StagingOptions
+    from kvferry._wire.channel import TlsConfig as TlsConfig
+    from kvferry._wire.token import EngineToken as EngineToken
     from kvferry.aio import AsyncClient as AsyncClient
-    from kvferry.blocks import Blocks as Blocks
-    from kvferry.cache import Cache as Cache
-    from kvferry.channel import TlsConfig as TlsConfig
-    from kvferry.client import Client as Client
-    from kvferry.compat import diff as diff
-    from kvferry.embed import serve as serve
     from kvferry.errors import KvferryError as KvferryError
+    from kvferry.geometry import Blocks as Blocks
     from kvferry.geometry import EngineGeometry as EngineGeometry
     from kvferry.geometry import Group as Group
     from kvferry.geometry import GroupKind as GroupKind
@@ -32,63 +43,52 @@ if TYPE_CHECKING:
     from kvferry.geometry import Plane as Plane
     from kvferry.geometry import RankGeometry as RankGeometry
     from kvferry.geometry import TokenShard as TokenShard
-    from kvferry.integrity import IntegrityOptions as IntegrityOptions
-    from kvferry.integrity import Verification as Verification
-    from kvferry.nixl_options import NixlOptions as NixlOptions
-    from kvferry.paths import Costs as Costs
-    from kvferry.paths import PathRule as PathRule
-    from kvferry.plan import ReadPlan as ReadPlan
-    from kvferry.plan import plan_read as plan_read
-    from kvferry.read import Read as Read
-    from kvferry.read import ReadProgress as ReadProgress
-    from kvferry.read import ReadResult as ReadResult
-    from kvferry.read import ReadState as ReadState
-    from kvferry.session import EngineSession as EngineSession
-    from kvferry.session import Publication as Publication
-    from kvferry.session import Release as Release
-    from kvferry.session import ReleaseOutcome as ReleaseOutcome
-    from kvferry.spec import EngineSpec as EngineSpec
-    from kvferry.spec import EngineToken as EngineToken
-    from kvferry.staging import StagingOptions as StagingOptions
+    from kvferry.planner import Costs as Costs
+    from kvferry.planner import PathRule as PathRule
+    from kvferry.planner import ReadPlan as ReadPlan
+    from kvferry.planner import diff as diff
+    from kvferry.planner import plan_read as plan_read
+    from kvferry.planner.summed_blocks import IntegrityOptions as IntegrityOptions
+    from kvferry.planner.summed_blocks import Verification as Verification
 
 __version__ = "0.1.0"
 
 _HOME_OF = {
     "AsyncClient": "aio",
-    "Blocks": "blocks",
-    "Cache": "cache",
-    "Client": "client",
-    "Costs": "paths",
+    "Blocks": "geometry",
+    "Cache": "_cache",
+    "Client": "_client",
+    "Costs": "planner",
     "EngineGeometry": "geometry",
-    "EngineSession": "session",
-    "EngineSpec": "spec",
-    "EngineToken": "spec",
+    "EngineSession": "_control.session",
+    "EngineSpec": "_engine_spec",
+    "EngineToken": "_wire.token",
     "Group": "geometry",
     "GroupKind": "geometry",
-    "IntegrityOptions": "integrity",
+    "IntegrityOptions": "planner.summed_blocks",
     "Interval": "geometry",
     "KvferryError": "errors",
     "MemoryKind": "geometry",
     "MemoryRegion": "geometry",
-    "NixlOptions": "nixl_options",
-    "PathRule": "paths",
+    "NixlOptions": "_transport.nixl_options",
+    "PathRule": "planner",
     "Plane": "geometry",
-    "Publication": "session",
+    "Publication": "_control.session",
     "RankGeometry": "geometry",
-    "Read": "read",
-    "ReadPlan": "plan",
-    "ReadProgress": "read",
-    "ReadResult": "read",
-    "ReadState": "read",
-    "Release": "session",
-    "ReleaseOutcome": "session",
-    "StagingOptions": "staging",
-    "TlsConfig": "channel",
+    "Read": "_reads.read",
+    "ReadPlan": "planner",
+    "ReadProgress": "_reads.read",
+    "ReadResult": "_reads.read",
+    "ReadState": "_reads.read",
+    "Release": "_control.session",
+    "ReleaseOutcome": "_control.session",
+    "StagingOptions": "_transport.staging_pool",
+    "TlsConfig": "_wire.channel",
     "TokenShard": "geometry",
-    "Verification": "integrity",
-    "diff": "compat",
-    "plan_read": "plan",
-    "serve": "embed",
+    "Verification": "planner.summed_blocks",
+    "diff": "planner",
+    "plan_read": "planner",
+    "serve": "_embed",
 }
 
 __all__ = ["__version__", *_HOME_OF]

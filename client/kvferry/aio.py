@@ -11,17 +11,17 @@ from collections.abc import Collection, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
-from kvferry.blocks import Blocks
-from kvferry.cache import READ_TIMEOUT, Cache
-from kvferry.channel import TlsConfig
-from kvferry.client import Client
-from kvferry.forks import OneProcess
-from kvferry.integrity import IntegrityOptions
-from kvferry.nixl_options import NixlOptions
-from kvferry.read import Read
-from kvferry.session import EngineSession, Publication, Release
-from kvferry.spec import EngineSpec
-from kvferry.staging import StagingOptions
+from kvferry._cache import READ_TIMEOUT, Cache
+from kvferry._client import Client
+from kvferry._control.session import EngineSession, Publication, Release
+from kvferry._engine_spec import EngineSpec
+from kvferry._forks import OneProcess
+from kvferry._reads.read import Read
+from kvferry._transport.nixl_options import NixlOptions
+from kvferry._transport.staging_pool import StagingOptions
+from kvferry._wire.channel import TlsConfig
+from kvferry.geometry.blocks import Blocks
+from kvferry.planner.summed_blocks import IntegrityOptions
 
 
 class AsyncClient(OneProcess):

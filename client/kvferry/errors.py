@@ -60,8 +60,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kvferry.v1 import errors_pb2
-
 __all__ = [
     "AgentsWithheld",
     "BadAgentMetadata",
@@ -569,13 +567,6 @@ def from_name(name: str, message: str, values: Mapping[str, str]) -> KvferryErro
     """
     cls = next((cls for cls in _subclasses(KvferryError) if cls.__name__ == name), InternalError)
     return _restore(cls, message, None, values, {})
-
-
-def reason_number(error: KvferryError) -> int:
-    """The `kvferry.v1.ErrorReason` of an error; 0 for errors that never cross the wire."""
-    if not error.reason:
-        return 0
-    return int(errors_pb2.ErrorReason.Value(f"ERROR_REASON_{error.reason}"))
 
 
 def from_reason(

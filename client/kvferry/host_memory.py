@@ -16,9 +16,9 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.arguments import flag, integer
+from kvferry._arguments import flag, integer
 from kvferry.errors import InvalidField
-from kvferry.geometry import MemoryKind, MemoryRegion
+from kvferry.geometry.model import MemoryKind, MemoryRegion
 
 HUGE_PAGE = 2 << 20
 """Bytes of a transparent huge page on x86-64, and on aarch64 with pages of 4 KiB."""

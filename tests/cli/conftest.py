@@ -17,9 +17,9 @@ from unittest import mock
 import grpc
 import pytest
 
-from kvferry.authority import incarnation_of, new_session_secret
-from kvferry.channel import connect
-from kvferry.cli import main
+from kvferry._cli import main
+from kvferry._wire.authority import incarnation_of, new_session_secret
+from kvferry._wire.channel import connect
 from kvferry.v1 import geometry_pb2, kv_transfer_pb2
 from kvferry.v1.kv_transfer_pb2_grpc import KVTransferStub
 from tests.server.shell import Kvferryd, environment

@@ -9,14 +9,14 @@ import sys
 import pytest
 
 import kvferry
-from kvferry.cli.render import duration, enum_name, ranges, safe
+from kvferry._cli.render import duration, enum_name, ranges, safe
 from kvferry.v1 import kv_transfer_pb2 as pb
 from tests.cli.conftest import run_kvferry
 from tests.server.shell import environment
 
 
 def test_help_lists_the_commands() -> None:
-    command = [sys.executable, "-m", "kvferry.cli", "--help"]
+    command = [sys.executable, "-m", "kvferry._cli", "--help"]
     done = subprocess.run(command, capture_output=True, text=True, env={**environment(), "COLUMNS": "120"})
     assert done.returncode == 0
     for name in ("engines", "engine", "requests", "transfers", "plan", "demo", "version"):
@@ -40,7 +40,7 @@ def test_versions() -> None:
 
 def test_nothing_heavy_is_imported_for_help() -> None:
     heavy = ["torch", "nixl", "numpy", "grpc", "google.protobuf", "kvferry_server"]
-    code = f"import sys, kvferry.cli; print([name for name in {heavy} if name in sys.modules])"
+    code = f"import sys, kvferry._cli; print([name for name in {heavy} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import grpc
 
-from kvferry.control import Control
+from kvferry._control.connection import Control
+from kvferry._wire.status import to_status
 from kvferry.errors import KvferryError
-from kvferry.status import to_status
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry.v1.kv_transfer_pb2_grpc import KVTransferServicer, add_KVTransferServicer_to_server
 

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from kvferry.engine.desk import Desk
+from kvferry._work_queue import Desk
 from kvferry.errors import LimitReached
 
 

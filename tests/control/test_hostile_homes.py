@@ -13,9 +13,16 @@ import numpy as np
 import pytest
 
 from kvferry import Blocks, Client, EngineSpec, Group
-from kvferry.acquiring import GRANT_BYTES, Acquirer, Cancellation
-from kvferry.block_use import BlockUse
-from kvferry.clock import now, to_duration
+from kvferry._clock import now, to_duration
+from kvferry._control.acquisition import GRANT_BYTES, Acquirer, Cancellation
+from kvferry._control.block_use import BlockUse
+from kvferry._control.publications import Publication
+from kvferry._control.reader_lease import LONGEST, ReaderLease
+from kvferry._control.renewals import Renewals
+from kvferry._control.session import EngineSession
+from kvferry._wire.handshake import put_together
+from kvferry._wire.reference import format_reference, parse_reference
+from kvferry._wire.status import from_notification_error, to_notification_error
 from kvferry.errors import (
     BadGeometry,
     HomeRecovering,
@@ -27,13 +34,6 @@ from kvferry.errors import (
     Unreachable,
     WatchTakenOver,
 )
-from kvferry.handshaking import put_together
-from kvferry.leases import LONGEST, ReaderLease
-from kvferry.offers import Publication
-from kvferry.reference import format_reference, parse_reference
-from kvferry.renewals import Renewals
-from kvferry.session import EngineSession
-from kvferry.status import from_notification_error, to_notification_error
 from kvferry.v1 import geometry_pb2
 from kvferry.v1 import kv_transfer_pb2 as pb
 from tests.control.scripted import EPOCH, opened, released, scripted, synced
@@ -140,7 +140,7 @@ def test_a_grant_without_end_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_delay_that_a_home_asks_for_has_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvferry.status.LONGEST_RETRY", 0.05, raising=False)
+    monkeypatch.setattr("kvferry._wire.status.LONGEST_RETRY", 0.05, raising=False)
     with scripted(tmp_path) as (server, control):
 
         def watch(count: int) -> Iterator[pb.WatchResponse]:
@@ -171,7 +171,7 @@ def test_a_handshake_of_more_ranks_than_it_said_ends_at_once() -> None:
 
 
 def test_a_handshake_of_too_many_planes_is_refused_before_they_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvferry.handshaking.MAX_PLANES", 100, raising=False)
+    monkeypatch.setattr("kvferry._wire.handshake.MAX_PLANES", 100, raising=False)
     planes = [geometry_pb2.Plane() for _ in range(101)]
     page = pb.HandshakeResponse(ranks=[geometry_pb2.RankGeometry(planes=planes)])
     first = pb.HandshakeResponse(engine=geometry_pb2.EngineGeometry(engine_id="engine"), num_ranks=1)
@@ -191,8 +191,8 @@ def test_a_lease_is_believed_for_so_long_and_renewed_meanwhile() -> None:
 def test_a_home_that_takes_nothing_leaves_room_for_what_others_have_to_hear(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvferry.telling.MAX_WAITING", 6)
-    monkeypatch.setattr("kvferry.telling.MAX_WAITING_AT_HOME", 3, raising=False)
+    monkeypatch.setattr("kvferry._control.teller.MAX_WAITING", 6)
+    monkeypatch.setattr("kvferry._control.teller.MAX_WAITING_AT_HOME", 3, raising=False)
     for name in ("deaf", "true"):
         (tmp_path / name).mkdir()
     with (

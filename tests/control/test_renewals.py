@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from kvferry import Blocks, Client, EngineSpec, Group
-from kvferry.batches import BATCH
-from kvferry.clock import from_duration, now, to_duration
-from kvferry.control import Control
+from kvferry._clock import from_duration, now, to_duration
+from kvferry._control.batches import BATCH
+from kvferry._control.connection import Control
+from kvferry._control.reader_lease import ReaderLease
+from kvferry._control.renewals import Renewals
 from kvferry.errors import InvalidField
-from kvferry.leases import ReaderLease
-from kvferry.renewals import Renewals
 from kvferry.v1 import kv_transfer_pb2 as pb
 from tests.control.scripted import scripted
 from tests.e2e.servers import NodeServerProcess
@@ -105,7 +105,7 @@ def test_a_batch_that_is_refused_goes_again_in_halves(tmp_path: Path, caplog: py
         until(lambda: "read number 77" in caplog.text)
         renewals.close()
     warned = [record for record in caplog.records if record.levelno == logging.WARNING]
-    assert [record.getMessage().split(":")[0] for record in warned if record.name == "kvferry.renewals"] == [
+    assert [record.getMessage().split(":")[0] for record in warned if record.name == "kvferry._control.renewals"] == [
         "read number 77"
     ]
     assert poison.hex() not in caplog.text

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from kvferry import Blocks, Client, EngineSpec, Group
-from kvferry.clock import now
+from kvferry._clock import now
 from kvferry.engine import Grant, RankEnd, SchedulerPort, WorkerPort
 from kvferry.engine.values import BlockRuns
 from kvferry.errors import Closed, InvalidField, LimitReached, TransferCancelled

@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry import Blocks, Client, EngineSpec, Group, Interval, MemoryKind, MemoryRegion, Plane
-from kvferry.batches import BATCH, SENT_BYTES, batches
-from kvferry.channel import MAX_MESSAGE_BYTES
-from kvferry.clock import now
-from kvferry.control import Control
+from kvferry._clock import now
+from kvferry._control.batches import BATCH, SENT_BYTES, batches
+from kvferry._control.connection import Control
+from kvferry._wire.channel import MAX_MESSAGE_BYTES
 from kvferry.errors import MessageTooLarge
 from kvferry.v1 import kv_transfer_pb2 as pb
 from tests.e2e.servers import NodeServerProcess

@@ -10,10 +10,17 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.acquiring import Acquirer, AcquireRequest, Cancellation, Granted
-from kvferry.authority import publication_key
-from kvferry.clock import now, to_duration
-from kvferry.control import Control, retrying
+from kvferry._clock import now, to_duration
+from kvferry._control.acquisition import Acquirer, AcquireRequest, Cancellation, Granted
+from kvferry._control.connection import Control, retrying
+from kvferry._control.homes import Homes
+from kvferry._control.lease_holder import LeaseHolder
+from kvferry._control.reader_lease import ReaderLease
+from kvferry._control.renewals import Renewals
+from kvferry._wire.authority import publication_key
+from kvferry._wire.reference import format_reference
+from kvferry._wire.status import to_notification_error
+from kvferry._wire.token import EngineToken
 from kvferry.errors import (
     Closed,
     HomeRecovering,
@@ -26,13 +33,6 @@ from kvferry.errors import (
     TransferCancelled,
     Unreachable,
 )
-from kvferry.homes import Homes
-from kvferry.lease_holder import LeaseHolder
-from kvferry.leases import ReaderLease
-from kvferry.reference import format_reference
-from kvferry.renewals import Renewals
-from kvferry.spec import EngineToken
-from kvferry.status import to_notification_error
 from kvferry.v1 import kv_transfer_pb2 as pb
 from tests.control.scripted import EPOCH, Scripted, scripted
 from tests.e2e.world import until

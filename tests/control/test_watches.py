@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from kvferry import EngineSpec, Group
-from kvferry.channel import MAX_MESSAGE_BYTES
+from kvferry._control.session import EngineSession
+from kvferry._control.watcher import Watcher
+from kvferry._wire.channel import MAX_MESSAGE_BYTES
 from kvferry.errors import HomeRecovering, InternalError, KvferryError, ServerDraining, WatchTakenOver
-from kvferry.session import EngineSession
 from kvferry.v1 import kv_transfer_pb2 as pb
-from kvferry.watching import Watcher
 from tests.control.scripted import opened, released, scripted, synced
 
 SPEC = EngineSpec("engine", (Group("full", block_tokens=16, num_blocks=8),))

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from kvferry.agents import NixlOptions
-from kvferry.transfers import Transport
+from kvferry._transport.nixl_agent import NixlOptions
+from kvferry._transport.transport import Transport
 from tests.data_plane.sources import SOON, Memory, Source
 
 MakeTransport = Callable[..., Transport]

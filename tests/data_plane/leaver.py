@@ -7,8 +7,8 @@ import sys
 
 import numpy as np
 
-from kvferry.nixl_options import NixlOptions
-from kvferry.transfers import Part, Transport
+from kvferry._transport.nixl_options import NixlOptions
+from kvferry._transport.transport import Part, Transport
 from tests.data_plane.sources import Memory, raw
 
 

@@ -15,9 +15,9 @@ from types import TracebackType
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.agents import AgentInfo
-from kvferry.descriptors import DescriptorTable, MemoryPair, RawDescriptors
+from kvferry._transport.nixl_agent import AgentInfo
 from kvferry.geometry import MemoryKind, MemoryRegion
+from kvferry.planner.descriptors import DescriptorTable, MemoryPair, RawDescriptors
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -108,7 +108,7 @@ class Source:
 def _serve(name: str, ucx_tls: str, size: int, pipe: Connection) -> None:
     # NIXL's package imports torch to ask for its CUDA version, a second per process that no test needs.
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
-    from kvferry.agents import NixlOptions, ServingAgent
+    from kvferry._transport.nixl_agent import NixlOptions, ServingAgent
 
     memory = content(len(name), size)
     region = MemoryRegion(MemoryKind.DRAM, 0, memory.ctypes.data, memory.nbytes)

@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
-from kvferry.agents import HandleState, NixlOptions, ReadHandle, ReadingAgent, ServingAgent, WrongThread
-from kvferry.clock import now
+from kvferry._clock import now
+from kvferry._transport.nixl_agent import HandleState, NixlOptions, ReadHandle, ReadingAgent, ServingAgent, WrongThread
 from kvferry.errors import Closed, InvalidField
 from kvferry.geometry import MemoryKind, MemoryRegion
 from tests.data_plane.sources import SOON, Memory, Source
@@ -86,7 +86,7 @@ def test_without_nixl_the_error_says_what_to_install() -> None:
 import sys
 sys.modules["nixl"] = None
 import kvferry
-from kvferry.agents import NixlMissing, ServingAgent
+from kvferry._transport.nixl_agent import NixlMissing, ServingAgent
 from kvferry.geometry import MemoryKind, MemoryRegion
 try:
     ServingAgent("x", [MemoryRegion(MemoryKind.DRAM, 0, 4096, 4096)])

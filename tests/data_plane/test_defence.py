@@ -9,13 +9,13 @@ import hashlib
 import numpy as np
 import pytest
 
-from kvferry.agents import AgentInfo, NixlOptions, ReadingAgent
-from kvferry.clock import now
-from kvferry.defence import RegionMap, check_descriptors
-from kvferry.descriptors import Descriptors, DescriptorTable, MemoryPair, PreparedDescriptors, RawDescriptors
+from kvferry._clock import now
+from kvferry._transport.bounds import RegionMap, check_descriptors
+from kvferry._transport.nixl_agent import AgentInfo, NixlOptions, ReadingAgent
+from kvferry._transport.transport import Part, TransferState
 from kvferry.errors import BadAgentMetadata, InvalidField
 from kvferry.geometry import MemoryKind, MemoryRegion
-from kvferry.transfers import Part, TransferState
+from kvferry.planner.descriptors import Descriptors, DescriptorTable, MemoryPair, PreparedDescriptors, RawDescriptors
 from tests.data_plane.conftest import MakeTransport
 from tests.data_plane.sources import DRAM, SOON, Memory, Source, raw, table
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from kvferry.clock import now
-from kvferry.transfers import Part, Transfer, TransferState, Transport
+from kvferry._clock import now
+from kvferry._transport.transport import Part, Transfer, TransferState, Transport
 from tests.data_plane.conftest import MakeSource, MakeTransport
 from tests.data_plane.sources import SOON, Memory, Source
 

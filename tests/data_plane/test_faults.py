@@ -10,9 +10,9 @@ from collections.abc import Callable
 
 import pytest
 
-from kvferry.clock import now
+from kvferry._clock import now
+from kvferry._transport.transport import Part, Transfer, TransferState, Transport
 from kvferry.errors import TransferCancelled, TransferExpired, TransferFailed
-from kvferry.transfers import Part, Transfer, TransferState, Transport
 from tests.data_plane.conftest import MakeSource, MakeTransport
 from tests.data_plane.sources import POISON, SOON, Memory, Source
 

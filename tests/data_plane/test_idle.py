@@ -2,8 +2,8 @@
 
 import time
 
-from kvferry.clock import now
-from kvferry.transfers import Part, TransferState
+from kvferry._clock import now
+from kvferry._transport.transport import Part, TransferState
 from tests.data_plane.conftest import MakeTransport
 from tests.data_plane.sources import SOON, Memory, Source
 

@@ -13,12 +13,11 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from kvferry.agents import AgentInfo, NixlOptions
-from kvferry.blocks import Blocks
-from kvferry.clock import now
-from kvferry.geometry import MemoryKind, MemoryRegion
-from kvferry.paths import Path
-from kvferry.transfers import Part, TransferState, Transport
+from kvferry._clock import now
+from kvferry._transport.nixl_agent import AgentInfo, NixlOptions
+from kvferry._transport.transport import Part, TransferState, Transport
+from kvferry.geometry import Blocks, MemoryKind, MemoryRegion
+from kvferry.planner import Path
 from tests.data_plane.sources import POISON, SOON
 from tests.plan import large
 
@@ -56,7 +55,7 @@ def content(number: int) -> Bytes:
 def _serve(pipe: Connection) -> None:
     # As in `tests.data_plane.sources`.
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
-    from kvferry.agents import ServingAgent
+    from kvferry._transport.nixl_agent import ServingAgent
 
     memory, base = sparse()
     # Every block of the request, and those that are multiples of 4 GiB away, where a wrapped address would read.

@@ -11,12 +11,12 @@ from typing import Any, cast
 
 import pytest
 
-from kvferry.agents import AgentInfo, HandleState, NixlError, ReadingAgent
-from kvferry.descriptors import Descriptors
+from kvferry._transport.nixl_agent import AgentInfo, HandleState, NixlError, ReadingAgent
+from kvferry._transport.nixl_options import NixlOptions
+from kvferry._transport.peer_link import POLL_ABANDONED, POLL_FIRST, POLL_LAST, STALLED, Link, LinkState, Share, divide
+from kvferry._transport.transfer import Transfer, TransferState
 from kvferry.errors import TransferFailed
-from kvferry.links import POLL_ABANDONED, POLL_FIRST, POLL_LAST, STALLED, Link, LinkState, Share, divide
-from kvferry.nixl_options import NixlOptions
-from kvferry.tracking import Transfer, TransferState
+from kvferry.planner.descriptors import Descriptors
 from tests.data_plane.sources import raw
 
 CHUNK = 1000

@@ -12,15 +12,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvferry.agents import AgentInfo
-from kvferry.blocks import Blocks
+from kvferry._memory.permute import HostSpace, Space, TorchSpace
+from kvferry._transport.nixl_agent import AgentInfo
+from kvferry._transport.nixl_options import NixlOptions
+from kvferry._transport.staging_pool import StagedShare, StagingPool
+from kvferry._transport.transfer import Transfer, TransferState
 from kvferry.errors import InvalidField, TransferFailed
-from kvferry.nixl_options import NixlOptions
-from kvferry.paths import Path
-from kvferry.permute import HostSpace, Space, TorchSpace
-from kvferry.staged import Copy
-from kvferry.staging import StagedShare, StagingPool
-from kvferry.tracking import Transfer, TransferState
+from kvferry.geometry import Blocks
+from kvferry.planner import Path
+from kvferry.planner.staged_read import Copy
 from tests.plan import large as worlds
 
 SIZE = 1 << 16

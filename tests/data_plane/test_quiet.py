@@ -8,11 +8,11 @@ import zlib
 
 import pytest
 
-from kvferry.agents import NixlOptions
+from kvferry._reads.read import Read
+from kvferry._transport.nixl_agent import NixlOptions
+from kvferry._transport.staging_pool import StagingOptions
+from kvferry._transport.transport import Part, Transfer, TransferState, Transport
 from kvferry.errors import TransferCancelled, TransferFailed, TransferStuck
-from kvferry.read import Read
-from kvferry.staging import StagingOptions
-from kvferry.transfers import Part, Transfer, TransferState, Transport
 from tests.data_plane.conftest import MakeSource, MakeTransport
 from tests.data_plane.sources import POISON, SOON, Memory, Source
 from tests.data_plane.test_faults import TCP, assert_done, read_all, until

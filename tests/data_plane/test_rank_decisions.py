@@ -12,8 +12,14 @@ from typing import cast
 
 import pytest
 
-from kvferry.clock import now
-from kvferry.control import Control
+from kvferry._clock import now
+from kvferry._control.connection import Control
+from kvferry._memory.summing import Summers
+from kvferry._memory.tails import Tails
+from kvferry._reads.rank_reads import RankOrder, RankRead, RankReads
+from kvferry._reads.source_engines import Peer, Peers
+from kvferry._transport.transfer import Transfer
+from kvferry._transport.transport import Transport
 from kvferry.errors import (
     Closed,
     EngineUnknown,
@@ -26,12 +32,6 @@ from kvferry.errors import (
     Unavailable,
     WrongKey,
 )
-from kvferry.peers import Peer, Peers
-from kvferry.rank_reads import RankOrder, RankRead, RankReads
-from kvferry.summing import Summers
-from kvferry.tails import Tails
-from kvferry.tracking import Transfer
-from kvferry.transfers import Transport
 
 LONG = 600.0
 SOURCE = ("home:1", "prefill", b"i" * 16)

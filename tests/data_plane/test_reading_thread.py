@@ -9,17 +9,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from kvferry.agents import ReadingAgent
-from kvferry.blocks import Blocks
-from kvferry.descriptors import Descriptors, RawDescriptors
+from kvferry._transport.nixl_agent import ReadingAgent
+from kvferry._transport.nixl_options import NixlOptions
+from kvferry._transport.peer_link import Chunk, Share
+from kvferry._transport.transport import Part, Transfer, TransferState
 from kvferry.errors import InvalidField, TransferFailed
-from kvferry.footprint import Footprint
-from kvferry.geometry import EngineGeometry, RankGeometry
-from kvferry.links import Chunk, Share
-from kvferry.nixl_options import NixlOptions
-from kvferry.paths import Path, PathRule
-from kvferry.plan import plan_read
-from kvferry.transfers import Part, Transfer, TransferState
+from kvferry.geometry import Blocks, EngineGeometry, RankGeometry
+from kvferry.planner import Path, PathRule, plan_read
+from kvferry.planner.descriptors import Descriptors, RawDescriptors
+from kvferry.planner.footprint import Footprint
 from tests.data_plane.conftest import MakeSource, MakeTransport
 from tests.data_plane.sources import SOON, Memory, Source
 from tests.data_plane.test_faults import TCP, assert_done, assert_failed, read_all, until
@@ -168,7 +166,7 @@ def test_what_is_too_much_to_check_at_once_is_checked_before_it_is_posted(
     plan = plan_read(sides[0], sides[1], 0, rule=PathRule(Path.DIRECT))
     theirs, mine = list(range(0, 60, 3)), list(range(1, 41, 2))
     (planned,) = plan.expand({"full": Blocks(theirs)}, {"full": Blocks(mine)}).sources
-    monkeypatch.setattr("kvferry.transfers.AT_ONCE", planned.descriptors[0].count)
+    monkeypatch.setattr("kvferry._transport.transport.AT_ONCE", planned.descriptors[0].count)
     read = transport(chunk_descriptors=16)
     assert_done(read.start([Part.of(source.info, planned)], deadline=None, label="right"))
     pieces = [

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvferry import agents
-from kvferry.clock import now
-from kvferry.descriptors import PreparedDescriptors
-from kvferry.transfers import Part, Transfer, TransferState, Transport
+from kvferry._clock import now
+from kvferry._transport import nixl_agent
+from kvferry._transport.transport import Part, Transfer, TransferState, Transport
+from kvferry.planner.descriptors import PreparedDescriptors
 from tests.data_plane.conftest import MakeSource, MakeTransport
 from tests.data_plane.sources import SOON, Memory, Source, table
 
@@ -153,14 +153,14 @@ def test_nixl_is_called_on_reading_threads_only(
 ) -> None:
     callers: set[str] = set()
     calls: set[str] = set()
-    real = agents._call
+    real = nixl_agent._call
 
     def call(name: str, peer: str, function: Callable[[], Any]) -> Any:
         callers.add(threading.current_thread().name)
         calls.add(name)
         return real(name, peer, function)
 
-    monkeypatch.setattr(agents, "_call", call)
+    monkeypatch.setattr(nixl_agent, "_call", call)
     read: Transport = transport(ucx_tls)
     transfer = read.start([Part(source.info, [memory.all_of(source)])], deadline=now() + SOON, label="r11")
     transfer.extend(now() + SOON)

@@ -9,17 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvferry.agents import NixlOptions
-from kvferry.blocks import Blocks
-from kvferry.clock import now
+from kvferry._clock import now
+from kvferry._memory.permute import HostSpace
+from kvferry._transport.calibration import measure
+from kvferry._transport.nixl_agent import NixlOptions
+from kvferry._transport.staging_pool import StagedShare, StagingOptions, StagingPool
+from kvferry._transport.transport import Part, Transfer, TransferState, Transport
 from kvferry.errors import TransferExpired, TransferFailed
-from kvferry.geometry import EngineGeometry, Group, Interval, MemoryKind, Plane, RankGeometry
-from kvferry.measuring import measure
-from kvferry.paths import Costs, Path, PathRule
-from kvferry.permute import HostSpace
-from kvferry.plan import plan_read
-from kvferry.staging import StagedShare, StagingOptions, StagingPool
-from kvferry.transfers import Part, Transfer, TransferState, Transport
+from kvferry.geometry import Blocks, EngineGeometry, Group, Interval, MemoryKind, Plane, RankGeometry
+from kvferry.planner import Costs, Path, PathRule, plan_read
 from tests.data_plane.conftest import MakeSource
 from tests.data_plane.sources import SOON, Memory, Source
 

@@ -5,8 +5,8 @@ import threading
 
 import pytest
 
+from kvferry._transport.transfer import Transfer, TransferState
 from kvferry.errors import BadAgentMetadata, TransferCancelled, TransferExpired, TransferFailed, TransferStuck
-from kvferry.tracking import Transfer, TransferState
 
 
 class Clock:

@@ -21,7 +21,7 @@ import kvferry
 import kvferry.aio
 import kvferry.engine
 from kvferry import AsyncClient, Blocks, Client, EngineSpec, Interval, MemoryKind, MemoryRegion
-from kvferry.embed import EmbeddedServer
+from kvferry._embed import EmbeddedServer
 from kvferry.engine import SchedulerPort, WorkerPort
 from kvferry.errors import ForkedClient
 from tests.e2e.world import Model, unique_id
@@ -61,7 +61,7 @@ def is_value(cls: type) -> bool:
     return (
         dataclasses.is_dataclass(cls)
         or issubclass(cls, (enum.Enum, Exception))
-        or cls in (kvferry.Blocks, kvferry.geometry.Group)
+        or cls in (kvferry.Blocks, kvferry.geometry.model.Group)
     )
 
 

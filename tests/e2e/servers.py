@@ -16,8 +16,8 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from kvferry._wire.status import from_rpc_error
 from kvferry.errors import EngineUnknown
-from kvferry.status import from_rpc_error
 from kvferry.v1.introspection_pb2 import GetEngineRequest
 from kvferry.v1.introspection_pb2_grpc import IntrospectionStub
 
@@ -60,7 +60,7 @@ class NodeServerProcess:
         environment = {key: value for key, value in os.environ.items() if not key.startswith("KVFERRY_")}
         with (self.folder / "log").open("ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "kvferry_server.main", *self._listen, *self._flags],
+                [sys.executable, "-m", "kvferry_server.node.main", *self._listen, *self._flags],
                 stdout=log,
                 stderr=log,
                 env=environment,

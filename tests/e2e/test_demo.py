@@ -29,7 +29,7 @@ def command(tmp_path: Path, *options: str, destination: Mapping[str, object] | N
         file = tmp_path / f"{name}.json"
         file.write_text(json.dumps({"engine_id": name, **GEOMETRY, **changes}))
         files += [f"--{name}", str(file)]
-    return [sys.executable, "-m", "kvferry.cli", "demo", *files, *options]
+    return [sys.executable, "-m", "kvferry._cli", "demo", *files, *options]
 
 
 def environment(tmp_path: Path) -> dict[str, str]:

@@ -12,7 +12,7 @@ import pytest
 from google.protobuf.json_format import MessageToDict
 
 from kvferry import Blocks, Interval, RankGeometry
-from kvferry.codec import group_to_proto, rank_to_proto
+from kvferry._wire.geometry_codec import group_to_proto, rank_to_proto
 from tests.e2e.conftest import Engine
 from tests.e2e.world import Model, shards
 

@@ -28,10 +28,10 @@ from kvferry import (
     Read,
     StagingOptions,
 )
-from kvferry.demo.pattern import POISON, Bytes, blocks_view, expected, wanted
+from kvferry._demo.pattern import POISON, Bytes, blocks_view, expected, wanted
 from kvferry.errors import Incompatible
 from kvferry.geometry import EngineGeometry, RankGeometry
-from kvferry.geometry_file import parse, rank_bytes, rebase
+from kvferry.geometry.file import parse, rank_bytes, rebase
 from tests.e2e import pairwise
 from tests.e2e.geometry_cases import BASE, CASES, GQA, Case
 from tests.e2e.world import unique_id

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from kvferry import Blocks, Client, EngineSession, EngineSpec, Group, Interval, MemoryKind, MemoryRegion
-from kvferry.codec import group_to_proto, rank_to_proto, region_to_proto
+from kvferry._wire.geometry_codec import group_to_proto, rank_to_proto, region_to_proto
+from kvferry._wire.status import from_notification_error, from_rpc_error
 from kvferry.errors import (
     BadBlock,
     BadGeometry,
@@ -27,7 +28,6 @@ from kvferry.errors import (
     WrongSession,
 )
 from kvferry.geometry import RankGeometry
-from kvferry.status import from_notification_error, from_rpc_error
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry.v1.kv_transfer_pb2_grpc import KVTransferStub
 from tests.e2e.conftest import Engine

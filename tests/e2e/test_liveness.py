@@ -8,11 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvferry import Blocks, Client, EngineSpec, Group, acquiring
-from kvferry.clock import now
-from kvferry.control import BREAKER_THRESHOLD, Control
+from kvferry import Blocks, Client, EngineSpec, Group
+from kvferry._clock import now
+from kvferry._control import acquisition
+from kvferry._control.connection import BREAKER_THRESHOLD, Control
+from kvferry._wire.reference import format_reference, parse_reference
 from kvferry.errors import EngineUnknown, HomeRecovering, KvferryError, Unreachable
-from kvferry.reference import format_reference, parse_reference
 from kvferry.v1 import kv_transfer_pb2 as pb
 from tests.e2e.conftest import Engine
 from tests.e2e.servers import NodeServerProcess, free_port
@@ -67,7 +68,7 @@ def test_reads_from_homes_that_are_gone_or_hang_delay_no_other(one_to_one: tuple
 def test_a_home_that_stays_away_is_given_up_before_the_reads_own_timeout(
     tmp_path: Path, one_to_one: tuple[Engine, Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(acquiring, "HOME_PATIENCE", 0.5)
+    monkeypatch.setattr(acquisition, "HOME_PATIENCE", 0.5)
     reference = parse_reference(one_to_one[0].session.publish("request", {"full": Blocks([1, 2])}).reference)
     reference.home = f"127.0.0.1:{free_port()}"
     spec = EngineSpec(unique_id("reader"), (Group("full", block_tokens=16, num_blocks=8),))

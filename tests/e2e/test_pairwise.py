@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from kvferry.geometry import EngineGeometry, GroupKind, Plane
-from kvferry.geometry_file import parse
+from kvferry.geometry.file import parse
 from tests.e2e import pairwise
 from tests.e2e.pairwise import FACTORS, INFEASIBLE, Row
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from kvferry import Client, EngineSpec, Group, Interval
-from kvferry.tensors import Holding
+from kvferry.geometry.tensors import Holding
 from tests.e2e.servers import NodeServerProcess
 from tests.e2e.world import unique_id
 
@@ -49,7 +49,7 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
 
 
 def plan(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "kvferry.cli", "plan", *arguments]
+    command = [sys.executable, "-m", "kvferry._cli", "plan", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, cwd=cwd)
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from kvferry import Blocks, Client, Release, ReleaseOutcome
+from kvferry._wire.reference import format_reference, parse_reference
 from kvferry.errors import (
     BlocksShort,
     InvalidField,
@@ -16,7 +17,6 @@ from kvferry.errors import (
     PublicationTimeout,
     WrongKey,
 )
-from kvferry.reference import format_reference, parse_reference
 from tests.e2e.conftest import Engine
 from tests.e2e.world import Model, expect, kv, shards, write
 

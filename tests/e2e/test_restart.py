@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from kvferry import Blocks, Client, EngineSpec, Group, ReleaseOutcome
-from kvferry.acquiring import Acquirer, AcquireRequest, Cancellation
-from kvferry.clock import now
-from kvferry.control import Control
+from kvferry._clock import now
+from kvferry._control.acquisition import Acquirer, AcquireRequest, Cancellation
+from kvferry._control.connection import Control
+from kvferry._control.renewals import Renewals
+from kvferry._control.reporting import Reporter
+from kvferry._wire.reference import parse_reference
 from kvferry.errors import PeerRestarted, PublicationReleased, PublicationStale
-from kvferry.reference import parse_reference
-from kvferry.renewals import Renewals
-from kvferry.reporting import Reporter
 from kvferry.v1 import kv_transfer_pb2 as pb
 from tests.e2e.conftest import Engine
 from tests.e2e.servers import NodeServerProcess

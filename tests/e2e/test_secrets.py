@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 
 from kvferry import Blocks, Cache, Client, EngineSpec, Group, KvferryError
-from kvferry.authority import publication_key, read_id_of
+from kvferry._wire.authority import publication_key, read_id_of
+from kvferry._wire.reference import format_reference, parse_engine_reference, parse_reference
 from kvferry.engine import Grant
-from kvferry.reference import format_reference, parse_engine_reference, parse_reference
 from kvferry.v1 import introspection_pb2 as ipb
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry.v1.introspection_pb2_grpc import IntrospectionStub

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from kvferry import Blocks, Client, EngineSpec, KvferryError
-from kvferry.clock import now
-from kvferry.codec import group_to_proto, rank_to_proto
-from kvferry.control import Control
+from kvferry._clock import now
+from kvferry._control.connection import Control
+from kvferry._control.session import EngineSession
+from kvferry._wire.geometry_codec import group_to_proto, rank_to_proto
 from kvferry.errors import EngineIncomplete, InvalidField, PeerRestarted, RelayLoop, Unreachable
 from kvferry.geometry import RankGeometry
-from kvferry.session import EngineSession
 from kvferry.v1 import kv_transfer_pb2 as pb
 from tests.e2e.servers import NodeServerProcess, free_port
 from tests.e2e.world import Memory, Model, RankProcess, expect, kv, shards, unique_id, write

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry import Blocks, EngineSpec, Group, Interval, MemoryKind, Plane
-from kvferry.clock import now
+from kvferry._clock import now
 
 DTYPE = "bfloat16"
 ELEMENT = 2

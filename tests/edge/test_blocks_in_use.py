@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 
 from kvferry import Blocks, Client, EngineSpec, Group, NixlOptions
-from kvferry.block_use import BlockUse, Pin
+from kvferry._control.block_use import BlockUse, Pin
+from kvferry._memory.permute import StillCopying
+from kvferry._memory.summing import HostSummer
 from kvferry.engine import ReadEnd, SchedulerPort, Tails, WorkerPort
 from kvferry.errors import BadBlock, BlocksShort, InvalidField, TransferFailed, TransferStuck
-from kvferry.permute import StillCopying
-from kvferry.summing import HostSummer
 from tests.e2e.conftest import Engine, engine, homes  # noqa: F401
 from tests.e2e.servers import NodeServerProcess
 from tests.e2e.test_expiry import MODEL, reader_of

@@ -11,7 +11,7 @@ import pytest
 from kvferry import Blocks, Client, EngineSpec, Group, MemoryKind, MemoryRegion
 from kvferry.engine import SchedulerPort, WorkerPort
 from kvferry.geometry import EngineGeometry, RankGeometry
-from kvferry.tensors import planes_of
+from kvferry.geometry.tensors import planes_of
 from tests.e2e.world import unique_id
 from tests.edge.conftest import AXES, BLOCKS, TOKENS, Pair, array
 

@@ -33,13 +33,12 @@ from kvferry import (
     RankGeometry,
     StagingOptions,
     TokenShard,
-    formats,
-    sharding,
 )
 from kvferry.engine import Grant, SchedulerPort, WorkerOutput, WorkerPort
 from kvferry.errors import KvferryError
+from kvferry.geometry import formats, sharding
+from kvferry.geometry.tensors import Holding, Part, TensorView, opaque_planes, planes_of, planes_of_tensor
 from kvferry.host_memory import HostMemory
-from kvferry.tensors import Holding, Part, TensorView, opaque_planes, planes_of, planes_of_tensor
 from tests.e2e.world import unique_id
 from tests.edge.conftest import AXES, BLOCKS, TOKENS, array
 

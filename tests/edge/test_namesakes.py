@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import kvferry
 from kvferry import Blocks, Client, EngineSpec
+from kvferry._wire.reference import format_reference, parse_reference
 from kvferry.errors import EngineUnknown
-from kvferry.reference import format_reference, parse_reference
 from tests.edge.conftest import AXES, Pair, array
 
 

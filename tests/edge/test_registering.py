@@ -16,8 +16,8 @@ import torch
 from kvferry import Client, EngineSpec, Group, Interval, MemoryKind, MemoryRegion, TokenShard
 from kvferry.engine import SchedulerPort, WorkerPort
 from kvferry.errors import BadGeometry, InvalidField, InvalidInput
-from kvferry.formats import vllm_attention
-from kvferry.tensors import Holding, TensorView, planes_of
+from kvferry.geometry.formats import vllm_attention
+from kvferry.geometry.tensors import Holding, TensorView, planes_of
 from tests.e2e.world import unique_id
 from tests.edge.conftest import AXES, BLOCKS, TOKENS, array
 

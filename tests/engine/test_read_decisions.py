@@ -12,10 +12,13 @@ from typing import Any, TypeAlias, cast
 import pytest
 
 from kvferry import Blocks, EngineSpec, Group
-from kvferry.acquiring import AcquireRequest, Cancellation, Granted
-from kvferry.block_use import BlockUse
-from kvferry.control import Control
-from kvferry.engine.reads import LOOK_EVERY, WORKERS_GRACE, Reads, Stage
+from kvferry._control.acquisition import AcquireRequest, Cancellation, Granted
+from kvferry._control.block_use import BlockUse
+from kvferry._control.connection import Control
+from kvferry._control.lease_holder import LeaseHolder
+from kvferry._control.reader_lease import ReaderLease
+from kvferry._control.reporting import VERDICT_TIMEOUT
+from kvferry.engine.scheduler_reads import LOOK_EVERY, WORKERS_GRACE, Reads, Stage
 from kvferry.engine.values import RankEnd, ReadEnd, WorkerOutput
 from kvferry.errors import (
     BadBlock,
@@ -28,9 +31,6 @@ from kvferry.errors import (
     TransferFailed,
     TransferStuck,
 )
-from kvferry.lease_holder import LeaseHolder
-from kvferry.leases import ReaderLease
-from kvferry.reporting import VERDICT_TIMEOUT
 from kvferry.v1 import kv_transfer_pb2 as pb
 
 RANKS = 2
@@ -164,7 +164,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., World]]:
 
     def world(**options: Any) -> World:
         made.append(World(**options))
-        monkeypatch.setattr("kvferry.engine.reads.now", lambda: made[-1].now)
+        monkeypatch.setattr("kvferry.engine.scheduler_reads.now", lambda: made[-1].now)
         return made[-1]
 
     yield world

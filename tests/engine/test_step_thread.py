@@ -54,7 +54,7 @@ class Watched:
     def _on_event(self, frame: FrameType, event: str, argument: Any) -> None:
         if event == "call":
             file = frame.f_code.co_filename
-            if "/grpc/" in file or "/nixl" in file or file.endswith("/kvferry/agents.py"):
+            if "/grpc/" in file or "/nixl" in file or file.endswith("/kvferry/_transport/nixl_agent.py"):
                 self.entered.add(f"{file}:{frame.f_code.co_name}")
         elif event == "c_call":
             owner = getattr(argument, "__self__", None)

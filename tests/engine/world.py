@@ -15,9 +15,9 @@ import numpy as np
 from msgspec import msgpack
 
 from kvferry import Blocks, Client, EngineSpec, IntegrityOptions, Interval, MemoryKind, MemoryRegion, NixlOptions
-from kvferry.clock import now
+from kvferry._clock import now
+from kvferry._control.publications import Publication, Release
 from kvferry.engine import Grant, ReadEnd, SchedulerPort, Tails, WorkerOutput, WorkerPort
-from kvferry.offers import Publication, Release
 from tests.e2e.world import Memory, Model, unique_id
 
 

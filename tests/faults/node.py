@@ -9,7 +9,7 @@ import sys
 import threading
 from multiprocessing.connection import Connection
 
-from kvferry_server.main import run
+from kvferry_server.node.main import run
 from tests.faults.process import die_with_parent, held
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from kvferry.clock import now
+from kvferry._clock import now
 from kvferry.v1 import introspection_pb2 as ipb
 from kvferry.v1.introspection_pb2_grpc import IntrospectionStub
 from tests.faults.process import Held, Job

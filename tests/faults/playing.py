@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from kvferry.clock import now
+from kvferry._clock import now
 from kvferry.errors import KvferryError, PeerRestarted
 from tests.faults.parties import SOON, EngineProcess, Node, Party
 from tests.faults.process import Seen

@@ -6,11 +6,11 @@ import enum
 from dataclasses import dataclass
 
 from kvferry import KvferryError, ReleaseOutcome
-from kvferry.cache import READ_TIMEOUT
-from kvferry.nixl_options import NixlOptions
-from kvferry.offers import LOCAL_RELEASE_MARGIN, LOCAL_RELEASE_SHARE
-from kvferry.reporting import VERDICT_TIMEOUT
-from kvferry_server.times import Times
+from kvferry._cache import READ_TIMEOUT
+from kvferry._control.publications import LOCAL_RELEASE_MARGIN, LOCAL_RELEASE_SHARE
+from kvferry._control.reporting import VERDICT_TIMEOUT
+from kvferry._transport.nixl_options import NixlOptions
+from kvferry_server.domain.times import Times
 from tests.faults.world import READING, TIMES
 
 SLACK = 20.0

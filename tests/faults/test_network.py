@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvferry_server.times import Times
+from kvferry_server.domain.times import Times
 from tests.faults.network import Cable, missing
 from tests.faults.parties import SOON
 from tests.faults.playing import PATIENT, judge_read, judge_release, moving, nothing_left, refused, serve, works

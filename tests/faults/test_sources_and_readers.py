@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvferry import ReleaseOutcome
-from kvferry_server.times import Times
+from kvferry_server.domain.times import Times
 from tests.e2e.servers import free_port
 from tests.faults.doubling import DoublingNode
 from tests.faults.parties import SOON

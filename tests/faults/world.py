@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from kvferry import Interval, Publication, Release
-from kvferry.clock import now
-from kvferry.transfers import TransportGauges
-from kvferry_server.times import Times
+from kvferry._clock import now
+from kvferry._transport.transport import TransportGauges
+from kvferry_server.domain.times import Times
 from tests.e2e.servers import free_port
 from tests.e2e.world import POISON, Memory, Model, shards, unique_id
 from tests.faults.parties import SOON, EngineProcess, Node

@@ -11,7 +11,7 @@ from google.protobuf.message import Message
 from grpc_health.v1.health import SERVICE_NAME as HEALTH
 from grpc_reflection.v1alpha.reflection import SERVICE_NAME as REFLECTION
 
-from kvferry_server.server import SERVICES
+from kvferry_server.node.server import SERVICES
 
 OFFERED = (*SERVICES, HEALTH, REFLECTION)
 

@@ -25,8 +25,8 @@ import grpc
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
 
-from kvferry.authority import SECRET_BYTES, incarnation_of
-from kvferry.reference import format_reference
+from kvferry._wire.authority import SECRET_BYTES, incarnation_of
+from kvferry._wire.reference import format_reference
 from kvferry.v1 import introspection_pb2 as ipb
 from kvferry.v1 import kv_transfer_pb2 as pb
 from tests.fuzz.messages import EXTREMES, is_map

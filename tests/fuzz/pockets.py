@@ -16,9 +16,9 @@ import grpc
 from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
 
+from kvferry._wire.reference import parse_reference
+from kvferry._wire.status import DETAILS_KEY
 from kvferry.errors import BadReference
-from kvferry.reference import parse_reference
-from kvferry.status import DETAILS_KEY
 from tests.fuzz.messages import is_map
 
 MOST = 400

@@ -13,13 +13,13 @@ import grpc
 import psutil
 from google.protobuf.message import Message
 
-from kvferry.authority import incarnation_of, publication_key
-from kvferry.codec import engine_to_proto, group_to_proto, rank_to_proto, region_to_proto
+from kvferry._wire.authority import incarnation_of, publication_key
+from kvferry._wire.geometry_codec import engine_to_proto, group_to_proto, rank_to_proto, region_to_proto
+from kvferry._wire.handshake import put_together
+from kvferry._wire.reference import format_reference
+from kvferry._wire.status import from_rpc_error
+from kvferry._wire.token import EngineToken
 from kvferry.geometry import EngineGeometry, RankGeometry
-from kvferry.handshaking import put_together
-from kvferry.reference import format_reference
-from kvferry.spec import EngineToken
-from kvferry.status import from_rpc_error
 from kvferry.v1 import geometry_pb2
 from kvferry.v1 import introspection_pb2 as ipb
 from kvferry.v1 import kv_transfer_pb2 as pb

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.channel import MAX_MESSAGE_BYTES
+from kvferry._wire.channel import MAX_MESSAGE_BYTES
 from tests.fuzz import http2
 from tests.fuzz.conftest import EXAMPLES
 from tests.fuzz.http2 import Connection, data, frame, message, request_headers

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.errors import KvferryError
-from kvferry.geometry_file import load, parse
+from kvferry.geometry.file import load, parse
 from tests.fuzz.bounded import bounded
 from tests.fuzz.conftest import FUZZ
 

@@ -11,17 +11,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.acquiring import joined
-from kvferry.blocks import Blocks, blocks_to_proto
-from kvferry.codec import engine_from_proto, engine_to_proto
-from kvferry.compat import diff
+from kvferry._control.acquisition import joined
+from kvferry._wire.blocks_codec import blocks_to_proto
+from kvferry._wire.geometry_codec import engine_from_proto, engine_to_proto
+from kvferry._wire.plan_codec import plan_to_proto
+from kvferry._wire.reference import PREFIX, format_reference, parse_reference
 from kvferry.errors import BadGeometry, KvferryError
-from kvferry.explain import plan_to_proto
-from kvferry.geometry import EngineGeometry
-from kvferry.paths import Path as BytesPath
-from kvferry.paths import PathRule
-from kvferry.plan import plan_read
-from kvferry.reference import PREFIX, format_reference, parse_reference
+from kvferry.geometry import Blocks, EngineGeometry
+from kvferry.planner import Path as BytesPath
+from kvferry.planner import PathRule, diff, plan_read
 from kvferry.v1 import geometry_pb2
 from kvferry.v1 import introspection_pb2 as ipb
 from kvferry.v1 import kv_transfer_pb2 as pb

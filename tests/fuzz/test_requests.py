@@ -10,7 +10,7 @@ from grpc_reflection.v1alpha import reflection_pb2
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.channel import MAX_MESSAGE_BYTES
+from kvferry._wire.channel import MAX_MESSAGE_BYTES
 from tests.fuzz.conftest import EXAMPLES, FUZZ
 from tests.fuzz.messages import Place, damaged, edit, places, seed, values
 from tests.fuzz.methods import METHODS, OFFERED, Method

@@ -15,11 +15,11 @@ import grpc
 import numpy as np
 
 from kvferry import Blocks, Client, EngineSpec, Interval, MemoryKind, MemoryRegion, Publication, Release
-from kvferry.cache import Cache
-from kvferry.clock import now
+from kvferry._cache import Cache
+from kvferry._clock import now
+from kvferry._reads.read import Read
+from kvferry._wire.reference import parse_reference
 from kvferry.errors import KvferryError
-from kvferry.read import Read
-from kvferry.reference import parse_reference
 from kvferry.v1 import introspection_pb2 as ipb
 from kvferry.v1.introspection_pb2_grpc import IntrospectionStub
 from tests.e2e.world import POISON, Model, unique_id

@@ -6,11 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from kvferry import formats
 from kvferry.errors import BadGeometry, Incompatible
-from kvferry.geometry import EngineGeometry, Group, GroupKind, Interval, Plane, RankGeometry
-from kvferry.plan import plan_read
-from kvferry.tensors import Holding, Part
+from kvferry.geometry import EngineGeometry, Group, GroupKind, Interval, Plane, RankGeometry, formats
+from kvferry.geometry.tensors import Holding, Part
+from kvferry.planner import plan_read
 from tests.geometry.memory import cell
 
 BLOCKS, TOKENS, HEADS, DIM = 3, 32, 2, 8

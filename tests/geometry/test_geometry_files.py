@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry import geometry_file
 from kvferry.errors import BadGeometry, Incompatible
 from kvferry.geometry import EngineGeometry, GroupKind, Interval, MemoryKind, Plane, RankGeometry, TokenShard
-from kvferry.plan import plan_read
+from kvferry.geometry import file as geometry_file
+from kvferry.planner import plan_read
 from tests.geometry.hurry import unhurried
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "geometry"

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry import geometry_file
 from kvferry.errors import InvalidField, KvferryError
+from kvferry.geometry import file as geometry_file
 from tests.geometry.hurry import unhurried
 from tests.geometry.test_geometry_files import LLAMA, MAMBA, document, small
 

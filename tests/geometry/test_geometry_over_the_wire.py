@@ -9,7 +9,7 @@ from google.protobuf.message import DecodeError, Message
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.codec import (
+from kvferry._wire.geometry_codec import (
     engine_from_proto,
     engine_to_proto,
     group_from_proto,

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvferry import geometry_file
 from kvferry.errors import BadGeometry, InvalidField
-from kvferry.geometry_file.components import DTYPE_BYTES
+from kvferry.geometry import file as geometry_file
+from kvferry.geometry.file.components import DTYPE_BYTES
 from tests.geometry.hurry import unhurried
 from tests.geometry.test_geometry_files import FILES, LLAMA
 from tests.geometry.test_geometry_mistakes import MISTAKES, junk

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 
 from kvferry.geometry import Group, MemoryKind, MemoryRegion, RankGeometry, check_regions
-from kvferry.tensors import TensorView, planes_of, regions_of
+from kvferry.geometry.tensors import TensorView, planes_of, regions_of
 from tests.geometry.hurry import unhurried
 from tests.geometry.memory import Laid, laid
 

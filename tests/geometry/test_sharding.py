@@ -5,8 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.errors import BadGeometry
-from kvferry.geometry import Interval, TokenShard
-from kvferry.sharding import shard, shards, token_shard
+from kvferry.geometry import Interval, TokenShard, shard, shards, token_shard
 from tests.geometry.hurry import unhurried
 
 sizes = st.integers(1, 200)

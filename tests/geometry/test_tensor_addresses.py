@@ -12,7 +12,16 @@ from hypothesis import strategies as st
 
 from kvferry.errors import BadGeometry
 from kvferry.geometry import Group, GroupKind, Interval, MemoryKind, Plane, TokenShard
-from kvferry.tensors import Holding, Part, TensorView, opaque_planes, planes_of, planes_of_tensor, regions_of, view_of
+from kvferry.geometry.tensors import (
+    Holding,
+    Part,
+    TensorView,
+    opaque_planes,
+    planes_of,
+    planes_of_tensor,
+    regions_of,
+    view_of,
+)
 from tests.geometry.hurry import unhurried
 from tests.geometry.memory import Laid, cell, laid
 
@@ -273,5 +282,5 @@ def test_dtype_of_a_numpy_array_can_be_named() -> None:
 
 
 def test_torch_is_not_imported() -> None:
-    code = "import kvferry.tensors, kvferry.formats, sys; print('torch' in sys.modules)"
+    code = "import kvferry.geometry.tensors, kvferry.geometry.formats, sys; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from kvferry import Blocks, Cache, Client, EngineSpec, IntegrityOptions, MemoryKind, MemoryRegion, NixlOptions
-from kvferry.demo.pattern import POISON, Bytes, blocks_view, expected
+from kvferry._demo.pattern import POISON, Bytes, blocks_view, expected
 from kvferry.geometry import EngineGeometry, RankGeometry
-from kvferry.geometry_file import rank_bytes, rebase
+from kvferry.geometry.file import rank_bytes, rebase
 from tests.e2e.servers import NodeServerProcess
 from tests.e2e.test_geometries import allocate, numbers
 from tests.e2e.world import unique_id

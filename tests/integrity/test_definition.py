@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.checksums import padded, sampled, sums_of
+from kvferry.planner.checksum import padded, sampled, sums_of
 from tests.integrity.definition import sum_of
 
 

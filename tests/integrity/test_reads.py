@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvferry import IntegrityOptions, Read, ReadState, Verification
-from kvferry.control import Control
+from kvferry._control.connection import Control
 from kvferry.errors import DataLoss
 from tests.e2e.geometry_cases import GQA, MLA, STATE, WINDOWED
 from tests.e2e.servers import NodeServerProcess

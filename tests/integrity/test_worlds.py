@@ -14,12 +14,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvferry.blocks import Blocks
-from kvferry.geometry import EngineGeometry, Group, GroupKind, Plane
-from kvferry.integrity import held_blocks, source_blocks
-from kvferry.needed import needed
-from kvferry.plan import ReadPlan, plan_read
-from kvferry.summing import HostSummer, Summer
+from kvferry._memory.summing import HostSummer, Summer
+from kvferry.geometry import Blocks, EngineGeometry, Group, GroupKind, Plane
+from kvferry.planner import ReadPlan, plan_read
+from kvferry.planner.request_blocks import needed
+from kvferry.planner.summed_blocks import held_blocks, source_blocks
 from tests.integrity.definition import sum_of
 from tests.plan.simulation import POISON, Memory, address, execute, global_state, source_memories, wanted
 from tests.plan.strategies import World, worlds
@@ -231,8 +230,8 @@ def test_sampled_sums_are_some_of_all(world: World, share: float) -> None:
 
 
 def test_blocks_beyond_the_pieces_that_are_looked_at_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvferry.integrity.STATES_AT_ONCE", 1)
-    monkeypatch.setattr("kvferry.summing.HOST_BYTES", 1)
+    monkeypatch.setattr("kvferry.planner.summed_blocks.STATES_AT_ONCE", 1)
+    monkeypatch.setattr("kvferry._memory.summing.HOST_BYTES", 1)
     test_reader_finds_the_sums_of_the_source_and_nothing_else()
 
 

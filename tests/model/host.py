@@ -8,19 +8,19 @@ from collections.abc import AsyncGenerator, Callable, Generator, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
-from kvferry.clock import from_duration, to_duration
+from kvferry._clock import from_duration, to_duration
 from kvferry.errors import KvferryError
 from kvferry.v1 import introspection_pb2 as ipb
 from kvferry.v1 import kv_transfer_pb2 as pb
-from kvferry_server.home import Home
-from kvferry_server.identity import NOBODY
-from kvferry_server.registrations import Registration
+from kvferry_server.domain.identity import NOBODY
+from kvferry_server.domain.registrations import Registration
+from kvferry_server.domain.times import Times
+from kvferry_server.home.home import Home
+from kvferry_server.home.streams import read_blocks, watch
+from kvferry_server.home.wakeups import Waker, Wakeups
 from kvferry_server.servicers import decode, encode
 from kvferry_server.servicers.introspection import Introspection
 from kvferry_server.servicers.notify import notify
-from kvferry_server.streams import read_blocks, watch
-from kvferry_server.times import Times
-from kvferry_server.wakeups import Waker, Wakeups
 from tests.model.clocks import PartyClock
 
 if TYPE_CHECKING:

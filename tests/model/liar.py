@@ -14,12 +14,12 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, cast
 
-from kvferry.authority import SECRET_BYTES, incarnation_of, publication_key
+from kvferry._wire.authority import SECRET_BYTES, incarnation_of, publication_key
+from kvferry._wire.reference import format_reference, parse_reference
 from kvferry.errors import KvferryError
-from kvferry.reference import format_reference, parse_reference
 from kvferry.v1 import introspection_pb2 as ipb
 from kvferry.v1 import kv_transfer_pb2 as pb
-from kvferry_server.identity import EngineRef
+from kvferry_server.domain.identity import EngineRef
 from tests.model.host import ADVERTISE, Host
 from tests.model.network import Pipe
 from tests.model.source import ENGINE_ID, group, registered

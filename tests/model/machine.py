@@ -11,7 +11,7 @@ from typing import Literal
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from kvferry.offers import LOCAL_RELEASE_MARGIN, LOCAL_RELEASE_SHARE
+from kvferry._control.publications import LOCAL_RELEASE_MARGIN, LOCAL_RELEASE_SHARE
 from tests.model.clocks import RATES
 from tests.model.host import TIMES
 from tests.model.network import Packet

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
-from kvferry.clock import from_duration, to_duration
+from kvferry._clock import from_duration, to_duration
+from kvferry._control.judgement import Judgement, judge
+from kvferry._control.reader_lease import ReaderLease
+from kvferry._wire.status import from_notification_error
 from kvferry.errors import KvferryError, LeaseEnded
-from kvferry.judgement import Judgement, judge
-from kvferry.leases import ReaderLease
-from kvferry.status import from_notification_error
 from kvferry.v1 import kv_transfer_pb2 as pb
 from tests.model.clocks import PartyClock, Violation
 from tests.model.network import Network, Pipe

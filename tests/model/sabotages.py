@@ -8,15 +8,14 @@ from typing import Any
 
 import pytest
 
-from kvferry import judgement, leases, offers
+from kvferry._control import judgement, publications, reader_lease
 from kvferry.errors import WrongSession
 from kvferry.v1 import kv_transfer_pb2 as pb
-from kvferry_server import books, engines, lessor
-from kvferry_server import leases as home_leases
-from kvferry_server.books import Book, Standing
-from kvferry_server.identity import EngineRef, Names
-from kvferry_server.leases import Ask, Lease, RankReport, ReadState, Verdict
-from kvferry_server.publications import Publication
+from kvferry_server.domain import ledger, lessor, registry
+from kvferry_server.domain.identity import EngineRef, Names
+from kvferry_server.domain.ledger import Book, Standing
+from kvferry_server.domain.publications import Lease, Publication
+from kvferry_server.domain.reads import Ask, RankReport, ReadState, Verdict
 from kvferry_server.servicers import introspection, paging
 from tests.model import readers
 
@@ -77,12 +76,12 @@ def new_incarnation_cuts_leases_short(patch: pytest.MonkeyPatch) -> None:
 
 @sabotage
 def deadline_counts_from_the_reply(patch: pytest.MonkeyPatch) -> None:
-    original = leases.ReaderLease.renewed
+    original = reader_lease.ReaderLease.renewed
 
-    def renewed(self: leases.ReaderLease, sent_at: float, now: float, remaining: float, *, more: bool) -> None:
+    def renewed(self: reader_lease.ReaderLease, sent_at: float, now: float, remaining: float, *, more: bool) -> None:
         original(self, now, now, remaining, more=more)
 
-    patch.setattr(leases.ReaderLease, "renewed", renewed)
+    patch.setattr(reader_lease.ReaderLease, "renewed", renewed)
 
 
 @sabotage
@@ -108,18 +107,18 @@ def release_soon_after_a_home_restart(patch: pytest.MonkeyPatch) -> None:
 
 @sabotage
 def publication_is_revived(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(books.Book, "check_may_come", lambda self, number, not_before: None)
+    patch.setattr(ledger.Book, "check_may_come", lambda self, number, not_before: None)
 
 
 @sabotage
 def incarnation_is_evicted_by_a_delayed_message(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(engines.Registry, "_check_not_in_use", _evict)
-    patch.setattr(engines.Registry, "_is_retired", lambda self, ref: False)
+    patch.setattr(registry.Registry, "_check_not_in_use", _evict)
+    patch.setattr(registry.Registry, "_is_retired", lambda self, ref: False)
 
 
 @sabotage
 def completion_per_rank_call(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(home_leases.Lease, "complete", property(lambda self: bool(self.reports)))
+    patch.setattr(Lease, "complete", property(lambda self: bool(self.reports)))
 
 
 # Mistakes that this model has found, and others like them.
@@ -127,29 +126,29 @@ def completion_per_rank_call(patch: pytest.MonkeyPatch) -> None:
 
 @sabotage
 def aborts_are_forgotten_by_the_snapshot(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(offers.Offers, "abort", lambda self, number: None)
+    patch.setattr(publications.Offers, "abort", lambda self, number: None)
 
 
 @sabotage
 def released_locally_while_a_home_is_told_again(patch: pytest.MonkeyPatch) -> None:
-    original = offers.Offers.snapshot
+    original = publications.Offers.snapshot
 
-    def snapshot(self: offers.Offers) -> offers.Snapshot:
+    def snapshot(self: publications.Offers) -> publications.Snapshot:
         taken = original(self)
         for held in self._held.values():
             held.sending -= 1
-        return offers.Snapshot((), taken.notifications, taken.end)
+        return publications.Snapshot((), taken.notifications, taken.end)
 
-    patch.setattr(offers.Offers, "snapshot", snapshot)
+    patch.setattr(publications.Offers, "snapshot", snapshot)
 
 
 @sabotage
 def released_twice(patch: pytest.MonkeyPatch) -> None:
-    def release(self: offers.Offers, number: int, outcome: Any, reads: Any = (), *, local: bool = False) -> None:
+    def release(self: publications.Offers, number: int, outcome: Any, reads: Any = (), *, local: bool = False) -> None:
         if held := self._held.get(number):
-            self._released.append(offers.Release(number, held.publication.request_id, outcome, reads, local))
+            self._released.append(publications.Release(number, held.publication.request_id, outcome, reads, local))
 
-    patch.setattr(offers.Offers, "_release", release)
+    patch.setattr(publications.Offers, "_release", release)
 
 
 @sabotage
@@ -212,9 +211,9 @@ def any_reader_may_report(patch: pytest.MonkeyPatch) -> None:
 
 @of_a_liar
 def a_restarted_home_adopts_the_first_secret(patch: pytest.MonkeyPatch) -> None:
-    original, adopted = engines.Registry.__init__, dict[EngineRef, bytes]()
+    original, adopted = registry.Registry.__init__, dict[EngineRef, bytes]()
 
-    def start(self: engines.Registry, *arguments: Any) -> None:
+    def start(self: registry.Registry, *arguments: Any) -> None:
         adopted.clear()
         original(self, *arguments)
 
@@ -222,28 +221,28 @@ def a_restarted_home_adopts_the_first_secret(patch: pytest.MonkeyPatch) -> None:
         if adopted.setdefault(ref, secret) != secret:
             raise WrongSession(f"the session secret is not that of {ref}", engine_id=ref.engine_id)
 
-    patch.setattr(engines.Registry, "__init__", start)
-    patch.setattr(engines, "check_secret", check_secret)
+    patch.setattr(registry.Registry, "__init__", start)
+    patch.setattr(registry, "check_secret", check_secret)
 
 
 @of_a_liar
 def sources_are_believed_without_a_secret(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(engines, "check_secret", lambda ref, secret: None)
+    patch.setattr(registry, "check_secret", lambda ref, secret: None)
 
 
 @of_a_liar
 def decline_without_a_key(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(books.Book, "check_key", lambda self, number, key: None)
+    patch.setattr(ledger.Book, "check_key", lambda self, number, key: None)
 
 
 @of_a_liar
 def another_incarnation_evicts_the_living(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(engines.Registry, "_check_not_in_use", _evict)
+    patch.setattr(registry.Registry, "_check_not_in_use", _evict)
 
 
 @of_a_liar
 def whoever_is_first_at_a_restarted_home_has_the_name(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(engines.Registry, "_new", property(lambda self: False))
+    patch.setattr(registry.Registry, "_new", property(lambda self: False))
 
 
 def _end_leases(self: lessor.Lessor, publication: Publication, now: float) -> None:
@@ -251,6 +250,6 @@ def _end_leases(self: lessor.Lessor, publication: Publication, now: float) -> No
         self._endings.end_lease(lease, ReadState.EXPIRED, now)
 
 
-def _evict(self: engines.Registry, engine: engines.Engine, now: float) -> None:
+def _evict(self: registry.Registry, engine: registry.Engine, now: float) -> None:
     if not engine.dead:
         self._forget(engine)

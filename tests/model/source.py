@@ -10,15 +10,15 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import cast
 
-from kvferry.authority import incarnation_of
-from kvferry.clock import from_duration
-from kvferry.control import BACKOFF_FIRST
+from kvferry._clock import from_duration
+from kvferry._control.connection import BACKOFF_FIRST
+from kvferry._control.publications import Offers, Publication, ReleaseOutcome, leaves_open
+from kvferry._wire.authority import incarnation_of
+from kvferry._wire.status import from_notification_error
 from kvferry.errors import KvferryError, PeerRestarted, WrongSession
-from kvferry.offers import Offers, Publication, ReleaseOutcome, leaves_open
-from kvferry.status import from_notification_error
 from kvferry.v1 import kv_transfer_pb2 as pb
-from kvferry_server.identity import EngineRef
-from kvferry_server.registrations import Registration
+from kvferry_server.domain.identity import EngineRef
+from kvferry_server.domain.registrations import Registration
 from tests.model.clocks import PartyClock, Violation
 from tests.model.host import ADVERTISE, Host, Pulled
 from tests.model.network import Call, Network, Pipe

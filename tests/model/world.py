@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 
-from kvferry.authority import SECRET_BYTES
-from kvferry.control import CALL_TIMEOUT
+from kvferry._control.connection import CALL_TIMEOUT
+from kvferry._wire.authority import SECRET_BYTES
 from kvferry.v1 import kv_transfer_pb2 as pb
 from tests.model.clocks import PartyClock, RealTime, Violation
 from tests.model.host import TIMES, Host

@@ -65,33 +65,33 @@ SHORT_CUT = "a short cut for one region: the search answers the same"
 RESET = "set again before it is looked at"
 
 TARGETS: dict[str, Target] = {
-    "client/kvferry/line.py": Target(
+    "client/kvferry/planner/token_line.py": Target(
         PLANNER,
         {"Line.pieces: 1 -> 2": STRICT_ORDER, "StateLayout.of: 1 -> 2": ONE_SHARD},
     ),
-    "client/kvferry/covering.py": Target(
+    "client/kvferry/planner/coverage.py": Target(
         PLANNER,
         {"Coverer.__init__: self._effort = 0 -> pass": RESET, "Coverer.cover: 0 -> 1": MILLIONS},
     ),
-    "client/kvferry/expand.py": Target(PLANNER),
-    "client/kvferry/rows.py": Target(PLANNER),
-    "client/kvferry/needed.py": Target(PLANNER),
-    "client/kvferry/segments.py": Target(PLANNER),
-    "server/kvferry_server/lessor.py": Target(LESSOR),
-    "server/kvferry_server/endings.py": Target(LESSOR),
-    "server/kvferry_server/publications.py": Target(LESSOR),
-    "server/kvferry_server/books.py": Target(LESSOR, {"Book.live_until: 0.0 -> 1.0": BEFORE_ANY}),
-    "server/kvferry_server/leases.py": Target(LESSOR),
-    "server/kvferry_server/engines.py": Target(LESSOR),
-    "server/kvferry_server/shares.py": Target((SHARES, MODEL)),
-    "server/kvferry_server/registrations.py": Target(LESSOR),
-    "server/kvferry_server/streams.py": Target((FEEDS, MODEL)),
+    "client/kvferry/planner/expansion.py": Target(PLANNER),
+    "client/kvferry/planner/rows.py": Target(PLANNER),
+    "client/kvferry/planner/request_blocks.py": Target(PLANNER),
+    "client/kvferry/planner/segments.py": Target(PLANNER),
+    "server/kvferry_server/domain/lessor.py": Target(LESSOR),
+    "server/kvferry_server/domain/endings.py": Target(LESSOR),
+    "server/kvferry_server/domain/publications.py": Target(LESSOR),
+    "server/kvferry_server/domain/ledger.py": Target(LESSOR, {"Book.live_until: 0.0 -> 1.0": BEFORE_ANY}),
+    "server/kvferry_server/domain/offers.py": Target(LESSOR),
+    "server/kvferry_server/domain/registry.py": Target(LESSOR),
+    "server/kvferry_server/domain/shares.py": Target((SHARES, MODEL)),
+    "server/kvferry_server/domain/registrations.py": Target(LESSOR),
+    "server/kvferry_server/home/streams.py": Target((FEEDS, MODEL)),
     "server/kvferry_server/servicers/notify.py": Target((FEEDS, MODEL)),
-    "client/kvferry/leases.py": Target((LEASE, MODEL)),
-    "client/kvferry/judgement.py": Target((LEASE, MODEL)),
-    "client/kvferry/offers.py": Target((OFFERS, MODEL)),
-    "client/kvferry/renewals.py": Target((CONTROL, MODEL)),
-    "client/kvferry/defence.py": Target(
+    "client/kvferry/_control/reader_lease.py": Target((LEASE, MODEL)),
+    "client/kvferry/_control/judgement.py": Target((LEASE, MODEL)),
+    "client/kvferry/_control/publications.py": Target((OFFERS, MODEL)),
+    "client/kvferry/_control/renewals.py": Target((CONTROL, MODEL)),
+    "client/kvferry/_transport/bounds.py": Target(
         (DEFENCE,),
         {
             "RegionMap.check_rows: int(count.max()) >= INDEX_LIMIT -> int(count.max()) > INDEX_LIMIT": SUM_TOO,
@@ -100,20 +100,20 @@ TARGETS: dict[str, Target] = {
             "RegionMap._ends_at: len(bases) == 1 -> len(bases) != 1": SHORT_CUT,
         },
     ),
-    "client/kvferry/footprint.py": Target((FOOTPRINT, ORACLE)),
-    "client/kvferry/tracking.py": Target((("tests/data_plane/test_tracking.py",), READS)),
-    "client/kvferry/links.py": Target(
+    "client/kvferry/planner/footprint.py": Target((FOOTPRINT, ORACLE)),
+    "client/kvferry/_transport/transfer.py": Target((("tests/data_plane/test_tracking.py",), READS)),
+    "client/kvferry/_transport/peer_link.py": Target(
         (LINKS, READS),
         {
             "Link.poll: now < self._poll_at or self.quiet -> now < self._poll_at": "what is quiet has nothing to check",
         },
     ),
-    "client/kvferry/reading.py": Target((READS,)),
-    "client/kvferry/transfers.py": Target((READS, STAGING)),
-    "client/kvferry/staging.py": Target((STAGING,)),
-    "client/kvferry/rank_reads.py": Target((RANK, PORTS)),
-    "client/kvferry/block_use.py": Target((BLOCK_USE,)),
+    "client/kvferry/_transport/reading_thread.py": Target((READS,)),
+    "client/kvferry/_transport/transport.py": Target((READS, STAGING)),
+    "client/kvferry/_transport/staging_pool.py": Target((STAGING,)),
+    "client/kvferry/_reads/rank_reads.py": Target((RANK, PORTS)),
+    "client/kvferry/_control/block_use.py": Target((BLOCK_USE,)),
     "client/kvferry/engine/scheduler.py": Target((PORTS,)),
-    "client/kvferry/engine/reads.py": Target((ENGINE_READS, PORTS)),
+    "client/kvferry/engine/scheduler_reads.py": Target((ENGINE_READS, PORTS)),
     "client/kvferry/engine/worker.py": Target((PORTS,)),
 }

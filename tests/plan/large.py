@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from kvferry.descriptors import MemoryPair
-from kvferry.expand import Expansion
 from kvferry.geometry import EngineGeometry, Group, Interval, MemoryKind, Plane, RankGeometry
-from kvferry.paths import Path, PathRule
-from kvferry.plan import ReadPlan, plan_read
+from kvferry.planner import Path, PathRule, ReadPlan, plan_read
+from kvferry.planner.descriptors import MemoryPair
+from kvferry.planner.expansion import Expansion
 from tests.plan.simulation import address, copies
 
 HEADS, TOKENS, STATE = 4, 16, 64

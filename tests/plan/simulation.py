@@ -13,13 +13,12 @@ from fractions import Fraction
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.blocks import Blocks
-from kvferry.descriptors import Descriptors, PreparedDescriptors, RawDescriptors
-from kvferry.expand import Expansion
-from kvferry.footprint import Footprint
-from kvferry.geometry import EngineGeometry, Group, GroupKind, Plane
-from kvferry.plan import ReadPlan
-from kvferry.staged import StagedRead
+from kvferry.geometry import Blocks, EngineGeometry, Group, GroupKind, Plane
+from kvferry.planner import ReadPlan
+from kvferry.planner.descriptors import Descriptors, PreparedDescriptors, RawDescriptors
+from kvferry.planner.expansion import Expansion
+from kvferry.planner.footprint import Footprint
+from kvferry.planner.staged_read import StagedRead
 from tests.plan.worlds import Engine
 
 Bytes = npt.NDArray[np.uint8]

@@ -11,8 +11,7 @@ from typing import NamedTuple
 
 from hypothesis import strategies as st
 
-from kvferry.blocks import Blocks
-from kvferry.geometry import Group, GroupKind, Interval, TokenShard
+from kvferry.geometry import Blocks, Group, GroupKind, Interval, TokenShard
 from tests.plan.worlds import ALL_TOKENS, Engine, Held, Layout, Rank, Tensor, shard
 
 Draw = Callable[..., int]

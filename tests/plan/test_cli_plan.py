@@ -11,8 +11,8 @@ import grpc
 import pytest
 from typer.testing import CliRunner, Result
 
-from kvferry.cli import app
-from kvferry.codec import engine_to_proto
+from kvferry._cli import app
+from kvferry._wire.geometry_codec import engine_to_proto
 from kvferry.v1 import introspection_pb2 as pb
 from kvferry.v1.introspection_pb2_grpc import IntrospectionServicer, add_IntrospectionServicer_to_server
 from tests.plan.worlds import engine, tensors

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from kvferry import geometry_file
-from kvferry.cli import app
+from kvferry._cli import app
 from kvferry.geometry import EngineGeometry, GroupKind
+from kvferry.geometry import file as geometry_file
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "geometry"
 Change = dict[str, Any]

@@ -5,13 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvferry import tables
-from kvferry.blocks import Blocks
-from kvferry.descriptors import PreparedDescriptors, RawDescriptors
-from kvferry.expand import Expansion
-from kvferry.geometry import EngineGeometry, Group, GroupKind
-from kvferry.paths import Path, PathRule
-from kvferry.plan import plan_read
+from kvferry.geometry import Blocks, EngineGeometry, Group, GroupKind
+from kvferry.planner import Path, PathRule, plan_read, prepared_tables
+from kvferry.planner.descriptors import PreparedDescriptors, RawDescriptors
+from kvferry.planner.expansion import Expansion
 from tests.plan.worlds import (
     BLOCKS_FIRST,
     CROSS_LAYER,
@@ -133,7 +130,7 @@ def test_planes_of_one_block_are_not_fused_since_they_may_be_tensors_of_their_ow
 
 
 def test_tables_stay_below_what_an_index_can_say(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tables, "TABLE_LIMIT", 3 * 200 + 1)
+    monkeypatch.setattr(prepared_tables, "TABLE_LIMIT", 3 * 200 + 1)
     plan = plan_read(made(HND), made(HND), 0)
     assert [len(table.source) for table in plan.tables.tables] == [3, 3, 2]
     expansion = plan.expand({"full": Blocks(SCATTERED)}, {"full": Blocks(SCATTERED)})
@@ -142,14 +139,14 @@ def test_tables_stay_below_what_an_index_can_say(monkeypatch: pytest.MonkeyPatch
 
 
 def test_rows_that_fit_no_table_are_read_raw(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tables, "RECURRING_LIMIT", 0)
+    monkeypatch.setattr(prepared_tables, "RECURRING_LIMIT", 0)
     expansion = moved(made(HND), made(HND), SCATTERED)
     assert [type(part) for part in expansion.sources[0].descriptors] == [RawDescriptors]
     assert expansion.descriptors == 96 * LAYERS * 2
 
 
 def test_ever_new_token_ranges_do_not_fill_our_memory() -> None:
-    from kvferry import lanes
+    from kvferry.planner import lane as lanes
 
     geometry = engine("x", [Tensor("layers.0", "key", axis=2)], block_tokens=64, num_blocks=4).geometry()
     plan = plan_read(geometry, geometry, 0)

@@ -15,12 +15,10 @@ from xml.etree import ElementTree
 import jsonschema
 import pytest
 
-from kvferry.explain import explain, plan_to_proto, to_json, to_text
+from kvferry._wire.plan_codec import plan_to_proto
 from kvferry.geometry import Group, GroupKind, Interval, TokenShard
-from kvferry.paths import Path as ReadPath
-from kvferry.paths import PathRule
-from kvferry.plan import ReadPlan, plan_read
-from kvferry.svg import to_svg
+from kvferry.planner import Path as ReadPath
+from kvferry.planner import PathRule, ReadPlan, explain, plan_read, to_json, to_svg, to_text
 from tests.plan.worlds import CROSS_LAYER, Engine, Held, Rank, Tensor, engine, tensors, tp_ranks
 
 GOLDEN = Path(__file__).parent / "golden"

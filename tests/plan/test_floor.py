@@ -6,11 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from kvferry.blocks import Blocks
 from kvferry.errors import InvalidField
-from kvferry.geometry import EngineGeometry, Group, RankGeometry, TokenShard
-from kvferry.paths import Path, PathRule
-from kvferry.plan import plan_read
+from kvferry.geometry import Blocks, EngineGeometry, Group, RankGeometry, TokenShard
+from kvferry.planner import Path, PathRule, plan_read
 from tests.plan.large import BLOCKS, plane
 from tests.plan.simulation import copies
 

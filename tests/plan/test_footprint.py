@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from kvferry import Blocks
-from kvferry.descriptors import RawDescriptors
 from kvferry.errors import InvalidField
-from kvferry.plan import plan_read
+from kvferry.planner import plan_read
+from kvferry.planner.descriptors import RawDescriptors
 from tests.plan.simulation import move
 from tests.plan.worlds import Layout, engine, tensors
 

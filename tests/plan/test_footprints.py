@@ -12,12 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvferry import expand
-from kvferry.blocks import Blocks
-from kvferry.descriptors import Descriptors, PreparedDescriptors, RawDescriptors
 from kvferry.errors import InvalidField
-from kvferry.geometry import EngineGeometry, Group, GroupKind, Plane
-from kvferry.plan import ReadPlan, plan_read
+from kvferry.geometry import Blocks, EngineGeometry, Group, GroupKind, Plane
+from kvferry.planner import ReadPlan, expansion, plan_read
+from kvferry.planner.descriptors import Descriptors, PreparedDescriptors, RawDescriptors
 from tests.plan.simulation import address, copies
 from tests.plan.strategies import World, worlds
 
@@ -135,7 +133,7 @@ def test_a_descriptor_of_another_block_is_found(world: World, prepared: bool, se
     source, destination = world.source.geometry(), world.destination.geometry()
     with pytest.MonkeyPatch.context() as patch:
         if prepared:
-            patch.setattr(expand, "PREPARED_MIN_COUNT", 1)
+            patch.setattr(expansion, "PREPARED_MIN_COUNT", 1)
         for rank in world.readers:
             plan = plan_read(source, destination, rank, striping=world.striping)
             found(plan, source, world, Random(seed))

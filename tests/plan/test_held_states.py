@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvferry.geometry import TokenShard
-from kvferry.line import StateLayout
+from kvferry.planner.token_line import StateLayout
 
 
 @pytest.mark.parametrize("shard", [(0, 1, 1), (0, 2, 1), (1, 2, 4), (2, 3, 2)], ids=str)

@@ -7,11 +7,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from kvferry.blocks import Blocks
-from kvferry.descriptors import PreparedDescriptors, RawDescriptors
 from kvferry.errors import InvalidField
-from kvferry.geometry import Interval, Plane
-from kvferry.paths import Path
+from kvferry.geometry import Blocks, Interval, Plane
+from kvferry.planner import Path
+from kvferry.planner.descriptors import PreparedDescriptors, RawDescriptors
 from tests.plan.large import BLOCKS, TOKENS, cells, expanded, plane, planned
 
 BASE, OWN_BASE = 1 << 36, 1 << 40

@@ -6,9 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvferry.blocks import Blocks
-from kvferry.geometry import Group, GroupKind, Interval, TokenShard
-from kvferry.plan import ReadPlan, plan_read
+from kvferry.geometry import Blocks, Group, GroupKind, Interval, TokenShard
+from kvferry.planner import ReadPlan, plan_read
 from tests.plan.worlds import Engine, Held, Rank, Tensor, engine
 
 MLA = [Tensor("layers.0", "latent", axis=1, state_bytes=8)]

@@ -6,9 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvferry import expand
-from kvferry.paths import Path, PathRule
-from kvferry.plan import plan_read
+from kvferry.planner import Path, PathRule, expansion, plan_read
 from tests.plan.simulation import move
 from tests.plan.strategies import World, worlds
 
@@ -24,7 +22,7 @@ def test_every_byte_is_right_and_no_other_is_touched(world: World, prepared: boo
     plans = [plan_read(source, destination, rank, striping=world.striping, rule=rule) for rank in world.readers]
     with pytest.MonkeyPatch.context() as patch:
         if prepared:
-            patch.setattr(expand, "PREPARED_MIN_COUNT", 1)
+            patch.setattr(expansion, "PREPARED_MIN_COUNT", 1)
         move(
             plans,
             world.source,

@@ -10,12 +10,10 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from kvferry import geometry_file
-from kvferry.compat import diff
 from kvferry.errors import BadGeometry
-from kvferry.geometry import EngineGeometry, Group, Interval, MemoryKind, Plane, RankGeometry
-from kvferry.overlaps import check_apart
-from kvferry.plan import plan_read
+from kvferry.geometry import EngineGeometry, Group, Interval, MemoryKind, Plane, RankGeometry, file
+from kvferry.geometry.overlap import check_apart
+from kvferry.planner import diff, plan_read
 from tests.plan.worlds import Tensor, engine, tensors
 
 FULL = Group("full", block_tokens=16, num_blocks=4)
@@ -205,7 +203,7 @@ ORDERS = [
 def test_a_thousand_interleaved_planes_pass_and_one_byte_too_many_is_found(order: dict[str, Any]) -> None:
     model = {"layers": 64, "kv_heads": 2, "head_dim": 1, "dtype": "uint8"}
     document = {"engine_id": "x", "block_size": 8, "page_size": 4, "num_blocks": 100_000, "model": model}
-    made = geometry_file.parse({**document, "components": COMPONENTS, **order})
+    made = file.parse({**document, "components": COMPONENTS, **order})
     planes = list(made.ranks[0].planes)
     assert shared(planes, *made.groups) is None
     # Its first byte is now the last of the plane before it.

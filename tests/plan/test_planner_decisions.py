@@ -6,13 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from kvferry import expand
-from kvferry.blocks import Blocks
-from kvferry.covering import Coverer, Indexed
 from kvferry.errors import InvalidField
-from kvferry.geometry import Group, GroupKind, Interval, TokenShard
-from kvferry.paths import Path, PathRule
-from kvferry.plan import plan_read
+from kvferry.geometry import Blocks, Group, GroupKind, Interval, TokenShard
+from kvferry.planner import Path, PathRule, expansion, plan_read
+from kvferry.planner.coverage import Coverer, Indexed
 from tests.plan.worlds import Engine, Held, Rank, Tensor, engine, tensors
 
 GQA = tensors(layers=2, axis=4)
@@ -50,8 +47,8 @@ def test_a_read_of_too_many_descriptors_is_refused_before_they_are_made(monkeypa
     plan = plan_read(source, engine("d", GQA, 2, num_blocks=64).geometry(), 0, rule=PathRule(Path.DIRECT))
     scattered = Blocks(list(range(0, 64, 2)))
     made = plan.expand({"full": scattered}, {"full": scattered}).descriptors
-    monkeypatch.setattr(expand, "MAX_DESCRIPTORS", made)
+    monkeypatch.setattr(expansion, "MAX_DESCRIPTORS", made)
     assert plan.expand({"full": scattered}, {"full": scattered}).descriptors == made
-    monkeypatch.setattr(expand, "MAX_DESCRIPTORS", made - 1)
+    monkeypatch.setattr(expansion, "MAX_DESCRIPTORS", made - 1)
     with pytest.raises(InvalidField, match="descriptors of one read"):
         plan.expand({"full": scattered}, {"full": scattered})

@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-from kvferry.compat import diff
 from kvferry.errors import BadGeometry, Incompatible, InvalidField, Mismatch
 from kvferry.geometry import EngineGeometry, Group, GroupKind, Interval, Plane, RankGeometry, TokenShard
-from kvferry.plan import plan_read
+from kvferry.planner import diff, plan_read
 from tests.plan.worlds import (
     HND,
     NHD,

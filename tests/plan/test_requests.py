@@ -5,11 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvferry.blocks import Blocks
 from kvferry.errors import BadBlock, BlocksShort, InvalidField, KvferryError
-from kvferry.geometry import Group, GroupKind, Interval, TokenShard
-from kvferry.paths import Path, PathRule
-from kvferry.plan import ReadPlan, plan_read
+from kvferry.geometry import Blocks, Group, GroupKind, Interval, TokenShard
+from kvferry.planner import Path, PathRule, ReadPlan, plan_read
 from tests.plan.worlds import Engine, Held, Rank, Tensor, engine, tensors, tp_ranks
 
 GQA = tensors(layers=1, axis=2)

@@ -9,9 +9,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvferry.blocks import Blocks
-from kvferry.geometry import Group, GroupKind, Plane
-from kvferry.plan import plan_read
+from kvferry.geometry import Blocks, Group, GroupKind, Plane
+from kvferry.planner import plan_read
 from tests.plan.simulation import POISON, Memory, check, execute, source_memories
 from tests.plan.worlds import Engine, Tensor, engine, tensors, tp_ranks
 

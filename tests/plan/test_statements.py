@@ -13,12 +13,9 @@ from pathlib import Path
 import pytest
 
 import kvferry
-from kvferry.blocks import Blocks
-from kvferry.compat import diff
 from kvferry.errors import BadBlock, BlocksShort, Incompatible
-from kvferry.explain import explain, to_text
-from kvferry.geometry import EngineGeometry, Group, GroupKind, Interval
-from kvferry.plan import ReadPlan, plan_read
+from kvferry.geometry import Blocks, EngineGeometry, Group, GroupKind, Interval
+from kvferry.planner import ReadPlan, diff, explain, plan_read, to_text
 from tests.plan.simulation import move
 from tests.plan.worlds import HND, NHD, Engine, Held, Layout, Rank, Tensor, engine, shard, tensors, tp_ranks
 
@@ -321,7 +318,7 @@ def test_any_layer_split_to_any_layer_split() -> None:
 
 
 def test_geometries_survive_the_wire() -> None:
-    from kvferry.codec import engine_from_proto, engine_to_proto
+    from kvferry._wire.geometry_codec import engine_from_proto, engine_to_proto
 
     def crossed(geometry: EngineGeometry) -> EngineGeometry:
         return engine_from_proto(

@@ -6,9 +6,8 @@ from itertools import pairwise
 
 import pytest
 
-from kvferry.blocks import Blocks
-from kvferry.compat import diff
-from kvferry.plan import ReadPlan, plan_read
+from kvferry.geometry import Blocks
+from kvferry.planner import ReadPlan, diff, plan_read
 from tests.plan.simulation import move
 from tests.plan.worlds import HND, NHD, engine, shard, tensors
 

@@ -2,7 +2,7 @@
 
 A model is a list of tensors. An engine says which units and tokens of them each rank holds, and how each rank lays
 them out; `Engine.build` is what the planner is told, and how much memory each rank has. Nothing here uses
-`kvferry.sharding`, `kvferry.formats` or the planner.
+`kvferry.geometry.sharding`, `kvferry.geometry.formats` or the planner.
 """
 
 from __future__ import annotations
@@ -11,16 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
-from kvferry.geometry import (
-    EngineGeometry,
-    Group,
-    GroupKind,
-    Interval,
-    MemoryKind,
-    Plane,
-    RankGeometry,
-    TokenShard,
-)
+from kvferry.geometry import EngineGeometry, Group, GroupKind, Interval, MemoryKind, Plane, RankGeometry, TokenShard
 
 ALL_TOKENS = TokenShard()
 

@@ -12,26 +12,26 @@ from typing import TYPE_CHECKING, Any, cast
 import grpc
 import grpc.aio
 
-from kvferry.channel import SERVER_OPTIONS
-from kvferry.codec import group_to_proto, rank_to_proto, region_to_proto
+from kvferry._wire.channel import SERVER_OPTIONS
+from kvferry._wire.geometry_codec import group_to_proto, rank_to_proto, region_to_proto
+from kvferry._wire.handshake import Handshaken, put_together
+from kvferry._wire.reference import format_reference
+from kvferry._wire.status import from_rpc_error
+from kvferry._wire.token import EngineToken
 from kvferry.errors import KvferryError
 from kvferry.geometry import Group, RankGeometry
-from kvferry.handshaking import Handshaken, put_together
-from kvferry.reference import format_reference
-from kvferry.spec import EngineToken
-from kvferry.status import from_rpc_error
 from kvferry.v1 import geometry_pb2
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry.v1.introspection_pb2_grpc import IntrospectionStub
 from kvferry.v1.kv_transfer_pb2_grpc import KVTransferStub
-from kvferry_server.events import Process
-from kvferry_server.home import Home
-from kvferry_server.identity import EngineRef
-from kvferry_server.interceptors import CallLimits, Guard
-from kvferry_server.limits import Limits
-from kvferry_server.relays import Relays
+from kvferry_server.domain.identity import EngineRef
+from kvferry_server.domain.limits import Limits
+from kvferry_server.domain.watch_feed import Process
+from kvferry_server.home.home import Home
+from kvferry_server.node.guard import CallLimits, Guard
 from kvferry_server.servicers import add_servicers
-from kvferry_server.worker import Worker
+from kvferry_server.servicers.relay import Relays
+from kvferry_server.servicers.worker import Worker
 from tests.server.parties import FULL, SECRETS, TIMES, D, FakeClock, P, agent_of, key, rank_geometry, read_id
 
 if TYPE_CHECKING:

@@ -6,16 +6,17 @@ import hashlib
 from dataclasses import dataclass
 from typing import Any
 
-from kvferry.authority import SECRET_BYTES, incarnation_of, publication_key
+from kvferry._wire.authority import SECRET_BYTES, incarnation_of, publication_key
 from kvferry.geometry import Group, GroupKind, Interval, MemoryKind, MemoryRegion, Plane, RankGeometry
-from kvferry_server.endings import Released
-from kvferry_server.identity import EngineRef
-from kvferry_server.leases import Ask, Judgement, Lease, RankOutcome, RankReport, ReadKey, ReadState
-from kvferry_server.lessor import Lessor
-from kvferry_server.limits import Limits
-from kvferry_server.publications import GroupBlocks, Offer, Outcome, Publication
-from kvferry_server.registrations import Agent, Registration
-from kvferry_server.times import Times
+from kvferry_server.domain.endings import Released
+from kvferry_server.domain.identity import EngineRef
+from kvferry_server.domain.lessor import Lessor
+from kvferry_server.domain.limits import Limits
+from kvferry_server.domain.offers import GroupBlocks, Offer
+from kvferry_server.domain.publications import Lease, Outcome, Publication
+from kvferry_server.domain.reads import Ask, Judgement, RankOutcome, RankReport, ReadKey, ReadState
+from kvferry_server.domain.registrations import Agent, Registration
+from kvferry_server.domain.times import Times
 
 SECRETS: dict[EngineRef, bytes] = {}
 """Session secrets of the engines here."""

@@ -17,7 +17,7 @@ from typing import Any
 
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from kvferry.channel import TlsConfig, connect
+from kvferry._wire.channel import TlsConfig, connect
 
 READY = re.compile(r"ready: listens on (.+), advertises (\S+), epoch ([0-9a-f]+)")
 START_TIMEOUT = 30.0
@@ -32,7 +32,7 @@ def environment(**more: str) -> dict[str, str]:
 
 def command(*arguments: str) -> list[str]:
     """The command line of a server."""
-    return [sys.executable, "-m", "kvferry_server.main", *arguments]
+    return [sys.executable, "-m", "kvferry_server.node.main", *arguments]
 
 
 def refused(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -55,7 +55,7 @@ class Kvferryd:
         self,
         *arguments: str,
         env: Mapping[str, str] | None = None,
-        program: Sequence[str] = ("-m", "kvferry_server.main"),
+        program: Sequence[str] = ("-m", "kvferry_server.node.main"),
     ) -> None:
         self._process = subprocess.Popen(
             [sys.executable, *program, *arguments],

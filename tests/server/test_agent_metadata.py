@@ -9,10 +9,13 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from kvferry.authority import KEY_BYTES
-from kvferry.channel import TlsConfig, connect
-from kvferry.clock import now
-from kvferry.control import Control
+from kvferry._clock import now
+from kvferry._control.connection import Control
+from kvferry._engine_spec import EngineSpec
+from kvferry._reads.source_engines import Peers
+from kvferry._wire.authority import KEY_BYTES
+from kvferry._wire.channel import TlsConfig, connect
+from kvferry._wire.reference import format_engine_reference, parse_engine_reference
 from kvferry.errors import (
     AgentsWithheld,
     BadReference,
@@ -25,10 +28,7 @@ from kvferry.errors import (
     WrongKey,
 )
 from kvferry.geometry import EngineGeometry
-from kvferry.paths import PathRule
-from kvferry.peers import Peers
-from kvferry.reference import format_engine_reference, parse_engine_reference
-from kvferry.spec import EngineSpec
+from kvferry.planner import PathRule
 from kvferry.v1 import introspection_pb2 as ipb
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry.v1.introspection_pb2_grpc import IntrospectionStub

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from kvferry.clock import from_duration
+from kvferry._clock import from_duration
+from kvferry._wire.status import from_notification_error
 from kvferry.errors import (
     EngineIdInUse,
     HomeRecovering,
@@ -20,10 +21,9 @@ from kvferry.errors import (
     WrongKey,
     WrongSession,
 )
-from kvferry.status import from_notification_error
 from kvferry.v1 import introspection_pb2 as ipb
 from kvferry.v1 import kv_transfer_pb2 as pb
-from kvferry_server.identity import EngineRef
+from kvferry_server.domain.identity import EngineRef
 from tests.server.node import (
     TIMEOUT,
     Node,

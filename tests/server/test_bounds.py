@@ -16,23 +16,23 @@ from google.protobuf.wrappers_pb2 import BytesValue
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvferry.authority import incarnation_of
-from kvferry.channel import MAX_MESSAGE_BYTES
+from kvferry._wire.authority import incarnation_of
+from kvferry._wire.channel import MAX_MESSAGE_BYTES
+from kvferry._wire.status import NOTIFICATION_ERROR_BYTES, from_rpc_error
 from kvferry.errors import BadReference, InvalidField, KvferryError, LimitReached, PeerRestarted
-from kvferry.status import NOTIFICATION_ERROR_BYTES, from_rpc_error
 from kvferry.v1 import introspection_pb2 as ipb
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry.v1.kv_transfer_pb2_grpc import KVTransferStub
-from kvferry_server.events import Process, Role
-from kvferry_server.identity import EngineRef
-from kvferry_server.leases import LEASE_BYTES
-from kvferry_server.limits import Limits
+from kvferry_server.domain.identity import EngineRef
+from kvferry_server.domain.limits import Limits
+from kvferry_server.domain.publications import LEASE_BYTES
+from kvferry_server.domain.watch_feed import Process, Role
+from kvferry_server.home.streams import STREAMS_CUT_OFF
 from kvferry_server.servicers import checks, turns
 from kvferry_server.servicers.decode import MAX_GROUPS, MAX_RUNS
 from kvferry_server.servicers.encode import MAX_TOLD_READS
 from kvferry_server.servicers.notify import MAX_NOTIFICATIONS
 from kvferry_server.servicers.paging import page
-from kvferry_server.streams import STREAMS_CUT_OFF
 from tests.server.node import (
     TIMEOUT,
     Node,

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from kvferry_server.config import BadConfig, NodeConfig, add_flags, config_file, configure, load
-from kvferry_server.times import Times
+from kvferry_server.domain.times import Times
+from kvferry_server.node.config import BadConfig, NodeConfig, add_flags, config_file, configure, load
 from tests.server.shell import command, environment
 
 
@@ -148,7 +148,7 @@ def test_wrong_flags_end_with_usage() -> None:
 
 def test_a_server_without_its_extra_says_how_to_get_it(tmp_path: Path) -> None:
     (tmp_path / "uvloop.py").write_text("raise ModuleNotFoundError(\"No module named 'uvloop'\", name='uvloop')\n")
-    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from kvferry_server.main import main; main()"
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from kvferry_server.node.main import main; main()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment(), check=False)
     assert done.returncode == 1
     assert "pip install 'kvferry[server]'" in done.stderr

@@ -6,11 +6,11 @@ import pytest
 
 from kvferry.errors import EngineUnknown, LeaseEnded, LimitReached, PublicationStale
 from kvferry.v1 import kv_transfer_pb2 as pb
-from kvferry_server.books import Standing
-from kvferry_server.endings import Changed
-from kvferry_server.leases import RankOutcome, ReadState, RevokeReason, Verdict
-from kvferry_server.limits import Limits
-from kvferry_server.publications import Outcome
+from kvferry_server.domain.endings import Changed
+from kvferry_server.domain.ledger import Standing
+from kvferry_server.domain.limits import Limits
+from kvferry_server.domain.publications import Outcome
+from kvferry_server.domain.reads import RankOutcome, ReadState, RevokeReason, Verdict
 from tests.server.parties import D, E, P, Scene
 
 

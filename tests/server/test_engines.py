@@ -20,10 +20,10 @@ from kvferry.errors import (
     PeerRestarted,
     WrongSession,
 )
-from kvferry_server.engines import EngineDied, EngineGone, RankDied, Registry
-from kvferry_server.identity import EngineRef
-from kvferry_server.limits import Limits
-from kvferry_server.registrations import MAX_REGION_CHECKS, Registration
+from kvferry_server.domain.identity import EngineRef
+from kvferry_server.domain.limits import Limits
+from kvferry_server.domain.registrations import MAX_REGION_CHECKS, Registration
+from kvferry_server.domain.registry import EngineDied, EngineGone, RankDied, Registry
 from tests.server.parties import (
     BASE,
     FULL,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 
-from kvferry_server.events import Feed, Process, PublicationReleased, RankLost, Role
-from kvferry_server.publications import Publication
+from kvferry_server.domain.publications import Publication
+from kvferry_server.domain.watch_feed import Feed, Process, PublicationReleased, RankLost, Role
 from tests.server.parties import P
 
 

@@ -11,9 +11,9 @@ import grpc.aio
 import pytest
 from google.protobuf.message import Message
 
-from kvferry.codec import engine_to_proto
+from kvferry._wire.geometry_codec import engine_to_proto
+from kvferry._wire.status import from_rpc_error
 from kvferry.geometry import EngineGeometry
-from kvferry.status import from_rpc_error
 from kvferry.v1 import introspection_pb2 as ipb
 from kvferry.v1 import kv_transfer_pb2 as pb
 from tests.server.node import (

@@ -17,15 +17,15 @@ import pytest_asyncio
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.channel import MAX_MESSAGE_BYTES, connect
-from kvferry.codec import rank_to_proto
+from kvferry._wire.channel import MAX_MESSAGE_BYTES, connect
+from kvferry._wire.geometry_codec import rank_to_proto
+from kvferry._wire.handshake import put_together
 from kvferry.errors import BadGeometry, Incompatible, InvalidField
 from kvferry.geometry import Interval, RankGeometry
-from kvferry.handshaking import put_together
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry.v1.kv_transfer_pb2_grpc import KVTransferStub
+from kvferry_server.domain.sources import MAX_HEADER_BYTES, MAX_RANK_BYTES, PAGE_BYTES, Source, agent_bytes, rank_bytes
 from kvferry_server.servicers import decode, encode
-from kvferry_server.sources import MAX_HEADER_BYTES, MAX_RANK_BYTES, PAGE_BYTES, Source, agent_bytes, rank_bytes
 from tests.e2e.servers import NodeServerProcess
 from tests.server.node import (
     TIMEOUT,

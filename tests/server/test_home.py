@@ -6,11 +6,11 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
-from kvferry_server.clock import BootClock
-from kvferry_server.events import Feed, Numbered, Process, PublicationReleased, Role
-from kvferry_server.home import Home
-from kvferry_server.publications import Outcome
-from kvferry_server.times import Times
+from kvferry_server.domain.clock import BootClock
+from kvferry_server.domain.publications import Outcome
+from kvferry_server.domain.times import Times
+from kvferry_server.domain.watch_feed import Feed, Numbered, Process, PublicationReleased, Role
+from kvferry_server.home.home import Home
 from tests.server.parties import P2, SECRETS, D, FakeClock, P, ask, offer, registration
 
 SCHEDULER = Process(P, Role.SCHEDULER)

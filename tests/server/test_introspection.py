@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from kvferry.clock import from_duration
-from kvferry.codec import engine_to_proto
+from kvferry._clock import from_duration
+from kvferry._wire.geometry_codec import engine_to_proto
 from kvferry.errors import (
     EngineIncomplete,
     EngineUnknown,
@@ -23,7 +23,7 @@ from kvferry.geometry import EngineGeometry, RankGeometry
 from kvferry.v1 import geometry_pb2
 from kvferry.v1 import introspection_pb2 as ipb
 from kvferry.v1 import kv_transfer_pb2 as pb
-from kvferry_server.sources import MAX_RANK_BYTES
+from kvferry_server.domain.sources import MAX_RANK_BYTES
 from tests.server.node import TIMEOUT, Node, proto, raised, read_done, running
 from tests.server.parties import FULL, P2, TIMES, D, P, rank_geometry, read_id, start
 from tests.server.test_handshakes import of_size

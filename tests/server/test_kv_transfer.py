@@ -10,8 +10,10 @@ import pytest
 import pytest_asyncio
 from google.protobuf.duration_pb2 import Duration
 
-from kvferry.clock import from_duration
-from kvferry.codec import rank_to_proto
+from kvferry._clock import from_duration
+from kvferry._wire.geometry_codec import rank_to_proto
+from kvferry._wire.reference import format_reference, parse_reference
+from kvferry._wire.status import from_notification_error
 from kvferry.errors import (
     BadAgentMetadata,
     BadBlock,
@@ -38,10 +40,8 @@ from kvferry.errors import (
     WrongKey,
     WrongSession,
 )
-from kvferry.reference import format_reference, parse_reference
-from kvferry.status import from_notification_error
 from kvferry.v1 import kv_transfer_pb2 as pb
-from kvferry_server.limits import Limits
+from kvferry_server.domain.limits import Limits
 from tests.server.node import (
     ADVERTISE,
     TIMEOUT,

@@ -17,12 +17,12 @@ from kvferry.errors import (
     WrongIdentity,
     WrongKey,
 )
-from kvferry_server.books import Standing
-from kvferry_server.leases import RankOutcome, ReadState, RevokeReason, Verdict
-from kvferry_server.lessor import SLICE
-from kvferry_server.limits import Limits
-from kvferry_server.publications import Outcome, Stage
-from kvferry_server.times import Times
+from kvferry_server.domain.ledger import Standing
+from kvferry_server.domain.lessor import SLICE
+from kvferry_server.domain.limits import Limits
+from kvferry_server.domain.publications import Outcome, Stage
+from kvferry_server.domain.reads import RankOutcome, ReadState, RevokeReason, Verdict
+from kvferry_server.domain.times import Times
 from tests.server.parties import SECRETS, TIMES, D, E, P, Scene, ask, key, read_id
 
 

@@ -17,11 +17,12 @@ from kvferry.errors import (
     PublicationStale,
     WrongKey,
 )
-from kvferry_server.books import MAX_SKIPPED, Standing
-from kvferry_server.leases import Verdict
-from kvferry_server.lessor import Lessor
-from kvferry_server.limits import Limits
-from kvferry_server.publications import GroupBlocks, Outcome, Stage
+from kvferry_server.domain.ledger import MAX_SKIPPED, Standing
+from kvferry_server.domain.lessor import Lessor
+from kvferry_server.domain.limits import Limits
+from kvferry_server.domain.offers import GroupBlocks
+from kvferry_server.domain.publications import Outcome, Stage
+from kvferry_server.domain.reads import Verdict
 from tests.server.parties import FULL, GROUPS, P2, SECRETS, TIMES, E, FakeClock, P, Scene, ask, blocks, key, offer
 
 

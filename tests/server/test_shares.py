@@ -10,15 +10,16 @@ from functools import partial
 import pytest
 
 from kvferry.errors import KvferryError, LimitReached, PublicationStale
-from kvferry_server.engines import Registry
-from kvferry_server.events import Process, Role
-from kvferry_server.home import Home
-from kvferry_server.identity import EngineRef
-from kvferry_server.leases import Verdict
-from kvferry_server.lessor import Lessor
-from kvferry_server.limits import Limits
-from kvferry_server.publications import GroupBlocks, Outcome
-from kvferry_server.shares import Memory, Shares
+from kvferry_server.domain.identity import EngineRef
+from kvferry_server.domain.lessor import Lessor
+from kvferry_server.domain.limits import Limits
+from kvferry_server.domain.offers import GroupBlocks
+from kvferry_server.domain.publications import Outcome
+from kvferry_server.domain.reads import Verdict
+from kvferry_server.domain.registry import Registry
+from kvferry_server.domain.shares import Memory, Shares
+from kvferry_server.domain.watch_feed import Process, Role
+from kvferry_server.home.home import Home
 from tests.server.parties import (
     GROUPS,
     SECRETS,

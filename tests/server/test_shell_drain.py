@@ -15,15 +15,15 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from kvferry.authority import incarnation_of, new_session_secret
-from kvferry.channel import connect, connect_async
+from kvferry._wire.authority import incarnation_of, new_session_secret
+from kvferry._wire.channel import connect, connect_async
+from kvferry._wire.status import from_rpc_error
 from kvferry.errors import InternalError, ServerDraining, Unavailable
-from kvferry.status import from_rpc_error
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry.v1.kv_transfer_pb2_grpc import KVTransferStub
-from kvferry_server.config import configure
-from kvferry_server.home import Home
-from kvferry_server.server import NodeServer
+from kvferry_server.home.home import Home
+from kvferry_server.node.config import configure
+from kvferry_server.node.server import NodeServer
 from tests.server.shell import Kvferryd
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.embed import serve
+from kvferry._embed import serve
 from kvferry.errors import KvferryError
 from tests.server.shell import environment, serves
 

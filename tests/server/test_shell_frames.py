@@ -13,9 +13,9 @@ from typing import Any
 import grpc
 import pytest
 
-from kvferry.channel import MAX_MESSAGE_BYTES, connect, parse_address
+from kvferry._wire.channel import MAX_MESSAGE_BYTES, connect, parse_address
+from kvferry._wire.status import from_rpc_error
 from kvferry.errors import MessageTooLarge, NotImplementedHere
-from kvferry.status import from_rpc_error
 from tests.server.shell import Kvferryd, serves
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"

@@ -13,7 +13,8 @@ import grpc
 import grpc.aio
 import pytest
 
-from kvferry.channel import SERVER_OPTIONS, connect_async
+from kvferry._wire.channel import SERVER_OPTIONS, connect_async
+from kvferry._wire.status import from_rpc_error
 from kvferry.errors import (
     DeadlineRequired,
     EngineUnknown,
@@ -24,10 +25,9 @@ from kvferry.errors import (
     NotImplementedHere,
     ServerDraining,
 )
-from kvferry.status import from_rpc_error
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry.v1.kv_transfer_pb2_grpc import KVTransferServicer, KVTransferStub, add_KVTransferServicer_to_server
-from kvferry_server.interceptors import CallLimits, Guard, Shares
+from kvferry_server.node.guard import CallLimits, Guard, Shares
 
 if TYPE_CHECKING:
     from kvferry.v1.kv_transfer_pb2_grpc import KVTransferAsyncStub
@@ -261,7 +261,7 @@ async def unfinished(channel: Any, count: int) -> list[Any]:
 
 
 async def test_requests_that_do_not_come_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvferry_server.arrivals.REQUEST_TIMEOUT", 0.5)
+    monkeypatch.setattr("kvferry_server.node.arrivals.REQUEST_TIMEOUT", 0.5)
     async with guarded() as (stub, _, __, channel):
         # Fewer than the places of a host, so that nobody waits for one.
         slow = await unfinished(channel, 10)

@@ -13,11 +13,11 @@ import pytest
 from google.protobuf.descriptor_pool import DescriptorPool
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
-from kvferry.channel import Address, connect, parse_address
+from kvferry._wire.channel import Address, connect, parse_address
 from kvferry.errors import InvalidField
-from kvferry_server.config import NodeConfig
-from kvferry_server.listen import advertised
-from kvferry_server.main import run
+from kvferry_server.node.config import NodeConfig
+from kvferry_server.node.listen import advertised
+from kvferry_server.node.main import run
 from tests.server.shell import Kvferryd, refused, serves
 
 

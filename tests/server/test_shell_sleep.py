@@ -11,8 +11,8 @@ from pathlib import Path
 import grpc
 import pytest
 
+from kvferry._wire.status import from_rpc_error
 from kvferry.errors import KvferryError
-from kvferry.status import from_rpc_error
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry.v1.kv_transfer_pb2_grpc import KVTransferStub
 from tests.server.node import TIMEOUT, proto, publish_notification, read_done, read_request, register_request, snapshot

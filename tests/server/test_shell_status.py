@@ -9,8 +9,7 @@ import grpc
 import pytest
 
 from kvferry import errors
-from kvferry.errors import Incompatible, KvferryError, Mismatch
-from kvferry.status import (
+from kvferry._wire.status import (
     DETAILS_KEY,
     WireStatus,
     from_notification_error,
@@ -18,6 +17,7 @@ from kvferry.status import (
     to_notification_error,
     to_status,
 )
+from kvferry.errors import Incompatible, KvferryError, Mismatch
 from kvferry.v1 import errors_pb2
 from kvferry.v1 import kv_transfer_pb2 as pb
 

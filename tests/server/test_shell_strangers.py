@@ -21,18 +21,19 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from kvferry.channel import connect, parse_address
+from kvferry._wire.channel import connect, parse_address
+from kvferry._wire.status import from_rpc_error
 from kvferry.errors import InvalidField, LimitReached, Unreachable
 from kvferry.geometry import RankGeometry
-from kvferry.status import from_rpc_error
 from kvferry.v1 import introspection_pb2 as ipb
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry.v1.introspection_pb2_grpc import IntrospectionStub
 from kvferry.v1.kv_transfer_pb2_grpc import KVTransferStub
-from kvferry_server.config import configure
-from kvferry_server.connections import Doorkeeper, connections_each, host_of
-from kvferry_server.grpc_server import _CAN_MEND
-from kvferry_server.server import NodeServer
+from kvferry_server.domain.hosts import host_of
+from kvferry_server.node.config import configure
+from kvferry_server.node.connections import Doorkeeper, connections_each
+from kvferry_server.node.grpc_server import _CAN_MEND
+from kvferry_server.node.server import NodeServer
 from tests.fuzz import http2
 from tests.fuzz.http2 import Connection, data, frame, message, request_headers
 from tests.fuzz.target import Party
@@ -48,9 +49,9 @@ ATTACKS = 100
 
 UNMENDED = """
 import functools, sys
-from kvferry_server import server
+from kvferry_server.node import server
 server.make_server = functools.partial(server.make_server, mended=False)
-from kvferry_server.main import run
+from kvferry_server.node.main import run
 sys.exit(run(sys.argv[1:]))
 """
 """kvferryd with grpcio's server as it is."""
@@ -333,7 +334,7 @@ def test_the_request_of_a_stream_is_short(server: Kvferryd) -> None:
 LIMITED = """
 import resource, sys
 resource.setrlimit(resource.RLIMIT_NOFILE, (128, 400))
-from kvferry_server.main import run
+from kvferry_server.node.main import run
 sys.exit(run(sys.argv[1:]))
 """
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from kvferry.channel import TlsConfig, connect
+from kvferry._wire.channel import TlsConfig, connect
 from kvferry.errors import InvalidField
 from tests.server.shell import Authority, Kvferryd, serves, tls_flags
 

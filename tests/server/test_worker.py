@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 
 from kvferry.errors import LimitReached
-from kvferry_server.worker import MAX_WAITING_BYTES, Worker
+from kvferry_server.servicers.worker import MAX_WAITING_BYTES, Worker
 
 WITHIN = 10.0
 

@@ -20,7 +20,7 @@ from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from kvferry.clock import now
+from kvferry._clock import now
 from tests.e2e import pairwise
 from tests.e2e.geometry_cases import CASES, Case
 from tests.e2e.servers import NodeServerProcess

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import psutil
 
-from kvferry.clock import now
+from kvferry._clock import now
 
 SETTLES = 4
 """The first part of a process's life, one in so many, in which it grows to its size."""

@@ -6,7 +6,7 @@ import hashlib
 import hmac
 
 from kvferry import EngineToken
-from kvferry.authority import engine_key, incarnation_of, new_session_secret, publication_key, read_id_of
+from kvferry._wire.authority import engine_key, incarnation_of, new_session_secret, publication_key, read_id_of
 
 SECRET = bytes(range(32))
 

@@ -9,10 +9,10 @@ from random import Random
 import numpy as np
 import pytest
 
-from kvferry.block_use import BlockUse, Pin, Writes
-from kvferry.blocks import BlockIds
+from kvferry._control.block_use import BlockUse, Pin, Writes
 from kvferry.errors import BadBlock
 from kvferry.geometry import Group
+from kvferry.geometry.blocks import BlockIds
 
 GROUPS = (
     Group("full", block_tokens=16, num_blocks=6),

@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.blocks import MAX_BLOCKS, Blocks, blocks_from_proto, blocks_to_proto, check_ids, check_unique
+from kvferry._wire.blocks_codec import blocks_from_proto, blocks_to_proto
 from kvferry.errors import BadBlock, InvalidField
+from kvferry.geometry.blocks import MAX_BLOCKS, Blocks, check_ids, check_unique
 from kvferry.v1 import kv_transfer_pb2 as pb
 
 ids_lists = st.lists(st.integers(0, 2**31 - 1), max_size=60)

@@ -4,8 +4,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.descriptors import DescriptorTable, MemoryPair, PreparedDescriptors, RawDescriptors, chunks
 from kvferry.geometry import MemoryKind
+from kvferry.planner.descriptors import DescriptorTable, MemoryPair, PreparedDescriptors, RawDescriptors, chunks
 
 MEMORY = MemoryPair(MemoryKind.DRAM, 0, MemoryKind.DRAM, 0)
 

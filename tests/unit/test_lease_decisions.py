@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry.judgement import Judgement, judge
-from kvferry.leases import ReaderLease, deadline_after
+from kvferry._control.judgement import Judgement, judge
+from kvferry._control.reader_lease import ReaderLease, deadline_after
 from kvferry.v1 import kv_transfer_pb2 as pb
 
 SENT, REMAINING = 100.0, 10.0

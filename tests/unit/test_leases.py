@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.leases import ReaderLease, deadline_after
+from kvferry._control.reader_lease import ReaderLease, deadline_after
 
 seconds = st.floats(min_value=0.0, max_value=1e4)
 

@@ -6,7 +6,8 @@ import math
 
 import pytest
 
-from kvferry.authority import incarnation_of, new_session_secret
+from kvferry._control.publications import LOCAL_RELEASE_MARGIN, LOCAL_RELEASE_SHARE, Offers, leaves_open
+from kvferry._wire.authority import incarnation_of, new_session_secret
 from kvferry.errors import (
     EngineUnknown,
     InternalError,
@@ -16,7 +17,6 @@ from kvferry.errors import (
     Unavailable,
     Unreachable,
 )
-from kvferry.offers import LOCAL_RELEASE_MARGIN, LOCAL_RELEASE_SHARE, Offers, leaves_open
 from kvferry.v1 import kv_transfer_pb2 as pb
 
 SECRET = new_session_secret()

@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from kvferry.authority import incarnation_of, new_session_secret
-from kvferry.offers import Offers
+from kvferry._control.publications import Offers
+from kvferry._wire.authority import incarnation_of, new_session_secret
 from kvferry.v1 import kv_transfer_pb2 as pb
 
 SECRET = new_session_secret()

@@ -6,16 +6,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.authority import engine_key
-from kvferry.errors import BadReference
-from kvferry.reference import (
+from kvferry._wire.authority import engine_key
+from kvferry._wire.reference import (
     MAX_LENGTH,
     format_engine_reference,
     format_reference,
     parse_engine_reference,
     parse_reference,
 )
-from kvferry.spec import EngineToken
+from kvferry._wire.token import EngineToken
+from kvferry.errors import BadReference
 from kvferry.v1 import kv_transfer_pb2 as pb
 
 

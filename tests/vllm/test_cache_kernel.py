@@ -17,12 +17,13 @@ from vllm import _custom_ops as ops
 from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 from vllm.v1.attention.backends.mla.cpu_mla import CPUMLAImpl
 
-from kvferry import Blocks, EngineGeometry, Group, Interval, RankGeometry, formats, plan_read
-from kvferry.descriptors import Descriptors
+from kvferry import Blocks, EngineGeometry, Group, Interval, RankGeometry, plan_read
+from kvferry._memory.permute import HostSpace
 from kvferry.errors import Incompatible
-from kvferry.paths import Path, PathRule
-from kvferry.permute import HostSpace
-from kvferry.tensors import Holding
+from kvferry.geometry import formats
+from kvferry.geometry.tensors import Holding
+from kvferry.planner import Path, PathRule
+from kvferry.planner.descriptors import Descriptors
 from tests.plan.simulation import copies
 
 LAYERS = ("layers.0", "layers.1")

@@ -9,6 +9,7 @@ and outputs are plain values that pickle, and `plain` makes of them what msgpack
 the guide.
 """
 
+from kvferry._memory.tails import Tails as Tails
 from kvferry.engine.scheduler import SchedulerPort as SchedulerPort
 from kvferry.engine.scheduler import SchedulerStats as SchedulerStats
 from kvferry.engine.values import Finished as Finished
@@ -17,4 +18,3 @@ from kvferry.engine.values import RankEnd as RankEnd
 from kvferry.engine.values import ReadEnd as ReadEnd
 from kvferry.engine.values import WorkerOutput as WorkerOutput
 from kvferry.engine.worker import WorkerPort as WorkerPort
-from kvferry.tails import Tails as Tails

@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from kvferry import arguments
-from kvferry.blocks import Blocks, blocks_by_group
-from kvferry.cache import OPEN_TIMEOUT, READ_TIMEOUT
-from kvferry.client import Client
-from kvferry.engine.publishing import Publishing
-from kvferry.engine.reads import Reads, Stage
+from kvferry import _arguments as arguments
+from kvferry._cache import OPEN_TIMEOUT, READ_TIMEOUT
+from kvferry._client import Client
+from kvferry._control.publications import Publication, Release
+from kvferry._engine_spec import EngineSpec
+from kvferry._forks import OneProcess
+from kvferry._wire.token import EngineToken
+from kvferry.engine.publisher import Publishing
+from kvferry.engine.scheduler_reads import Reads, Stage
 from kvferry.engine.values import Finished, Grant, WorkerOutput
-from kvferry.forks import OneProcess
-from kvferry.offers import Publication, Release
-from kvferry.spec import EngineSpec, EngineToken
+from kvferry.geometry.blocks import Blocks, blocks_by_group
 
 MAX_WAITING = 256
 """Acquisitions that wait at once unless the engine says otherwise."""

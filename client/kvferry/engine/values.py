@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from kvferry.blocks import MAX_BLOCKS, Blocks
 from kvferry.errors import InvalidField, KvferryError, from_name
+from kvferry.geometry.blocks import MAX_BLOCKS, Blocks
 
 Plain = dict[str, Any]
 Value = TypeVar("Value")

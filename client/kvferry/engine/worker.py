@@ -7,18 +7,19 @@ from collections.abc import Mapping
 from concurrent.futures import Future
 from typing import Any
 
-from kvferry import arguments
-from kvferry.blocks import Blocks, blocks_by_group
-from kvferry.cache import OPEN_TIMEOUT, Cache
-from kvferry.client import Client
-from kvferry.clock import now
+from kvferry import _arguments as arguments
+from kvferry._cache import OPEN_TIMEOUT, Cache
+from kvferry._client import Client
+from kvferry._clock import now
+from kvferry._engine_spec import EngineSpec
+from kvferry._forks import OneProcess
+from kvferry._memory.tails import Tails
+from kvferry._reads.rank_reads import RankOrder, RankRead, RankReads
+from kvferry._wire.token import EngineToken
 from kvferry.engine.values import Grant, RankEnd, WorkerOutput
 from kvferry.errors import InvalidField, KvferryError
-from kvferry.forks import OneProcess
-from kvferry.rank_reads import RankOrder, RankRead, RankReads
-from kvferry.spec import EngineSpec, EngineToken
-from kvferry.tails import Tails
-from kvferry.tensors import Tensor
+from kvferry.geometry.blocks import Blocks, blocks_by_group
+from kvferry.geometry.tensors import Tensor
 
 MAX_DONE = 65_536
 """Reads that are remembered after their end was acknowledged: hours of them, where a grant is delivered twice within

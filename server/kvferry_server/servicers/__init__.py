@@ -6,11 +6,11 @@ import grpc.aio
 
 from kvferry.v1.introspection_pb2_grpc import add_IntrospectionServicer_to_server
 from kvferry.v1.kv_transfer_pb2_grpc import add_KVTransferServicer_to_server
-from kvferry_server.home import Home
-from kvferry_server.relays import Relays
+from kvferry_server.home.home import Home
 from kvferry_server.servicers.introspection import Introspection
 from kvferry_server.servicers.kv_transfer import KVTransfer
-from kvferry_server.worker import Worker
+from kvferry_server.servicers.relay import Relays
+from kvferry_server.servicers.worker import Worker
 
 
 def add_servicers(server: grpc.aio.Server, home: Home, relays: Relays, worker: Worker) -> None:

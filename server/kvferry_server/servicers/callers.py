@@ -7,8 +7,8 @@ from typing import Any, TypeAlias
 
 import grpc.aio
 
-from kvferry_server.connections import host_of
-from kvferry_server.identity import NOBODY, Names
+from kvferry_server.domain.hosts import host_of
+from kvferry_server.domain.identity import NOBODY, Names
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 

@@ -6,12 +6,12 @@ from __future__ import annotations
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 
-from kvferry.authority import SECRET_BYTES
-from kvferry.channel import MAX_MESSAGE_BYTES
-from kvferry.clock import from_duration
+from kvferry._clock import from_duration
+from kvferry._wire.authority import SECRET_BYTES
+from kvferry._wire.channel import MAX_MESSAGE_BYTES
 from kvferry.errors import InvalidField
 from kvferry.v1 import kv_transfer_pb2 as pb
-from kvferry_server.identity import EngineRef
+from kvferry_server.domain.identity import EngineRef
 
 MAX_TEXT = 256
 MAX_SECONDS = 1e9

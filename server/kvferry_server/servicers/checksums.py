@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvferry.checksums import places_of, runs_of
 from kvferry.errors import InvalidField
-from kvferry.geometry import Interval
+from kvferry.geometry.model import Interval
+from kvferry.planner.checksum import places_of, runs_of
 from kvferry.v1 import kv_transfer_pb2 as pb
-from kvferry_server.checksums import Page, Query, answers, check_places
-from kvferry_server.home import Home
-from kvferry_server.identity import EngineRef, Names
+from kvferry_server.domain.checksum_pages import Page, Query, answers, check_places
+from kvferry_server.domain.identity import EngineRef, Names
+from kvferry_server.home.home import Home
 from kvferry_server.servicers import checks
 from kvferry_server.servicers.turns import Turns
-from kvferry_server.worker import Worker
+from kvferry_server.servicers.worker import Worker
 
 MAX_PAGE_SUMS = 1 << 17
 """Sums of one notification."""

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from kvferry.blocks import MAX_BLOCKS
-from kvferry.codec import groups_from_proto, rank_from_proto, region_from_proto
+from kvferry._wire.geometry_codec import groups_from_proto, rank_from_proto, region_from_proto
+from kvferry._wire.reference import ENGINE_PREFIX, parse_engine_reference, parse_reference
 from kvferry.errors import InvalidField, NotImplementedHere
-from kvferry.geometry import EngineGeometry
-from kvferry.reference import ENGINE_PREFIX, parse_engine_reference, parse_reference
+from kvferry.geometry.blocks import MAX_BLOCKS
+from kvferry.geometry.model import EngineGeometry
 from kvferry.v1 import geometry_pb2
 from kvferry.v1 import kv_transfer_pb2 as pb
-from kvferry_server.events import Process, Role
-from kvferry_server.identity import EngineRef, Names
-from kvferry_server.leases import Ask, RankOutcome, RankReport, ReadKey
-from kvferry_server.publications import MAX_PAYLOAD, GroupBlocks, Offer
-from kvferry_server.registrations import Agent, Registration
+from kvferry_server.domain.identity import EngineRef, Names
+from kvferry_server.domain.offers import MAX_PAYLOAD, GroupBlocks, Offer
+from kvferry_server.domain.reads import Ask, RankOutcome, RankReport, ReadKey
+from kvferry_server.domain.registrations import Agent, Registration
+from kvferry_server.domain.sources import MAX_HEADER_BYTES, MAX_RANK_BYTES, agent_bytes, engine_header, rank_bytes
+from kvferry_server.domain.watch_feed import Process, Role
 from kvferry_server.servicers.checks import engine_ref, positive, random_bytes, session_secret, text
-from kvferry_server.sources import MAX_HEADER_BYTES, MAX_RANK_BYTES, agent_bytes, engine_header, rank_bytes
 
 MAX_METADATA = 2 << 20
 """Bytes of a NIXL agent's metadata."""

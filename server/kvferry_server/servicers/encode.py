@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from kvferry.clock import to_duration
+from kvferry._clock import to_duration
 from kvferry.v1 import introspection_pb2 as ipb
 from kvferry.v1 import kv_transfer_pb2 as pb
-from kvferry_server.engines import MISSING_TOLD, Engine
-from kvferry_server.events import Event, PublicationReleased, RankLost
-from kvferry_server.identity import EngineRef
-from kvferry_server.leases import Lease, RankReport, ReadState, RevokeReason
-from kvferry_server.publications import GroupBlocks, Offer, Publication, Stage
-from kvferry_server.streams import (
+from kvferry_server.domain.identity import EngineRef
+from kvferry_server.domain.offers import GroupBlocks, Offer
+from kvferry_server.domain.publications import Lease, Publication, Stage
+from kvferry_server.domain.reads import RankReport, ReadState, RevokeReason
+from kvferry_server.domain.registry import MISSING_TOLD, Engine
+from kvferry_server.domain.times import Times
+from kvferry_server.domain.watch_feed import Event, PublicationReleased, RankLost
+from kvferry_server.home.streams import (
     Accepted,
     Completed,
     Lagged,
@@ -20,7 +22,6 @@ from kvferry_server.streams import (
     Synced,
     WatchMessage,
 )
-from kvferry_server.times import Times
 
 MAX_TOLD_READS = 256
 """Reads that are told with a release."""

@@ -12,22 +12,22 @@ from typing import Any, TypeAlias, TypeVar
 
 import grpc.aio
 
-from kvferry.codec import engine_from_proto
+from kvferry._wire.geometry_codec import engine_from_proto
+from kvferry._wire.plan_codec import plan_to_proto
 from kvferry.errors import InvalidField, LimitReached
-from kvferry.explain import plan_to_proto
-from kvferry.geometry import EngineGeometry
-from kvferry.plan import plan_read
+from kvferry.geometry.model import EngineGeometry
+from kvferry.planner.plan import plan_read
 from kvferry.v1 import geometry_pb2
 from kvferry.v1 import introspection_pb2 as ipb
 from kvferry.v1.introspection_pb2_grpc import IntrospectionServicer
-from kvferry_server.engines import Engine
-from kvferry_server.home import Home
-from kvferry_server.identity import EngineRef
+from kvferry_server.domain.identity import EngineRef
+from kvferry_server.domain.registry import Engine
+from kvferry_server.domain.sources import MAX_RANK_BYTES, engine_header
+from kvferry_server.home.home import Home
 from kvferry_server.servicers import checks, encode
 from kvferry_server.servicers.callers import peer_of
 from kvferry_server.servicers.paging import MAX_SIZE, check_size, make_token, number_key, page, parse_token
-from kvferry_server.sources import MAX_RANK_BYTES, engine_header
-from kvferry_server.worker import Worker
+from kvferry_server.servicers.worker import Worker
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 Shelf = TypeVar("Shelf")

@@ -10,18 +10,18 @@ from typing import Any, TypeAlias
 
 import grpc.aio
 
-from kvferry.clock import to_duration
+from kvferry._clock import to_duration
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry.v1.kv_transfer_pb2_grpc import KVTransferServicer
-from kvferry_server.engines import MISSING_TOLD
-from kvferry_server.home import Home
-from kvferry_server.relays import Relays
+from kvferry_server.domain.registry import MISSING_TOLD
+from kvferry_server.home.home import Home
+from kvferry_server.home.streams import read_blocks, watch
 from kvferry_server.servicers import checks, decode, encode
 from kvferry_server.servicers.callers import names_of, peer_of
 from kvferry_server.servicers.checksums import read_checksums
 from kvferry_server.servicers.notify import notify
-from kvferry_server.streams import read_blocks, watch
-from kvferry_server.worker import Worker
+from kvferry_server.servicers.relay import Relays
+from kvferry_server.servicers.worker import Worker
 
 ANSWER_SHARE = 0.05
 ANSWER_MOST = 0.1

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from kvferry.clock import to_duration
+from kvferry._clock import to_duration
+from kvferry._wire.status import to_notification_error
 from kvferry.errors import InvalidField, KvferryError
-from kvferry.status import to_notification_error
 from kvferry.v1 import kv_transfer_pb2 as pb
-from kvferry_server.home import Home
-from kvferry_server.identity import EngineRef, Names
+from kvferry_server.domain.identity import EngineRef, Names
+from kvferry_server.home.home import Home
 from kvferry_server.servicers import checks, decode, encode
 from kvferry_server.servicers.checksums import publish_checksums
 from kvferry_server.servicers.turns import Turns

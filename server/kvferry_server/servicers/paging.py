@@ -17,7 +17,7 @@ from typing import TypeAlias, TypeVar
 from google.protobuf.message import Message
 
 from kvferry.errors import InvalidField
-from kvferry_server.identity import EngineRef
+from kvferry_server.domain.identity import EngineRef
 from kvferry_server.servicers.checks import entry_size
 
 DEFAULT_SIZE = 100

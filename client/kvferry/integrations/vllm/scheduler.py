@@ -9,7 +9,7 @@ from typing import Any
 
 from vllm.v1.request import RequestStatus
 
-from kvferry.client import Client
+from kvferry._client import Client
 from kvferry.engine import Grant, ReadEnd, SchedulerPort
 from kvferry.errors import KvferryError
 from kvferry.integrations.vllm.setup import Setup

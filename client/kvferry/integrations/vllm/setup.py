@@ -14,12 +14,12 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec
 
-from kvferry import formats
-from kvferry.blocks import Blocks
+from kvferry._engine_spec import EngineSpec
 from kvferry.errors import InvalidField
-from kvferry.geometry import Group, GroupKind, Interval, Plane
-from kvferry.spec import EngineSpec
-from kvferry.tensors import Holding, Tensor
+from kvferry.geometry import formats
+from kvferry.geometry.blocks import Blocks
+from kvferry.geometry.model import Group, GroupKind, Interval, Plane
+from kvferry.geometry.tensors import Holding, Tensor
 
 NULL_BLOCK = 0
 """vLLM's block pool keeps its first block for "no block"."""

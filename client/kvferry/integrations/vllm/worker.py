@@ -9,14 +9,14 @@ from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
 
-from kvferry.client import Client
+from kvferry._client import Client
+from kvferry._threads import start_thread
 from kvferry.engine import RankEnd, WorkerOutput, WorkerPort
 from kvferry.errors import KvferryError
-from kvferry.geometry import Plane
+from kvferry.geometry.model import Plane
+from kvferry.geometry.tensors import Tensor
 from kvferry.integrations.vllm.setup import Setup
 from kvferry.integrations.vllm.values import StepMetadata, WorkerNews
-from kvferry.tensors import Tensor
-from kvferry.threads import start_thread
 
 logger = logging.getLogger(__name__)
 

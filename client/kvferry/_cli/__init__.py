@@ -1,0 +1,61 @@
+"""The command `kvferry`: what a node server knows, as tables or JSON; plans; a demonstration.
+
+Commands import what they need when they run, so that help is quick, and nothing here imports torch or NIXL.
+
+Exit codes: 0; 1 when a node server refuses or cannot be reached; 2 for wrong usage; 130 after Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+import typer
+
+from kvferry._cli.demo import demo
+from kvferry._cli.engines import engine, engines
+from kvferry._cli.plan import plan
+from kvferry._cli.requests import requests
+from kvferry._cli.transfers import transfers
+from kvferry._cli.version import version
+
+if TYPE_CHECKING:
+    from kvferry.errors import KvferryError
+
+app = typer.Typer(
+    name="kvferry",
+    help="Look at what moves between inference engines. Every command takes --help.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+for _command in (engines, engine, requests, transfers, plan, demo, version):
+    app.command()(_command)
+
+
+def main() -> None:
+    """Entry point of the command."""
+    from kvferry.errors import KvferryError
+
+    try:
+        app()
+    except KvferryError as error:
+        print(f"kvferry: {explain(error)}", file=sys.stderr)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def explain(error: KvferryError) -> str:
+    """An error as one line that says what to do about it, where that is known."""
+    from kvferry._cli.render import safe
+    from kvferry.errors import EngineUnknown, NotImplementedHere, Unreachable
+
+    text = safe(" ".join(error.message.split()))
+    if isinstance(error, Unreachable):
+        return f"{text}. Is kvferryd running there? Another one is named with --server or KVFERRY_SERVER"
+    if isinstance(error, EngineUnknown):
+        return f"{text}. `kvferry engines` lists those it has"
+    if isinstance(error, NotImplementedHere):
+        return f"{text}. Is it another version, or no node server of kvferry at all?"
+    return text

@@ -1,0 +1,111 @@
+"""What every command that asks a node server shares: its options, the connection, and paging."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+import typer
+
+# Nothing here imports gRPC or protobuf before a command runs: `kvferry --help` has to be quick.
+if TYPE_CHECKING:
+    from kvferry.v1 import introspection_pb2
+    from kvferry.v1.introspection_pb2_grpc import IntrospectionStub
+
+DEFAULT_SERVER = "unix:/run/kvferry/node.sock"
+PAGE_SIZE = 1000
+
+Response = TypeVar("Response")
+
+Server = Annotated[
+    str,
+    typer.Option(
+        "--server", envvar="KVFERRY_SERVER", metavar="ADDRESS", help="Node server to ask: unix:/path or host:port."
+    ),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON: the fields of the protos, complete and stable.")]
+Timeout = Annotated[float, typer.Option("--timeout", min=0.001, metavar="SECONDS", help="Longest wait for an answer.")]
+TlsCa = Annotated[
+    Path | None,
+    typer.Option(
+        "--tls-ca", envvar="KVFERRY_TLS_CA", metavar="FILE", help="PEM file of the authority that signed the server."
+    ),
+]
+TlsCert = Annotated[
+    Path | None,
+    typer.Option(
+        "--tls-cert", envvar="KVFERRY_TLS_CERT", metavar="FILE", help="PEM file of a client certificate (mTLS)."
+    ),
+]
+TlsKey = Annotated[
+    Path | None,
+    typer.Option("--tls-key", envvar="KVFERRY_TLS_KEY", metavar="FILE", help="PEM file of the certificate's key."),
+]
+
+
+@contextmanager
+def introspection(
+    server: str, timeout: float, tls_ca: Path | None, tls_cert: Path | None, tls_key: Path | None
+) -> Iterator[Asker]:
+    """A connection to a node server, as the options say.
+
+    Raises:
+        typer.BadParameter: an address or file that cannot be used.
+        KvferryError: what the node server answered, or that it cannot be reached.
+    """
+    import grpc
+
+    from kvferry._wire.channel import TlsConfig, connect
+    from kvferry._wire.status import from_rpc_error
+    from kvferry.errors import InvalidInput
+    from kvferry.v1.introspection_pb2_grpc import IntrospectionStub
+
+    try:
+        any_tls = tls_ca is not None or tls_cert is not None or tls_key is not None
+        channel = connect(server, TlsConfig(tls_ca, tls_cert, tls_key) if any_tls else None)
+    except InvalidInput as error:
+        raise typer.BadParameter(str(error)) from None
+    with channel:
+        try:
+            yield Asker(IntrospectionStub(channel), timeout)
+        except grpc.RpcError as error:
+            raise from_rpc_error(error, server) from None
+
+
+class Asker:
+    """Calls to one node server, with the timeout of the command."""
+
+    def __init__(self, stub: IntrospectionStub, timeout: float) -> None:
+        self.stub = stub
+        self.timeout = timeout
+
+    def engine(self, engine_id: str) -> introspection_pb2.GetEngineResponse:
+        """An engine with all its ranks, from however many pages."""
+        from kvferry.v1 import introspection_pb2
+
+        request = introspection_pb2.GetEngineRequest(engine_id=engine_id)
+        whole = self.stub.GetEngine(request, timeout=self.timeout)
+        while whole.next_page_token:
+            request.page_token = whole.next_page_token
+            page = self.stub.GetEngine(request, timeout=self.timeout)
+            whole.geometry.ranks.extend(page.geometry.ranks)
+            whole.next_page_token = page.next_page_token
+        return whole
+
+    def all_pages(self, call: Callable[..., Response], request: Any, field: str) -> Response:
+        """All pages of a list as one response."""
+        request.page_size = PAGE_SIZE
+        whole: Any = None
+        while True:
+            page: Any = call(request, timeout=self.timeout)
+            if whole is None:
+                whole = page
+            else:
+                getattr(whole, field).extend(getattr(page, field))
+            if not page.next_page_token:
+                whole.next_page_token = ""
+                answer: Response = whole
+                return answer
+            request.page_token = page.next_page_token

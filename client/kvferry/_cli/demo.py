@@ -1,0 +1,203 @@
+"""`kvferry demo`: two engines on this machine, and every byte checked."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from kvferry._demo.run import Outcome
+    from kvferry.geometry.model import EngineGeometry
+    from kvferry.planner.line_rule import Stripe
+
+LLAMA_3_8B = {"layers": 32, "kv_heads": 8, "head_dim": 128, "dtype": "bfloat16", "attention": "gqa"}
+
+
+def default_geometry(engine_id: str, tp_size: int) -> dict[str, Any]:
+    """Llama-3-8B's cache, with fewer blocks than an engine would have so that it fits a small machine."""
+    return {
+        "engine_id": engine_id,
+        "tp_size": tp_size,
+        "pp_size": 1,
+        "layout": "HND",
+        "block_size": 16,
+        "num_blocks": 320,
+        "model": LLAMA_3_8B,
+    }
+
+
+def demo(
+    source: Annotated[
+        Path | None, typer.Option(help="Geometry file of the engine that is read from. Default: Llama-3-8B, TP4.")
+    ] = None,
+    destination: Annotated[
+        Path | None, typer.Option(help="Geometry file of the engine that reads. Default: Llama-3-8B, TP2.")
+    ] = None,
+    requests: Annotated[int, typer.Option(min=1, help="Requests moved at once.")] = 8,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens of each request, about.")] = 512,
+    ucx_tls: Annotated[str, typer.Option(help="UCX transports, e.g. tcp. Default: what UCX chooses.")] = "",
+    seed: Annotated[int, typer.Option(help="Seed of the block tables.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the outcome as JSON.")] = False,
+) -> None:
+    """Start two node servers and two engines on this machine, move several requests from one to the other, verify every
+    byte.
+
+    Everything runs in processes of its own, over real NIXL, and nothing is left behind: no process, socket or memory.
+    """
+    from rich.console import Console
+
+    from kvferry._demo.run import Reporter, run_demo
+    from kvferry.errors import KvferryError
+
+    console = Console(stderr=as_json)
+    try:
+        engines = (
+            _geometry(source, default_geometry("prefill", 4), requests, tokens),
+            _geometry(destination, default_geometry("decode", 2), requests, tokens),
+        )
+        _introduce(console, *engines)
+        with _bar(console) as bar:
+            task = bar.add_task("", total=None)
+            report = Reporter(
+                # Without a terminal there is no bar; a log gets a line per phase.
+                phase=lambda text: bar.update(task, description=text) if console.is_terminal else console.print(text),
+                total=lambda count: bar.update(task, total=count),
+                done=lambda count: bar.update(task, completed=count),
+            )
+            outcome = run_demo(*engines, requests=requests, tokens=tokens, ucx_tls=ucx_tls, seed=seed, report=report)
+    except KvferryError as error:
+        typer.echo(f"kvferry demo: {error}", err=True)
+        raise typer.Exit(2) from None
+    except KeyboardInterrupt:
+        typer.echo("kvferry demo: interrupted; everything it started has ended", err=True)
+        raise typer.Exit(130) from None
+    if as_json:
+        json.dump(_as_json(outcome), sys.stdout, indent=2)
+        sys.stdout.write("\n")
+    else:
+        _conclude(console, outcome)
+    if outcome.failures:
+        for failure in outcome.failures:
+            typer.echo(f"kvferry demo: {failure}", err=True)
+        raise typer.Exit(1)
+
+
+def _geometry(file: Path | None, default: dict[str, Any], requests: int, tokens: int) -> EngineGeometry:
+    from kvferry.geometry import file as geometry_file
+
+    if file is None:
+        return geometry_file.parse(default)
+    geometry_file.load(file)  # says what is wrong with the file as it stands
+    return geometry_file.parse(_with_fewer_blocks(json.loads(file.read_text()), requests, tokens))
+
+
+def _with_fewer_blocks(document: dict[str, Any], requests: int, tokens: int) -> dict[str, Any]:
+    """No more blocks than the requests need: a real engine's cache would not fit the machine many times over."""
+    groups = document.get("groups", [])
+    sizes = [part["block_size"] for part in (document, *groups) if "block_size" in part]
+    # One request more for the first contact, a block more for each ragged end, and all groups may share one pool.
+    most = (requests + 1) * (-(-tokens // min(sizes, default=1)) + 2) * max(1, len(groups)) + 1
+
+    def capped(part: dict[str, Any]) -> dict[str, Any]:
+        return {**part, "num_blocks": min(part["num_blocks"], most)} if "num_blocks" in part else part
+
+    return {**capped(document), "groups": [capped(group) for group in groups]} if groups else capped(document)
+
+
+def _bar(console: Console) -> Any:
+    from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, TextColumn, TransferSpeedColumn
+
+    return Progress(
+        SpinnerColumn(),
+        TextColumn("{task.description:<58}"),
+        BarColumn(),
+        DownloadColumn(binary_units=True),
+        TransferSpeedColumn(),
+        console=console,
+        transient=True,
+    )
+
+
+def _introduce(console: Console, source: EngineGeometry, destination: EngineGeometry) -> None:
+    for role, engine in (("source", source), ("destination", destination)):
+        layers = len({plane.layer for _, plane in engine.planes()})
+        groups = ", ".join(f"{g.name}: {g.num_blocks} blocks of {g.block_tokens or 1}" for g in engine.groups)
+        console.print(
+            f"{role:<12} {engine.engine_id}: {len(engine.ranks)} ranks, {layers} layers; {groups}", highlight=False
+        )
+
+
+def _conclude(console: Console, outcome: Outcome) -> None:
+    from rich.table import Table
+
+    table = Table(title="who read what from whom", title_justify="left")
+    for column in ("rank", "from", "units", "blocks"):
+        table.add_column(column)
+    table.add_column("MiB", justify="right")
+    for rank, plan in outcome.plans.items():
+        labels = {source.rank: source.label for source in plan.source.ranks}
+        for source_rank in plan.source_ranks:
+            reads = [read for read in plan.reads if read.source_rank == source_rank]
+            units = sorted({(read.units.begin, str(read.units)) for read in reads})
+            stripes = sorted({_share(read.stripe) for read in reads})
+            table.add_row(
+                plan.rank.label,
+                labels[source_rank],
+                ", ".join(text for _, text in units),
+                ", ".join(stripes),
+                f"{outcome.by_source[rank][source_rank] / 2**20:,.0f}",
+            )
+    console.print(table)
+    moved = [item for items in outcome.moved.values() for item in items]
+    verified = outcome.verified.values()
+    rate = outcome.total_bytes / outcome.seconds if outcome.seconds else 0.0
+    pieces, descriptors = sum(item.pieces for item in moved), sum(item.descriptors for item in moved)
+    released = ", ".join(sorted({release.outcome.name for release in outcome.releases})) or "none"
+    lines = (
+        f"first read   {outcome.first_contact:.2f} s with handshakes, agents and connections; not counted below",
+        f"moved        {outcome.total_bytes / 2**20:,.0f} MiB in {len(moved)} reads, {outcome.seconds:.2f} s",
+        f"descriptors  {descriptors:,} for {pieces:,} contiguous pieces",
+        f"speed        {rate / 1e9:.2f} GB/s, {100 * rate / outcome.memcpy_rate:.0f} % of one thread's memcpy "
+        f"({outcome.memcpy_rate / 1e9:.2f} GB/s in the same run)",
+        f"verified     {sum(v.right for v in verified):,} bytes right, {sum(v.wrong for v in verified):,} wrong, "
+        f"{sum(v.strayed for v in verified):,} written where nobody asked",
+        f"released     {len(outcome.releases)} publications: {released}",
+    )
+    for line in lines:
+        console.print(line, highlight=False)
+
+
+def _share(stripe: Stripe) -> str:
+    return "all" if stripe.whole else f"{stripe.begin}/{stripe.of} to {stripe.end}/{stripe.of}"
+
+
+def _as_json(outcome: Outcome) -> dict[str, object]:
+    return {
+        "bytes": outcome.total_bytes,
+        "first_contact_seconds": outcome.first_contact,
+        "seconds": outcome.seconds,
+        "memcpy_bytes_per_second": outcome.memcpy_rate,
+        "released": len(outcome.releases),
+        "ranks": [
+            {
+                "rank": rank,
+                "source_ranks": list(plan.source_ranks),
+                "bytes_by_source": {str(source): count for source, count in outcome.by_source[rank].items()},
+                "reads": [
+                    {"request": m.request, "bytes": m.bytes, "descriptors": m.descriptors, "error": m.error}
+                    for m in outcome.moved[rank]
+                ],
+                "right": outcome.verified[rank].right,
+                "wrong": outcome.verified[rank].wrong,
+                "strayed": outcome.verified[rank].strayed,
+            }
+            for rank, plan in outcome.plans.items()
+        ],
+        "failures": outcome.failures,
+    }

@@ -1,0 +1,127 @@
+"""`kvferry engines` and `kvferry engine ID`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvferry._cli.connection import DEFAULT_SERVER, AsJson, Server, Timeout, TlsCa, TlsCert, TlsKey, introspection
+from kvferry._cli.render import add_row, console, enum_name, print_json, ranges, safe, short, size, table
+
+if TYPE_CHECKING:
+    from kvferry.v1 import geometry_pb2, introspection_pb2
+
+
+def engines(
+    server: Server = DEFAULT_SERVER,
+    as_json: AsJson = False,
+    timeout: Timeout = 5.0,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+) -> None:
+    """List the engines whose home is a node server."""
+    from kvferry.v1 import introspection_pb2
+
+    with introspection(server, timeout, tls_ca, tls_cert, tls_key) as asker:
+        response = asker.all_pages(asker.stub.ListEngines, introspection_pb2.ListEnginesRequest(), "engines")
+    if as_json:
+        print_json(response)
+        return
+    if not response.engines:
+        console().print(f"No engine has its home at {safe(server)}.", markup=False)
+        return
+    rows = table("Engine", "Incarnation", "State", ">Ranks", ">Requests", ">Leases", ">Cache")
+    for summary in response.engines:
+        add_row(
+            rows,
+            summary.engine.engine_id,
+            short(summary.engine.incarnation),
+            _state(summary),
+            _registered(summary),
+            summary.publications,
+            summary.leases,
+            size(summary.cache_bytes),
+        )
+    console().print(rows)
+
+
+def engine(
+    engine_id: Annotated[str, typer.Argument(metavar="ID", help="engine_id, as `kvferry engines` lists it.")],
+    server: Server = DEFAULT_SERVER,
+    as_json: AsJson = False,
+    timeout: Timeout = 5.0,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+) -> None:
+    """Show one engine: what its cache was computed with, its groups, and what each rank holds."""
+    with introspection(server, timeout, tls_ca, tls_cert, tls_key) as asker:
+        response = asker.engine(engine_id)
+    if as_json:
+        print_json(response)
+        return
+    summary, geometry, out = response.summary, response.geometry, console()
+    facts = table("", "")
+    facts.show_header = False
+    add_row(facts, "engine", summary.engine.engine_id)
+    add_row(facts, "incarnation", summary.engine.incarnation.hex())
+    add_row(facts, "state", _state(summary))
+    add_row(facts, "ranks", _registered(summary))
+    add_row(facts, "requests", summary.publications)
+    add_row(facts, "leases", summary.leases)
+    add_row(facts, "cache", size(summary.cache_bytes))
+    for key, value in sorted(geometry.identity.items()):
+        add_row(facts, key, value)
+    out.print(facts)
+    out.print(_groups(geometry), _ranks(geometry), sep="\n")
+
+
+def _groups(geometry: geometry_pb2.EngineGeometry) -> object:
+    from kvferry.v1 import geometry_pb2
+
+    rows = table("Group", "Kind", ">Block tokens", ">Blocks", ">Null block", ">Window", "Pool", title="Groups")
+    for group in geometry.groups:
+        add_row(
+            rows,
+            group.name,
+            enum_name(geometry_pb2.GroupKind, group.kind, "GROUP_KIND_"),
+            group.block_tokens or "-",
+            group.num_blocks,
+            group.null_block if group.has_null_block else "-",
+            group.window_tokens or "-",
+            group.pool or "own",
+        )
+    return rows
+
+
+def _ranks(geometry: geometry_pb2.EngineGeometry) -> object:
+    rows = table(">Rank", "Labels", ">Layers", "Holds", "Format", title="Ranks")
+    for rank in geometry.ranks:
+        held = {
+            f"{plane.component} {plane.unit_begin}-{plane.unit_end - 1} of {plane.axis_size}": None
+            for plane in rank.planes
+        }
+        add_row(
+            rows,
+            rank.rank,
+            ", ".join(f"{name} {value}" for name, value in sorted(rank.labels.items())),
+            len({plane.layer for plane in rank.planes}),
+            ", ".join(held),
+            ", ".join(dict.fromkeys(f"{plane.format} {plane.dtype}".strip() for plane in rank.planes)),
+        )
+    return rows
+
+
+def _registered(summary: introspection_pb2.EngineSummary) -> str:
+    return f"{summary.num_ranks - summary.num_missing}/{summary.num_ranks}"
+
+
+def _state(summary: introspection_pb2.EngineSummary) -> str:
+    from kvferry.v1 import introspection_pb2
+
+    name = enum_name(introspection_pb2.EngineState, summary.state, "ENGINE_STATE_")
+    missing, left = summary.missing_ranks, summary.num_missing - len(summary.missing_ranks)
+    more = f" and {left} more" if left else ""
+    return f"{name} (missing {'rank' if len(missing) == 1 else 'ranks'} {ranges(missing)}{more})" if missing else name

@@ -1,0 +1,179 @@
+"""`kvferry plan`: who would read what from whom, without reading it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvferry._cli.connection import Timeout, TlsCa, TlsCert, TlsKey, introspection
+from kvferry._cli.render import safe
+
+if TYPE_CHECKING:
+    from kvferry.errors import KvferryError
+    from kvferry.geometry.model import EngineGeometry
+    from kvferry.planner.plan import ReadPlan
+
+IMPOSSIBLE = 2
+"""Exit code for a pair that cannot be read, as for wrong usage: repeating will not help."""
+
+
+def plan(
+    source: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Geometry file of the engine that is read from.")
+    ] = None,
+    destination: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Geometry file of the engine that reads.")
+    ] = None,
+    source_engine: Annotated[
+        str, typer.Option(metavar="ID@ADDRESS", help="A live engine at its home, instead of --source.")
+    ] = "",
+    destination_engine: Annotated[
+        str, typer.Option(metavar="ID@ADDRESS", help="A live engine at its home, instead of --destination.")
+    ] = "",
+    rank: Annotated[
+        str, typer.Option(metavar="TP[,PP]", help="Plan for one destination rank only, by tp_rank and pp_rank.")
+    ] = "",
+    layers: Annotated[
+        str, typer.Option(metavar="A:B", help="Plan for layers A to B - 1 only, counted as the plan counts them.")
+    ] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON; its shape is kept stable.")] = False,
+    svg: Annotated[Path | None, typer.Option(metavar="FILE", help="Also draw the plan.")] = None,
+    striping: Annotated[bool, typer.Option(help="Spread reads over replicas.")] = True,
+    timeout: Timeout = 5.0,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+) -> None:
+    """Plan a read between two engines: who reads what from whom, bytes and descriptors.
+
+    Each engine is a geometry file (docs/geometry.schema.json, examples/geometry) or a live one, as ID@ADDRESS of its
+    home. Exits with 2 if the pair cannot be read.
+    """
+    from kvferry.errors import Incompatible, InvalidInput
+
+    tls = (tls_ca, tls_cert, tls_key)
+    try:
+        theirs = _engine("source", source, source_engine, timeout, tls)
+        mine = _engine("destination", destination, destination_engine, timeout, tls)
+        plans = _some_layers(_plans(theirs, mine, rank, striping), layers)
+    except (Incompatible, InvalidInput) as error:
+        _refuse(error, as_json)
+        raise typer.Exit(IMPOSSIBLE) from None
+    if svg is not None:
+        from kvferry.planner.explain_svg import to_svg
+
+        try:
+            svg.write_text(to_svg(plans))
+        except OSError as error:
+            raise typer.BadParameter(f"cannot write {svg}: {error.strerror}", param_hint="--svg") from None
+    if as_json:
+        from kvferry.planner.explain_json import to_json
+
+        print(json.dumps(to_json(plans), indent=2))
+    else:
+        from kvferry.planner.explain_text import to_text
+
+        print("\n".join(safe(line) for line in to_text(plans).splitlines()))
+
+
+def _plans(source: EngineGeometry, destination: EngineGeometry, rank: str, striping: bool) -> list[ReadPlan]:
+    """The plans of the wanted ranks; all mismatches of all ranks if there are any."""
+    from kvferry.errors import Incompatible
+    from kvferry.planner.compatibility import diff
+    from kvferry.planner.plan import plan_read
+
+    ranks = _ranks(destination, rank)
+    mismatches = diff(source, destination)
+    if mismatches:
+        raise Incompatible(mismatches)
+    return [plan_read(source, destination, index, striping=striping) for index in ranks]
+
+
+def _some_layers(plans: list[ReadPlan], wanted: str) -> list[ReadPlan]:
+    """The part of the plans that reads the wanted layers; empty wants all."""
+    from kvferry.planner.explain import layer_order
+
+    if not wanted:
+        return plans
+    begin, colon, end = wanted.partition(":")
+    order = layer_order(plans)
+    if not (colon and all(part.isascii() and part.isdigit() for part in (begin, end)) and int(begin) < int(end)):
+        raise typer.BadParameter(f"{wanted!r} is not A:B with A < B", param_hint="--layers")
+    if int(end) > len(order):
+        raise typer.BadParameter(f"there are {len(order)} layers, not {end}", param_hint="--layers")
+    names = {name for name, place in order.items() if int(begin) <= place < int(end)}
+    return [plan.only(lambda plane: plane.layer in names) for plan in plans]
+
+
+def _ranks(destination: EngineGeometry, wanted: str) -> list[int]:
+    """Indices of the ranks with the wanted tp_rank and pp_rank; empty wants all."""
+    if not wanted:
+        return [rank.rank for rank in destination.ranks]
+    parts = wanted.split(",")
+    if len(parts) > 2 or not all(part.isascii() and part.isdigit() for part in parts):
+        raise typer.BadParameter(f"{wanted!r} is not TP or TP,PP", param_hint="--rank")
+    tp, pp = int(parts[0]), int(parts[1]) if len(parts) == 2 else None
+    found = [
+        rank.rank
+        for rank in destination.ranks
+        if rank.labels.get("tp_rank", rank.rank) == tp and pp in (None, rank.labels.get("pp_rank", 0))
+    ]
+    if not found:
+        raise typer.BadParameter(f"engine {destination.engine_id!r} has no rank {wanted}", param_hint="--rank")
+    return found
+
+
+def _engine(
+    side: str, file: Path | None, live: str, timeout: float, tls: tuple[Path | None, Path | None, Path | None]
+) -> EngineGeometry:
+    if (file is None) == (not live):
+        raise typer.BadParameter(f"give either --{side} FILE or --{side}-engine ID@ADDRESS", param_hint=f"--{side}")
+    if file is not None:
+        from kvferry.geometry.file import load
+
+        return load(file)
+    from kvferry._wire.geometry_codec import engine_from_proto
+    from kvferry.errors import EngineIncomplete
+
+    engine_id, at, address = live.rpartition("@")
+    if not at or not engine_id or not address:
+        raise typer.BadParameter(f"{live!r} is not ID@ADDRESS", param_hint=f"--{side}-engine")
+    with introspection(address, timeout, *tls) as asker:
+        answer = asker.engine(engine_id)
+    missing, count = list(answer.summary.missing_ranks), answer.summary.num_missing
+    if count:
+        more = f" and {count - len(missing)} more" if count > len(missing) else ""
+        raise EngineIncomplete(
+            f"engine {engine_id!r}: ranks {missing}{more} have not registered",
+            engine_id=engine_id,
+            missing_ranks=",".join(map(str, missing)),
+            missing=count,
+        )
+    return engine_from_proto(answer.geometry)
+
+
+def _refuse(error: KvferryError, as_json: bool) -> None:
+    """Say why a pair cannot be planned."""
+    from kvferry.errors import Incompatible
+
+    mismatches = error.mismatches if isinstance(error, Incompatible) else ()
+    if as_json:
+        found: dict[str, Any] = {"reason": error.reason, "message": error.message}
+        if mismatches:
+            found["mismatches"] = [
+                {name: getattr(mismatch, name) for name in type(mismatch).__slots__} for mismatch in mismatches
+            ]
+        else:
+            found["values"] = error.values
+        print(json.dumps({"error": found}, indent=2))
+        return
+    if not mismatches:
+        print(f"kvferry: {safe(error.message)}", file=sys.stderr)
+        return
+    print("kvferry: the destination cannot read the source's cache:", file=sys.stderr)
+    for mismatch in mismatches:
+        print(f"  {safe(mismatch.message)}", file=sys.stderr)

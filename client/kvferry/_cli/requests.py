@@ -1,0 +1,48 @@
+"""`kvferry requests`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from kvferry._cli.connection import DEFAULT_SERVER, AsJson, Server, Timeout, TlsCa, TlsCert, TlsKey, introspection
+from kvferry._cli.render import add_row, console, duration, enum_name, print_json, safe, table
+
+
+def requests(
+    engine_id: Annotated[str, typer.Option("--engine", metavar="ID", help="Only requests of this engine.")] = "",
+    server: Server = DEFAULT_SERVER,
+    as_json: AsJson = False,
+    timeout: Timeout = 5.0,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+) -> None:
+    """List the requests that engines have published and that are not released yet."""
+    from kvferry._clock import from_duration
+    from kvferry.v1 import introspection_pb2
+
+    with introspection(server, timeout, tls_ca, tls_cert, tls_key) as asker:
+        asked = introspection_pb2.ListRequestsRequest(engine_id=engine_id)
+        response = asker.all_pages(asker.stub.ListRequests, asked, "requests")
+    if as_json:
+        print_json(response)
+        return
+    if not response.requests:
+        console().print(f"No request is published at {safe(server)}.", markup=False)
+        return
+    rows = table("Engine", ">Publication", "Request", "State", ">Blocks", ">Reads", ">Leases", ">Age")
+    for request in response.requests:
+        add_row(
+            rows,
+            request.engine.engine_id,
+            request.publication,
+            request.request_id,
+            enum_name(introspection_pb2.RequestState, request.state, "REQUEST_STATE_"),
+            request.blocks,
+            f"{request.reads_valid}/{request.expected_reads}",
+            request.leases,
+            duration(from_duration(request.age)),
+        )
+    console().print(rows)

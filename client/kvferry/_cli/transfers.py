@@ -1,0 +1,53 @@
+"""`kvferry transfers`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from kvferry._cli.connection import DEFAULT_SERVER, AsJson, Server, Timeout, TlsCa, TlsCert, TlsKey, introspection
+from kvferry._cli.render import add_row, console, duration, enum_name, print_json, safe, size, table
+
+
+def transfers(
+    engine_id: Annotated[str, typer.Option("--engine", metavar="ID", help="Only reads from this engine.")] = "",
+    server: Server = DEFAULT_SERVER,
+    as_json: AsJson = False,
+    timeout: Timeout = 5.0,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+) -> None:
+    """List who reads what from the engines of a node server, with the leases they hold."""
+    from kvferry._clock import from_duration
+    from kvferry.v1 import introspection_pb2, kv_transfer_pb2
+
+    with introspection(server, timeout, tls_ca, tls_cert, tls_key) as asker:
+        asked = introspection_pb2.ListTransfersRequest(engine_id=engine_id)
+        response = asker.all_pages(asker.stub.ListTransfers, asked, "transfers")
+    if as_json:
+        print_json(response)
+        return
+    if not response.transfers:
+        console().print(f"Nothing is read from the engines of {safe(server)}.", markup=False)
+        return
+    rows = table(
+        "Source", ">Publication", "Request", "Reader", ">Lease", "State", ">Ranks done", ">Bytes", ">Remaining"
+    )
+    for transfer in response.transfers:
+        read = transfer.read
+        remaining = from_duration(transfer.lease_remaining)
+        add_row(
+            rows,
+            transfer.source.engine_id,
+            transfer.publication,
+            transfer.request_id,
+            read.reader.engine_id,
+            read.lease_number,
+            enum_name(kv_transfer_pb2.ReadState, read.state, "READ_STATE_"),
+            f"{read.reported}/{read.parties}",
+            size(read.bytes),
+            duration(remaining) if remaining else "ended",
+        )
+    console().print(rows)

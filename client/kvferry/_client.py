@@ -1,0 +1,296 @@
+"""The synchronous client: for engine processes, which fork, and whose steps must not wait."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+
+from kvferry import _arguments as arguments
+from kvferry._cache import OPEN_TIMEOUT, Cache
+from kvferry._clock import now
+from kvferry._control.connection import CALL_TIMEOUT, retrying
+from kvferry._control.homes import Homes
+from kvferry._control.lease_holder import LeaseHolder
+from kvferry._control.renewals import Renewals
+from kvferry._control.session import EngineSession
+from kvferry._control.watcher import Watcher
+from kvferry._engine_spec import EngineSpec
+from kvferry._forks import OneProcess
+from kvferry._memory.declared import Declared, memory_of
+from kvferry._transport.nixl_options import NixlOptions
+from kvferry._transport.staging_pool import StagingOptions
+from kvferry._wire.channel import TlsConfig
+from kvferry._wire.reference import parse_reference
+from kvferry._wire.token import EngineToken
+from kvferry.errors import Closed, InvalidField
+from kvferry.geometry.model import Interval, MemoryRegion, Plane, RankGeometry
+from kvferry.geometry.tensors import Holding, Tensor, held, named_tensors
+from kvferry.planner.summed_blocks import IntegrityOptions
+from kvferry.v1 import kv_transfer_pb2 as pb
+
+
+class Client(OneProcess):
+    """A process's way to its node server, and through it to every source.
+
+    Nothing is connected or started before it is needed, and every method may be called from any thread. A client does
+    not survive a
+    fork: a child gets `ForkedClient` and makes its own.
+
+    Args:
+        address: the node server, ``unix:/path`` or ``host:port``.
+        tls: credentials for TCP connections.
+        allowed_homes: shell patterns of ``host:port`` that references may name without TLS, beside loopback.
+        options: NIXL's.
+        staging: how small pieces are read.
+        integrity: whether what is published is summed, and what is read compared; off by default.
+        max_reads: reads at once per cache.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        tls: TlsConfig | None = None,
+        allowed_homes: Sequence[str] = (),
+        options: NixlOptions | None = None,
+        staging: StagingOptions | None = None,
+        integrity: IntegrityOptions | None = None,
+        max_reads: int = 256,
+    ) -> None:
+        max_reads = arguments.integer("max_reads", max_reads, 1)
+        for name, given, kind in (
+            ("tls", tls, TlsConfig),
+            ("options", options, NixlOptions),
+            ("staging", staging, StagingOptions),
+            ("integrity", integrity, IntegrityOptions),
+        ):
+            if given is not None:
+                arguments.instance(name, given, kind, f"a {kind.__name__}")
+        self._homes = Homes(arguments.text("address", address), tls, arguments.texts("allowed_homes", allowed_homes))
+        self._renewals = Renewals()
+        self._options = options or NixlOptions()
+        self._staging = staging or StagingOptions()
+        self._integrity = integrity or IntegrityOptions()
+        self._max_reads = max_reads
+        self._lock = threading.Lock()
+        self._sessions: dict[str, EngineSession] = {}
+        self._caches: list[Cache] = []
+        self._watchers: list[Watcher] = []
+        self._closed = False
+
+    def open_engine(self, spec: EngineSpec, *, timeout: float = OPEN_TIMEOUT) -> EngineSession:
+        """Start a new incarnation of an engine. In one process of the engine: its scheduler, or rank 0 where there is
+        none.
+
+        Args:
+            spec: the engine.
+            timeout: seconds to keep trying, e.g. while a predecessor of the same engine_id still counts as alive.
+
+        Raises:
+            EngineIdInUse: another incarnation lives.
+            Unavailable: the node server could not be reached.
+        """
+        self._check_open()
+        arguments.instance("spec", spec, EngineSpec, "an EngineSpec")
+        session = EngineSession(self._homes.own, spec, arguments.seconds("timeout", timeout))
+        with self._lock:
+            late = self._closed
+            if not late:
+                self._sessions[spec.engine_id] = session
+        if late:
+            # `close` came meanwhile, and does not know of it.
+            session.close()
+        self._check_open()
+        self._homes.known_as(session.advertise)
+        return session
+
+    def register_cache(
+        self,
+        engine: EngineSpec,
+        rank: int = 0,
+        *,
+        tensors: Mapping[str, Tensor] | None = None,
+        axes: Sequence[str] | None = None,
+        heads: range | Interval | None = None,
+        total_heads: int | None = None,
+        holding: Holding | None = None,
+        replicated: bool = False,
+        planes: Sequence[Plane] | None = None,
+        regions: Sequence[MemoryRegion] | None = None,
+        keep: object = None,
+        labels: Mapping[str, int] | None = None,
+        token: EngineToken | str | None = None,
+        serve: bool = True,
+        timeout: float = OPEN_TIMEOUT,
+    ) -> Cache:
+        """Register a rank's cache: with NIXL in this process, and at the node server.
+
+        Describe the memory in one of three ways: `tensors` with the names of their `axes`, for an engine of one group;
+        `tensors` with `planes` made of them by `kvferry.geometry.formats`; or `planes` and `regions` from addresses.
+
+        Args:
+            engine: the engine.
+            rank: index of this rank.
+            tensors: a tensor per layer, or whatever the planes were made of; kept referenced.
+            axes: their axes, e.g. ``("kv", "block", "head", "token", "content")``; None: pages move whole.
+            heads, total_heads: which of the model's KV heads they hold, ``range(2, 4)`` of 4.
+            holding: the same and more: which tokens, what may be cut.
+            replicated: every rank that has these layers holds all of their heads. Where the engine has several ranks,
+                one of `heads`, `holding` (with its `units`) and `replicated` has to be given: ranks that declare the
+                same heads are taken for copies of each other, and whoever reads them reads some blocks from one and
+                some from the other. With `planes` it has to be given where one of them holds its whole axis.
+            planes: what the rank holds.
+            regions: the memory that the planes lie in.
+            keep: kept referenced as long as the cache is.
+            labels: tp_rank, pp_rank ... for people and tools.
+            token: from the process that opened the engine; None: opened by this client, or, for an engine of one rank,
+                opened now.
+            serve: whether others may read this cache; a rank that only reads saves an agent.
+            timeout: seconds to keep trying.
+
+        Raises:
+            BadGeometry: planes that contradict the engine's groups or lie outside the regions.
+            InvalidField: the memory is said in no way or in two, is not mapped or read-only, or it is not said which
+                heads a rank of several holds.
+            CacheDiffers: the rank is registered with another content.
+            Unavailable: the node server could not be reached.
+        """
+        self._check_open()
+        arguments.instance("engine", engine, EngineSpec, "an EngineSpec")
+        rank = arguments.integer("rank", rank, 0)
+        timeout = arguments.seconds("timeout", timeout)
+        arguments.flag("serve", serve)
+        deadline = now() + timeout
+        if tensors is not None:
+            # Their memory stays referenced, whatever becomes of the caller's mapping and tensors.
+            tensors = {name: held(tensor) for name, tensor in named_tensors(tensors).items()}
+        declared = Declared(heads, total_heads, holding, arguments.flag("replicated", replicated))
+        found, ranges = memory_of(engine, tensors, axes, declared, planes, regions)
+        session, own = self._identity(engine, token, timeout)
+        if session is None:
+            self._watch(own, rank, timeout)
+        cache = Cache(
+            self._homes,
+            self._renewals,
+            engine,
+            own,
+            RankGeometry(rank, found, {} if labels is None else labels),
+            ranges,
+            serve=serve,
+            options=self._options,
+            staging=self._staging,
+            integrity=self._integrity,
+            tensors=tuple((tensors or {}).values()),
+            max_reads=self._max_reads,
+            session=session,
+            timeout=deadline - now(),
+            keep=(tensors, _kept(keep)),
+        )
+        if session is not None:
+            session.on_refill(cache.register_again)
+        with self._lock:
+            late = self._closed
+            if not late:
+                self._caches.append(cache)
+        if late:
+            cache.close()
+        self._check_open()
+        return cache
+
+    def lease_holder(self, session: EngineSession) -> LeaseHolder:
+        """For the one process of an engine that holds the leases of all its ranks' reads."""
+        self._check_open()
+        arguments.instance("session", session, EngineSession, "an EngineSession")
+        return LeaseHolder(self._homes, self._renewals, session.token)
+
+    def decline(self, reference: str, *, timeout: float = CALL_TIMEOUT) -> None:
+        """Say that nobody will read a publication: its source gets the blocks back now, not when the hold ends."""
+        self._check_open()
+        timeout = arguments.seconds("timeout", timeout)
+        home = self._homes.get(parse_reference(reference).home)
+        request = pb.NotifyRequest(notifications=[pb.Notification(decline=pb.Decline(reference=reference))])
+        retrying(lambda left: home.notify_one(request, left), now() + timeout)
+
+    def close(self) -> None:
+        """Cancel reads, end agents, sessions and connections. Idempotent."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            caches, sessions, watchers = self._caches, list(self._sessions.values()), self._watchers
+        for cache in caches:
+            cache.close()
+        for session in sessions:
+            session.close()
+        for watcher in watchers:
+            watcher.close()
+        self._renewals.close()
+        self._homes.close()
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _identity(
+        self, spec: EngineSpec, token: EngineToken | str | None, timeout: float
+    ) -> tuple[EngineSession | None, EngineToken]:
+        """The session if this process has it, and the token of the engine."""
+        given = EngineToken.parse(token) if isinstance(token, str) else token
+        if given is not None:
+            arguments.instance("token", given, EngineToken, "an EngineToken, or its string")
+        with self._lock:
+            session = self._sessions.get(spec.engine_id)
+        if session is not None and (given is None or given == session.token):
+            return session, session.token
+        if given is not None:
+            if given.engine_id != spec.engine_id:
+                raise InvalidField("token", given.engine_id, f"the token of engine {spec.engine_id!r}")
+            return None, given
+        if spec.num_ranks > 1:
+            raise InvalidField("token", None, f"the token of engine {spec.engine_id!r}, which has several ranks")
+        session = self.open_engine(spec, timeout=timeout)
+        return session, session.token
+
+    def _watch(self, token: EngineToken, rank: int, timeout: float) -> None:
+        """This process's liveness, where the scheduler's Watch is another process's."""
+        request = pb.WatchRequest(
+            engine=token.ref(),
+            session_secret=token.session_secret,
+            role=pb.WATCH_ROLE_RANK,
+            rank=rank,
+            home=token.home,
+        )
+
+        def on_event(message: pb.WatchResponse) -> None:
+            if message.WhichOneof("event") == "synced" and message.synced.need_resync:
+                with self._lock:
+                    caches = [cache for cache in self._caches if cache.rank.rank == rank]
+                for cache in caches:
+                    cache.register_again()
+
+        watcher = Watcher(self._homes.own, request, on_event, f"{token.engine_id}-{rank}")
+        opened = watcher.open(timeout)
+        self._homes.known_as(opened.advertise)
+        with self._lock:
+            late = self._closed
+            if not late:
+                self._watchers.append(watcher)
+        if late:
+            watcher.close()
+        self._check_open()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise Closed("the client is closed")
+
+
+def _kept(keep: object) -> object:
+    """What is to be kept referenced; of a container, what is in it now."""
+    if isinstance(keep, Mapping):
+        return dict(keep)
+    return tuple(keep) if isinstance(keep, (list, set)) else keep

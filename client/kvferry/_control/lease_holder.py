@@ -1,0 +1,129 @@
+"""For the process that holds an engine's leases: asks for them, speaks for all of its ranks, and is their only judge
+(PROTOCOL, Leases 4)."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+from kvferry._clock import LONGEST, now
+from kvferry._control.acquisition import Acquirer, AcquireRequest, Cancellation, Granted
+from kvferry._control.batches import read_done
+from kvferry._control.connection import Control
+from kvferry._control.homes import Homes
+from kvferry._control.reader_lease import ReaderLease
+from kvferry._control.renewals import Renewals
+from kvferry._control.reporting import VERDICT_TIMEOUT
+from kvferry._control.teller import Telling
+from kvferry._forks import OneProcess
+from kvferry._wire.reference import parse_reference
+from kvferry._wire.token import EngineToken
+from kvferry.errors import InvalidField, KvferryError
+from kvferry.v1 import kv_transfer_pb2 as pb
+
+logger = logging.getLogger(__name__)
+
+DECLINE_PATIENCE = 120.0
+"""Seconds for which a decline is told again: after them a publication that nobody reads is released anyway."""
+
+
+class LeaseHolder(OneProcess):
+    """The leases of one destination engine.
+
+    Threading: `acquire` and `end` wait; everything else makes a call and returns at once.
+
+    Args:
+        homes: node servers that may be dialled.
+        renewals: keeps the leases alive.
+        token: of the engine.
+    """
+
+    def __init__(self, homes: Homes, renewals: Renewals, token: EngineToken) -> None:
+        self._homes = homes
+        self._renewals = renewals
+        self._reader = token.ref()
+        self._telling = Telling(self._reader)
+        self._acquirer = Acquirer(token, renewals, lambda home, lease, _: self.cancel(home, lease))
+
+    def request(
+        self, reference: str, read_id: str, *, parties: int, expected_reads: int, timeout: float
+    ) -> AcquireRequest:
+        """A read of a publication; makes no call.
+
+        Raises:
+            BadReference: not a reference.
+            HomeNotAllowed: its home may not be dialled.
+            InvalidField: an argument is out of range.
+        """
+        if not 0 < timeout < LONGEST:
+            raise InvalidField("timeout", timeout, f"more than 0 seconds, and less than {LONGEST:g}")
+        parsed = parse_reference(reference)
+        home = self._homes.get(parsed.home)
+        return AcquireRequest(home, parsed, reference, read_id, parties, expected_reads, now() + timeout)
+
+    def check(self, reference: str) -> None:
+        """Raise `BadReference` or `HomeNotAllowed` for what cannot be read; makes no call."""
+        self._homes.get(parse_reference(reference).home)
+
+    def acquire(self, request: AcquireRequest, cancellation: Cancellation) -> Granted:
+        """Wait for the publication. Errors as `Acquirer.acquire`. The lease is renewed until `drop`."""
+        return self._acquirer.acquire(request, cancellation, _nothing_to_tell)
+
+    def drop(self, granted: Granted) -> None:
+        """Renew it no more: its read has ended."""
+        self._renewals.drop(granted.lease)
+
+    def report(
+        self,
+        home: Control,
+        lease: ReaderLease,
+        reports: Sequence[pb.RankReport],
+        answered: Callable[[pb.Verdict.ValueType | None], None],
+    ) -> None:
+        """Tell how all shares ended; `answered` is called, on any thread, with the home's verdict, or with None for
+        each attempt that gave none.
+
+        A home that does not answer in time is told again in the background, for as long as the lease runs.
+        """
+
+        def on_result(result: pb.NotificationResult | None) -> None:
+            ended = result is not None and result.WhichOneof("kind") == "read_ended"
+            answered(result.read_ended.verdict if result is not None and ended else None)
+
+        self._telling.tell(home, read_done(lease.lease_id, reports), lease.deadline, on_result, timeout=VERDICT_TIMEOUT)
+
+    def cancel(self, home: Control, lease: ReaderLease) -> None:
+        """End a lease at its home, at once if it can be reached, else with its time (PROTOCOL, Leases 7)."""
+        self._telling.tell(home, [_cancelled(lease)], lease.deadline)
+
+    def end(self, home: Control, granted: Granted, timeout: float) -> None:
+        """`drop` and `cancel`, and wait until the home has heard it; what fails is logged."""
+        self.drop(granted)
+        try:
+            home.notify(pb.NotifyRequest(sender=self._reader, notifications=[_cancelled(granted.lease)]), timeout)
+        except KvferryError as error:
+            logger.info("%s was not told of the end: %s", home.address, error)
+
+    def decline(self, reference: str, leases: Sequence[ReaderLease] = ()) -> None:
+        """Say that nobody will read a publication, and end the leases on it (PROTOCOL, Leases 8). A home that recovers,
+        or cannot be reached, is told again for `DECLINE_PATIENCE`; after that the publication is released by time.
+
+        Raises:
+            BadReference, HomeNotAllowed: as `request`.
+        """
+        home = self._homes.get(parse_reference(reference).home)
+        cancels = [_cancelled(lease) for lease in leases]
+        decline = pb.Notification(decline=pb.Decline(reference=reference))
+        self._telling.tell(home, [*cancels, decline], now() + DECLINE_PATIENCE)
+
+    def close(self, timeout: float) -> None:
+        """Tell nothing again any more, and wait at most `timeout` seconds for what was told already. Idempotent."""
+        self._telling.close(timeout)
+
+
+def _cancelled(lease: ReaderLease) -> pb.Notification:
+    return pb.Notification(cancel=pb.CancelRead(lease_id=lease.lease_id))
+
+
+def _nothing_to_tell(_: float) -> None:
+    """Deadlines are looked up when they are needed."""

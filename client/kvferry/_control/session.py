@@ -1,0 +1,371 @@
+"""The source side: an engine's session at its home. Publishes requests and learns when their blocks are free again."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+
+from kvferry import _arguments as arguments
+from kvferry._clock import LONGEST, from_duration, now
+from kvferry._control.acknowledger import Acknowledgements
+from kvferry._control.batches import batches, check_size
+from kvferry._control.block_use import BlockUse
+from kvferry._control.connection import CALL_TIMEOUT, Control, retrying
+from kvferry._control.publications import Offers, Publication, Release, ReleaseOutcome, leaves_open
+from kvferry._control.watcher import Watcher
+from kvferry._engine_spec import EngineSpec
+from kvferry._forks import OneProcess
+from kvferry._wire.authority import incarnation_of, new_session_secret
+from kvferry._wire.blocks_codec import blocks_to_proto
+from kvferry._wire.status import from_notification_error
+from kvferry._wire.token import EngineToken
+from kvferry.errors import Closed, EngineUnknown, InvalidField, KvferryError, Unavailable, Unreachable
+from kvferry.geometry.blocks import Blocks, blocks_by_group, check_ids
+from kvferry.v1 import kv_transfer_pb2 as pb
+
+__all__ = ["EngineSession", "Publication", "Release", "ReleaseOutcome"]
+
+logger = logging.getLogger(__name__)
+
+MAX_PAYLOAD = 64 << 10
+"""Bytes that a publication may carry beside its blocks; the contract's limit."""
+
+
+class EngineSession(OneProcess):
+    """An engine as its home knows it. Made by `Client.open_engine`, in the one process that chooses the incarnation.
+
+    Threading: every method may be called from any thread. `publish`, `abort` make one call; `released` makes none.
+    """
+
+    def __init__(self, control: Control, spec: EngineSpec, timeout: float) -> None:
+        self.spec = spec
+        self._control = control
+        self._secret = new_session_secret()
+        self._engine = pb.EngineRef(engine_id=spec.engine_id, incarnation=incarnation_of(self._secret))
+        self._lock = threading.Lock()
+        self._news = threading.Condition(self._lock)
+        self._publishing = threading.Lock()
+        self._offers = Offers(self._engine, self._secret)
+        self._acknowledgements = Acknowledgements(control)
+        self.block_use = BlockUse(spec.groups)
+        self._refills: list[Callable[[], None]] = []
+        self._closed = False
+        request = pb.WatchRequest(engine=self._engine, session_secret=self._secret, role=pb.WATCH_ROLE_SCHEDULER)
+        self._watcher = Watcher(control, request, self._on_event, spec.engine_id)
+        opened = self._watcher.open(timeout)
+        self.advertise = opened.advertise
+
+    @property
+    def token(self) -> EngineToken:
+        """What the engine's other processes need. Secret."""
+        return EngineToken(self._engine.engine_id, self._secret, self.advertise)
+
+    @property
+    def engine_reference(self) -> str:
+        """What routers give to this engine's readers to warm up with; see `Cache.warm`. A capability."""
+        return self.token.engine_reference
+
+    def publish(
+        self,
+        request_id: str,
+        blocks: Mapping[str, Blocks],
+        *,
+        last: bool = True,
+        expected_reads: int = 1,
+        payload: bytes = b"",
+        checksums: bool = False,
+        timeout: float = CALL_TIMEOUT,
+    ) -> Publication:
+        """Offer a request's blocks. From now until `released` the source neither changes nor frees them (R2).
+
+        Args:
+            request_id: the source's request, 1 to 256 bytes.
+            blocks: by group; `Blocks.end_token` says how many tokens of the last block are there.
+            last: no more blocks will follow; else `publish_more`.
+            expected_reads: reads that will be made (n-way sampling).
+            payload: opaque bytes for the readers, at most 64 KiB.
+            checksums: every rank will call `Cache.checksum`, so that readers in integrity mode wait for the sums.
+            timeout: seconds to keep trying.
+
+        Raises:
+            BadBlock, InvalidField: the blocks are not ones of this engine, one is given twice, or a read is writing to
+                one; or another argument is out of range.
+            MessageTooLarge: the blocks do not fit a message; publish them in several steps. Nothing was published.
+            Unavailable: the home could not be reached. Whether the publication exists is not known, so it is aborted as
+                well as can be, and its blocks stay pinned until `released` comes, once. Or another thread's `publish`
+                took all the time; then nothing was published.
+            KvferryError: the home refused; nothing was published.
+        """
+        timeout = arguments.seconds("timeout", timeout)
+        # One at a time: the home takes a number below the highest it has seen for a stale one.
+        deadline = now() + timeout
+        if not self._publishing.acquire(timeout=timeout):
+            message = "another publish took all the time; nothing was published"
+            raise Unreachable(message, address=self._control.address)
+        try:
+            publication, step = self.offer(
+                request_id,
+                blocks,
+                last=last,
+                expected_reads=expected_reads,
+                payload=payload,
+                checksums=checksums,
+            )
+            self.send(step, max(0.001, deadline - now()))
+        finally:
+            self._publishing.release()
+        return publication
+
+    def publish_more(
+        self,
+        publication: Publication,
+        blocks: Mapping[str, Blocks],
+        *,
+        last: bool,
+        payload: bytes = b"",
+        timeout: float = CALL_TIMEOUT,
+    ) -> None:
+        """Offer the next blocks of a publication that was not the last; each group goes on where it ended. Errors as
+        `publish`."""
+        timeout = arguments.seconds("timeout", timeout)
+        self.send(self.offer_more(publication, blocks, last=last, payload=payload), timeout)
+
+    def offer(
+        self,
+        request_id: str,
+        blocks: Mapping[str, Blocks],
+        *,
+        last: bool = True,
+        expected_reads: int = 1,
+        payload: bytes = b"",
+        checksums: bool = False,
+    ) -> tuple[Publication, pb.Publish]:
+        """The part of `publish` that makes no call: the blocks are pinned from now on.
+
+        Returns:
+            The publication, and what is to be handed to `send`, in the order of the publications' numbers.
+        """
+        self._check_open()
+        given = blocks_by_group("blocks", blocks)
+        if not 1 <= len(arguments.text("request_id", request_id).encode()) <= 256:
+            raise InvalidField("request_id", request_id, "1 to 256 bytes")
+        step = pb.Publish(
+            request_id=request_id,
+            groups=self._encode(given),
+            last=arguments.flag("last", last),
+            expected_reads=arguments.integer("expected_reads", expected_reads, 1, 2**31 - 1),
+            payload=_payload(payload),
+            checksums=arguments.flag("checksums", checksums),
+        )
+        _check_step(step)
+        pin = self.block_use.pin({name: listed.ids for name, listed in given.items()})
+        with self._lock:
+            # Number and record together, or a snapshot taken in between would name the number and not hold it.
+            publication = self._offers.publish(self.advertise, step)
+            # So are the blocks: a release in between would leave them in use for ever.
+            self.block_use.name(pin, publication.number, 0)
+        return publication, step
+
+    def offer_more(
+        self, publication: Publication, blocks: Mapping[str, Blocks], *, last: bool, payload: bytes = b""
+    ) -> pb.Publish:
+        """The part of `publish_more` that makes no call; what it returns is to be handed to `send`."""
+        self._check_open()
+        number = _number(publication)
+        given = blocks_by_group("blocks", blocks)
+        step = pb.Publish(groups=self._encode(given), last=arguments.flag("last", last), payload=_payload(payload))
+        _check_step(step)
+        pin = self.block_use.pin({name: listed.ids for name, listed in given.items()}, number)
+        try:
+            with self._lock:
+                self._offers.publish_more(number, step)
+                # Before anybody can take its release, which ends the pins that have its name.
+                self.block_use.name(pin, number, step.step)
+        except KvferryError:
+            self.block_use.unpin(pin)
+            raise
+        return step
+
+    def abort(self, publication: Publication, timeout: float = CALL_TIMEOUT) -> None:
+        """Stop new reads of a publication. Its blocks stay pinned until `released`, which comes within max_ttl (R2)."""
+        self._check_open()
+        number, timeout = _number(publication), arguments.seconds("timeout", timeout)
+        with self._lock:
+            self._offers.abort(number)
+        notification = pb.Notification(abort=pb.Abort(publication=number))
+        self._notify_one(notification, timeout)
+
+    def released(self, timeout: float = 0.0) -> list[Release]:
+        """What was released since the last call; each publication exactly once (R3).
+
+        Args:
+            timeout: seconds to wait for the first; 0: only what is there.
+        """
+        deadline = now() + arguments.seconds("timeout", timeout, zero=True)
+        with self._news:
+            while True:
+                self._offers.advance(now())
+                left = deadline - now()
+                if self._offers.news or self._closed or left <= 0:
+                    found = self._offers.take_released()
+                    self.block_use.released(release.publication for release in found)
+                    return found
+                self._news.wait(max(0.001, min(LONGEST, left, self._offers.next_deadline() - now())))
+
+    def unreleased(self) -> tuple[Publication, ...]:
+        """Publications whose blocks are still pinned."""
+        with self._lock:
+            return tuple(self._offers.unreleased())
+
+    def on_refill(self, refill: Callable[[], None]) -> None:
+        """Call `refill` on the watch's thread whenever the home has lost its record of this engine."""
+        if not callable(refill):
+            raise InvalidField("refill", arguments.described(refill), "a callable")
+        with self._lock:
+            self._refills.append(refill)
+
+    def close(self) -> None:
+        """End the session. Leases at the home run on; nothing more is learned of them. Idempotent."""
+        with self._news:
+            self._closed = True
+            self._news.notify_all()
+        self._acknowledgements.close()
+        self._watcher.close()
+
+    def _encode(self, blocks: Mapping[str, Blocks]) -> list[pb.GroupBlocks]:
+        groups = []
+        for name, listed in blocks.items():
+            group = self.spec.group(name)
+            check_ids(name, "source", listed.ids, group.num_blocks, group.null_block)
+            groups.append(blocks_to_proto(name, listed, group.block_tokens))
+        return groups
+
+    def send(self, step: pb.Publish, timeout: float = CALL_TIMEOUT) -> None:
+        """Tell the home a step that was offered. Errors as `publish`."""
+        number = step.publication
+        request = self._request([pb.Notification(publish=step)])
+
+        def attempt(left: float) -> None:
+            try:
+                self._control.notify_one(request, left)
+            except KvferryError as error:
+                if leaves_open(error):
+                    with self._lock:
+                        self._offers.unanswered(step)
+                if isinstance(error, EngineUnknown) and self._watcher.failure is None:
+                    # The home restarted, and our Watch is not back yet.
+                    raise Unavailable(f"{error.message}; its Watch is being opened again") from error
+                raise
+
+        try:
+            retrying(attempt, now() + timeout)
+        except KvferryError as error:
+            with self._lock:
+                never_was = not error.retryable and self._offers.refused(step)
+            if never_was:
+                self.block_use.refused(number, step.step)
+                raise
+            self._disown(number)
+            if error.retryable:
+                raise
+            raise Unavailable(f"whether publication {number} exists is not known: {error}") from error
+        finally:
+            with self._news:
+                self._offers.sent(number, now())
+                self._news.notify_all()
+
+    def _disown(self, number: int) -> None:
+        """The step's fate is unknown: say once that it is not meant, leave the rest to time."""
+        with self._lock:
+            self._offers.abort(number)
+        try:
+            self._notify_one(pb.Notification(abort=pb.Abort(publication=number)), 1.0)
+        except KvferryError as error:
+            logger.info("abort of publication %d not delivered: %s", number, error)
+
+    def _notify_one(self, notification: pb.Notification, timeout: float) -> pb.NotificationResult:
+        request = self._request([notification])
+        return retrying(lambda left: self._control.notify_one(request, left), now() + timeout)
+
+    def _request(self, notifications: Sequence[pb.Notification]) -> pb.NotifyRequest:
+        return pb.NotifyRequest(sender=self._engine, session_secret=self._secret, notifications=notifications)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise Closed(f"the session of engine {self.spec.engine_id!r} is closed")
+        failure = self._watcher.failure
+        if failure is not None:
+            # Raised again and again, it would keep the frames of every call.
+            raise failure.with_traceback(None)
+
+    def _on_event(self, message: pb.WatchResponse) -> None:
+        kind = message.WhichOneof("event")
+        if kind == "opened":
+            times = message.opened.times
+            with self._lock:
+                # A reader that waited for the publication may have been promised a whole ttl before it came.
+                self._offers.final = max(from_duration(times.final), from_duration(times.max_ttl))
+        elif kind == "released":
+            self._on_released(message.released)
+        elif kind == "rank_lost":
+            lost = message.rank_lost
+            place = f" of node {lost.node}" if lost.node else ""
+            cause = "its node was lost" if lost.node_lost else "its process ended"
+            logger.warning("engine %s: rank %d%s is lost: %s", self.spec.engine_id, lost.rank, place, cause)
+        elif kind == "synced" and message.synced.need_resync:
+            self._refill()
+
+    def _on_released(self, released: pb.Released) -> None:
+        with self._news:
+            self._offers.released(released)
+            self._news.notify_all()
+        self._acknowledgements.add(released.publication, self._request([]))
+
+    def _refill(self) -> None:
+        """Tell a restarted home all that this engine holds published (PROTOCOL, Home restart).
+
+        Raises:
+            KvferryError: the home has not taken all of it, and may another time. It has not been told the end.
+        """
+        for refill in tuple(self._refills):
+            refill()
+        with self._lock:
+            snapshot = self._offers.snapshot()
+        try:
+            for request in batches(self._engine, snapshot.notifications, session_secret=self._secret):
+                if self._closed:
+                    return
+                self._refill_with(request)
+            self._refill_with(self._request([snapshot.end]))
+        finally:
+            # Also when it failed: the home may have taken what it did not answer.
+            with self._news:
+                self._offers.snapshot_sent(snapshot, now())
+                self._news.notify_all()
+
+    def _refill_with(self, request: pb.NotifyRequest) -> None:
+        for result in self._control.notify(request):
+            if result.WhichOneof("kind") == "error":
+                error = from_notification_error(result.error)
+                if error.retryable:
+                    raise error
+                logger.warning("refilling %s: %s", self._control.address, error)
+
+
+def _check_step(step: pb.Publish) -> None:
+    """Raise for a step that no home takes, before its blocks are pinned."""
+    if step.payload and not step.last:
+        raise InvalidField("payload", f"{len(step.payload)} bytes", "none before the last step")
+    check_size("a step of a publication", step)
+
+
+def _payload(payload: bytes) -> bytes:
+    found = arguments.payload("payload", payload)
+    if len(found) > MAX_PAYLOAD:
+        raise InvalidField("payload", f"{len(found)} bytes", f"at most {MAX_PAYLOAD} bytes")
+    return found
+
+
+def _number(publication: Publication) -> int:
+    return arguments.instance("publication", publication, Publication, "the Publication that publish returned").number

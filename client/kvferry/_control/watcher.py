@@ -1,0 +1,173 @@
+"""One process's Watch: its liveness at its own node server, and what that server tells it. A thread that mostly
+sleeps."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+
+from kvferry._clock import now
+from kvferry._control.connection import BACKOFF_FIRST, BACKOFF_LAST, SILENCE, Control, Stream
+from kvferry._threads import start_thread
+from kvferry.errors import Closed, InvalidInput, KvferryError, NotFound, Refused, Unavailable, Unreachable
+from kvferry.v1 import kv_transfer_pb2 as pb
+
+logger = logging.getLogger(__name__)
+
+
+class Watcher:
+    """Keeps a Watch open, resuming it after every loss until closed or refused for good.
+
+    An event whose handler raises is not lost: the events after it are handled, and then the Watch is opened anew for
+    its full state, which holds whatever the event was about.
+
+    Threading: `on_event` runs on the watcher's thread, one event at a time; it may make calls but must not wait for
+        long.
+    """
+
+    def __init__(
+        self,
+        control: Control,
+        request: pb.WatchRequest,
+        on_event: Callable[[pb.WatchResponse], None],
+        name: str,
+    ) -> None:
+        self._control = control
+        self._request = request
+        self._on_event = on_event
+        self._lock = threading.Lock()
+        self._stream: Stream[pb.WatchResponse] | None = None
+        self._closing = threading.Event()
+        self._synced = threading.Event()
+        self._failure: KvferryError | None = None
+        self.opened: pb.WatchOpened | None = None
+        self._name = name
+        self._missed = False
+        """A handler raised: the full state is asked for again."""
+        self._again_after = 0.0
+        """Seconds after which that makes sense, as far as the handler's error says."""
+        self._backoff = BACKOFF_FIRST
+        self._thread: threading.Thread | None = None
+
+    def open(self, timeout: float) -> pb.WatchOpened:
+        """Start, and wait for the full state.
+
+        Raises:
+            KvferryError: the node server refused, or could not be reached within `timeout` seconds.
+        """
+        began = now()
+        deadline, said = began + timeout, False
+        thread = self._thread = start_thread(self._run, f"kvferry-watch-{self._name}")
+        while not self._synced.wait(max(0.0, min(0.1, deadline - now()))):
+            if not thread.is_alive() or now() >= deadline:
+                break
+            if not said and now() >= began + SILENCE:
+                said = True
+                reason = self._failure.message if self._failure is not None else "there is no answer yet"
+                logger.warning("still waiting for the Watch of %s at %s: %s", self._name, self._control.address, reason)
+        opened, failure = self.opened, self._failure
+        if self._synced.is_set() and opened is not None:
+            return opened
+        self.close()
+        raise failure or Unreachable(
+            f"{self._control.address} did not open a Watch within {timeout} s", address=self._control.address
+        )
+
+    @property
+    def failure(self) -> KvferryError | None:
+        """Why the Watch ended for good, if it did."""
+        return self._failure if self._thread is not None and not self._thread.is_alive() else None
+
+    def close(self) -> None:
+        """End the Watch. Idempotent; callable from any thread."""
+        self._closing.set()
+        with self._lock:
+            if self._stream is not None:
+                self._stream.cancel()
+        thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(timeout=5.0)
+
+    def _run(self) -> None:
+        while not self._closing.is_set():
+            try:
+                self._follow()
+                pause = self._back_off()
+            except KvferryError as error:
+                if self._closing.is_set():
+                    return
+                self._say(error)
+                self._failure = error
+                if _for_good(error):
+                    return
+                pause = max(self._back_off(), error.retry_after or 0.0)
+            except Exception:
+                logger.exception("the watch of %s at %s failed", self._name, self._control.address)
+                pause = self._back_off()
+            self._closing.wait(pause)
+
+    def _back_off(self) -> float:
+        pause = self._backoff
+        self._backoff = min(2 * pause, BACKOFF_LAST)
+        return pause
+
+    def _say(self, error: KvferryError) -> None:
+        """Warn of what is not just a node server that is away; once, while it stays the same."""
+        if _for_good(error):
+            logger.warning("the watch of %s at %s ended: %s", self._name, self._control.address, error)
+        elif not error.retryable and type(self._failure) is not type(error):
+            message = "the watch of %s at %s is interrupted, and opened again: %s"
+            logger.warning(message, self._name, self._control.address, error)
+
+    def _follow(self) -> None:
+        """One Watch, until it ends or a handler has raised."""
+        if self._missed:
+            self._request.resume_epoch, self._request.resume_sequence = b"", 0
+            self._missed, self._again_after = False, 0.0
+        with self._lock:
+            if self._closing.is_set():
+                raise Closed("the watch is closed")
+            stream = self._stream = self._control.watch(self._request)
+        try:
+            self._take(stream)
+        finally:
+            stream.cancel()
+
+    def _take(self, stream: Stream[pb.WatchResponse]) -> None:
+        synced = False
+        for message in self._control.typed(stream):
+            kind = message.WhichOneof("event")
+            if kind == "opened":
+                self.opened = message.opened
+            self._handle(message)
+            if self._request.resume_epoch != message.home_epoch:
+                # Another home, or this one restarted: its sequence has begun anew.
+                self._request.resume_epoch = message.home_epoch
+                self._request.resume_sequence = 0
+            self._request.resume_sequence = max(message.sequence, self._request.resume_sequence)
+            synced |= kind == "synced" or (kind == "opened" and message.opened.resumed)
+            if synced and self._missed:
+                missed = f"the state of {self._name} at {self._control.address} was not taken"
+                raise Unavailable(missed, retry_after=self._again_after)
+            if synced and not self._synced.is_set():
+                self._synced.set()
+            if synced:
+                self._failure = None
+                self._backoff = BACKOFF_FIRST
+
+    def _handle(self, message: pb.WatchResponse) -> None:
+        try:
+            self._on_event(message)
+        except KvferryError as error:
+            self._missed, self._again_after = True, max(self._again_after, error.retry_after or 0.0)
+            logger.warning("event %s of %s: %s", message.WhichOneof("event"), self._name, error)
+        except Exception:
+            self._missed = True
+            logger.exception("event %s of %s was not taken", message.WhichOneof("event"), self._name)
+
+
+def _for_good(error: KvferryError) -> bool:
+    """Whether the node server has refused the Watch, so that asking again would not help. What gRPC says of an answer
+    that it could not take, or the node server of a failure of its own, is no refusal."""
+    return not error.retryable and isinstance(error, (InvalidInput, Refused, NotFound, Closed))

@@ -1,0 +1,141 @@
+"""A node server inside this process: for trying kvferry, for tests, and for a node whose engine is one
+process.
+
+The server is the one that `kvferryd` runs, on an event loop and a thread of its own. It shares this process's
+fate: when the process ends, so does the home of all its engines. And it rules out forking: once `grpc.aio`
+has run, a child of a fork that uses gRPC hangs or crashes. A process that forks workers (most engines do)
+talks to a `kvferryd` of its own process instead, or forks first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import logging
+import threading
+from concurrent.futures import Future
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from kvferry._forks import OneProcess
+from kvferry.errors import KvferryError
+
+if TYPE_CHECKING:
+    from kvferry_server.node.config import NodeConfig
+    from kvferry_server.node.server import NodeServer
+
+logger = logging.getLogger(__name__)
+
+EXTRA = {"grpc_health", "grpc_reflection", "pydantic", "pydantic_settings", "uvloop"}
+"""Top-level packages of the extra ``server``."""
+
+
+def serve(listen: str = "127.0.0.1:0", *, unix: str = "", **settings: Any) -> EmbeddedServer:
+    """Run a node server in this process.
+
+    Args:
+        listen: TCP address; port 0 takes a free one, an empty string means no TCP.
+        unix: path of a UNIX socket; empty: none.
+        settings: any other setting of ``kvferryd --help``, with underscores: ``ttl=5.0``,
+            ``advertise="node7"``. The environment and files are not read.
+
+    Returns:
+        The running server. Close it, or use it as a context manager; the end of the process closes it, too.
+
+    Raises:
+        ImportError: the extra ``server`` is not installed.
+        KvferryError: a setting is wrong, or an address cannot be had.
+    """
+    try:
+        import uvloop
+
+        from kvferry_server.node.config import configure
+        from kvferry_server.node.server import NodeServer
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] not in EXTRA:
+            raise
+        raise ImportError(
+            f"kvferry.serve() needs {error.name}. Install the server with: pip install 'kvferry[server]'",
+            name=error.name,
+        ) from error
+    config = configure(listen=listen, unix=unix, **settings)
+    return EmbeddedServer(NodeServer, uvloop.new_event_loop(), config)
+
+
+class EmbeddedServer(OneProcess):
+    """A node server on a thread of this process. Its methods may be called from any thread.
+
+    Attributes:
+        address: what engines of this host connect to: the UNIX socket if there is one, else ``host:port``.
+        addresses: all that it listens on.
+        advertise: what goes into references.
+    """
+
+    def __init__(self, server_type: type[NodeServer], loop: asyncio.AbstractEventLoop, config: NodeConfig) -> None:
+        self._loop = loop
+        self._closing = asyncio.Event()
+        self._started: Future[NodeServer] = Future()
+        self._thread = threading.Thread(
+            target=self._run, args=(server_type, config), name="kvferry-server", daemon=True
+        )
+        self._thread.start()
+        try:
+            server = self._started.result()
+        except BaseException:
+            self._thread.join()
+            raise
+        self.addresses = server.addresses
+        self.address = server.addresses[0]
+        self.advertise = server.advertise
+        # A daemon thread is stopped in the middle of what it does; the sockets have to go before.
+        atexit.register(self.close)
+
+    def close(self, timeout: float = 30.0) -> None:
+        """Drain and stop, and leave no file behind. Idempotent.
+
+        Args:
+            timeout: seconds to wait; the drain itself is bounded by the setting ``drain``.
+
+        Raises:
+            KvferryError: it did not end in time.
+        """
+        if not self._thread.is_alive():
+            return
+        self._loop.call_soon_threadsafe(self._closing.set)
+        self._thread.join(timeout)
+        atexit.unregister(self.close)
+        if self._thread.is_alive():
+            raise KvferryError(f"the node server did not stop within {timeout:g} s", timeout=timeout)
+
+    def __enter__(self) -> EmbeddedServer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _run(self, server_type: type[NodeServer], config: NodeConfig) -> None:
+        try:
+            self._loop.run_until_complete(self._serve(server_type, config))
+        except BaseException as error:
+            if self._started.done():
+                logger.critical("the embedded node server ended", exc_info=error)
+            else:
+                self._started.set_exception(error)
+        finally:
+            self._loop.close()
+
+    async def _serve(self, server_type: type[NodeServer], config: NodeConfig) -> None:
+        server = server_type(config)
+        await server.start()
+        self._started.set_result(server)
+        closing = asyncio.ensure_future(self._closing.wait())
+        failed = asyncio.ensure_future(server.failed())
+        await asyncio.wait([closing, failed], return_when=asyncio.FIRST_COMPLETED)
+        if failed.done():
+            await server.stop(0)
+            failed.result()
+        failed.cancel()
+        await asyncio.wait([failed])
+        await server.stop()

@@ -1,0 +1,49 @@
+"""What an engine says of itself before it has any memory: its name, its groups, how many ranks it has."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from kvferry._arguments import coerce_integers, several, string_map, text
+from kvferry.errors import InvalidField
+from kvferry.geometry.model import Group
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSpec:
+    """An engine, equal in all of its processes.
+
+    Attributes:
+        engine_id: stable name, 1 to 256 bytes.
+        groups: its KV-cache groups.
+        num_ranks: number of ranks, each of which registers a cache.
+        identity: what the cache is computed with: model, revision digest, quantisation, rope ... An engine reads only
+            from engines of equal identity.
+    """
+
+    engine_id: str
+    groups: tuple[Group, ...]
+    num_ranks: int = 1
+    identity: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "groups", several("groups", self.groups, Group, "several Groups, (group,)"))
+        object.__setattr__(self, "identity", string_map("identity", self.identity))
+        coerce_integers(self, ("num_ranks",))
+        if not 1 <= len(text("engine_id", self.engine_id).encode()) <= 256:
+            raise InvalidField("engine_id", self.engine_id, "1 to 256 bytes")
+        if self.num_ranks < 1:
+            raise InvalidField("num_ranks", self.num_ranks, "at least 1")
+        if not self.groups:
+            raise InvalidField("groups", self.groups, "at least one group")
+        names = [group.name for group in self.groups]
+        if len(set(names)) != len(names):
+            raise InvalidField("groups", names, "names that differ")
+
+    def group(self, name: str) -> Group:
+        """The group of this name; raises `InvalidField`."""
+        for group in self.groups:
+            if group.name == name:
+                return group
+        raise InvalidField("group", name, f"one of {[group.name for group in self.groups]}")

@@ -1,0 +1,104 @@
+"""What memory a rank registers, and which part of the model it says that this memory holds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from kvferry._arguments import described, several
+from kvferry._engine_spec import EngineSpec
+from kvferry._memory.mapped import check_mapped
+from kvferry.errors import InvalidField
+from kvferry.geometry.model import Interval, MemoryRegion, Plane
+from kvferry.geometry.tensors import Holding, Tensor, heads_held, planes_of, regions_of
+
+ONE_OF = "one of heads, holding with its units, and replicated=True"
+
+
+@dataclass(frozen=True, slots=True)
+class Declared:
+    """Which heads a rank says that it holds; see `Client.register_cache`."""
+
+    heads: range | Interval | None
+    total_heads: int | None
+    holding: Holding | None
+    replicated: bool
+
+    def of_tensors(self, num_ranks: int) -> Holding | None:
+        """What the rank's tensors hold; None: all of the model.
+
+        Raises:
+            InvalidField: it is said in two ways, or, where the engine has several ranks, in none.
+        """
+        if self.heads is None and self.total_heads is not None:
+            raise InvalidField("heads", None, "the heads that this rank holds of total_heads")
+        said = {"heads": self.heads is not None, "holding": self.holding is not None, "replicated": self.replicated}
+        given = [name for name, is_given in said.items() if is_given]
+        if len(given) > 1:
+            raise InvalidField(given[1], "given", f"nothing beside {given[0]}: {ONE_OF}")
+        if self.holding is not None and not isinstance(self.holding, Holding):
+            raise InvalidField("holding", described(self.holding), "a Holding")
+        if num_ranks > 1:
+            if not given:
+                raise InvalidField(
+                    "heads", None, f"which heads this rank of {num_ranks} holds: {ONE_OF} (every rank has all heads)"
+                )
+            if self.holding is not None and (self.holding.units is None or self.holding.axis_size is None):
+                raise InvalidField(
+                    "holding.units",
+                    (self.holding.units, self.holding.axis_size),
+                    f"units and axis_size: which heads this rank of {num_ranks} holds",
+                )
+        return self.holding if self.heads is None else heads_held(self.heads, self.total_heads)
+
+    def check_planes(self, num_ranks: int, planes: Sequence[Plane]) -> None:
+        """Raise `InvalidField` if planes hold a whole axis on one rank of several, and nobody said that they all do.
+
+        A plane declares its units itself. But one that was made without saying them holds the whole axis, and so does
+        that of every other rank.
+        """
+        for name in ("heads", "total_heads", "holding"):
+            if getattr(self, name) is not None:
+                raise InvalidField(name, described(getattr(self, name)), "nothing: the planes say what they hold")
+        if num_ranks == 1 or self.replicated:
+            return
+        for plane in planes:
+            if len(plane.units) == plane.axis_size and plane.token_shard.count == 1:
+                raise InvalidField(
+                    "replicated",
+                    False,
+                    f"True if every rank of {num_ranks} that has plane {plane.name} holds all of its {plane.axis_size} "
+                    "units, else planes that say which of them they hold",
+                )
+
+
+def memory_of(
+    engine: EngineSpec,
+    tensors: Mapping[str, Tensor] | None,
+    axes: Sequence[str] | None,
+    declared: Declared,
+    planes: Sequence[Plane] | None,
+    regions: Sequence[MemoryRegion] | None,
+) -> tuple[tuple[Plane, ...], tuple[MemoryRegion, ...]]:
+    """The planes and regions of a rank, from whichever of its arguments say them."""
+    found: tuple[Plane, ...]
+    if planes is not None:
+        found = several("planes", planes, Plane, "several Planes")
+        if axes is not None:
+            raise InvalidField("axes", axes, "nothing: the planes say what the tensors hold")
+        declared.check_planes(engine.num_ranks, found)
+    if tensors is None:
+        if planes is None or regions is None:
+            raise InvalidField("planes", planes, "tensors, or planes with the regions that they lie in")
+        ranges = several("regions", regions, MemoryRegion, "several MemoryRegions")
+    else:
+        if regions is not None:
+            raise InvalidField("regions", described(regions), "nothing: tensors say where they lie")
+        if planes is None:
+            if len(engine.groups) != 1:
+                names = [group.name for group in engine.groups]
+                raise InvalidField("planes", None, f"planes that say which of the groups {names} they belong to")
+            found = planes_of(tensors, axes, engine.groups[0], holding=declared.of_tensors(engine.num_ranks))
+        ranges = regions_of(tensors.values())
+    check_mapped(ranges, found)
+    return found, ranges

@@ -1,0 +1,55 @@
+"""Whether memory that is about to be registered is there, and may be written: NIXL registers what it is told, and the
+first read into a page that is not there, or is read-only, fails in the middle or kills the process."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable
+from pathlib import Path
+
+from kvferry.errors import InvalidField
+from kvferry.geometry.model import ADDRESS_LIMIT, MemoryKind, MemoryRegion, Plane
+
+MAPS = Path("/proc/self/maps")
+
+
+def check_mapped(regions: Iterable[MemoryRegion], planes: Iterable[Plane]) -> None:
+    """Raise `InvalidField` for host memory of this process that is not mapped readable and writable, naming a plane
+    that lies in it. Where the system does not tell, and for device memory, nothing is checked.
+
+    The memory of a rank that is only read from has to be writable as well: NIXL registers all memory for remote reads
+    and writes, and devices that pin pages refuse others.
+    """
+    host = [region for region in regions if region.memory_kind is MemoryKind.DRAM]
+    if not host:
+        return
+    usable = _usable()
+    if usable is None:
+        return
+    for region in host:
+        first, last = region.base, region.base + region.length
+        at = bisect_right(usable, (first, ADDRESS_LIMIT)) - 1
+        if at < 0 or last > usable[at][1]:
+            within = next((plane.name for plane in planes if region.holds(plane)), "")
+            name = f"memory of plane {within}" if within else "regions"
+            raise InvalidField(name, f"[{first:#x}, {last:#x})", "memory of this process, mapped and writable")
+
+
+def _usable() -> list[tuple[int, int]] | None:
+    """Memory that may be read and written, rising, neighbours joined; None where the system does not tell."""
+    try:
+        # As bytes: the names of mapped files may be anything but a newline.
+        lines = MAPS.read_bytes().split(b"\n")
+    except OSError:
+        return None
+    found: list[tuple[int, int]] = []
+    for line in lines:
+        addresses, _, rest = line.partition(b" ")
+        if rest.startswith(b"rw"):
+            first, last = (int(address, 16) for address in addresses.split(b"-"))
+            # What grows while the list is read may be told twice.
+            if found and first <= found[-1][1]:
+                found[-1] = found[-1][0], max(last, found[-1][1])
+            else:
+                found.append((first, last))
+    return found

@@ -1,0 +1,80 @@
+"""What a read leaves untouched behind the last token that it moved: kept, or cleared."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Iterator, Mapping
+
+import numpy as np
+
+from kvferry._memory.summing import Summers
+from kvferry.errors import InvalidField
+from kvferry.geometry.blocks import BlockIds, Blocks
+from kvferry.geometry.model import Group, GroupKind, Plane
+from kvferry.planner.request_blocks import Needed
+from kvferry.planner.rows import Int64s
+from kvferry.planner.summed_blocks import AlikeBlocks, StateRun
+from kvferry.planner.token_line import StateLayout
+
+
+class Tails(enum.Enum):
+    """What becomes of the tokens of a read's blocks behind the last one moved."""
+
+    KEEP = "keep"
+    """They stay as they were."""
+    ZERO = "zero"
+    """They are cleared once every byte has arrived: for kernels that read whole blocks, where old bytes may be NaNs."""
+
+
+def clear_tails(
+    planes: Iterable[Plane],
+    groups: Mapping[str, Group],
+    blocks: Mapping[str, Blocks],
+    moved: Mapping[str, Needed],
+    summers: Summers,
+) -> None:
+    """Clear the tails of a read.
+
+    Args:
+        planes: of the destination rank.
+        groups: of the destination, by name.
+        blocks: the read's destination blocks, by group.
+        moved: what it has moved, by group; a group of which nothing was moved has no tail.
+        summers: of the rank's memory.
+
+    Raises:
+        InvalidField: a plane lies in device memory that no tensor says.
+    """
+    for plane in planes:
+        group = groups[plane.group]
+        if plane.group not in moved or group.kind is GroupKind.STATE:
+            continue
+        for alike in tail_of(plane, group, blocks[plane.group], moved[plane.group].end):
+            summer = summers.of(plane)
+            if summer is None:
+                raise InvalidField("tails", plane.name, "memory of a tensor, to be cleared there")
+            summer.clear(plane, alike)
+
+
+def tail_of(plane: Plane, group: Group, blocks: Blocks, end: int) -> Iterator[AlikeBlocks]:
+    """The states of a plane behind token `end`, in whole granules: what a read up to there does not write."""
+    layout = StateLayout.of(plane, group)
+    per_block, granule = layout.held_per_block, plane.token_granule
+    first_block = blocks.first_token // group.block_tokens
+    moved = layout.held_before(-int(-end // plane.tokens_per_state))
+    moved = -(-moved // granule) * granule
+    place, at = divmod(moved, per_block)
+    place = max(place, first_block)
+    ids = blocks.ids[place - first_block :]
+    places = np.arange(place, place + len(ids), dtype=np.int64)
+    if at and len(ids):
+        yield from _some(places[:1], ids[:1], StateRun(at, per_block - at), group)
+        places, ids = places[1:], ids[1:]
+    yield from _some(places, ids, StateRun(0, per_block), group)
+
+
+def _some(places: Int64s, ids: BlockIds, run: StateRun, group: Group) -> Iterator[AlikeBlocks]:
+    if group.null_block is not None:
+        places, ids = places[ids != group.null_block], ids[ids != group.null_block]
+    if len(ids):
+        yield AlikeBlocks(places, (run,), ids[:, None])

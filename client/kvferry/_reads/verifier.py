@@ -1,0 +1,304 @@
+"""The reader's side of integrity mode: what has arrived is compared with what the source had summed."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from kvferry._clock import now
+from kvferry._control.connection import CALL_TIMEOUT, Control
+from kvferry._memory.summing import Summers
+from kvferry.errors import DataLoss, InvalidField, KvferryError
+from kvferry.geometry.blocks import Blocks
+from kvferry.geometry.model import Interval
+from kvferry.planner.checksum import Sums, places_of, runs_of
+from kvferry.planner.coverage import PlaneRead
+from kvferry.planner.lane import Lane
+from kvferry.planner.plan import ReadPlan
+from kvferry.planner.request_blocks import Needed, needed
+from kvferry.planner.rows import Int64s
+from kvferry.planner.summed_blocks import AlikeBlocks, IntegrityOptions, Verification, held_blocks
+from kvferry.v1 import kv_transfer_pb2 as pb
+
+logger = logging.getLogger(__name__)
+
+ASKED_SUMS = 1 << 18
+"""Sums asked in one call; the contract allows twice as many."""
+
+ASKED_PLANES = 1024
+"""Planes asked in one call; the contract allows four times as many."""
+
+PAUSE_FIRST, PAUSE_LAST = 0.002, 0.1
+"""Seconds between questions for sums that are still to come."""
+
+
+class LeaseName(Protocol):
+    """What the home knows a lease by."""
+
+    @property
+    def lease_id(self) -> bytes:
+        """Its id."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Arrived:
+    """A read whose bytes have all arrived.
+
+    Attributes:
+        home: the source's home.
+        lease: of the read, by its id.
+        publication: its number.
+        plan: what was read.
+        granted: the blocks as published.
+        blocks, tokens: as asked, see `ReadPlan.expand`.
+        deadline: on `kvferry._clock`; nothing is waited for after it.
+        check: raises if nobody wants the read any more.
+    """
+
+    home: Control
+    lease: LeaseName
+    publication: int
+    plan: ReadPlan
+    granted: Mapping[str, Blocks]
+    blocks: Mapping[str, Blocks]
+    tokens: tuple[int, int] | None
+    deadline: float
+    check: Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Task:
+    """Blocks to compare, and of what they are."""
+
+    lane: Lane
+    moved: Needed
+    alike: AlikeBlocks
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Page:
+    """Sums as the home has them: ``uint32[places, units]``."""
+
+    units: Interval
+    places: Int64s
+    sums: Sums
+
+
+@dataclass(frozen=True, slots=True)
+class _Compared:
+    """What became of some sums, and the first that is wrong."""
+
+    equal: int
+    unknown: int
+    wrong: int
+    first: DataLoss | None
+
+
+class Verifier:
+    """Compares sums for one destination rank. Thread-safe; `verify` waits, on the thread of a read.
+
+    Args:
+        reader: the destination engine.
+        summers: of the rank's memory.
+        options: which blocks are compared, and how long sums are waited for.
+    """
+
+    def __init__(self, reader: pb.EngineRef, summers: Summers, options: IntegrityOptions) -> None:
+        self._reader = reader
+        self._summers = summers
+        self._options = options
+
+    def verify(self, read: Arrived) -> Verification:
+        """Compare what can be compared.
+
+        Raises:
+            DataLoss: something is not what the source had summed.
+        """
+        give_up = min(read.deadline, now() + self._options.patience)
+        tasks, unverified = self._tasks(read)
+        by_rank: dict[int, list[_Task]] = {}
+        for task in tasks:
+            by_rank.setdefault(task.lane.source_rank, []).append(task)
+        verified = wrong = 0
+        first: DataLoss | None = None
+        for rank, members in by_rank.items():
+            pages = self._sums_of(read, rank, members, give_up)
+            for task in members:
+                read.check()
+                for plane in task.lane.reads:
+                    compared = self._compare(task, plane, pages.get(plane.source.name, []))
+                    verified += compared.equal
+                    unverified += compared.unknown
+                    wrong += compared.wrong
+                    first = first or compared.first
+        if first is not None:
+            first.values["mismatches"] = str(wrong)
+            raise first
+        return Verification(verified, unverified)
+
+    def _tasks(self, read: Arrived) -> tuple[list[_Task], int]:
+        """What can be compared, and how much cannot."""
+        plan = read.plan
+        source_groups = {group.name: group for group in plan.source.groups}
+        moved = needed(plan.groups, source_groups, read.granted, read.blocks, read.tokens)
+        tasks, unverified = [], 0
+        for lane in plan.lanes:
+            name = lane.group.name
+            if name not in moved:
+                continue
+            units = sum(len(of.units) for of in lane.reads)
+            for held in held_blocks(
+                lane, moved[name], source_groups[name], read.granted[name], read.publication, self._options.share
+            ):
+                unverified += held.others * units
+                tasks += [_Task(lane, moved[name], alike) for alike in held.alike]
+        return tasks, unverified
+
+    def _compare(self, task: _Task, plane: PlaneRead, pages: list[_Page]) -> _Compared:
+        """Compare a plane of a task with the sums that there are."""
+        alike = task.alike
+        expected, known = _looked_up(plane.units, alike.places, pages)
+        rows = np.flatnonzero(known.any(axis=1))
+        summer = self._summers.of(plane.destination)
+        if summer is None or len(rows) == 0:
+            return _Compared(0, known.size, 0, None)
+        some = AlikeBlocks(alike.places[rows], alike.runs, alike.ids[rows])
+        computed = summer.sums(plane.destination, plane.units, some)
+        unequal = np.argwhere(known[rows] & (computed != expected[rows]))
+        first: DataLoss | None = None
+        if len(unequal):
+            row, unit = unequal[0].tolist()
+            sums = int(expected[rows[row], unit]), int(computed[row, unit])
+            first = _data_loss(task, plane, some, row, plane.units.begin + unit, sums)
+        compared = int(np.count_nonzero(known))
+        return _Compared(compared - len(unequal), known.size - compared, len(unequal), first)
+
+    def _sums_of(self, read: Arrived, rank: int, tasks: list[_Task], give_up: float) -> dict[str, list[_Page]]:
+        """The sums of one source rank by plane; as many as there are."""
+        found: dict[str, list[_Page]] = {}
+        pause = PAUSE_FIRST
+        requests = [self._request(read, queries) for queries in _packed(rank, tasks)]
+        while requests:
+            read.check()
+            try:
+                left = min(CALL_TIMEOUT, read.deadline - now())
+                answer = read.home.read_checksums(requests[0], max(0.001, left))
+                pages = [(part.plane, _page(part)) for part in answer.checksums]
+            except KvferryError as error:
+                # What cannot be had was not verified. Whether the read is good is not the home's word alone.
+                logger.info("sums of rank %d of publication %d: %s", rank, read.publication, error)
+                return found
+            if rank in answer.pending_ranks and now() + pause < give_up:
+                threading.Event().wait(pause)
+                pause = min(2 * pause, PAUSE_LAST)
+                continue
+            for plane, page in pages:
+                found.setdefault(plane, []).append(page)
+            requests.pop(0)
+        return found
+
+    def _request(self, read: Arrived, queries: list[pb.ChecksumQuery]) -> pb.ReadChecksumsRequest:
+        return pb.ReadChecksumsRequest(reader=self._reader, lease_id=read.lease.lease_id, queries=queries)
+
+
+def _packed(rank: int, tasks: list[_Task]) -> Iterator[list[pb.ChecksumQuery]]:
+    """The questions for all sums of some tasks, a call's worth at a time."""
+    queries: list[pb.ChecksumQuery] = []
+    sums = planes = 0
+    for query, size in _queries(rank, tasks):
+        if queries and (sums + size > ASKED_SUMS or planes + len(query.planes) > ASKED_PLANES):
+            yield queries
+            queries, sums, planes = [], 0, 0
+        queries.append(query)
+        sums, planes = sums + size, planes + len(query.planes)
+    if queries:
+        yield queries
+
+
+def _queries(rank: int, tasks: list[_Task]) -> Iterator[tuple[pb.ChecksumQuery, int]]:
+    """Questions that each fit a call, with the number of sums they ask for."""
+    lanes: dict[Lane, list[Int64s]] = {}
+    for task in tasks:
+        lanes.setdefault(task.lane, []).append(task.alike.places)
+    for lane, parts in lanes.items():
+        places = np.sort(np.concatenate(parts))
+        by_units: dict[Interval, list[str]] = {}
+        for read in lane.reads:
+            by_units.setdefault(read.units, []).append(read.source.name)
+        for units, names in by_units.items():
+            step = min(len(units), ASKED_SUMS)
+            rows = ASKED_SUMS // step
+            for unit in range(units.begin, units.end, step):
+                unit_end = min(unit + step, units.end)
+                for first in range(0, len(places), rows):
+                    chosen = places[first : first + rows]
+                    starts, counts = (column.tolist() for column in runs_of(chosen))
+                    size = len(chosen) * (unit_end - unit)
+                    together = max(1, min(ASKED_PLANES, ASKED_SUMS // size))
+                    for at in range(0, len(names), together):
+                        planes = names[at : at + together]
+                        query = pb.ChecksumQuery(
+                            rank=rank,
+                            planes=planes,
+                            unit_begin=unit,
+                            unit_end=unit_end,
+                            place_starts=starts,
+                            place_counts=counts,
+                        )
+                        yield query, size * len(planes)
+
+
+def _page(part: pb.Checksums) -> _Page:
+    """Sums as the home answered them; raises `InvalidField`."""
+    places = places_of(part.place_starts, part.place_counts, ASKED_SUMS)
+    if len(part.sums) != len(places) * (part.unit_end - part.unit_begin):
+        expected = f"those of {len(places)} blocks of {part.unit_end - part.unit_begin} units"
+        raise InvalidField(f"sums of {part.plane}", len(part.sums), expected)
+    sums: Sums = np.array(part.sums, np.uint32).reshape(len(places), -1)
+    return _Page(Interval(part.unit_begin, part.unit_end), places, sums)
+
+
+def _looked_up(units: Interval, places: Int64s, pages: list[_Page]) -> tuple[Sums, npt.NDArray[np.bool_]]:
+    """The sums of these places and units, and which of them there are: ``uint32`` and ``bool[places, units]``."""
+    sums = np.zeros((len(places), len(units)), np.uint32)
+    known = np.zeros(sums.shape, np.bool_)
+    for page in pages:
+        both = units.intersect(page.units)
+        if both is None:
+            continue
+        rows = np.minimum(np.searchsorted(places, page.places), len(places) - 1)
+        hit = places[rows] == page.places
+        here = slice(both.begin - units.begin, both.end - units.begin)
+        there = slice(both.begin - page.units.begin, both.end - page.units.begin)
+        sums[rows[hit], here] = page.sums[hit, there]
+        known[rows[hit], here] = True
+    return sums, known
+
+
+def _data_loss(
+    task: _Task, plane: PlaneRead, alike: AlikeBlocks, row: int, unit: int, sums: tuple[int, int]
+) -> DataLoss:
+    place = int(alike.places[row])
+    source_block = int(task.moved.source.ids[place - task.moved.source.first])
+    blocks = ",".join(dict.fromkeys(str(block) for block in alike.ids[row].tolist()))
+    message = (
+        f"{plane.source.name}, unit {unit}, of source rank {plane.source_rank}, block {source_block} (place {place}): "
+        f"the source had the sum {sums[0]:#010x}, in destination blocks {blocks} it is {sums[1]:#010x}"
+    )
+    return DataLoss(
+        message,
+        plane=plane.source.name,
+        source_rank=plane.source_rank,
+        place=place,
+        unit=unit,
+        source_block=source_block,
+        destination_blocks=blocks,
+        expected=f"{sums[0]:#010x}",
+        computed=f"{sums[1]:#010x}",
+    )

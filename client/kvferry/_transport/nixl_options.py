@@ -1,0 +1,76 @@
+"""All options of NIXL and of UCX below it, each with its reason. Pure: imports neither."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvferry._arguments import integer, seconds, text
+from kvferry.errors import InvalidField
+
+PROGRESS_DELAY_US = 100_000
+"""The serving agent's progress thread sleeps this long unless the event of an arriving message wakes it, which it does:
+1 microsecond and 100 ms measure the same."""
+
+
+@dataclass(frozen=True, slots=True)
+class NixlOptions:
+    """How bytes move. The defaults suit; what an operator sets in the environment (``UCX_...``) goes before them.
+
+    Attributes:
+        ucx_tls: UCX transports, as ``UCX_TLS``, one name: ``tcp`` in tests. Empty: UCX chooses. A list does not pass
+            through NIXL, which separates options by commas: set ``UCX_TLS`` instead. Whatever it is, ``tcp`` must be
+            among them, since UCX's shared memory cannot report a peer's death and is refused in error mode "peer".
+        tcp_segment: bytes per segment of UCX's TCP. Its own default is 8 KiB; 256 KiB reads 3 times as fast.
+        tcp_user_timeout: seconds until a cut TCP connection is reported; 0: the kernel decides, after minutes. The
+            transfer's deadline ends the wait in any case. Not on by default: an agent on either side of a cut that
+            heals was seen to abort its process when both had set it.
+        reading_agents: agents, each with a thread, that read at once. One is enough where posts are asynchronous; where
+            they copy synchronously (CMA, same host) two are 1.8 times as fast on idle cores. Peers are spread over
+            them.
+        chunk_bytes: bytes per NIXL handle. Deadlines, cancelling and fairness act between chunks. 16 MiB cost 3 %.
+        chunk_descriptors: descriptors per NIXL handle; each costs 3 microseconds, on TCP 10.
+        bytes_in_flight: posted and unfinished bytes per peer; at least two chunks are always allowed.
+        bytes_in_flight_total: the same over all peers, so that many sources do not flood one destination; each reading
+            agent has its part, and one chunk is always allowed.
+        warm_up_timeout: seconds for a new peer to answer a first read of a few bytes.
+        fence_time: seconds after the end of a transfer until a chunk of it that is still under way counts as stuck, and
+            its agent is given up. Destroying an agent under way was seen to kill the source on TCP, so this is long.
+        retired_agents: agents given up but not destroyed yet, at most: they finish what they read from other peers.
+        cuda_device: the device that reading threads set; None: that of the first region in device memory. Needs torch,
+            already imported: a process whose cache is on a device has it.
+    """
+
+    ucx_tls: str = ""
+    tcp_segment: int = 256 << 10
+    tcp_user_timeout: float = 0.0
+    reading_agents: int = 1
+    chunk_bytes: int = 16 << 20
+    chunk_descriptors: int = 8192
+    bytes_in_flight: int = 64 << 20
+    bytes_in_flight_total: int = 256 << 20
+    warm_up_timeout: float = 5.0
+    fence_time: float = 60.0
+    retired_agents: int = 8
+    cuda_device: int | None = None
+
+    def __post_init__(self) -> None:
+        if {",", "="} & set(text("ucx_tls", self.ucx_tls)):
+            raise InvalidField("ucx_tls", self.ucx_tls, "one UCX transport; set UCX_TLS for a list")
+        at_least_one = ("tcp_segment", "reading_agents", "chunk_bytes", "chunk_descriptors")
+        for field in (*at_least_one, "bytes_in_flight", "bytes_in_flight_total"):
+            object.__setattr__(self, field, integer(field, getattr(self, field), 1))
+        object.__setattr__(self, "retired_agents", integer("retired_agents", self.retired_agents, 0))
+        for field in ("tcp_user_timeout", "warm_up_timeout", "fence_time"):
+            object.__setattr__(self, field, seconds(field, getattr(self, field), zero=True))
+        if self.cuda_device is not None:
+            object.__setattr__(self, "cuda_device", integer("cuda_device", self.cuda_device, 0))
+
+    def backend(self) -> dict[str, str]:
+        """The parameters of NIXL's UCX backend. Its error handling mode stays "peer": the other one hangs for ever when
+        a peer dies or cannot be reached."""
+        ucx = {"TCP_TX_SEG_SIZE": str(self.tcp_segment), "TCP_RX_SEG_SIZE": str(self.tcp_segment)}
+        if self.ucx_tls:
+            ucx["TLS"] = self.ucx_tls
+        if self.tcp_user_timeout:
+            ucx["TCP_USER_TIMEOUT"] = f"{round(self.tcp_user_timeout * 1000)}ms"
+        return {"engine_config": ",".join(f"{key}={value}" for key, value in ucx.items())}

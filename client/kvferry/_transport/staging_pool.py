@@ -1,0 +1,337 @@
+"""Staging memory: bounded, shared by all reads of a rank, and safe to abandon.
+
+A staged share reads batch after batch into slots of the staging memory. When all of a batch has arrived, the reading
+thread permutes it into the destination's blocks and gives the slot back. So NIXL never writes to the blocks: they are
+quiet as soon as the transfer has ended, while a slot waits until nothing can write to it any more (R4).
+
+Threading: a pool may be used from any thread; a share belongs to the reading thread it was given to, as every share.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from kvferry._arguments import coerce_integers
+from kvferry._memory.permute import Space, StillCopying
+from kvferry._transport.nixl_agent import AgentInfo
+from kvferry._transport.nixl_options import NixlOptions
+from kvferry._transport.peer_link import Chunk, Share, divide
+from kvferry._transport.transfer import Transfer
+from kvferry.errors import InvalidField, KvferryError, TransferFailed
+from kvferry.planner.descriptors import MemoryPair
+from kvferry.planner.footprint import Footprint
+from kvferry.planner.path_choice import Costs, Path
+from kvferry.planner.staged_read import Batch, StagedRead
+
+logger = logging.getLogger(__name__)
+
+SLOTS_PER_SHARE = 2
+"""One is read into while the other is permuted; more would only keep others waiting."""
+
+
+@dataclass(frozen=True, slots=True)
+class StagingOptions:
+    """How small pieces are read.
+
+    Attributes:
+        path: "auto": whichever is cheaper; "direct" and "staged": that one wherever it is possible.
+        costs: the constants that decide; None: measured when the first small pieces are to be read from a host.
+        slot_bytes: bytes of a slot. Small enough for the processor's cache, large enough for long descriptors.
+        slots: how many; together they bound the staging memory of a rank.
+    """
+
+    path: str = "auto"
+    costs: Costs | None = None
+    slot_bytes: int = 4 << 20
+    slots: int = 8
+
+    def __post_init__(self) -> None:
+        coerce_integers(self, ("slot_bytes", "slots"))
+        if self.path not in ("auto", "direct", "staged"):
+            raise InvalidField("path", self.path, "auto, direct or staged")
+        if self.slot_bytes < 4096 or self.slots < 1:
+            raise InvalidField("staging", (self.slot_bytes, self.slots), "at least 1 slot of at least 4096 bytes")
+
+    @property
+    def chosen(self) -> Path | None:
+        """The configured path; None: the cheaper one."""
+        return None if self.path == "auto" else Path(self.path)
+
+
+class StagingPool:
+    """The slots in one address space.
+
+    A source that has stopped keeps the slots that are being read from it. So that others find some (R10), a source has
+    at most a quarter of the slots, and more than one only while half of them are free: as many sources as that leaves
+    slots may stop at once, until their agents are given up.
+
+    Args:
+        space: its memory.
+        slot_bytes: bytes of a slot.
+        freed: called when a slot has become free that somebody waits for.
+    """
+
+    def __init__(self, space: Space, slot_bytes: int, freed: Callable[[], None]) -> None:
+        self.space = space
+        self.slot_bytes = slot_bytes
+        self._freed = freed
+        self._lock = threading.Lock()
+        base = space.region.base
+        self._free = [base + at for at in range(0, space.region.length - slot_bytes + 1, slot_bytes)]
+        self._slots = len(self._free)
+        self._holders: dict[int, str] = {}
+        """The source that each slot in use is read from."""
+        self._waiting: deque[StagedShare] = deque()
+
+    def acquire(self, share: StagedShare) -> int | None:
+        """A slot's address; None if none is free for its source, or others came before. Whoever waits is called by
+        `freed`, and then asks, or steps back (`leave`)."""
+        with self._lock:
+            # Whoever has ended wants none, and is about to leave.
+            wanting = (other for other in (*self._waiting, share) if other.account.ended_at is None)
+            first = next((other for other in wanting if self._may_have(other.info.name)), None)
+            if first is share:
+                if share in self._waiting:
+                    self._waiting.remove(share)
+                slot = self._free.pop()
+                self._holders[slot] = share.info.name
+                return slot
+            if share not in self._waiting and share.account.ended_at is None:
+                self._waiting.append(share)
+            return None
+
+    def leave(self, share: StagedShare) -> None:
+        """It will not ask, at least for now: who came later goes before it, and is called."""
+        with self._lock:
+            if share not in self._waiting:
+                return
+            self._waiting.remove(share)
+            wanted = bool(self._free and self._waiting)
+        if wanted:
+            self._freed()
+
+    def _may_have(self, source: str) -> bool:
+        held = sum(holder == source for holder in self._holders.values())
+        if held == 0:
+            return bool(self._free)
+        return held < self._slots // 4 and 2 * len(self._free) > self._slots
+
+    def release(self, slot: int) -> None:
+        """Nothing writes to a slot any more."""
+        with self._lock:
+            self._free.append(slot)
+            self._holders.pop(slot, None)
+            wanted = bool(self._waiting)
+        if wanted:
+            self._freed()
+
+    def call(self) -> None:
+        """Whoever waits looks again."""
+        self._freed()
+
+    def borrow(self) -> int | None:
+        """A slot's address if one is free that nobody waits for."""
+        with self._lock:
+            return self._free.pop() if self._free and not self._waiting else None
+
+    def pair(self, batch: Batch) -> MemoryPair:
+        """The address spaces of a batch's descriptors."""
+        memory, region = batch.read.lane.memory, self.space.region
+        return MemoryPair(memory.source_kind, memory.source_device, region.memory_kind, region.device)
+
+    @property
+    def in_use(self) -> int:
+        """Slots that are being read into, permuted, or not quiet yet."""
+        with self._lock:
+            return self._slots - len(self._free)
+
+
+class StagedShare(Share):
+    """What one transfer reads from one peer through staging memory."""
+
+    def __init__(
+        self,
+        account: Transfer,
+        info: AgentInfo,
+        reads: Iterable[StagedRead],
+        pool: StagingPool,
+        since: float,
+        footprint: Footprint | None = None,
+    ) -> None:
+        super().__init__(account, info, (), since, (pool.space,))
+        self._transfer = account
+        self._pool = pool
+        self._footprint = footprint
+        self._batches = (batch for read in reads for batch in read.batches(pool.slot_bytes))
+        self._batch: Batch | None = None
+        self._parts: deque[Chunk] = deque()
+        self._blocked = False
+        self._lock = threading.Lock()
+        self._arrivals: set[_Arrival] = set()
+        account.add_done_callback(self._ended)
+
+    @property
+    def blocked(self) -> bool:
+        """See `Share`."""
+        return self._blocked
+
+    def next(self, options: NixlOptions) -> Chunk | None:
+        """See `Share`."""
+        self._blocked = False
+        if self._parts:
+            return self._parts.popleft()
+        if self._batch is None:
+            self._batch = next(self._batches, None)
+            if self._batch is None:
+                return None
+        with self._lock:
+            self._blocked = len(self._arrivals) >= SLOTS_PER_SHARE
+        slot = None if self._blocked else self._pool.acquire(self)
+        if slot is None:
+            self._blocked = True
+            return None
+        batch, self._batch = self._batch, None
+        try:
+            descriptors = batch.descriptors(slot, self._pool.pair(batch))
+            if self._footprint is not None:
+                self._footprint.check_source(descriptors)
+            parts = list(divide(descriptors, options))
+        except BaseException:
+            self._pool.release(slot)
+            raise
+        arrival = _Arrival(self._transfer, self._pool, batch, slot, len(parts), self._left)
+        with self._lock:
+            self._arrivals.add(arrival)
+        self._parts.extend(Chunk(part, arrival) for part in parts)
+        return self._parts.popleft()
+
+    def step_back(self) -> None:
+        """See `Share`."""
+        if self._blocked:
+            self._pool.leave(self)
+
+    def _left(self, arrival: _Arrival) -> None:
+        with self._lock:
+            self._arrivals.discard(arrival)
+            blocked = self._blocked
+        if blocked:
+            # It may have landed on another thread than the share's own, which was given up since.
+            self._pool.call()
+
+    def _ended(self, _: Transfer) -> None:
+        with self._lock:
+            arrivals = tuple(self._arrivals)
+        for arrival in arrivals:
+            arrival.give_up()
+        self._pool.leave(self)
+
+
+class _Arrival:
+    """One batch in its slot: the account of the chunks that read it. Thread-safe.
+
+    The slot is given back once, when nothing can write to it any more and nobody will permute what is in it.
+    """
+
+    def __init__(
+        self,
+        transfer: Transfer,
+        pool: StagingPool,
+        batch: Batch,
+        slot: int,
+        chunks: int,
+        left: Callable[[_Arrival], None],
+    ) -> None:
+        self._transfer = transfer
+        self._pool = pool
+        self._batch = batch
+        self._slot = slot
+        self._left = left
+        self._lock = threading.Lock()
+        self._missing = chunks
+        """Chunks that have not landed."""
+        self._using = 0
+        """Chunks that may write, and the permutation."""
+        self._given_up = False
+        self._freed = False
+
+    @property
+    def label(self) -> str:
+        """See `Account`, as all that follows."""
+        return self._transfer.label
+
+    @property
+    def deadline(self) -> float | None:
+        """Its transfer's."""
+        return self._transfer.deadline
+
+    @property
+    def ended_at(self) -> float | None:
+        """Its transfer's."""
+        return self._transfer.ended_at
+
+    def begin(self) -> bool:
+        """A chunk is about to be posted into the slot."""
+        with self._lock:
+            if not self._given_up and self._transfer.goes_on():
+                self._using += 1
+                return True
+        self.give_up()
+        return False
+
+    def landed(self, size: int) -> None:
+        """A chunk is in the slot; with the last one, the batch goes on to the destination's blocks."""
+        with self._lock:
+            self._missing -= 1
+            complete = self._missing == 0 and not self._given_up
+        # Only from here on are the destination's blocks written to, so that only this keeps them from being quiet.
+        if complete and self._transfer.begin():
+            try:
+                self._pool.space.copy(self._batch.copies(self._slot))
+            except Exception as error:
+                # Of numpy's, or of the device's: the batch did not reach its blocks.
+                logger.exception("transfer %r: the permutation failed", self.label)
+                self._transfer.fail(TransferFailed(f"transfer {self.label!r}: the permutation failed: {error!r}"))
+                if isinstance(error, StillCopying):
+                    # Neither the blocks nor the slot are ever quiet: a device that cannot be waited for is lost.
+                    return
+                self._transfer.fenced()
+            else:
+                self._transfer.landed(self._batch.total_bytes)
+        self._unused(given_up=complete)
+
+    def fenced(self) -> None:
+        """The agent of a chunk was destroyed."""
+        self._unused(given_up=True)
+
+    def fail(self, error: KvferryError) -> None:
+        """The transfer cannot succeed."""
+        self._transfer.fail(error)
+        self.give_up()
+
+    def settle(self, now: float) -> None:
+        """See `Account`."""
+        self._transfer.settle(now)
+
+    def give_up(self) -> None:
+        """Nothing more is posted or permuted."""
+        with self._lock:
+            self._given_up = True
+        self._free_if_quiet()
+
+    def _unused(self, *, given_up: bool) -> None:
+        with self._lock:
+            self._using -= 1
+            self._given_up |= given_up
+        self._free_if_quiet()
+
+    def _free_if_quiet(self) -> None:
+        with self._lock:
+            if self._using or not self._given_up or self._freed:
+                return
+            self._freed = True
+        self._left(self)
+        self._pool.release(self._slot)

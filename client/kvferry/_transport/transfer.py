@@ -1,0 +1,278 @@
+"""Transfers, each from its first chunk until nothing can write any more.
+
+A `Transfer` is one rank's share of a read. It goes PENDING → MOVING → DONE, FAILED, CANCELLED or EXPIRED. Beside the
+state stands `quiet`: whether anything can still write to its destination. Ended and not quiet is UNCERTAIN; when it
+becomes quiet it is QUIESCED, and only then may its blocks be used again (R4). Late success changes nothing.
+
+Threading: everything may be called from any thread; nothing but the two waits ever waits, for NIXL least of all (R11).
+NIXL is called on the threads of `kvferry._transport.reading_thread` only.
+"""
+
+from __future__ import annotations
+
+import copy
+import enum
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvferry.errors import KvferryError, TransferCancelled, TransferError, TransferExpired
+
+logger = logging.getLogger(__name__)
+
+
+class TransferState(enum.Enum):
+    """Where a transfer stands. The last four are final."""
+
+    PENDING = "pending"
+    """Nothing was posted yet."""
+    MOVING = "moving"
+    DONE = "done"
+    """Every byte arrived before the deadline."""
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+    EXPIRED = "expired"
+    """The deadline passed before the last chunk ended; the bytes don't count (R1)."""
+
+    @property
+    def final(self) -> bool:
+        """Whether it never changes again."""
+        return self not in (TransferState.PENDING, TransferState.MOVING)
+
+
+@dataclass(frozen=True, slots=True)
+class TransferProgress:
+    """How far a transfer is. `chunks` were seen DONE; `chunks_in_flight` may be writing."""
+
+    state: TransferState
+    quiet: bool
+    bytes_done: int
+    bytes_total: int
+    descriptors: int
+    chunks: int
+    chunks_in_flight: int
+
+
+class Transfer:
+    """One rank's share of a read. Made by `Transport.start`.
+
+    Callbacks run on a thread of the transport, or at once on the caller's if it is too late for that. They must not
+    block; what they raise is logged.
+    """
+
+    def __init__(
+        self,
+        label: str,
+        bytes_total: int,
+        descriptors: int,
+        deadline: float | None,
+        clock: Callable[[], float],
+        wake: Callable[[], None],
+    ) -> None:
+        self.label = label
+        self._bytes_total = bytes_total
+        self._descriptors = descriptors
+        self._deadline = deadline
+        self._clock = clock
+        self._wake = wake
+        self._changed = threading.Condition()
+        self._state = TransferState.PENDING
+        self._error: KvferryError | None = None
+        self._told: list[TransferError] = []
+        self._ended_at: float | None = None
+        self._bytes_done = 0
+        self._chunks = 0
+        self._outstanding = 0
+        """Chunks that may write: posted, and neither seen DONE nor fenced."""
+        self._done_callbacks: list[Callable[[Transfer], None]] = []
+        self._quiet_callbacks: list[Callable[[Transfer], None]] = []
+        with self._changed:
+            if bytes_total == 0:
+                self._end(TransferState.DONE, None)
+
+    @property
+    def state(self) -> TransferState:
+        """Where it stands."""
+        return self._state
+
+    @property
+    def quiet(self) -> bool:
+        """It has ended, and nothing can write to its destination any more."""
+        return self._state.final and self._outstanding == 0
+
+    @property
+    def error(self) -> KvferryError | None:
+        """Why it gave no good bytes; None while it goes on and when it is DONE. A `TransferError`'s `quiet` is kept
+        current."""
+        return self._error
+
+    @property
+    def deadline(self) -> float | None:
+        """Until when bytes count, on `kvferry._clock`; None: for ever."""
+        return self._deadline
+
+    @property
+    def ended_at(self) -> float | None:
+        """When it ended, on `kvferry._clock`: for DONE, after the last chunk was seen."""
+        return self._ended_at
+
+    def progress(self) -> TransferProgress:
+        """How far it is."""
+        with self._changed:
+            return TransferProgress(
+                state=self._state,
+                quiet=self.quiet,
+                bytes_done=self._bytes_done,
+                bytes_total=self._bytes_total,
+                descriptors=self._descriptors,
+                chunks=self._chunks,
+                chunks_in_flight=self._outstanding,
+            )
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait for the end; whether it has ended. Its state is `state`."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._state.final, timeout)
+
+    def wait_quiet(self, timeout: float | None = None) -> bool:
+        """Wait until its destination may be used again; whether it may."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self.quiet, timeout)
+
+    def cancel(self) -> bool:
+        """Post nothing more; returns at once. What has ended stays as it is.
+
+        Returns:
+            Whether it is quiet already. What NIXL has in hand it cannot stop.
+        """
+        with self._changed:
+            if not self._state.final:
+                self._end(TransferState.CANCELLED, TransferCancelled(f"transfer {self.label!r} was cancelled"))
+            quiet = self.quiet
+        self._wake()
+        return quiet
+
+    def tell(self, error: TransferError) -> None:
+        """Keep `error.quiet` current: for whoever gives the transfer up with an error of his own."""
+        with self._changed:
+            self._told.append(error)
+            self._quiesce()
+
+    def extend(self, deadline: float) -> bool:
+        """The lease was renewed. A deadline only moves forward, and one that has passed stays passed.
+
+        Returns:
+            Whether bytes still count.
+        """
+        with self._changed:
+            if self._deadline is not None and not self._state.final and self._clock() < self._deadline:
+                self._deadline = max(self._deadline, deadline)
+            return not self._state.final and (self._deadline is None or self._clock() < self._deadline)
+
+    def add_done_callback(self, callback: Callable[[Transfer], None]) -> None:
+        """Call `callback(transfer)` when it has ended."""
+        with self._changed:
+            if not self._state.final:
+                self._done_callbacks.append(callback)
+                return
+        self._run_callback(callback)
+
+    def add_quiet_callback(self, callback: Callable[[Transfer], None]) -> None:
+        """Call `callback(transfer)` when it has ended and is quiet."""
+        with self._changed:
+            if not self.quiet:
+                self._quiet_callbacks.append(callback)
+                return
+        self._run_callback(callback)
+
+    # What follows is for the reading threads: see `kvferry._transport.peer_link.Account`.
+
+    def goes_on(self) -> bool:
+        """Something is about to be read, though not into the destination yet."""
+        with self._changed:
+            self._judge(self._clock())
+            if self._state.final:
+                return False
+            self._state = TransferState.MOVING
+            return True
+
+    def begin(self) -> bool:
+        """A chunk is about to be posted."""
+        with self._changed:
+            self._judge(self._clock())
+            if self._state.final:
+                return False
+            self._outstanding += 1
+            self._state = TransferState.MOVING
+            return True
+
+    def landed(self, size: int) -> None:
+        """A chunk was seen DONE."""
+        with self._changed:
+            self._outstanding -= 1
+            self._chunks += 1
+            self._bytes_done += size
+            if self._bytes_done == self._bytes_total:
+                # The clock is read after the last chunk was seen, so that a pause in between counts against it (R1).
+                self._judge(self._clock())
+                if not self._state.final:
+                    self._end(TransferState.DONE, None)
+            self._quiesce()
+        self._run_due()
+
+    def fenced(self) -> None:
+        """The agent of a chunk was destroyed."""
+        with self._changed:
+            self._outstanding -= 1
+            self._quiesce()
+        self._run_due()
+
+    def fail(self, error: KvferryError) -> None:
+        """It cannot succeed. The error may be other transfers' as well, so this one gets its own."""
+        with self._changed:
+            if not self._state.final:
+                own = copy.copy(error)
+                own.values = {**own.values, "transfer": self.label}
+                self._end(TransferState.FAILED, own)
+        self._run_due()
+
+    def settle(self, now: float) -> None:
+        """Judge the deadline, run callbacks that are due."""
+        with self._changed:
+            self._judge(now)
+        self._run_due()
+
+    def _judge(self, now: float) -> None:
+        if not self._state.final and self._deadline is not None and now >= self._deadline:
+            message = f"transfer {self.label!r}: its lease ended before its last byte arrived"
+            self._end(TransferState.EXPIRED, TransferExpired(message))
+
+    def _end(self, state: TransferState, error: KvferryError | None) -> None:
+        self._state, self._error = state, error
+        self._ended_at = self._clock()
+        self._quiesce()
+        self._changed.notify_all()
+
+    def _quiesce(self) -> None:
+        own = [self._error] if isinstance(self._error, TransferError) else []
+        for error in (*own, *self._told):
+            error.quiet = self.quiet
+        if self.quiet:
+            self._changed.notify_all()
+
+    def _run_due(self) -> None:
+        with self._changed:
+            due: list[Callable[[Transfer], None]] = []
+            if self._state.final:
+                due, self._done_callbacks = self._done_callbacks, []
+            if self.quiet:
+                due, self._quiet_callbacks = due + self._quiet_callbacks, []
+        for callback in due:
+            self._run_callback(callback)
+
+    def _run_callback(self, callback: Callable[[Transfer], None]) -> None:
+        try:
+            callback(self)
+        except Exception:
+            logger.exception("a callback of transfer %r failed", self.label)

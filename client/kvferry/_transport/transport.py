@@ -1,0 +1,365 @@
+"""The transport of one destination rank: hands transfers to reading threads, and replaces a thread that is given up.
+
+Threading: everything may be called from any thread, and nothing but `Transport.close` waits, for NIXL least of all
+(R11): NIXL is called on the threads of `kvferry._transport.reading_thread` only.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import socket
+import threading
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvferry._clock import now
+from kvferry._memory.permute import HostSpace, Space, TorchSpace, device_tensors
+from kvferry._transport.bounds import RegionMap, check_descriptors
+from kvferry._transport.nixl_agent import AgentInfo
+from kvferry._transport.nixl_options import NixlOptions
+from kvferry._transport.peer_link import Share
+from kvferry._transport.reading_thread import ReadingThread
+from kvferry._transport.staging_pool import StagedShare, StagingOptions, StagingPool
+from kvferry._transport.transfer import Transfer, TransferProgress, TransferState
+from kvferry.errors import Closed, InvalidField, KvferryError, TransferFailed
+from kvferry.geometry.model import MemoryKind, MemoryRegion
+from kvferry.planner.descriptors import Descriptors
+from kvferry.planner.expansion import SourceDescriptors
+from kvferry.planner.footprint import AT_ONCE, Footprint
+from kvferry.planner.staged_read import StagedRead
+
+__all__ = ["Part", "Transfer", "TransferProgress", "TransferState", "Transport", "TransportGauges"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Part:
+    """What a transfer reads from one source rank.
+
+    Attributes:
+        peer: its agent.
+        descriptors: read straight into their destinations.
+        staged: read through staging memory.
+        spaces: memory that the descriptors read into beside the rank's own.
+        footprint: the blocks that may be touched; None: whatever is registered.
+    """
+
+    peer: AgentInfo
+    descriptors: Sequence[Descriptors] = ()
+    staged: Sequence[StagedRead] = ()
+    spaces: Sequence[Space] = ()
+    footprint: Footprint | None = None
+
+    @classmethod
+    def of(cls, peer: AgentInfo, planned: SourceDescriptors) -> Part:
+        """What a plan reads from the rank of this agent."""
+        return cls(peer, planned.descriptors, planned.staged, footprint=planned.footprint)
+
+
+@dataclass(frozen=True, slots=True)
+class TransportGauges:
+    """What a transport is doing.
+
+    Attributes:
+        active: transfers that have not ended.
+        uncertain: transfers that ended and are not quiet; their destination blocks are in quarantine.
+        quiesced: transfers that were uncertain and became quiet, since the start.
+        bytes_moved: since the start.
+        chunks_in_flight: posted and not seen DONE.
+        agents: reading agents, the retired ones included.
+        retired_agents: given up, and destroyed as soon as may be.
+        peers: peers added to agents.
+        staging_slots: slots of staging memory in use, those of reads that are not quiet included.
+    """
+
+    active: int
+    uncertain: int
+    quiesced: int
+    bytes_moved: int
+    chunks_in_flight: int
+    agents: int
+    retired_agents: int
+    peers: int
+    staging_slots: int
+
+
+class Transport:
+    """Reads into one destination rank's memory.
+
+    Its reading agents are made when they are needed, each with its thread.
+
+    Args:
+        regions: the memory that is read into. Unmapped under a read that is not quiet, it crashes the process.
+        options: how bytes move.
+        staging: how small pieces move.
+        tensors: of device memory among the regions; what lies in none of them is read directly.
+        keep: what owns the regions. Referenced for as long as an agent may write to them, also when the transport is
+            forgotten in the middle of a read.
+        clock: seconds, monotonic; deadlines are on it.
+    """
+
+    def __init__(
+        self,
+        regions: Sequence[MemoryRegion],
+        options: NixlOptions | None = None,
+        *,
+        staging: StagingOptions | None = None,
+        tensors: Sequence[Any] = (),
+        keep: object = None,
+        clock: Callable[[], float] = now,
+    ) -> None:
+        self._regions = tuple(regions)
+        self._map = RegionMap("this rank", self._regions)
+        self._options = options or NixlOptions()
+        self._staging = staging or StagingOptions()
+        self._tensors = device_tensors(tensors)
+        self._pools: dict[tuple[MemoryKind, int], StagingPool] = {}
+        self._keep = keep
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._closed = False
+        self._threads: list[ReadingThread | None] = [None] * self._options.reading_agents
+        self._living: set[ReadingThread] = set()
+        self._transfers: set[Transfer] = set()
+        self._uncertain: set[Transfer] = set()
+        self._moved_before = 0
+        self._quiesced = 0
+
+    def start(self, parts: Sequence[Part], *, deadline: float | None, label: str) -> Transfer:
+        """Start to read. Returns at once.
+
+        Args:
+            parts: what to read, from whom. Nothing to read is DONE at once.
+            deadline: until when bytes count, on the transport's clock; None: for ever.
+            label: names the transfer in errors and logs.
+
+        Raises:
+            InvalidField: a descriptor lies outside of what is registered here, announced by its peer, or the read's to
+                touch.
+            BadAgentMetadata: a peer is not what it announced.
+            Closed: the transport was closed.
+
+        Everything else is the transfer's `error`: staging memory or a thread that is not to be had, for example. So are
+        blocks that are not the read's to touch, where there are so many descriptors that each chunk is checked before
+        it is posted. If this raises, nothing was posted, and nothing will be.
+        """
+        maps: dict[str, RegionMap] = {}
+        infos: dict[str, AgentInfo] = {}
+        late: set[int] = set()
+        effort = 0
+        for index, part in enumerate(parts):
+            info = infos.setdefault(part.peer.name, part.peer)
+            if info is not part.peer and info != part.peer:
+                raise InvalidField("parts", info.name, "one agent of a name")
+            if info.name not in maps:
+                info.check()
+                maps[info.name] = RegionMap(f"agent {info.name!r}", info.regions)
+            local = self._map
+            if part.spaces:
+                local = RegionMap("this rank", (*self._regions, *(space.region for space in part.spaces)))
+            for some in part.descriptors:
+                check_descriptors(some, local, maps[info.name])
+            if part.footprint is not None:
+                effort += sum(map(part.footprint.effort, part.descriptors))
+                if effort > AT_ONCE:
+                    late.add(index)
+                    continue
+                for some in part.descriptors:
+                    part.footprint.check(some)
+        every = [some for part in parts for some in (*part.descriptors, *part.staged)]
+        transfer = Transfer(
+            label,
+            sum(some.total_bytes for some in every),
+            sum(some.count for some in every),
+            deadline,
+            self._clock,
+            self._wake,
+        )
+        with self._lock:
+            self._check_open()
+            if not transfer.state.final:
+                self._transfers.add(transfer)
+        transfer.add_quiet_callback(self._forget)
+        transfer.add_done_callback(self._ended)
+        try:
+            for index, part in enumerate(parts):
+                self._submit_part(transfer, part, part.footprint if index in late else None)
+        except Exception as error:
+            # Parts before this one may be read already: from here on only the transfer knows what is quiet.
+            transfer.fail(_begin_failed(label, error))
+        return transfer
+
+    def pool(self, kind: MemoryKind, device: int) -> StagingPool:
+        """The staging memory of an address space; made when it is first needed.
+
+        Raises:
+            InvalidField: no tensor of this device is known.
+        """
+        with self._lock:
+            pool = self._pools.get((kind, device))
+            if pool is None:
+                options = self._staging
+                size = options.slot_bytes * options.slots
+                space: Space
+                if kind is MemoryKind.DRAM:
+                    space = HostSpace(size)
+                elif device in self._tensors:
+                    space = TorchSpace(size, f"cuda:{device}", self._tensors[device])
+                else:
+                    raise InvalidField("device", device, f"one that a registered tensor lies on: {[*self._tensors]}")
+                pool = self._pools[kind, device] = StagingPool(space, options.slot_bytes, self._wake)
+            return pool
+
+    def warm(self, peer: AgentInfo) -> None:
+        """Connect to a peer ahead of the first read. A hint: returns at once, and what goes wrong shows in the read.
+
+        Raises:
+            BadAgentMetadata: the peer is not what it announced.
+            Closed: the transport was closed.
+        """
+        peer.check()
+        with self._lock:
+            self._check_open()
+        while not self._thread_of(peer.name).warm(peer):
+            pass
+
+    def prepare(self) -> None:
+        """Make the reading agents ahead of the first read: NIXL's import and an agent take most of a second. Returns
+        at once; raises `Closed`."""
+        for place in range(len(self._threads)):
+            self._thread_at(place)
+
+    def retire(self, peer_name: str) -> None:
+        """Drop a peer as soon as what is read from it has ended and is quiet. It may come back with another read."""
+        with self._lock:
+            threads = tuple(self._living)
+        for thread in threads:
+            thread.retire_peer(peer_name)
+
+    def gauges(self) -> TransportGauges:
+        """What it is doing."""
+        with self._lock:
+            threads, transfers, pools = tuple(self._living), tuple(self._transfers), tuple(self._pools.values())
+            moved, quiesced = self._moved_before, self._quiesced
+        active = sum(not transfer.state.final for transfer in transfers)
+        return TransportGauges(
+            active=active,
+            uncertain=len(transfers) - active,
+            quiesced=quiesced,
+            bytes_moved=moved + sum(thread.moved for thread in threads),
+            chunks_in_flight=sum(thread.flights for thread in threads),
+            agents=len(threads),
+            retired_agents=sum(thread.retired for thread in threads),
+            peers=sum(thread.peers for thread in threads),
+            staging_slots=sum(pool.in_use for pool in pools),
+        )
+
+    def close(self, timeout: float = 10.0) -> bool:
+        """Cancel what has not ended, and end the agents once all is quiet. Idempotent.
+
+        What is stuck keeps its agent until the fence time is over, in the background: ending an agent under way can
+        kill its source.
+
+        Args:
+            timeout: seconds to wait.
+
+        Returns:
+            Whether all is quiet and every agent has ended.
+        """
+        until = self._clock() + timeout
+        with self._lock:
+            self._closed = True
+            threads, transfers = tuple(self._living), tuple(self._transfers)
+        for transfer in transfers:
+            transfer.cancel()
+        for thread in threads:
+            thread.close()
+        ended = [thread.join(max(0.0, until - self._clock())) for thread in threads]
+        return all(ended)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise Closed("the transport was closed")
+
+    def _submit_part(self, transfer: Transfer, part: Part, unchecked: Footprint | None) -> None:
+        if any(some.count for some in part.descriptors):
+            self._submit(Share(transfer, part.peer, part.descriptors, self._clock(), part.spaces, unchecked))
+        by_space: dict[tuple[MemoryKind, int], list[StagedRead]] = {}
+        for read in part.staged:
+            memory = read.lane.memory
+            by_space.setdefault((memory.destination_kind, memory.destination_device), []).append(read)
+        for space, reads in by_space.items():
+            self._submit(StagedShare(transfer, part.peer, reads, self.pool(*space), self._clock(), part.footprint))
+
+    def _submit(self, share: Share) -> None:
+        try:
+            while not self._thread_of(share.info.name).submit(share):
+                pass
+        except Exception as error:
+            # Also on a reading thread that hands its shares on, which has to go on whatever happens.
+            share.account.fail(_begin_failed(share.account.label, error))
+
+    def _thread_of(self, peer_name: str) -> ReadingThread:
+        """The thread that reads from a peer; a fresh one where the last was retired."""
+        return self._thread_at(zlib.crc32(peer_name.encode()) % len(self._threads))
+
+    def _thread_at(self, place: int) -> ReadingThread:
+        with self._lock:
+            thread = self._threads[place]
+            if thread is None or not thread.accepting:
+                self._check_open()
+                name = f"kvferry/{socket.gethostname()}/{os.getpid()}/{secrets.token_hex(6)}/reading"
+                thread = ReadingThread(
+                    name,
+                    self._regions,
+                    self._options,
+                    self._clock,
+                    may_retire=self._may_retire,
+                    moved_on=self._submit,
+                    gone=self._gone,
+                    keep=self._keep,
+                )
+                self._threads[place] = thread
+                self._living.add(thread)
+            return thread
+
+    def _may_retire(self, _: ReadingThread) -> bool:
+        with self._lock:
+            return sum(thread.retired for thread in self._living) < self._options.retired_agents
+
+    def _gone(self, thread: ReadingThread, quiet: bool) -> None:
+        with self._lock:
+            self._living.discard(thread)
+            self._moved_before += thread.moved
+        if not quiet:
+            logger.error("reading agent %s could not be destroyed", thread.name)
+
+    def _ended(self, transfer: Transfer) -> None:
+        with self._lock:
+            if not transfer.quiet:
+                self._uncertain.add(transfer)
+
+    def _forget(self, transfer: Transfer) -> None:
+        with self._lock:
+            self._transfers.discard(transfer)
+            if transfer in self._uncertain:
+                self._uncertain.discard(transfer)
+                self._quiesced += 1
+
+    def _wake(self) -> None:
+        with self._lock:
+            threads = tuple(self._living)
+        for thread in threads:
+            thread.wake()
+
+
+def _begin_failed(label: str, error: Exception) -> KvferryError:
+    if isinstance(error, KvferryError):
+        return error
+    logger.error("transfer %r could not begin", label, exc_info=error)
+    return TransferFailed(f"transfer {label!r} could not begin: {error!r}")

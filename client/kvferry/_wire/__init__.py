@@ -1,0 +1,1 @@
+"""What crosses the network: channels, references, statuses, and values as protobuf messages. Used by both sides."""

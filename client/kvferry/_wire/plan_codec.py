@@ -1,0 +1,34 @@
+"""A read plan as `Introspection.PlanRead` answers it."""
+
+from __future__ import annotations
+
+from kvferry._wire.geometry_codec import token_shard_to_proto
+from kvferry.planner.explain import explain
+from kvferry.planner.plan import ReadPlan
+from kvferry.v1 import introspection_pb2 as pb
+
+
+def plan_to_proto(plan: ReadPlan) -> pb.RankPlan:
+    """Encode a plan."""
+    lines = explain(plan)
+    answer = pb.RankPlan(rank=lines.rank, labels=lines.labels, uncovered=lines.uncovered)
+    for line in lines.reads:
+        read = answer.reads.add(
+            source_rank=line.source_rank,
+            source_labels=line.source_labels,
+            group=line.group,
+            layers=line.layers,
+            components=line.components,
+            unit_begin=line.units.begin,
+            unit_end=line.units.end,
+            bytes_per_token=line.bytes_per_token,
+            bytes_per_request=line.bytes_per_request,
+            descriptors_per_block=line.descriptors_per_block,
+            path=line.path,
+            path_reason=line.reason,
+        )
+        if line.tokens.count > 1:
+            read.token_shard.CopyFrom(token_shard_to_proto(line.tokens))
+        if not line.stripe.whole:
+            read.stripe_begin, read.stripe_end, read.stripe_of = line.stripe.begin, line.stripe.end, line.stripe.of
+    return answer

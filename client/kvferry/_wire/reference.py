@@ -1,0 +1,87 @@
+"""References: the opaque strings that name a publication, or an engine, on their way through routers. Capabilities: who
+has one may read, or reach the engine's memory."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from typing import TypeVar
+
+from google.protobuf.message import DecodeError, Message
+
+from kvferry._wire.authority import INCARNATION_BYTES, KEY_BYTES
+from kvferry.errors import BadReference, InvalidField
+from kvferry.v1 import kv_transfer_pb2 as pb
+
+PREFIX = "kvf1."
+ENGINE_PREFIX = "kvf1e."
+MAX_LENGTH = 4096
+"""Characters; longer strings are refused before they are decoded."""
+
+Body = TypeVar("Body", bound=Message)
+
+
+def format_reference(reference: pb.Reference) -> str:
+    """The canonical string of a reference."""
+    return PREFIX + _encoded(reference)
+
+
+def parse_reference(text: str) -> pb.Reference:
+    """The reference a string stands for.
+
+    Raises:
+        BadReference: not a reference, or one that names neither a publication nor a router's key.
+    """
+    if not isinstance(text, str):
+        raise InvalidField("reference", type(text), "a string, Publication.reference")
+    if text.startswith(ENGINE_PREFIX):
+        raise BadReference("it names an engine, and no publication")
+    reference = _decoded(text, PREFIX, pb.Reference)
+    _check(reference.home, reference.engine_id, reference.key)
+    if reference.router_key:
+        if reference.publication or reference.incarnation:
+            raise BadReference("it names a publication and a router's key")
+    elif not reference.publication or len(reference.incarnation) != INCARNATION_BYTES:
+        raise BadReference("it names neither a publication nor a router's key")
+    return reference
+
+
+def format_engine_reference(reference: pb.EngineReference) -> str:
+    """The canonical string of an engine's reference."""
+    return ENGINE_PREFIX + _encoded(reference)
+
+
+def parse_engine_reference(text: str) -> pb.EngineReference:
+    """The engine's reference a string stands for.
+
+    Raises:
+        BadReference: not one.
+    """
+    reference = _decoded(text, ENGINE_PREFIX, pb.EngineReference)
+    _check(reference.home, reference.engine_id, reference.key)
+    if len(reference.incarnation) != INCARNATION_BYTES:
+        raise BadReference(f"its incarnation has {len(reference.incarnation)} bytes, not {INCARNATION_BYTES}")
+    return reference
+
+
+def _encoded(reference: Message) -> str:
+    return base64.urlsafe_b64encode(reference.SerializeToString(deterministic=True)).decode().rstrip("=")
+
+
+def _decoded(text: str, prefix: str, of: type[Body]) -> Body:
+    if not text.startswith(prefix):
+        raise BadReference(f"it does not start with {prefix!r}")
+    if len(text) > MAX_LENGTH:
+        raise BadReference(f"it has {len(text)} characters, at most {MAX_LENGTH}")
+    body = text[len(prefix) :]
+    try:
+        return of.FromString(base64.b64decode(body + "=" * (-len(body) % 4), altchars=b"-_", validate=True))
+    except (binascii.Error, DecodeError, ValueError):
+        raise BadReference("its body is damaged") from None
+
+
+def _check(home: str, engine_id: str, key: bytes) -> None:
+    if not home or not engine_id:
+        raise BadReference("it names no home or no engine")
+    if len(key) != KEY_BYTES:
+        raise BadReference(f"its key has {len(key)} bytes, not {KEY_BYTES}")

@@ -1,0 +1,259 @@
+"""Errors on the wire: `KvferryError` to a gRPC status and back. Pure, and shared by both sides.
+
+An error travels as one status code, a message for people, and `google.rpc.Status` in the trailing metadata,
+with an `ErrorInfo` (domain ``kvferry``, the reason, every dynamic value) and a `RetryInfo` where repeating
+the call makes sense. Results of notifications carry the same things in a `NotificationError`.
+
+Trailing metadata is a header: peers drop a response whose headers are larger than 8 KiB, and the caller would
+see nothing of the error. So values are cut, and what was cut is said: a long text ends in ``…(+N
+characters)``, and the value ``truncated`` counts the values that were left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import cast
+
+import grpc
+from google.protobuf.any_pb2 import Any
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import DecodeError
+from google.rpc import error_details_pb2, status_pb2
+
+from kvferry._clock import from_duration, to_duration
+from kvferry.errors import (
+    InternalError,
+    InvalidInput,
+    KvferryError,
+    LimitReached,
+    MessageTooLarge,
+    NotFound,
+    NotImplementedHere,
+    Refused,
+    Unavailable,
+    Unreachable,
+    from_reason,
+)
+from kvferry.v1 import errors_pb2
+from kvferry.v1 import kv_transfer_pb2 as pb
+
+DOMAIN = "kvferry"
+"""The domain of every ErrorInfo of ours."""
+
+DETAILS_KEY = "grpc-status-details-bin"
+"""Where gRPC's libraries of all languages look for a `google.rpc.Status`."""
+
+# The message travels twice, once percent-encoded (three bytes for each byte that is not printable ASCII), and
+# the details as base64 where the other side cannot take binary headers: 3 · 512 + 4/3 · (512 + 3584) is below
+# 7 KiB.
+MESSAGE_BYTES = 512
+VALUE_BYTES = 384
+VALUES_BYTES = 3072
+
+NOTIFICATION_ERROR_BYTES = 3840
+"""Bytes that the error of one notification takes at most in an answer."""
+
+LONGEST_RETRY = 60.0
+"""Seconds that a peer may ask to wait before a call is repeated; what waits for longer is as good as ended."""
+
+TOO_LARGE = "larger than max"
+"""What gRPC says of a message over the size limit, of either side and in either direction; there is no code for it."""
+
+_PREFIX = "ERROR_REASON_"
+
+# What an error of a reason that this version does not know can still be told from: its code.
+_BY_CODE: dict[str, type[KvferryError]] = {
+    "INVALID_ARGUMENT": InvalidInput,
+    "FAILED_PRECONDITION": Refused,
+    "PERMISSION_DENIED": Refused,
+    "ALREADY_EXISTS": Refused,
+    "ABORTED": Refused,
+    "NOT_FOUND": NotFound,
+    "UNAVAILABLE": Unavailable,
+    "RESOURCE_EXHAUSTED": LimitReached,
+    "UNIMPLEMENTED": NotImplementedHere,
+    "INTERNAL": InternalError,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class WireStatus:
+    """An error as a server sends it."""
+
+    code: grpc.StatusCode
+    message: str
+    metadata: tuple[tuple[str, str | bytes], ...]
+    """Trailing metadata."""
+
+
+def to_status(error: KvferryError) -> WireStatus:
+    """The status that carries an error.
+
+    Args:
+        error: an error with a reason. One without (it belongs to the client only) is a bug in the caller.
+    """
+    if not error.reason:
+        raise TypeError(f"{type(error).__name__} never crosses the wire")
+    code = grpc.StatusCode[error.code]
+    message = _cut(error.message, MESSAGE_BYTES)
+    status = status_pb2.Status(code=code.value[0], message=message)
+    info = error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=_bounded(error.values))
+    status.details.append(_packed(info))
+    if error.retry_after is not None:
+        retry = error_details_pb2.RetryInfo(retry_delay=to_duration(error.retry_after))
+        status.details.append(_packed(retry))
+    return WireStatus(code, message, ((DETAILS_KEY, status.SerializeToString()),))
+
+
+def from_rpc_error(error: grpc.RpcError, address: str) -> KvferryError:
+    """The error that a call to a node server ended with.
+
+    An error that carries our ErrorInfo is what the server raised. What gRPC itself reports becomes
+
+    - `Unreachable` for UNAVAILABLE; for DEADLINE_EXCEEDED, because every call of kvferry is idempotent, so
+      that no answer in time and no connection ask the caller for the same thing; and for CANCELLED, which is
+      what a server that stops, or that a hostile peer floods with resets, leaves behind (a caller that cancelled
+      by itself knows);
+    - `MessageTooLarge` for a message over either side's limit;
+    - `NotImplementedHere`, `LimitReached` (without a retry, since nobody said when) or `InternalError` for their
+      codes;
+    - the nearest class by its code for anything else.
+
+    Args:
+        error: as a stub raised it, synchronous or not.
+        address: of the node server, for the message.
+    """
+    call = cast(grpc.Call, error)
+    code: grpc.StatusCode | None = call.code() if hasattr(error, "code") else None
+    name = code.name if code is not None else "UNKNOWN"
+    text = (call.details() if hasattr(error, "details") else None) or str(error)
+    found = _from_details(_details(call) if hasattr(error, "trailing_metadata") else None, name, text)
+    if found is not None:
+        return found
+    if name == "UNAVAILABLE":
+        return Unreachable(f"{address} cannot be reached: {text}", address=address)
+    if name == "CANCELLED":
+        return Unreachable(f"{address} left the call without an answer: {text}", address=address)
+    if name == "DEADLINE_EXCEEDED":
+        return Unreachable(f"{address} did not answer in time", address=address)
+    if name == "UNIMPLEMENTED":
+        return NotImplementedHere(f"{address} does not offer this call: {text}", what=text)
+    if name == "RESOURCE_EXHAUSTED" and TOO_LARGE in text:
+        return MessageTooLarge(f"{address}: {text}", address=address)
+    return _by_code(name, f"{address} answered {name}: {text}", {"address": address})
+
+
+def to_notification_error(error: KvferryError) -> pb.NotificationError:
+    """The result that carries the error of one notification."""
+    return pb.NotificationError(
+        code=grpc.StatusCode[error.code].value[0],
+        reason=errors_pb2.ErrorReason.ValueType(_reason_number(error)),
+        message=_cut(error.message, MESSAGE_BYTES),
+        metadata=_bounded(error.values),
+        retry_after=to_duration(error.retry_after) if error.retry_after is not None else None,
+    )
+
+
+def from_notification_error(message: pb.NotificationError) -> KvferryError:
+    """The error of one notification."""
+    retry_after = _pause(message.retry_after) if message.HasField("retry_after") else None
+    known = message.reason in errors_pb2.ErrorReason.values()
+    reason = errors_pb2.ErrorReason.Name(message.reason).removeprefix(_PREFIX) if known else ""
+    values = dict(message.metadata)
+    error = from_reason(reason, message.message, values, retry_after)
+    if error is not None:
+        return error
+    name = next((code.name for code in grpc.StatusCode if code.value[0] == message.code), "UNKNOWN")
+    return _by_code(name, message.message, values, retry_after)
+
+
+def _from_details(details: bytes | None, code: str, text: str) -> KvferryError | None:
+    if details is None:
+        return None
+    try:
+        status = status_pb2.Status.FromString(details)
+        info, retry_after = _unpacked(status)
+    except DecodeError:
+        # Damaged, or not ours: the code says enough.
+        return None
+    if info is None:
+        return None
+    values = dict(info.metadata)
+    message = status.message or text
+    error = from_reason(info.reason.removeprefix(_PREFIX), message, values, retry_after)
+    return error if error is not None else _by_code(code, message, values, retry_after)
+
+
+def _unpacked(status: status_pb2.Status) -> tuple[error_details_pb2.ErrorInfo | None, float | None]:
+    found: error_details_pb2.ErrorInfo | None = None
+    retry_after: float | None = None
+    for detail in status.details:
+        info, retry = error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo()
+        if detail.Unpack(info) and info.domain == DOMAIN:
+            found = info
+        elif detail.Unpack(retry):
+            retry_after = _pause(retry.retry_delay)
+    return found, retry_after
+
+
+def _pause(delay: Duration) -> float:
+    return min(max(0.0, from_duration(delay)), LONGEST_RETRY)
+
+
+def _packed(message: error_details_pb2.ErrorInfo | error_details_pb2.RetryInfo) -> Any:
+    packed = Any()
+    packed.Pack(message)
+    return packed
+
+
+def _details(call: grpc.Call) -> bytes | None:
+    for key, value in call.trailing_metadata() or ():
+        if key == DETAILS_KEY and isinstance(value, bytes):
+            return value
+    return None
+
+
+def _by_code(code: str, message: str, values: Mapping[str, str], retry_after: float | None = None) -> KvferryError:
+    cls = _BY_CODE.get(code, KvferryError)
+    error = cls.__new__(cls)
+    # The constructors of some classes take what they say apart; here it comes as a whole.
+    KvferryError.__init__(error, message, retry_after=retry_after)
+    error.values = dict(values)
+    return error
+
+
+def _cut(text: str, limit: int) -> str:
+    """Text of at most `limit` bytes of UTF-8."""
+    encoded = text.encode(errors="replace")
+    if len(encoded) <= limit:
+        return encoded.decode()
+    note = "…(+{} characters)"
+    kept = encoded[: limit - len(note.encode()) - 8].decode(errors="ignore")
+    return kept + note.format(len(text) - len(kept))
+
+
+def _bounded(values: Mapping[str, str]) -> dict[str, str]:
+    """The first values that fit a header. A family (``mismatch.3.…``) is kept or left out as a whole."""
+    families: dict[str, dict[str, str]] = {}
+    for key, value in values.items():
+        families.setdefault(key.rpartition(".")[0] or key, {})[key] = _cut(value, VALUE_BYTES)
+    kept: dict[str, str] = {}
+    room = VALUES_BYTES
+    for family in families.values():
+        # Eight bytes of framing for each entry of the map.
+        size = sum(len(key.encode()) + len(value.encode()) + 8 for key, value in family.items())
+        if size > room:
+            break
+        kept.update(family)
+        room -= size
+    if len(kept) < len(values):
+        kept["truncated"] = str(len(values) - len(kept))
+    return kept
+
+
+def _reason_number(error: KvferryError) -> int:
+    """The `kvferry.v1.ErrorReason` of an error; 0 for errors that never cross the wire."""
+    if not error.reason:
+        return 0
+    return int(errors_pb2.ErrorReason.Value(f"ERROR_REASON_{error.reason}"))

@@ -1,0 +1,104 @@
+"""The source side of a scheduler: publications told to the home in order, by a thread that may wait."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Mapping
+from functools import partial
+
+from kvferry._control.publications import Publication, Release, ReleaseOutcome
+from kvferry._control.session import EngineSession
+from kvferry._work_queue import Desk
+from kvferry.errors import KvferryError
+from kvferry.geometry.blocks import Blocks
+from kvferry.v1 import kv_transfer_pb2 as pb
+
+logger = logging.getLogger(__name__)
+
+
+class Publishing:
+    """What one engine offers. Thread-safe; nothing but `close` waits.
+
+    Attributes:
+        published, released: how many, since the start. Their difference is pinned.
+        refused: of those released, how many the home did not take.
+    """
+
+    def __init__(self, session: EngineSession) -> None:
+        self._session = session
+        self._lock = threading.Lock()
+        self._refused: deque[Release] = deque()
+        self.published = self.released = self.refused = 0
+        self._desk = Desk(f"kvferry-publish-{session.spec.engine_id}")
+
+    def publish(
+        self,
+        request_id: str,
+        blocks: Mapping[str, Blocks],
+        *,
+        last: bool,
+        expected_reads: int,
+        payload: bytes,
+        checksums: bool,
+    ) -> Publication:
+        """See `SchedulerPort.publish`."""
+        with self._lock:
+            # Offered and queued together: the home takes a number below the highest it has seen for a stale one.
+            publication, step = self._session.offer(
+                request_id, blocks, last=last, expected_reads=expected_reads, payload=payload, checksums=checksums
+            )
+            self.published += 1
+            self._desk.do(partial(self._send, publication, step))
+        return publication
+
+    def publish_more(
+        self, publication: Publication, blocks: Mapping[str, Blocks], *, last: bool, payload: bytes
+    ) -> None:
+        """See `SchedulerPort.publish_more`."""
+        with self._lock:
+            step = self._session.offer_more(publication, blocks, last=last, payload=payload)
+            self._desk.do(partial(self._send, publication, step))
+
+    def abort(self, publication: Publication) -> None:
+        """See `SchedulerPort.abort`."""
+        self._desk.do(partial(self._abort, publication))
+
+    def take_released(self) -> list[Release]:
+        """What was released since the last call; each publication exactly once."""
+        found = self._session.released()
+        with self._lock:
+            found += self._refused
+            self._refused.clear()
+            self.released += len(found)
+        return found
+
+    def close(self, timeout: float) -> None:
+        """Tell what is still to be told, then end the thread."""
+        self._desk.close(timeout)
+
+    # What follows runs on the desk's thread.
+
+    def _send(self, publication: Publication, step: pb.Publish) -> None:
+        try:
+            self._session.send(step)
+        except KvferryError as error:
+            logger.warning("step %d of publication %d: %s", step.step, publication.number, error)
+            if error.retryable:
+                # It may exist: it stays pinned until its release comes.
+                return
+            if step.step > 0:
+                self._abort(publication)
+                return
+            with self._lock:
+                self.refused += 1
+                self._refused.append(
+                    Release(publication.number, publication.request_id, ReleaseOutcome.ABORTED, local=True)
+                )
+
+    def _abort(self, publication: Publication) -> None:
+        try:
+            self._session.abort(publication)
+        except KvferryError as error:
+            logger.warning("abort of publication %d: %s", publication.number, error)

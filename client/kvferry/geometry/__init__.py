@@ -1,0 +1,21 @@
+"""What a KV cache is: groups, planes of memory, who holds what, and the blocks of a request. Values only.
+
+`kvferry.geometry.tensors` makes planes from tensors, `formats` names the axes of engines people use, `sharding` divides
+heads and tokens among ranks, and `file` reads and writes geometries as files.
+"""
+
+from kvferry.geometry.blocks import Blocks as Blocks
+from kvferry.geometry.model import EngineGeometry as EngineGeometry
+from kvferry.geometry.model import Group as Group
+from kvferry.geometry.model import GroupKind as GroupKind
+from kvferry.geometry.model import Interval as Interval
+from kvferry.geometry.model import MemoryKind as MemoryKind
+from kvferry.geometry.model import MemoryRegion as MemoryRegion
+from kvferry.geometry.model import Plane as Plane
+from kvferry.geometry.model import RankGeometry as RankGeometry
+from kvferry.geometry.model import TokenShard as TokenShard
+from kvferry.geometry.model import check_rank as check_rank
+from kvferry.geometry.model import check_regions as check_regions
+from kvferry.geometry.sharding import shard as shard
+from kvferry.geometry.sharding import shards as shards
+from kvferry.geometry.sharding import token_shard as token_shard

@@ -1,0 +1,136 @@
+"""The blocks of a request: block ids per group, with the tokens they hold."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from kvferry._arguments import described, instance, integer, mapping, text
+from kvferry.errors import BadBlock, InvalidField
+
+BlockIds: TypeAlias = npt.NDArray[np.int32]
+AnyIds: TypeAlias = npt.NDArray[np.signedinteger[Any]]
+
+MAX_BLOCKS = 1 << 24
+"""Blocks of one list; a request of 10**8 tokens at 16 tokens per block has fewer. Bounds what a peer's runs can expand
+to."""
+
+
+TOKEN_LIMIT = 1 << 62
+"""Positions of tokens stay below this, as on the wire."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Blocks:
+    """Block ids of one group, in token order.
+
+    Block tables are aligned: a request's token ``t`` lies in its block ``t // block_tokens``. The first id is the block
+    that holds `first_token`, which may lie inside the block.
+
+    Attributes:
+        ids: block ids, ``int32[n]``, read-only; any sequence of integers is taken, and copied: whoever gave it may
+            change it afterwards.
+        first_token: first token that the blocks hold (source) or want (destination).
+        end_token: one past the last token; None: up to the end of the last block.
+        state_token: tokens that the state has seen, for state groups.
+    """
+
+    ids: BlockIds
+    first_token: int = 0
+    end_token: int | None = None
+    state_token: int = 0
+
+    def __init__(
+        self,
+        ids: Sequence[int] | npt.NDArray[np.integer],
+        first_token: int = 0,
+        end_token: int | None = None,
+        state_token: int = 0,
+    ) -> None:
+        first, state = integer("first_token", first_token), integer("state_token", state_token)
+        end = None if end_token is None else integer("end_token", end_token)
+        if first < 0 or state < 0 or (end is not None and end < first):
+            raise InvalidField("tokens", (first, end, state), "0 <= first_token <= end_token")
+        for name, token in (("first_token", first), ("end_token", end), ("state_token", state)):
+            if token is not None and token >= TOKEN_LIMIT:
+                raise InvalidField(name, token, "a token's position, below 2**62")
+        object.__setattr__(self, "ids", _checked_ids(ids))
+        object.__setattr__(self, "first_token", first)
+        object.__setattr__(self, "end_token", end)
+        object.__setattr__(self, "state_token", state)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Blocks):
+            return NotImplemented
+        mine = (self.first_token, self.end_token, self.state_token)
+        theirs = (other.first_token, other.end_token, other.state_token)
+        return mine == theirs and bool(np.array_equal(self.ids, other.ids))
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (Blocks, (self.ids, self.first_token, self.end_token, self.state_token))
+
+    def runs(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """The ids as runs of consecutive ids: first ids and counts, ``int64[r]`` each."""
+        if len(self.ids) == 0:
+            empty = np.empty(0, np.int64)
+            return empty, empty
+        breaks = np.flatnonzero(np.diff(self.ids) != 1) + 1
+        starts = np.concatenate(([0], breaks))
+        return self.ids[starts].astype(np.int64), np.diff(np.concatenate((starts, [len(self.ids)])))
+
+
+def _checked_ids(ids: Sequence[int] | npt.NDArray[np.integer]) -> BlockIds:
+    """A copy of the ids as int32; refuses what numpy would silently truncate (floats, 2**32 + 1)."""
+    expected = "a flat sequence of integers"
+    try:
+        # Copied before it is looked at: an engine may be writing its next request into the same row.
+        array = np.array(ids)
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        raise InvalidField("ids", described(ids), expected) from None
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        raise InvalidField("ids", f"{array.dtype} of shape {array.shape}", expected)
+    if array.size > MAX_BLOCKS:
+        raise InvalidField("ids", f"{array.size} ids", f"at most {MAX_BLOCKS}")
+    if array.size and array.dtype != np.int32 and (int(array.min()) < -(2**31) or int(array.max()) >= 2**31):
+        bad = int(array.max()) if int(array.max()) >= 2**31 else int(array.min())
+        raise InvalidField("ids", bad, "block ids below 2**31")
+    # Made of bytes, so that nobody can make it writeable again.
+    return np.frombuffer(array.astype(np.int32).tobytes(), np.int32)
+
+
+def blocks_by_group(name: str, blocks: object) -> dict[str, Blocks]:
+    """A copy of a mapping from groups to their blocks; raises `InvalidField`, naming the entry that is none."""
+    expected = "a mapping from group names to Blocks"
+    found = mapping(name, blocks, expected)
+    return {
+        text(f"a group of {name}", group): instance(f"{name}[{group!r}]", listed, Blocks, "Blocks(ids)")
+        for group, listed in found.items()
+    }
+
+
+def check_ids(group: str, side: str, ids: AnyIds, num_blocks: int, null_block: int | None) -> None:
+    """Raise `BadBlock` for the first id that is out of range or the null block (R7)."""
+    if len(ids) == 0:
+        return
+    if int(ids.min()) < 0 or int(ids.max()) >= num_blocks:
+        bad = int(ids[(ids < 0) | (ids >= num_blocks)][0])
+        raise BadBlock(group, side, bad, num_blocks, "out of range")
+    if null_block is not None and bool((ids == null_block).any()):
+        raise BadBlock(group, side, null_block, num_blocks, "the null block holds nothing")
+
+
+def check_unique(pool: str, lists: Sequence[AnyIds]) -> None:
+    """Raise `BadBlock` if an id occurs twice in the destination blocks of a pool: NIXL would let the last write win."""
+    ids = lists[0] if len(lists) == 1 else np.concatenate(lists)
+    if bool((ids[1:] > ids[:-1]).all()):
+        return
+    ordered = np.sort(ids)
+    twice = ordered[1:][ordered[1:] == ordered[:-1]]
+    if len(twice):
+        raise BadBlock(pool, "destination", int(twice[0]), int(ordered[-1]) + 1, "it is given twice")

@@ -1,0 +1,64 @@
+"""Geometry files: an engine's whole cache geometry in a few lines of JSON, for planning without running engines. ::
+
+    {"engine_id": "prefill", "tp_size": 4, "layout": "HND", "block_size": 16, "num_blocks": 1024,
+     "model": {"layers": 32, "kv_heads": 8, "head_dim": 128, "dtype": "bfloat16", "attention": "gqa"}}
+
+``docs/geometry.schema.json`` describes every field; ``examples/geometry`` has a file for each kind of engine. A field
+that nobody knows is an error, never ignored.
+
+Addresses are made up but consistent: each rank's planes lie in one allocation, as they would in an engine, so that a
+plan from a file merges what a plan of the running engine merges. `rebase` moves a rank to memory that exists.
+"""
+
+from __future__ import annotations
+
+import json
+from os import PathLike
+from pathlib import Path
+
+from kvferry.errors import InvalidField
+from kvferry.geometry.file.build import build_engine, rank_bytes, rebase
+from kvferry.geometry.file.document import read_document
+from kvferry.geometry.model import EngineGeometry
+
+__all__ = ["load", "parse", "rank_bytes", "rebase"]
+
+MAX_FILE_BYTES = 16 << 20
+
+
+def load(path: str | PathLike[str]) -> EngineGeometry:
+    """The engine that a geometry file describes.
+
+    Raises:
+        InvalidField: the file cannot be read, is no JSON, or a field is wrong: `.values` name its JSON path, the value
+            and what was expected.
+        BadGeometry: fields that are right each by itself contradict each other.
+    """
+    try:
+        with Path(path).open("rb") as file:
+            text = file.read(MAX_FILE_BYTES + 1)
+    except OSError as error:
+        raise InvalidField("geometry file", str(path), f"a readable file ({error.strerror})") from None
+    if len(text) > MAX_FILE_BYTES:
+        raise InvalidField("geometry file", str(path), f"at most {MAX_FILE_BYTES} bytes")
+    try:
+        value = json.loads(text, object_pairs_hook=_unique_keys)
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, InvalidField):
+            raise
+        raise InvalidField("geometry file", str(path), f"JSON ({error})") from None
+    return parse(value)
+
+
+def parse(value: object) -> EngineGeometry:
+    """The engine that a geometry document describes: what `json.loads` makes of a file. Raises as `load` does."""
+    return build_engine(read_document(value))
+
+
+def _unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    """Two fields of one name in an object: JSON parsers keep the last silently."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice = next(key for index, (key, _) in enumerate(pairs) if key in dict(pairs[:index]))
+        raise InvalidField(twice, "two values", "each field of an object once")
+    return found

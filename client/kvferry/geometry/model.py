@@ -1,0 +1,447 @@
+"""Where the bytes of an engine's cache are, which part of the model's state they hold, and what may be cut.
+
+Frozen values that check themselves: a geometry that contradicts itself cannot be made (`BadGeometry`). They know
+nothing of torch, NIXL or gRPC; `kvferry.geometry.formats` makes them from tensors, `kvferry._wire.geometry_codec`
+turns them into protos and back.
+
+A plane is one logical KV tensor of one layer on one rank. The address of the contiguous ``state_bytes`` bytes of unit
+``u`` (a KV head or state channel, counted over the whole model) and state ``x`` of block ``id`` is ::
+
+    base + id * block_stride + (x // page_tokens) * page_stride + (u - units.begin) * unit_stride
+         + (x % page_tokens) * token_stride
+
+A state is what one token leaves, unless ``tokens_per_state`` says otherwise.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from fractions import Fraction
+
+from kvferry._arguments import coerce_integers, flag, instance, integer, integer_map, several, string_map, text
+from kvferry.errors import BadGeometry
+
+ADDRESS_LIMIT = 1 << 63
+"""Addresses stay below this, so that sums of them fit numpy's int64 and NIXL's checks cannot wrap."""
+
+
+class MemoryKind(enum.IntEnum):
+    """Address space of a plane, numbered as in the proto."""
+
+    DRAM = 1
+    VRAM = 2
+
+
+class GroupKind(enum.IntEnum):
+    """How the block table of a group is read, numbered as in the proto."""
+
+    TOKENS = 1
+    WINDOW = 2
+    STATE = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """A half-open interval ``[begin, end)``, not empty."""
+
+    begin: int
+    end: int
+
+    def __post_init__(self) -> None:
+        coerce_integers(self, ("begin", "end"))
+        if not 0 <= self.begin < self.end:
+            raise BadGeometry("interval", f"[{self.begin}, {self.end}) is empty or negative")
+
+    def __len__(self) -> int:
+        return self.end - self.begin
+
+    def __str__(self) -> str:
+        return f"[{self.begin}, {self.end})"
+
+    def intersect(self, other: Interval) -> Interval | None:
+        """What both hold, or None."""
+        begin, end = max(self.begin, other.begin), min(self.end, other.end)
+        return Interval(begin, end) if begin < end else None
+
+
+@dataclass(frozen=True, slots=True)
+class TokenShard:
+    """Which tokens are held: token t when ``t // interleave % count == index``. The default holds all."""
+
+    index: int = 0
+    count: int = 1
+    interleave: int = 1
+
+    def __post_init__(self) -> None:
+        coerce_integers(self, ("index", "count", "interleave"))
+        if not (0 <= self.index < self.count and self.interleave >= 1):
+            raise BadGeometry("token shard", f"index {self.index} of {self.count}, interleave {self.interleave}")
+        if self.count == 1:
+            # All tokens, whatever the interleave: equal shards compare equal.
+            object.__setattr__(self, "interleave", 1)
+
+    def __str__(self) -> str:
+        return "all tokens" if self.count == 1 else f"tokens {self.index} of {self.count} by {self.interleave}"
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """A KV-cache group: the planes that share one block table.
+
+    Attributes:
+        name: unique in its engine; the same name on both engines of a read.
+        kind: how the block table is read.
+        block_tokens: tokens per block, over all token shards; 0 for `GroupKind.STATE`.
+        num_blocks: block ids run from 0 to num_blocks - 1.
+        null_block: the id that stands for "no block", if there is one; never read or written.
+        window_tokens: size of the window, for `GroupKind.WINDOW`; else 0.
+        pool: groups of one rank with the same pool share one space of block ids; empty: a pool of its own.
+    """
+
+    name: str
+    kind: GroupKind = GroupKind.TOKENS
+    block_tokens: int = 0
+    num_blocks: int = 0
+    null_block: int | None = None
+    window_tokens: int = 0
+    pool: str = ""
+
+    def __post_init__(self) -> None:
+        text("name", self.name)
+        instance("kind", self.kind, GroupKind, "a GroupKind")
+        coerce_integers(self, ("block_tokens", "num_blocks", "window_tokens"))
+        if self.null_block is not None:
+            coerce_integers(self, ("null_block",))
+        text("pool", self.pool)
+        where = f"group {self.name!r}"
+        if not 1 <= len(self.name.encode()) <= 128:
+            raise BadGeometry(where, "the name has 1 to 128 bytes")
+        if (self.kind is GroupKind.STATE) != (self.block_tokens == 0) or not 0 <= self.block_tokens <= 1 << 20:
+            raise BadGeometry(where, f"block_tokens is {self.block_tokens} for a group of kind {self.kind.name}")
+        if not 1 <= self.num_blocks < 1 << 31:
+            raise BadGeometry(where, f"num_blocks is {self.num_blocks}, not in 1 ... 2**31 - 1")
+        if self.null_block is not None and not 0 <= self.null_block < self.num_blocks:
+            raise BadGeometry(where, f"null_block {self.null_block} is not one of {self.num_blocks} blocks")
+        if (self.kind is GroupKind.WINDOW) != (self.window_tokens > 0) or self.window_tokens < 0:
+            raise BadGeometry(where, f"window_tokens is {self.window_tokens} for a group of kind {self.kind.name}")
+
+
+_PLANE_INTEGERS = (
+    "device",
+    "base",
+    "num_blocks",
+    "block_stride",
+    "page_tokens",
+    "page_stride",
+    "block_states",
+    "unit_stride",
+    "token_stride",
+    "state_bytes",
+    "axis_size",
+    "token_granule",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Plane:
+    """One logical KV tensor of one layer on one rank. The address formula is in the module's docstring.
+
+    Attributes:
+        layer, component: what it is; equal on both engines of a read.
+        group: name of its group.
+        format: what the bytes mean, compared verbatim.
+        dtype: element type, compared verbatim; may be empty.
+        memory_kind, device: address space, as NIXL counts devices.
+        base: address of the first unit and state of block 0.
+        num_blocks: blocks of the plane, at least those of its group.
+        block_stride, page_stride, unit_stride, token_stride: bytes; 0 where there is only one of the kind.
+        page_tokens: states per page; divides block_states.
+        block_states: states this rank holds per block.
+        state_bytes: contiguous bytes of one unit of one state.
+        axis_size: units of the whole model's plane.
+        units: the units held.
+        token_shard: the tokens held.
+        tokens_per_state: tokens that one state stands for.
+        token_granule: smallest number of consecutive states that may be cut off; divides page_tokens.
+        units_divide: whether single units may be read; else all held units or none.
+        optional_cover: may stay uncovered by a source.
+    """
+
+    layer: str
+    component: str
+    group: str
+    format: str
+    dtype: str
+    memory_kind: MemoryKind
+    device: int
+    base: int
+    num_blocks: int
+    block_stride: int
+    page_tokens: int
+    page_stride: int
+    block_states: int
+    unit_stride: int
+    token_stride: int
+    state_bytes: int
+    axis_size: int
+    units: Interval
+    token_shard: TokenShard = TokenShard()
+    tokens_per_state: Fraction = Fraction(1)
+    token_granule: int = 1
+    units_divide: bool = True
+    optional_cover: bool = False
+
+    def __post_init__(self) -> None:
+        for attribute in ("layer", "component", "group", "format", "dtype"):
+            text(attribute, getattr(self, attribute))
+        coerce_integers(self, _PLANE_INTEGERS)
+        instance("memory_kind", self.memory_kind, MemoryKind, "a MemoryKind")
+        instance("units", self.units, Interval, "an Interval")
+        instance("token_shard", self.token_shard, TokenShard, "a TokenShard")
+        if not isinstance(self.tokens_per_state, Fraction):
+            object.__setattr__(self, "tokens_per_state", Fraction(integer("tokens_per_state", self.tokens_per_state)))
+        flag("units_divide", self.units_divide)
+        flag("optional_cover", self.optional_cover)
+        problem = self._problem()
+        if problem:
+            raise BadGeometry(f"plane {self.name}", problem)
+
+    @property
+    def name(self) -> str:
+        """``layer/component``, unique on a rank."""
+        return f"{self.layer}/{self.component}"
+
+    @property
+    def pages(self) -> int:
+        """Pages per block."""
+        return self.block_states // self.page_tokens
+
+    @property
+    def block_extent(self) -> int:
+        """Bytes from the first to one past the last byte of a block, holes included."""
+        return (
+            (self.pages - 1) * self.page_stride
+            + (len(self.units) - 1) * self.unit_stride
+            + (self.page_tokens - 1) * self.token_stride
+            + self.state_bytes
+        )
+
+    @property
+    def extent(self) -> tuple[int, int]:
+        """First address and one past the last address of the plane, holes included."""
+        return self.base, self.base + (self.num_blocks - 1) * self.block_stride + self.block_extent
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Bytes a block holds, without holes."""
+        return self.block_states * len(self.units) * self.state_bytes
+
+    def _problem(self) -> str:
+        if not 1 <= len(self.layer.encode()) <= 256 or not 1 <= len(self.component.encode()) <= 64:
+            return "layer has 1 to 256 bytes, component 1 to 64"
+        if not self.format:
+            return "format is empty"
+        at_least_one = ("num_blocks", "page_tokens", "block_states", "state_bytes", "axis_size", "token_granule")
+        for attribute in at_least_one:
+            if getattr(self, attribute) < 1:
+                return f"{attribute} is {getattr(self, attribute)}, not at least 1"
+        # Also strides that are never stepped by: whatever is declared fits numpy's int64, and the length of an interval
+        # fits what `len` may answer.
+        bounded = ("axis_size", "device", "base", "block_stride", "page_stride", "unit_stride", "token_stride")
+        for attribute in bounded:
+            if not 0 <= getattr(self, attribute) < ADDRESS_LIMIT:
+                return f"{attribute} is {getattr(self, attribute)}, not in 0 ... 2**63 - 1"
+        if self.num_blocks >= 1 << 31:
+            return f"num_blocks is {self.num_blocks}, not below 2**31"
+        if self.units.end > self.axis_size:
+            return f"units {self.units} reach past the axis of {self.axis_size}"
+        if self.block_states % self.page_tokens:
+            return f"block_states {self.block_states} is not a multiple of page_tokens {self.page_tokens}"
+        if self.page_tokens % self.token_granule:
+            return f"token_granule {self.token_granule} does not divide page_tokens {self.page_tokens}"
+        if self.tokens_per_state <= 0:
+            return f"tokens_per_state is {self.tokens_per_state}"
+        if self.token_shard.count > 1 and self.token_shard.interleave % self.tokens_per_state:
+            return f"a state of {self.tokens_per_state} tokens is torn apart by {self.token_shard}"
+        if self.extent[1] >= ADDRESS_LIMIT:
+            return f"its last address {self.extent[1]:#x} is not below 2**63"
+        return self._overlap() or self._scattered_cell()
+
+    def _overlap(self) -> str:
+        """Two different (block, page, unit, state) may not share a byte.
+
+        Sorted by stride, each axis must step over everything that the axes below it span: sufficient, and true of every
+        layout that is a permuted, padded array.
+        """
+        axes = sorted(
+            (stride, count, label)
+            for stride, count, label in (
+                (self.token_stride, self.page_tokens, "token_stride"),
+                (self.unit_stride, len(self.units), "unit_stride"),
+                (self.page_stride, self.pages, "page_stride"),
+                (self.block_stride, self.num_blocks, "block_stride"),
+            )
+            if count > 1
+        )
+        span = self.state_bytes
+        for stride, count, label in axes:
+            if stride < span:
+                return f"{label} {stride} is smaller than the {span} bytes it has to step over"
+            span += stride * (count - 1)
+        return ""
+
+    def _scattered_cell(self) -> str:
+        """What may not be cut must be contiguous: strides within it would be a promise about its inner order."""
+        granule, held = self.token_granule, len(self.units)
+        token_inner = granule == 1 or self.token_stride == self.state_bytes
+        if self.units_divide:
+            return "" if token_inner else f"a granule of {granule} states is not contiguous within a unit"
+        if granule > 1 and held > 1:
+            heads_first = (
+                token_inner and self.unit_stride == self.page_tokens * self.state_bytes == granule * self.state_bytes
+            )
+            tokens_first = self.unit_stride == self.state_bytes and self.token_stride == held * self.state_bytes
+            return "" if heads_first or tokens_first else "an undivided page is not contiguous"
+        contiguous = token_inner and (held == 1 or self.unit_stride == self.state_bytes)
+        return "" if contiguous else f"{held} undivided units of a granule are not contiguous"
+
+
+@dataclass(frozen=True, slots=True)
+class RankGeometry:
+    """The planes of one rank.
+
+    Attributes:
+        rank: index in the engine.
+        planes: its planes; names are unique.
+        labels: tp_rank, pp_rank ... for people and tools; the planner never looks at them.
+    """
+
+    rank: int
+    planes: tuple[Plane, ...]
+    labels: Mapping[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        coerce_integers(self, ("rank",))
+        object.__setattr__(self, "planes", several("planes", self.planes, Plane, "several Planes"))
+        object.__setattr__(self, "labels", integer_map("labels", self.labels))
+        if self.rank < 0:
+            raise BadGeometry("rank", f"{self.rank} is negative")
+        seen: set[str] = set()
+        for plane in self.planes:
+            if plane.name in seen:
+                raise BadGeometry(f"rank {self.rank}", f"plane {plane.name} is declared twice")
+            seen.add(plane.name)
+
+    @property
+    def label(self) -> str:
+        """``tp0 pp1`` or, without labels, ``rank 3``."""
+        return " ".join(f"{k.removesuffix('_rank')}{v}" for k, v in self.labels.items()) or f"rank {self.rank}"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineGeometry:
+    """Everything a planner needs to know of an engine.
+
+    Attributes:
+        engine_id: the engine's name.
+        groups: its groups; names are unique, every plane's group is one of them.
+        ranks: by rising rank; may be incomplete.
+        identity: what the cache was computed with: model, revision digest, quantisation, rope ... Equal on both
+            engines.
+        incarnation: 16 bytes, or empty for a geometry that no running engine declared.
+    """
+
+    engine_id: str
+    groups: tuple[Group, ...]
+    ranks: tuple[RankGeometry, ...]
+    identity: Mapping[str, str] = field(default_factory=dict)
+    incarnation: bytes = b""
+
+    def __post_init__(self) -> None:
+        text("engine_id", self.engine_id)
+        object.__setattr__(self, "groups", several("groups", self.groups, Group, "several Groups"))
+        object.__setattr__(self, "ranks", several("ranks", self.ranks, RankGeometry, "several RankGeometry"))
+        object.__setattr__(self, "identity", string_map("identity", self.identity))
+        instance("incarnation", self.incarnation, bytes, "bytes")
+        names = [group.name for group in self.groups]
+        if len(set(names)) != len(names):
+            raise BadGeometry(f"engine {self.engine_id!r}", "two groups have the same name")
+        indices = [rank.rank for rank in self.ranks]
+        if sorted(set(indices)) != indices:
+            raise BadGeometry(f"engine {self.engine_id!r}", f"ranks {indices} do not rise")
+        for rank in self.ranks:
+            check_rank(self.groups, rank)
+
+    def group(self, name: str) -> Group:
+        """The group of this name; KeyError if there is none."""
+        for group in self.groups:
+            if group.name == name:
+                return group
+        raise KeyError(name)
+
+    def planes(self) -> Iterator[tuple[RankGeometry, Plane]]:
+        """All planes of all ranks, by rising rank."""
+        return ((rank, plane) for rank in self.ranks for plane in rank.planes)
+
+
+def check_rank(groups: Iterable[Group], rank: RankGeometry) -> None:
+    """Raise `BadGeometry` if the planes of a rank contradict the groups of its engine."""
+    by_name = {group.name: group for group in groups}
+    for plane in rank.planes:
+        where = f"rank {rank.rank}, plane {plane.name}"
+        group = by_name.get(plane.group)
+        if group is None:
+            raise BadGeometry(where, f"group {plane.group!r} is not one of {sorted(by_name)}")
+        if plane.num_blocks < group.num_blocks:
+            raise BadGeometry(where, f"{plane.num_blocks} blocks, its group has {group.num_blocks}")
+        if group.kind is GroupKind.STATE:
+            if plane.token_shard.count > 1:
+                raise BadGeometry(where, f"a state has no tokens to shard, but it holds {plane.token_shard}")
+            continue
+        shard = plane.token_shard
+        if group.block_tokens % (shard.count * shard.interleave):
+            raise BadGeometry(where, f"blocks of {group.block_tokens} tokens do not hold whole turns of {shard}")
+        states = Fraction(group.block_tokens, shard.count) / plane.tokens_per_state
+        if states != plane.block_states:
+            raise BadGeometry(
+                where,
+                f"block_states is {plane.block_states}, but {group.block_tokens} tokens per block, {shard}, "
+                f"{plane.tokens_per_state} tokens per state make {states}",
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryRegion:
+    """A contiguous range registered with NIXL."""
+
+    memory_kind: MemoryKind
+    device: int
+    base: int
+    length: int
+
+    def __post_init__(self) -> None:
+        instance("memory_kind", self.memory_kind, MemoryKind, "a MemoryKind")
+        coerce_integers(self, ("device", "base", "length"))
+        if self.base < 0 or self.length < 1 or self.base + self.length >= ADDRESS_LIMIT or self.device < 0:
+            raise BadGeometry("memory region", f"{self.length} bytes at {self.base:#x}, device {self.device}")
+
+    def holds(self, plane: Plane) -> bool:
+        """Whether every byte of the plane lies here."""
+        first, last = plane.extent
+        return (
+            self.memory_kind is plane.memory_kind
+            and self.device == plane.device
+            and self.base <= first
+            and last <= self.base + self.length
+        )
+
+
+def check_regions(rank: RankGeometry, regions: Iterable[MemoryRegion]) -> None:
+    """Raise `BadGeometry` if a plane does not lie within one of the regions: NIXL refuses, or worse, reads past
+    them."""
+    regions = tuple(regions)
+    for plane in rank.planes:
+        if not any(region.holds(plane) for region in regions):
+            raise BadGeometry(f"rank {rank.rank}, plane {plane.name}", "it lies in no registered memory region")

@@ -1,0 +1,362 @@
+"""Planes from tensors whose axes are named."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+
+from kvferry._arguments import instance, integer, integer_map, mapping, several, text, texts
+from kvferry.errors import BadGeometry
+from kvferry.geometry.model import Group, GroupKind, Interval, Plane
+from kvferry.geometry.tensors.holding import OPAQUE, PLAIN, Holding, Part
+from kvferry.geometry.tensors.view import Tensor, TensorView, view_of
+
+AXES = ("layer", "kv", "block", "page", "slot", "token", "unit", "content")
+_ALIASES = {"head": "unit", "channel": "unit", "row": "token", "state": "token"}
+
+Components = Sequence[str | Part] | Mapping[str, int]
+
+
+def planes_of(
+    tensors: Mapping[str, Tensor],
+    axes: Sequence[str] | None,
+    group: Group,
+    components: Components | None = None,
+    holding: Holding | None = None,
+) -> tuple[Plane, ...]:
+    """The planes of a rank's tensors, by layer name.
+
+    Args:
+        tensors: a tensor for each layer, all of the same axes.
+        axes: names of the axes, see `planes_of_tensor`; None: nothing is known of the order inside a page, so
+            pages move whole (`opaque_planes`).
+        group: the group they belong to.
+        components: see `planes_of_tensor`.
+        holding: what they hold; the default is a rank that holds everything.
+
+    Raises:
+        BadGeometry: shape and strides do not fit the axes or the group.
+    """
+    found: list[Plane] = []
+    for layer, tensor in named_tensors(tensors).items():
+        if axes is None:
+            found += opaque_planes(tensor, layer, group, holding=holding)
+        else:
+            found += planes_of_tensor(tensor, axes, group, layer, components, holding)
+    return tuple(found)
+
+
+def named_tensors(tensors: object) -> dict[str, Tensor]:
+    """A copy of a mapping from layers to their tensors; raises `InvalidField`, or `BadGeometry` naming the tensor that
+    cannot be moved."""
+    found: dict[str, Tensor] = {}
+    for layer, tensor in mapping("tensors", tensors, "a mapping from layer names to tensors").items():
+        name = text("a layer of tensors", layer)
+        try:
+            view_of(tensor)
+        except BadGeometry as error:
+            raise BadGeometry(f"layer {name}", str(error.values["problem"])) from None
+        found[name] = tensor
+    return found
+
+
+def _holding(holding: Holding | None) -> Holding:
+    return Holding() if holding is None else instance("holding", holding, Holding, "a Holding")
+
+
+def planes_of_tensor(
+    tensor: Tensor,
+    axes: Sequence[str],
+    group: Group,
+    layers: str | Sequence[str],
+    components: Components | None = None,
+    holding: Holding | None = None,
+) -> tuple[Plane, ...]:
+    """The planes of one tensor.
+
+    Args:
+        tensor: of any strides, as long as the content of one unit of one state is contiguous.
+        axes: the name of each axis, outermost first. ``block`` (or ``slot``: blocks and tokens in one axis),
+            ``token`` (alias ``row`` for states), ``unit`` (aliases ``head``, ``channel``), ``content`` (repeated if
+            it has several axes); where they exist ``kv``, ``page`` and ``layer``. An axis that is left out has one
+            element. Without ``page``, a block may still be several consecutive indices of ``block``, each a page.
+        group: its block_tokens and num_blocks say how many pages a block has and how many blocks must fit.
+        layers: the layer's name; with a ``layer`` axis, one for each of its indices.
+        components: along ``kv``, or the only one; or a mapping from component to its number of elements of
+            ``content``, in order (K and V packed side by side); or `Part` for everything else. Default: key and value
+            along ``kv``.
+        holding: what the tensor holds; the default is all of the model.
+
+    Returns:
+        Planes by layer, then component.
+
+    Raises:
+        BadGeometry: with shape and strides in it.
+    """
+    view = view_of(tensor)
+    axis = _Axes(view, texts("axes", axes))
+    instance("group", group, Group, "a Group")
+    holding = _holding(holding)
+    parts = _parts(axis, components)
+    names = [layers] if isinstance(layers, str) else list(texts("layers", layers))
+    if len(names) != axis.size("layer"):
+        raise axis.problem(f"{len(names)} layer names for a layer axis of {axis.size('layer')}")
+    return tuple(
+        _plane(axis, group, name, index * axis.stride("layer"), part, holding)
+        for index, name in enumerate(names)
+        for part in parts
+    )
+
+
+def opaque_planes(
+    tensor: Tensor,
+    layer: str,
+    group: Group,
+    *,
+    block_axis: int = 0,
+    component: str = "kv",
+    holding: Holding | None = None,
+) -> tuple[Plane, ...]:
+    """Planes of a tensor of which nothing is known but where its blocks begin: pages move whole, between equal
+    pages only.
+
+    Axes before `block_axis` (a leading 2 for K and V, say) give a plane each: ``kv.0``, ``kv.1`` ...
+
+    Args:
+        tensor: each of its blocks is one contiguous piece.
+        layer, group: what it is.
+        block_axis: the axis of blocks, or of a block's pages.
+        component: name of the component.
+        holding: `units` and `axis_size` if ranks hold different parts.
+
+    Raises:
+        BadGeometry: a block that is not contiguous.
+    """
+    view = view_of(tensor)
+    block_axis = integer("block_axis", block_axis)
+    instance("group", group, Group, "a Group")
+    holding = _holding(holding)
+    if not 0 <= block_axis < len(view.shape) or view.contiguous_tail > block_axis + 1:
+        raise BadGeometry(
+            f"layer {layer}", f"the blocks along axis {block_axis} of {view.described} are not contiguous"
+        )
+    page_bytes = view.tail_bytes(block_axis + 1)
+    units = holding.units or Interval(0, holding.axis_size or 1)
+    states = _block_states(group, holding)
+    # How many pages make a block nobody said, so a block is one page; how many bytes a token has, nobody knows.
+    state_bytes, rest = divmod(page_bytes, (states or 1) * len(units))
+    if rest:
+        # A page that does not divide by its tokens is one state that stands for all of them.
+        states, state_bytes, rest = 1, *divmod(page_bytes, len(units))
+        holding = replace(holding, tokens_per_state=Fraction(group.block_tokens or 1, holding.token_shard.count))
+    if rest:
+        raise BadGeometry(f"layer {layer}", f"pages of {page_bytes} bytes do not divide by {len(units)} units")
+    states = states or 1
+    offsets = _outer_offsets(view, block_axis)
+    return tuple(
+        Plane(
+            layer=layer,
+            component=component if len(offsets) == 1 else f"{component}.{index}",
+            group=group.name,
+            format=OPAQUE if holding.format == PLAIN else holding.format,
+            dtype=view.dtype if holding.dtype is None else holding.dtype,
+            memory_kind=view.memory_kind,
+            device=view.device,
+            base=view.address + offset,
+            num_blocks=view.shape[block_axis],
+            block_stride=view.strides[block_axis],
+            page_tokens=states,
+            page_stride=0,
+            block_states=states,
+            unit_stride=state_bytes * states if len(units) > 1 else 0,
+            token_stride=state_bytes if states > 1 else 0,
+            state_bytes=state_bytes,
+            axis_size=holding.axis_size or units.end,
+            units=units,
+            token_shard=holding.token_shard,
+            tokens_per_state=holding.tokens_per_state,
+            token_granule=states,
+            units_divide=False,
+            optional_cover=holding.optional_cover,
+        )
+        for index, offset in enumerate(offsets)
+    )
+
+
+def _outer_offsets(view: TensorView, block_axis: int) -> list[int]:
+    """Bytes from the tensor's start to block 0 of each combination of indices outside the block axis."""
+    offsets = [0]
+    for size, stride in zip(view.shape[:block_axis], view.strides[:block_axis], strict=True):
+        offsets = [offset + index * stride for offset in offsets for index in range(size)]
+    return offsets
+
+
+class _Axes:
+    """A tensor's axes by name."""
+
+    def __init__(self, view: TensorView, axes: Sequence[str]) -> None:
+        self.view = view
+        self.names = [_ALIASES.get(name, name) for name in axes]
+        if len(self.names) != len(view.shape):
+            raise self.problem(f"{len(self.names)} axes are named: {', '.join(axes)}")
+        for name in self.names:
+            if name not in AXES:
+                raise self.problem(f"axis {name!r} is none of {', '.join((*AXES, *_ALIASES))}")
+            if name != "content" and self.names.count(name) > 1:
+                raise self.problem(f"axis {name!r} is named twice")
+        if "slot" in self.names and {"block", "token", "page"} & set(self.names):
+            raise self.problem("a slot axis holds blocks and tokens, so there is no other axis of them")
+        if "slot" not in self.names and "block" not in self.names:
+            raise self.problem("no axis is named block or slot")
+        self.content = self._content_elements()
+
+    def problem(self, text: str) -> BadGeometry:
+        return BadGeometry("tensor", f"{text} ({self.view.described})")
+
+    def has(self, name: str) -> bool:
+        return name in self.names
+
+    def size(self, name: str) -> int:
+        return self.view.shape[self.names.index(name)] if name in self.names else 1
+
+    def stride(self, name: str) -> int:
+        """Bytes; 0 for an axis of one element, whose stride means nothing."""
+        return self.view.strides[self.names.index(name)] if self.size(name) > 1 else 0
+
+    def _content_elements(self) -> int:
+        """Elements of the content axes, which must be one contiguous piece."""
+        count, expected = 1, self.view.itemsize
+        for name, size, stride in reversed(list(zip(self.names, self.view.shape, self.view.strides, strict=True))):
+            if name == "content" and size > 1:
+                if stride != expected:
+                    raise self.problem("the content of a unit and token is not contiguous")
+                count, expected = count * size, expected * size
+        return count
+
+
+def _parts(axis: _Axes, components: Components | None) -> list[Part]:
+    if components is None:
+        if axis.size("kv") != 2:
+            raise axis.problem("without a kv axis of 2, its components must be given")
+        components = ("key", "value")
+    if isinstance(components, Mapping):
+        parts, begin = [], 0
+        for name, size in integer_map("components", components).items():
+            parts.append(Part(name, content=Interval(begin, begin + size)))
+            begin += size
+        if begin != axis.content:
+            raise axis.problem(f"components of {begin} elements for a content of {axis.content}")
+    else:
+        expected = "component names or Parts"
+        listed = several("components", components, object, expected)
+        parts = [
+            Part(part) if isinstance(part, str) else instance("components", part, Part, expected) for part in listed
+        ]
+        if axis.has("kv") and all(part.kv is None for part in parts):
+            if len(parts) != axis.size("kv"):
+                raise axis.problem(f"{len(parts)} components for a kv axis of {axis.size('kv')}")
+            parts = [replace(part, kv=index) for index, part in enumerate(parts)]
+    for part in parts:
+        _check_part(axis, part)
+    return parts
+
+
+def _check_part(axis: _Axes, part: Part) -> None:
+    if not (axis.has("kv") or part.kv is None) or (part.kv or 0) not in range(axis.size("kv")):
+        raise axis.problem(f"{part.component} is at index {part.kv} of a kv axis of {axis.size('kv')}")
+    if axis.size("kv") > 1 and part.kv is None:
+        raise axis.problem(f"{part.component} has no index along the kv axis")
+    if part.content and part.content.end > axis.content:
+        raise axis.problem(f"{part.component} is elements {part.content} of a content of {axis.content}")
+    if part.channels and part.channels.end > axis.size("unit"):
+        raise axis.problem(f"{part.component} is channels {part.channels} of an axis of {axis.size('unit')}")
+
+
+def _block_states(group: Group, holding: Holding) -> int:
+    """States that a block of the group has on this rank; 0 for state groups, where the tensor decides."""
+    if group.kind is GroupKind.STATE:
+        return 0
+    states = Fraction(group.block_tokens, holding.token_shard.count) / holding.tokens_per_state
+    if states.denominator != 1:
+        raise BadGeometry(
+            f"group {group.name!r}",
+            f"blocks of {group.block_tokens} tokens over {holding.token_shard.count} token shards are not whole states "
+            f"of {holding.tokens_per_state} tokens",
+        )
+    return states.numerator
+
+
+def _plane(axis: _Axes, group: Group, layer: str, offset: int, part: Part, holding: Holding) -> Plane:
+    view = axis.view
+    paging = _paging(axis, group, holding)
+    channels = part.channels or Interval(0, axis.size("unit"))
+    units = part.units or holding.units or Interval(0, len(channels))
+    if len(units) != len(channels):
+        raise axis.problem(f"{part.component} of {layer} has {len(channels)} units here, {units} are declared")
+    content = part.content or Interval(0, axis.content)
+    granule = holding.token_granule if part.token_granule is None else part.token_granule
+    base = view.address + offset + (part.kv or 0) * axis.stride("kv")
+    base += channels.begin * axis.stride("unit") + content.begin * view.itemsize
+    return Plane(
+        layer=layer,
+        component=part.component,
+        group=group.name,
+        format=part.format or holding.format,
+        dtype=view.dtype if holding.dtype is None else holding.dtype,
+        memory_kind=view.memory_kind,
+        device=view.device,
+        base=base,
+        num_blocks=paging.num_blocks,
+        block_stride=paging.block_stride,
+        page_tokens=paging.page_states,
+        page_stride=paging.page_stride,
+        block_states=paging.page_states * paging.pages,
+        unit_stride=axis.stride("unit") if len(units) > 1 else 0,
+        token_stride=paging.token_stride,
+        state_bytes=len(content) * view.itemsize,
+        axis_size=part.axis_size or holding.axis_size or units.end,
+        units=units,
+        token_shard=holding.token_shard,
+        tokens_per_state=holding.tokens_per_state,
+        token_granule=granule or paging.page_states,
+        units_divide=holding.units_divide,
+        optional_cover=holding.optional_cover,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Paging:
+    """How a tensor's block axes make the group's blocks; strides in bytes."""
+
+    num_blocks: int
+    block_stride: int
+    pages: int
+    page_stride: int
+    page_states: int
+    token_stride: int
+
+
+def _paging(axis: _Axes, group: Group, holding: Holding) -> _Paging:
+    states = _block_states(group, holding)
+    if axis.has("slot"):
+        states, stride = states or 1, axis.stride("slot")
+        found = _Paging(axis.size("slot") // states, stride * states, 1, 0, states, stride if states > 1 else 0)
+    else:
+        page_states = axis.size("token")
+        blocks, block_stride, token_stride = axis.size("block"), axis.stride("block"), axis.stride("token")
+        states = states or page_states * axis.size("page")
+        pages, rest = divmod(states, page_states)
+        if rest or pages < 1 or (axis.has("page") and pages != axis.size("page")):
+            raise axis.problem(
+                f"blocks of group {group.name!r} have {states} states, but the tensor has pages of {page_states}"
+                + (f", {axis.size('page')} per block" if axis.has("page") else "")
+            )
+        if axis.has("page"):
+            found = _Paging(blocks, block_stride, pages, axis.stride("page"), page_states, token_stride)
+        else:
+            page_stride = block_stride if pages > 1 else 0
+            found = _Paging(blocks // pages, block_stride * pages, pages, page_stride, page_states, token_stride)
+    if found.num_blocks < group.num_blocks:
+        raise axis.problem(f"{found.num_blocks} blocks fit, group {group.name!r} has {group.num_blocks}")
+    return found

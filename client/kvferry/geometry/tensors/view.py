@@ -1,0 +1,238 @@
+"""What a tensor says of its memory: torch and numpy alike, and neither is imported."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any, TypeAlias
+
+from kvferry._arguments import coerce_integers, instance, integer, several, text
+from kvferry.errors import BadGeometry
+from kvferry.geometry.model import ADDRESS_LIMIT, MemoryKind, MemoryRegion
+
+Tensor: TypeAlias = Any
+"""A torch tensor, a numpy array, or a `TensorView`."""
+
+_KINDS = {"cpu": MemoryKind.DRAM, "cuda": MemoryKind.VRAM}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorView:
+    """The memory of a tensor. Made from tensors by `view_of`, or by hand from addresses.
+
+    Attributes:
+        address: of its first element.
+        shape: elements along each axis.
+        strides: bytes along each axis.
+        itemsize: bytes of an element.
+        dtype: name of the element type, e.g. ``bfloat16``.
+        memory_kind, device: address space, as NIXL counts devices.
+        storage: address and length of the allocation it lies in; (0, 0) if that is not known.
+    """
+
+    address: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    itemsize: int
+    dtype: str
+    memory_kind: MemoryKind = MemoryKind.DRAM
+    device: int = 0
+    storage: tuple[int, int] = (0, 0)
+
+    def __post_init__(self) -> None:
+        for name in ("shape", "strides", "storage"):
+            values = several(name, getattr(self, name), object, "several integers")
+            object.__setattr__(self, name, tuple(integer(name, value) for value in values))
+        coerce_integers(self, ("address", "itemsize", "device"))
+        text("dtype", self.dtype)
+        instance("memory_kind", self.memory_kind, MemoryKind, "a MemoryKind")
+        if len(self.shape) != len(self.strides) or self.itemsize < 1:
+            raise BadGeometry("tensor", f"{self.described} is no tensor")
+        if not self.shape or min(self.shape) < 1:
+            raise BadGeometry("tensor", f"{self.described} holds nothing")
+        if min(self.strides) < 0:
+            raise BadGeometry("tensor", f"{self.described} runs backwards")
+        if self.address < 0 or self.device < 0 or self.extent[1] >= ADDRESS_LIMIT:
+            raise BadGeometry("tensor", f"{self.described} at {self.address:#x}, device {self.device}, is nowhere")
+
+    @property
+    def described(self) -> str:
+        """Shape, strides and dtype, for error messages."""
+        return f"a tensor of shape {self.shape}, strides {self.strides} bytes, dtype {self.dtype or 'unknown'}"
+
+    @property
+    def extent(self) -> tuple[int, int]:
+        """First address and one past the last, holes included."""
+        last = sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
+        return self.address, self.address + last + self.itemsize
+
+    @property
+    def contiguous_tail(self) -> int:
+        """The first axis from which on everything is one contiguous piece; the number of axes if nothing is."""
+        expected = self.itemsize
+        for axis in range(len(self.shape) - 1, -1, -1):
+            if self.shape[axis] > 1:
+                if self.strides[axis] != expected:
+                    return axis + 1
+                expected *= self.shape[axis]
+        return 0
+
+    def tail_bytes(self, axis: int) -> int:
+        """Bytes of the elements along the axes from `axis` on."""
+        return prod(self.shape[axis:]) * self.itemsize
+
+    def split(self, axis: int, inner: int) -> TensorView:
+        """The same memory with one axis split in two: ``[n]`` becomes ``[n // inner, inner]``; raises `BadGeometry`."""
+        size, stride = self.shape[axis], self.strides[axis]
+        if inner < 1 or size % inner:
+            raise BadGeometry("tensor", f"axis {axis} of {self.described} does not divide by {inner}")
+        return self._reshaped(
+            (*self.shape[:axis], size // inner, inner, *self.shape[axis + 1 :]),
+            (*self.strides[:axis], stride * inner, stride, *self.strides[axis + 1 :]),
+        )
+
+    def merge_tail(self, axis: int, shape: tuple[int, ...]) -> TensorView:
+        """The same memory with the axes from `axis` on, one contiguous piece, reshaped to `shape`.
+
+        Raises:
+            BadGeometry: they are not one piece, or hold another number of elements.
+        """
+        if self.contiguous_tail > axis or prod(shape) != prod(self.shape[axis:]):
+            raise BadGeometry("tensor", f"the axes from {axis} on of {self.described} are not one piece of {shape}")
+        strides = tuple(prod(shape[i + 1 :]) * self.itemsize for i in range(len(shape)))
+        return self._reshaped((*self.shape[:axis], *shape), (*self.strides[:axis], *strides))
+
+    def _reshaped(self, shape: tuple[int, ...], strides: tuple[int, ...]) -> TensorView:
+        return TensorView(
+            self.address, shape, strides, self.itemsize, self.dtype, self.memory_kind, self.device, self.storage
+        )
+
+
+def view_of(tensor: Tensor) -> TensorView:
+    """The memory of a torch tensor (CPU or CUDA) or numpy array.
+
+    Raises:
+        BadGeometry: not a strided tensor, memory that NIXL could not reach, that is read-only or smaller than the
+            strides say, or elements that are no plain numbers in the order of this machine's bytes.
+    """
+    if isinstance(tensor, TensorView):
+        return tensor
+    if all(hasattr(tensor, name) for name in ("data_ptr", "stride", "element_size", "untyped_storage")):
+        return _view_of_torch(tensor)
+    if hasattr(tensor, "__array_interface__"):
+        return _view_of_numpy(tensor)
+    raise BadGeometry("tensor", f"{type(tensor).__name__} is neither a torch tensor nor a numpy array")
+
+
+def _view_of_torch(tensor: Tensor) -> TensorView:
+    if str(tensor.layout) != "torch.strided":
+        raise BadGeometry("tensor", f"a {tensor.layout} tensor of shape {tuple(tensor.shape)} has no strides")
+    kind = _KINDS.get(tensor.device.type)
+    if kind is None:
+        raise BadGeometry(
+            "tensor", f"device {tensor.device} is not supported; describe its memory with a TensorView or Planes"
+        )
+    if tensor.numel() == 0:
+        raise BadGeometry("tensor", f"a tensor of shape {tuple(tensor.shape)} holds nothing")
+    itemsize = int(tensor.element_size())
+    storage = tensor.untyped_storage()
+    found = TensorView(
+        address=int(tensor.data_ptr()),
+        shape=tuple(int(size) for size in tensor.shape),
+        strides=tuple(int(stride) * itemsize for stride in tensor.stride()),
+        itemsize=itemsize,
+        dtype=str(tensor.dtype).removeprefix("torch."),
+        memory_kind=kind,
+        device=0 if kind is MemoryKind.DRAM else int(tensor.device.index or 0),
+        storage=(int(storage.data_ptr()), int(storage.nbytes())),
+    )
+    _check_inside(found)
+    return found
+
+
+def _view_of_numpy(array: Tensor) -> TensorView:
+    interface: Mapping[str, Any] = array.__array_interface__
+    address, read_only = interface["data"]
+    _check_elements(array.dtype)
+    if read_only:
+        raise BadGeometry("tensor", f"an array of shape {tuple(array.shape)}, dtype {array.dtype} is read-only")
+    root = array
+    while hasattr(getattr(root, "base", None), "__array_interface__"):
+        root = root.base
+    found = TensorView(
+        address=int(address),
+        shape=tuple(array.shape),
+        strides=tuple(array.strides),
+        itemsize=int(array.itemsize),
+        dtype=str(array.dtype),
+        storage=_bounds(root),
+    )
+    _check_inside(found)
+    return found
+
+
+def _check_elements(dtype: Any) -> None:
+    """Elements are bytes that mean the same on another machine: no pointers, no records, no text."""
+    problem = ""
+    if dtype.hasobject:
+        problem = "holds pointers to Python objects"
+    elif dtype.names is not None or dtype.subdtype is not None:
+        problem = "is structured; give a view of it for each component"
+    elif dtype.itemsize == 0 or dtype.kind in "SUMm":
+        # What ml_dtypes adds, such as bfloat16, is of kind V.
+        problem = "is no number"
+    elif not dtype.isnative:
+        problem = "is not in this machine's byte order, in which kernels read"
+    if problem:
+        raise BadGeometry("tensor", f"dtype {dtype} {problem}")
+
+
+def _bounds(root: Any) -> tuple[int, int]:
+    """Address and length of the memory of an array that is no view of another; (0, 0) if it does not say."""
+    shape, strides = getattr(root, "shape", None), getattr(root, "strides", None)
+    if not shape or strides is None or min(shape) < 1:
+        return 0, 0
+    steps = [(size - 1) * stride for size, stride in zip(shape, strides, strict=True)]
+    below, above = sum(step for step in steps if step < 0), sum(step for step in steps if step > 0)
+    return int(root.__array_interface__["data"][0]) + below, above - below + int(root.itemsize)
+
+
+def _check_inside(view: TensorView) -> None:
+    first, last = view.extent
+    base, length = view.storage
+    if view.storage != (0, 0) and not base <= first < last <= base + length:
+        raise BadGeometry("tensor", f"{view.described} reaches past the {length} bytes that it is a view of")
+
+
+def held(tensor: Tensor) -> Tensor:
+    """The same memory as a tensor of our own: what its owner makes the tensor point at later does not matter to it."""
+    if isinstance(tensor, TensorView):
+        return tensor
+    return tensor.detach() if hasattr(tensor, "untyped_storage") else tensor.view()
+
+
+def regions_of(tensors: Iterable[Tensor]) -> tuple[MemoryRegion, ...]:
+    """The memory to register with NIXL so that every tensor lies within one region.
+
+    One region for each allocation, from the first to the last byte that a tensor uses of it: a descriptor may not
+    span two regions, so tensors of one storage (layers, K and V) stay in one. Overlapping ranges are merged;
+    neighbouring ones of different allocations are not, since they may be freed apart.
+    """
+    found: dict[tuple[MemoryKind, int, int], tuple[int, int]] = {}
+    for view in map(view_of, tensors):
+        first, last = view.extent
+        # A view whose storage is not known, or that reaches outside it, stands for itself.
+        base, length = view.storage
+        if not base <= first < last <= base + length:
+            base = first
+        key = (view.memory_kind, view.device, base)
+        known = found.get(key, (first, last))
+        found[key] = (min(first, known[0]), max(last, known[1]))
+    merged: list[tuple[MemoryKind, int, int, int]] = []
+    for (kind, device, _), (first, last) in sorted(found.items(), key=lambda item: (*item[0][:2], *item[1])):
+        if merged and merged[-1][:2] == (kind, device) and first < merged[-1][3]:
+            merged[-1] = (kind, device, merged[-1][2], max(last, merged[-1][3]))
+        else:
+            merged.append((kind, device, first, last))
+    return tuple(MemoryRegion(kind, device, first, last - first) for kind, device, first, last in merged)

@@ -1,0 +1,310 @@
+"""Whether and from whom a destination rank can read its planes; each unit and token exactly once.
+
+Nothing here is derived from rank arithmetic: planes are matched by ``layer/component``, their fields compared, and what
+the ranks declare to hold is shared out (`kvferry.planner.line_rule`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from operator import attrgetter
+from typing import Any
+
+from kvferry.errors import Mismatch
+from kvferry.geometry.model import EngineGeometry, GroupKind, Interval, Plane, RankGeometry
+from kvferry.geometry.overlap import check_apart
+from kvferry.planner.line_rule import Holding, Share, Stripe, effort, shares
+
+MAX_CELLS = 1 << 20
+"""Units times states of a block of one plane: what is enumerated to find its contiguous rows. 128 heads of 8,192 tokens
+fit; whoever declares more would fill our memory."""
+
+MAX_RANK_CELLS = 1 << 23
+"""The same of all planes that one rank reads together. 1,056 tokens of 8 heads in 96 layers, keys and values, need a
+fifth of it."""
+
+MAX_EFFORT = 1 << 21
+"""Steps of sharing out one rank's planes, some of them a microsecond. A thousand ranks that hold a unit each need half
+of it."""
+
+MAX_TOLD = 32
+"""Ranks, or intervals of units, that a message lists; of more it says how many."""
+
+COMPARED = ("group", "format", "dtype", "state_bytes", "axis_size", "tokens_per_state", "token_granule", "units_divide")
+"""Fields of a plane that must be equal on both sides, whatever its shard and layout."""
+
+_KINDS = {"group": "group", "format": "format", "token_granule": "granule"}
+"""Kinds of mismatch by field; the others are of kind ``plane``."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlaneRead:
+    """What one destination plane reads from one source plane.
+
+    Attributes:
+        source_rank: rank read from.
+        source, destination: the two planes.
+        units: units read, on the global axis; within both planes.
+        stripe: the share of the request's blocks.
+    """
+
+    source_rank: int
+    source: Plane
+    destination: Plane
+    units: Interval
+    stripe: Stripe
+
+
+@dataclass(frozen=True, slots=True)
+class Covering:
+    """All reads of one destination rank, or why there are none.
+
+    Attributes:
+        reads: in the order of the destination's planes, by source rank and unit.
+        uncovered: names of planes without a source that may stay so.
+        mismatches: empty if the rank can be covered.
+    """
+
+    reads: tuple[PlaneRead, ...]
+    uncovered: tuple[str, ...]
+    mismatches: tuple[Mismatch, ...]
+
+
+_signature = attrgetter(
+    *COMPARED, "block_states", "unit_stride", "token_stride", "token_shard.count", "token_shard.interleave", "units"
+)
+"""Everything of a plane that `_mismatches` looks at."""
+
+
+class _Named:
+    """The planes of one name in one engine.
+
+    Attributes:
+        planes: by rank.
+        holdings: what the ranks hold.
+        kinds: one (rank, plane) of every signature.
+        signatures: those signatures.
+    """
+
+    def __init__(self, planes: dict[int, Plane], known: dict[object, Any]) -> None:
+        self.planes = planes
+        kinds: dict[object, tuple[int, Plane]] = {}
+        for rank, plane in planes.items():
+            kinds.setdefault(_signature(plane), (rank, plane))
+        self.kinds = tuple(kinds.values())
+        # One object for all names that are held alike: to compare many ranks' holdings plane by plane takes longer than
+        # to share them out.
+        holdings = tuple(Holding(rank, plane.units, plane.token_shard) for rank, plane in planes.items())
+        self.holdings: tuple[Holding, ...] = known.setdefault(holdings, holdings)
+        signatures = tuple(kinds)
+        self.signatures: tuple[object, ...] = known.setdefault(signatures, signatures)
+
+
+class Indexed:
+    """An engine with its planes by name: made once, for however many it is compared with. Immutable.
+
+    Attributes:
+        engine: the engine.
+        named: the planes of each name.
+    """
+
+    def __init__(self, engine: EngineGeometry) -> None:
+        self.engine = engine
+        planes: dict[str, dict[int, Plane]] = {}
+        for rank, plane in engine.planes():
+            planes.setdefault(plane.name, {})[rank.rank] = plane
+        known: dict[object, Any] = {}
+        self.named = {name: _Named(of, known) for name, of in planes.items()}
+
+
+class Coverer:
+    """Covers the ranks of one destination engine by the planes of one source engine."""
+
+    def __init__(self, source: Indexed, destination: EngineGeometry, *, striping: bool = True) -> None:
+        """Take two engines.
+
+        Args:
+            source: the whole source engine.
+            destination: the whole destination engine; ranks that are not covered decide the stripes only.
+            striping: spread reads over replicas; else the line rule chooses one replica for a reader's whole read.
+        """
+        self._striping = striping
+        self._groups = destination.groups
+        self._group_kinds = {group.name: group.kind for group in destination.groups}
+        self._offered = source.named
+        self._readers = Indexed(destination).named
+        self._fine: set[tuple[int, object]] = set()
+        self._shared: dict[tuple[object, ...], tuple[tuple[Share, ...], tuple[Interval, ...]]] = {}
+        self._words: dict[int, str] = {}
+        self._effort = 0
+
+    def cover(self, rank: RankGeometry) -> Covering:
+        """Cover the planes of one destination rank.
+
+        Raises:
+            BadGeometry: two planes that would be written share a byte.
+        """
+        reads: list[PlaneRead] = []
+        uncovered: list[str] = []
+        mismatches: list[Mismatch] = []
+        self._effort = cells = 0
+        for plane in rank.planes:
+            offered = self._offered.get(plane.name)
+            if offered is None:
+                if plane.optional_cover:
+                    uncovered.append(plane.name)
+                else:
+                    mismatches.append(_absent(plane))
+                continue
+            differing = self._differing(offered, plane)
+            if differing:
+                mismatches.extend(differing)
+                continue
+            shared = self._shares(offered, rank.rank, plane)
+            if shared is None:
+                holders = len(offered.holdings)
+                what = f"to share {plane.name} out among {holders} holders takes more than {MAX_EFFORT} steps"
+                mismatches.append(_too_large(plane, what))
+                break
+            found, missing = shared
+            if missing:
+                mismatches.append(_uncovered(plane, missing, self._held(offered)))
+                continue
+            made = [PlaneRead(of.rank, offered.planes[of.rank], plane, of.units, of.stripe) for of in found]
+            cells += sum(len(read.units) * max(read.source.block_states, plane.block_states) for read in made)
+            if cells > MAX_RANK_CELLS:
+                what = f"up to {plane.name}, blocks have {cells} units times states, more than {MAX_RANK_CELLS}"
+                mismatches.append(_too_large(plane, what))
+                break
+            reads.extend(made)
+        left = set(uncovered)
+        check_apart(self._groups, rank.rank, (plane for plane in rank.planes if plane.name not in left))
+        return Covering(tuple(reads), tuple(uncovered), tuple(mismatches))
+
+    def _held(self, offered: _Named) -> str:
+        """Who holds what of planes that are held alike, in words."""
+        key = id(offered.holdings)
+        if key not in self._words:
+            self._words[key] = _in_words(offered.holdings)
+        return self._words[key]
+
+    def _differing(self, offered: _Named, plane: Plane) -> list[Mismatch]:
+        key = (id(offered.signatures), _signature(plane))
+        if key in self._fine:
+            return []
+        found = list(_mismatches(offered.kinds, plane, self._group_kinds[plane.group]))
+        if not found:
+            self._fine.add(key)
+        return found
+
+    def _shares(
+        self, offered: _Named, rank: int, plane: Plane
+    ) -> tuple[tuple[Share, ...], tuple[Interval, ...]] | None:
+        """See `shares`; None if it takes too long."""
+        wanted = self._readers[plane.name].holdings
+        me = Holding(rank, plane.units, plane.token_shard)
+        key = (id(offered.holdings), id(wanted), me, plane.units_divide)
+        found = self._shared.get(key)
+        if found is None:
+            self._effort += effort(offered.holdings, wanted, me, divide=plane.units_divide)
+            if self._effort > MAX_EFFORT:
+                return None
+            found = self._shared[key] = shares(
+                offered.holdings, wanted, me, divide=plane.units_divide, striping=self._striping
+            )
+        return found
+
+
+def _absent(plane: Plane) -> Mismatch:
+    message = f"{plane.name}: units {plane.units} are held by no rank of the source, which has no such plane"
+    return Mismatch("uncovered", plane.name, "units", "", str(plane.units), message)
+
+
+def _too_many_cells(plane: Plane) -> list[Mismatch]:
+    cells = plane.block_states * len(plane.units)
+    if cells <= MAX_CELLS:
+        return []
+    return [_too_large(plane, f"{plane.name}: a block has {cells} units times states, more than {MAX_CELLS}")]
+
+
+def _too_large(plane: Plane, message: str) -> Mismatch:
+    return Mismatch("too_large", plane.name, "block_states", "", str(plane.block_states), message)
+
+
+def _mismatches(offered: Iterable[tuple[int, Plane]], wanted: Plane, kind: GroupKind) -> Iterator[Mismatch]:
+    """Every compared field in which a source plane differs from the destination's, once per pair of values; and what
+    equal fields do not make readable."""
+    fields = [*COMPARED]
+    if kind is GroupKind.STATE:
+        fields.append("block_states")
+    if not wanted.units_divide:
+        # What is moved whole has an order of its own, so the same strides must hold within it.
+        fields += ["unit_stride"] if len(wanted.units) > 1 else []
+        fields += ["token_stride"] if wanted.token_granule > 1 else []
+    seen: set[tuple[str, str]] = set()
+    alike: list[Plane] = []
+    for rank, plane in offered:
+        differing = [name for name in fields if getattr(plane, name) != getattr(wanted, name)]
+        alike += [] if differing else [plane]
+        for name in differing:
+            theirs, ours = str(getattr(plane, name)), str(getattr(wanted, name))
+            if (name, theirs) not in seen:
+                seen.add((name, theirs))
+                yield _field_mismatch(wanted, name, rank, theirs, ours)
+    if not seen:
+        yield from dict.fromkeys(
+            mismatch
+            for plane in alike
+            for mismatch in (*_too_many_cells(wanted), *_too_many_cells(plane), *_shard_mismatch(plane, wanted))
+        )
+
+
+def _field_mismatch(wanted: Plane, name: str, rank: int, theirs: str, ours: str) -> Mismatch:
+    message = f"{wanted.name}: {name} is {theirs} at the source (rank {rank}), {ours} at the destination"
+    if name == "token_granule":
+        message += "; pages of this format cannot be cut to fit"
+    return Mismatch(_KINDS.get(name, "plane"), wanted.name, name, theirs, ours, message)
+
+
+def _shard_mismatch(source: Plane, wanted: Plane) -> list[Mismatch]:
+    """Token shards that differ must not cut through a granule or a state."""
+    mine, theirs = wanted.token_shard, source.token_shard
+    same = (mine.count, mine.interleave) == (theirs.count, theirs.interleave)
+    granule_tokens = wanted.token_granule * wanted.tokens_per_state
+    turns = [shard.interleave for shard in (mine, theirs) if shard.count > 1]
+    if same or all(turn % granule_tokens == 0 for turn in turns):
+        return []
+    message = (
+        f"{wanted.name}: the source holds {theirs}, the destination {mine}, but {granule_tokens} tokens are one piece"
+    )
+    return [Mismatch("granule", wanted.name, "token_shard", str(theirs), str(mine), message)]
+
+
+def _in_words(holdings: Iterable[Holding]) -> str:
+    holders: dict[str, list[str]] = {}
+    for holding in holdings:
+        holders.setdefault(f"{holding.units} {holding.tokens}", []).append(str(holding.rank))
+    told = [
+        f"{what} by rank{'s' if len(ranks) > 1 else ''} {' '.join(ranks[:MAX_TOLD])}"
+        + (f" and {len(ranks) - MAX_TOLD} more" if len(ranks) > MAX_TOLD else "")
+        for what, ranks in islice(holders.items(), MAX_TOLD)
+    ]
+    if len(holders) > MAX_TOLD:
+        told.append(f"and {len(holders) - MAX_TOLD} parts more")
+    return ", ".join(told)
+
+
+def _uncovered(plane: Plane, missing: tuple[Interval, ...], held: str) -> Mismatch:
+    lacking = ", ".join(str(interval) for interval in missing[:MAX_TOLD])
+    if len(missing) > MAX_TOLD:
+        lacking += f" and {len(missing) - MAX_TOLD} more"
+    if plane.units_divide:
+        kind = "uncovered"
+        problem = f"({plane.token_shard}) are held by no rank of the source, which holds {held}"
+    else:
+        kind = "indivisible"
+        problem = f"cannot be cut out of this format; the source holds {held}"
+    message = f"{plane.name}: units {lacking} {problem}"
+    return Mismatch(kind, plane.name, "units", held, str(plane.units), message)

@@ -1,0 +1,225 @@
+"""A read plan in words: who reads what from whom, how much, and in how many descriptors.
+
+A `ReadLine` gathers the plane reads of one destination rank that differ only in layer and component. Bytes are averaged
+over all tokens of a request, so that they add up: a stripe of a quarter of the blocks counts a quarter.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from kvferry.geometry.model import EngineGeometry, GroupKind, Interval, RankGeometry, TokenShard
+from kvferry.planner.coverage import PlaneRead
+from kvferry.planner.lane import Lane
+from kvferry.planner.line_rule import Stripe
+from kvferry.planner.path_choice import Path
+from kvferry.planner.plan import ReadPlan
+from kvferry.planner.prepared_tables import RECURRING_LIMIT, sample
+
+PIECES = 1 << 16
+"""Pieces that all lines of a plan together are estimated by."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadLine:
+    """What a destination rank reads from one source rank, of planes alike in all but layer and component.
+
+    Attributes:
+        source_rank, source_labels: the rank read from.
+        group: the group.
+        layers: names, in the order of the destination's planes.
+        components: names, each of all these layers.
+        units: units read.
+        tokens: tokens read, before the stripe.
+        stripe: share of the request's blocks.
+        bytes_per_token: mean over the request's tokens; 0 for state groups.
+        bytes_per_request: for state groups, whatever the length; else 0.
+        pieces_per_block: contiguous pieces of single planes per block of the destination, rounded up.
+        descriptors_per_block: what is left of them after fusing, for one block alone.
+        runs_merge: whether consecutive blocks become one descriptor.
+        path: ``direct`` or ``staged``.
+        reason: why that path; several where the planes differ.
+    """
+
+    source_rank: int
+    source_labels: Mapping[str, int]
+    group: str
+    layers: tuple[str, ...]
+    components: tuple[str, ...]
+    units: Interval
+    tokens: TokenShard
+    stripe: Stripe
+    bytes_per_token: float
+    bytes_per_request: int
+    pieces_per_block: int
+    descriptors_per_block: int
+    runs_merge: bool
+    path: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class RankLines:
+    """What one destination rank reads.
+
+    Attributes:
+        rank, labels: the destination rank.
+        reads: by source rank and group.
+        uncovered: ``layer/component`` of optional planes that the source does not hold.
+    """
+
+    rank: int
+    labels: Mapping[str, int]
+    reads: tuple[ReadLine, ...]
+    uncovered: tuple[str, ...]
+
+
+def explain(plan: ReadPlan) -> RankLines:
+    """The lines of a plan."""
+    gathered: dict[tuple[int, str, Interval, TokenShard, Stripe, Path], dict[str, list[PlaneRead]]] = {}
+    chosen = {id(read): choice for lane, choice in zip(plan.lanes, plan.paths, strict=True) for read in lane.reads}
+    for read in plan.reads:
+        tokens = read.source.token_shard if read.source.token_shard.count > 1 else read.destination.token_shard
+        key = (read.source_rank, read.destination.group, read.units, tokens, read.stripe, chosen[id(read)].path)
+        gathered.setdefault(key, {}).setdefault(read.destination.component, []).append(read)
+    labels = {rank.rank: rank.labels for rank in plan.source.ranks}
+    lines = []
+    most = min(RECURRING_LIMIT, 1 + PIECES // len(plan.reads)) if plan.reads else 0
+    for (source_rank, group, units, tokens, stripe, path), components in gathered.items():
+        by_layers: dict[tuple[str, ...], list[str]] = {}
+        for component, reads in components.items():
+            by_layers.setdefault(tuple(read.destination.layer for read in reads), []).append(component)
+        for layers, names in by_layers.items():
+            reads = [read for name in names for read in components[name]]
+            planes = source_rank, labels[source_rank], group, layers, tuple(names), units, tokens, stripe
+            reasons = dict.fromkeys(chosen[id(read)].reason for read in reads)
+            lines.append(ReadLine(*planes, *_cost(plan, reads, path, most), path.value, "; ".join(reasons)))
+    ordered = sorted(lines, key=lambda line: line.source_rank)
+    return RankLines(plan.rank.rank, plan.rank.labels, tuple(ordered), plan.uncovered)
+
+
+def _cost(plan: ReadPlan, reads: Sequence[PlaneRead], path: Path, most: int) -> tuple[float, int, int, int, bool]:
+    """Bytes per token and per request, pieces and descriptors per block, and whether runs merge. `most`: pieces that
+    are looked at."""
+    per_token, per_request = Fraction(0), 0
+    piece_count = descriptor_count = 0
+    merges = True
+    for lane in plan.lanes_of(reads):
+        cells = sum(len(read.units) * read.source.state_bytes for read in lane.reads)
+        if lane.group.kind is GroupKind.STATE:
+            begin, end = lane.stripe.blocks(1)
+            per_request += cells * lane.source.held_per_block * (end - begin)
+        else:
+            share = Fraction(lane.stripe.end - lane.stripe.begin, lane.stripe.of)
+            both = _common(lane.source.shard, lane.destination.shard)
+            per_token += cells / lane.tokens_per_state * both * share
+        made, left = _per_block(lane, path, most)
+        piece_count, descriptor_count = piece_count + made, descriptor_count + left
+        merges = merges and _merges(lane, path)
+    return float(per_token), per_request, piece_count, descriptor_count, merges
+
+
+def _common(a: TokenShard, b: TokenShard) -> Fraction:
+    """The part of all states that two shards have in common."""
+    if a == b:
+        return Fraction(1, a.count)
+    periods = a.count * a.interleave, b.count * b.interleave
+    common = math.gcd(*periods)
+    both = int((_residues(a, common) * _residues(b, common)).sum())
+    return Fraction(both, math.lcm(*periods))
+
+
+def _residues(shard: TokenShard, modulus: int) -> npt.NDArray[np.int64]:
+    held = np.arange(shard.index * shard.interleave, (shard.index + 1) * shard.interleave, dtype=np.int64)
+    return np.bincount(held % modulus, minlength=modulus)
+
+
+def _per_block(lane: Lane, path: Path, most: int) -> tuple[int, int]:
+    """Pieces and descriptors of one block of the destination: the mean of a part of at most `most` pieces, rounded
+    up."""
+    if lane.group.kind is GroupKind.STATE:
+        rows = lane.rows(lane.whole_block)
+        return rows.unfused, len(rows) if path is Path.DIRECT else len(lane.extents)
+    end, step = sample(lane, most), lane.line.destination_step
+    pieces = lane.line.pieces(0, end)
+    found = [(lane.rows(alike.cut), len(alike.source_block)) for alike in pieces]
+    made = sum(rows.unfused * count for rows, count in found)
+    if path is Path.STAGED:
+        left = len(lane.extents) * len(np.unique(np.concatenate([alike.source_block for alike in pieces])))
+    else:
+        left = sum(len(rows) * count for rows, count in found)
+    return -(-made * step // end), -(-left * step // end)
+
+
+def _merges(lane: Lane, path: Path) -> bool:
+    if path is Path.STAGED:
+        return all(extent.length == lane.source.block_stride for extent in lane.extents)
+    if lane.linear_bytes:
+        return True
+    if (
+        lane.group.kind is GroupKind.STATE
+        or not lane.line.same_tokens
+        or lane.source.block_states != lane.destination.block_states
+    ):
+        return False
+    stride = lane.source.block_stride
+    return stride == lane.destination.block_stride and bool((lane.rows(lane.whole_block).length == stride).all())
+
+
+def layer_order(plans: Sequence[ReadPlan]) -> dict[str, int]:
+    """Layer names of the destination engine with their places: by the number in the name, a draft model's after
+    the model's."""
+    names = dict.fromkeys(plane.layer for _, plane in plans[0].destination.planes()) if plans else {}
+    prefixes: dict[str, int] = {}
+
+    def place(name: str) -> tuple[int, int]:
+        found = re.search(r"[0-9]+", name)
+        prefix = name[: found.start()] if found else name
+        return prefixes.setdefault(prefix, len(prefixes)), int(found.group()) if found else 0
+
+    # The planes' own order decides between layers with one number: attention and its indexer, say.
+    return {name: index for index, name in enumerate(sorted(names, key=place))}
+
+
+def layer_ranges(line: ReadLine, order: Mapping[str, int]) -> str:
+    """Layers of a read as ``0-15, 31`` or ``0-30 by 2``: places in `layer_order`, both ends included."""
+    places = sorted(order[name] for name in line.layers)
+    steps = {after - before for before, after in pairwise(places)}
+    if len(places) > 2 and len(steps) == 1 and steps != {1}:
+        return f"{places[0]}-{places[-1]} by {steps.pop()}"
+    return ", ".join(f"{begin}-{end - 1}" if end > begin + 1 else str(begin) for begin, end in ranges(places))
+
+
+def rank_name(rank: int, labels: Mapping[str, int]) -> str:
+    """``tp0 pp1`` or, without labels, ``rank 3``."""
+    return RankGeometry(rank, (), labels).label
+
+
+def source_loads(source: EngineGeometry, explained: Iterable[RankLines]) -> dict[int, float]:
+    """The share of the bytes that each source rank serves; of a state's bytes where nothing else is read."""
+    reads = [line for lines in explained for line in lines.reads]
+    by_token = any(line.bytes_per_token for line in reads)
+    loads = {rank.rank: 0.0 for rank in source.ranks}
+    for line in reads:
+        loads[line.source_rank] += line.bytes_per_token if by_token else line.bytes_per_request
+    total = sum(loads.values()) or 1.0
+    return {rank: load / total for rank, load in loads.items()}
+
+
+def ranges(numbers: Iterable[int]) -> list[list[int]]:
+    """Numbers as half-open ranges."""
+    found: list[list[int]] = []
+    for number in sorted(numbers):
+        if found and found[-1][1] == number:
+            found[-1][1] += 1
+        else:
+            found.append([number, number + 1])
+    return found

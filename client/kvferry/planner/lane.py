@@ -1,0 +1,146 @@
+"""Lanes: what one destination rank reads from one source rank in one step, ready to be expanded.
+
+A lane is a set of plane reads that share everything about how a request's blocks turn into addresses: source rank,
+stripe, memory kinds, token layout and block strides on both sides. Plane by plane only the place of block 0 differs,
+so that the rows of a lane (`rows`) are made once and a request adds ``id * block_stride``. Rows that are
+adjacent on both sides are fused when they are made: K with V, layers of one storage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cached_property
+from math import lcm
+from typing import TypeAlias
+
+from kvferry.geometry.model import Group, GroupKind, Plane
+from kvferry.planner.coverage import PlaneRead
+from kvferry.planner.descriptors import MemoryPair
+from kvferry.planner.line_rule import Stripe
+from kvferry.planner.rows import AlikePlanes, Cut, Extent, Loop, Rows, alike, extents_of, loops_of, rows_of
+from kvferry.planner.token_line import Line, StateLayout
+
+ROWS_KEPT = 1024
+"""Cuts whose rows a lane keeps. Requests have few different ones, but a caller who asks for ever new token ranges must
+not fill our memory."""
+
+
+@dataclass(frozen=True, eq=False)
+class Lane:
+    """See the module's docstring.
+
+    Attributes:
+        source_rank: rank read from.
+        group: the destination's group.
+        stripe: share of the request's blocks.
+        memory: address spaces.
+        source, destination: layouts of states.
+        granule: smallest number of states that may be cut off.
+        tokens_per_state: tokens that one state stands for.
+        reads: the plane reads.
+    """
+
+    source_rank: int
+    group: Group
+    stripe: Stripe
+    memory: MemoryPair
+    source: StateLayout
+    destination: StateLayout
+    granule: int
+    tokens_per_state: Fraction
+    reads: tuple[PlaneRead, ...]
+
+    @cached_property
+    def line(self) -> Line:
+        """The blocks of both sides, end to end."""
+        return Line(self.source, self.destination)
+
+    @cached_property
+    def stripe_states(self) -> int:
+        """Stripes begin and end at multiples of this many states: the lcm of the block sizes."""
+        return lcm(self.source.block_states, self.destination.block_states)
+
+    @cached_property
+    def planes(self) -> tuple[AlikePlanes, ...]:
+        """The plane reads by their strides."""
+        return alike(self.reads)
+
+    @cached_property
+    def extents(self) -> tuple[Extent, ...]:
+        """The rows of one source block, as they are read into staging memory."""
+        return extents_of(self.planes, self.source.held_per_block)
+
+    @cached_property
+    def linear_bytes(self) -> tuple[int, ...]:
+        """Bytes per held state of each member of `planes`, if all its bytes lie end to end on both sides, block after
+        block; else empty. Then whatever is contiguous in block ids is so in memory, whatever the block sizes."""
+        if not self.line.same_tokens or self.group.kind is GroupKind.STATE:
+            return ()
+        if all(_is_linear(plane, len(read.units)) for read in self.reads for plane in (read.source, read.destination)):
+            return tuple(members.units * members.state_bytes for members in self.planes)
+        return ()
+
+    @property
+    def whole_block(self) -> Cut:
+        """The cut of a whole block, where both sides' blocks are alike."""
+        return Cut(0, 0, self.source.held_per_block)
+
+    @cached_property
+    def _rows(self) -> dict[Cut, Rows]:
+        return {}
+
+    def rows(self, cut: Cut) -> Rows:
+        """The fused rows of a cut; kept, since requests ask for the same few again and again."""
+        rows = self._rows.get(cut)
+        if rows is None:
+            if len(self._rows) >= ROWS_KEPT:
+                self._rows.clear()
+            # With one block, planes that touch may be tensors of their own; no descriptor spans two NIXL regions.
+            across = min(self.source.num_blocks, self.destination.num_blocks) > 1
+            rows = self._rows[cut] = rows_of(self.planes, cut, across=across)
+        return rows
+
+    @cached_property
+    def _loops(self) -> dict[tuple[int, Cut], tuple[Loop, ...]]:
+        return {}
+
+    def loops(self, alike: int, cut: Cut) -> tuple[Loop, ...]:
+        """The loops that copy a cut of the planes in ``planes[alike]``; kept, as rows are."""
+        found = self._loops.get((alike, cut))
+        if found is None:
+            if len(self._loops) >= ROWS_KEPT:
+                self._loops.clear()
+            found = self._loops[alike, cut] = loops_of(self.planes[alike], cut)
+        return found
+
+
+def _is_linear(plane: Plane, units: int) -> bool:
+    """Whether the `units` read are all bytes of a plane, token after token without holes."""
+    state = units * plane.state_bytes
+    return (
+        (units == 1 or plane.unit_stride == plane.state_bytes)
+        and (plane.page_tokens == 1 or plane.token_stride == state)
+        and (plane.pages == 1 or plane.page_stride == plane.page_tokens * state)
+        and plane.block_stride == plane.block_states * state
+    )
+
+
+_LaneKey: TypeAlias = tuple[int, Group, Stripe, MemoryPair, StateLayout, StateLayout, int, Fraction]
+
+
+def build_lanes(
+    reads: Iterable[PlaneRead], source_groups: Mapping[str, Group], groups: Mapping[str, Group]
+) -> tuple[Lane, ...]:
+    """Gather plane reads into lanes, ordered by source rank."""
+    gathered: dict[_LaneKey, list[PlaneRead]] = {}
+    for read in reads:
+        a, b = read.source, read.destination
+        group = groups[b.group]
+        memory = MemoryPair(a.memory_kind, a.device, b.memory_kind, b.device)
+        layouts = (StateLayout.of(a, source_groups[a.group]), StateLayout.of(b, group))
+        key = (read.source_rank, group, read.stripe, memory, *layouts, b.token_granule, b.tokens_per_state)
+        gathered.setdefault(key, []).append(read)
+    lanes = [Lane(*key, reads=tuple(members)) for key, members in gathered.items()]
+    return tuple(sorted(lanes, key=lambda lane: lane.source_rank))

@@ -1,0 +1,160 @@
+"""Which way the bytes of a lane go: straight into the destination's blocks, or through staging memory.
+
+Every descriptor costs some microseconds however short it is. Where a change of layout leaves short pieces, it is often
+cheaper to read whole rows of the source's blocks into staging memory and to permute them on the cache's own device:
+more bytes, far fewer descriptors. Which is cheaper is a sum of four constants, measured at start-up
+(`kvferry._transport.calibration`) or configured. Pure.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvferry.errors import InvalidField
+from kvferry.geometry.model import GroupKind, MemoryKind
+from kvferry.planner.lane import Lane
+from kvferry.planner.prepared_tables import sample
+from kvferry.planner.rows import Int64s
+from kvferry.planner.token_line import Pieces
+
+
+class Path(enum.Enum):
+    """The way of a lane's bytes."""
+
+    DIRECT = "direct"
+    STAGED = "staged"
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Seconds that moving takes. The defaults are those of two processes on one host (CMA).
+
+    Attributes:
+        descriptor: per NIXL descriptor, whatever its length.
+        byte: per byte that NIXL reads.
+        cell: per contiguous run that the permutation copies.
+        copied_byte: per byte that it copies.
+    """
+
+    descriptor: float = 2.5e-6
+    byte: float = 2e-10
+    cell: float = 6e-9
+    copied_byte: float = 1e-10
+
+    def __post_init__(self) -> None:
+        for field in ("descriptor", "byte", "cell", "copied_byte"):
+            if not 0 <= getattr(self, field) < 1:
+                raise InvalidField(field, getattr(self, field), "seconds from 0 to below 1")
+
+
+@dataclass(frozen=True, slots=True)
+class PathRule:
+    """How paths are chosen.
+
+    Attributes:
+        path: this one wherever it is possible; None: the cheaper one.
+        costs: constants.
+        slot_bytes: staging memory of one batch: what does not fit goes direct.
+        device_memory: devices whose memory can be permuted, since tensors of it are known; host memory always can.
+    """
+
+    path: Path | None = None
+    costs: Costs = Costs()
+    slot_bytes: int = 4 << 20
+    device_memory: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class PathChoice:
+    """The path of a lane.
+
+    Attributes:
+        path: the chosen one.
+        reason: why, for people.
+        direct, staged: estimated seconds per block of the destination. Equal where there was nothing to compare.
+        measurable: whether other constants could have led to the other path.
+    """
+
+    path: Path
+    reason: str
+    direct: float = 0.0
+    staged: float = 0.0
+    measurable: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """What both paths do for the same blocks of a lane."""
+
+    blocks: float
+    bytes: int
+    descriptors: int
+    runs: int
+    staged_descriptors: int
+    staged_bytes: int
+
+
+def choose_path(lane: Lane, rule: PathRule) -> PathChoice:
+    """The path of a lane."""
+    memory = lane.memory
+    if rule.path is Path.DIRECT:
+        return PathChoice(Path.DIRECT, "as configured")
+    if memory.destination_kind is MemoryKind.VRAM and memory.destination_device not in rule.device_memory:
+        return PathChoice(Path.DIRECT, f"no tensors of device {memory.destination_device} are known to permute in")
+    if rule.path is None and lane.linear_bytes:
+        return PathChoice(Path.DIRECT, "whole blocks are contiguous on both sides")
+    longest = max(extent.length for extent in lane.extents)
+    if longest > rule.slot_bytes:
+        return PathChoice(
+            Path.DIRECT, f"a row of {longest} bytes does not fit {rule.slot_bytes} bytes of staging memory"
+        )
+    if rule.path is Path.STAGED:
+        return PathChoice(Path.STAGED, "as configured")
+    work = _work(lane)
+    costs = rule.costs
+    direct = work.descriptors * costs.descriptor + work.bytes * costs.byte
+    staged = (
+        work.staged_descriptors * costs.descriptor
+        + work.staged_bytes * costs.byte
+        + work.runs * costs.cell
+        + work.bytes * costs.copied_byte
+    )
+    pieces = f"{work.bytes // work.descriptors} B"
+    rows = f"{work.staged_bytes // work.staged_descriptors} B"
+    # A staged row costs as much as a direct one, so that without fewer of them no constants speak for staging.
+    measurable = work.staged_descriptors < work.descriptors
+    if staged < direct:
+        reason = f"rows of {rows} and a permutation take {staged / direct:.2f} of the time of pieces of {pieces}"
+        path = Path.STAGED
+    elif measurable:
+        reason = f"pieces of {pieces} take {direct / staged:.2f} of the time of rows of {rows} and a permutation"
+        path = Path.DIRECT
+    else:
+        return PathChoice(Path.DIRECT, f"pieces of {pieces}, and staging would not read fewer")
+    return PathChoice(path, reason, direct / work.blocks, staged / work.blocks, measurable)
+
+
+def _work(lane: Lane) -> _Work:
+    """The work of a part of a lane that stands for all of it."""
+    found: tuple[Pieces, ...]
+    if lane.group.kind is GroupKind.STATE:
+        found, blocks = (Pieces(lane.whole_block, _NOUGHT, _NOUGHT),), 1.0
+    else:
+        end = sample(lane)
+        found, blocks = lane.line.pieces(0, end), end / lane.line.destination_step
+    rows = [(lane.rows(alike.cut), len(alike.source_block)) for alike in found]
+    sources = len(np.unique(np.concatenate([alike.source_block for alike in found]))) if found else 0
+    return _Work(
+        blocks=blocks,
+        bytes=max(1, sum(row.total_bytes * count for row, count in rows)),
+        descriptors=max(1, sum(len(row) * count for row, count in rows)),
+        runs=sum(row.unfused * count for row, count in rows),
+        staged_descriptors=max(1, sources * len(lane.extents)),
+        staged_bytes=sources * sum(extent.length for extent in lane.extents),
+    )
+
+
+_NOUGHT: Int64s = np.zeros(1, np.int64)

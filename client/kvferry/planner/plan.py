@@ -1,0 +1,199 @@
+"""The read plan: what one destination rank reads, from whom, and how a request becomes descriptors.
+
+Pure: a function of (whole source engine, whole destination engine, rank) and nothing else. Made once per source
+incarnation; `ReadPlan.expand` then turns the block ids of a request into descriptors with vectorised numpy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from kvferry.errors import Incompatible, InvalidField, Mismatch
+from kvferry.geometry.blocks import Blocks
+from kvferry.geometry.model import EngineGeometry, Group, Plane, RankGeometry
+from kvferry.planner.compatibility import engine_mismatches
+from kvferry.planner.coverage import Coverer, Indexed, PlaneRead
+from kvferry.planner.expansion import Expansion, expand
+from kvferry.planner.footprint import Footprint, Ground, RequestPlaces
+from kvferry.planner.lane import Lane, build_lanes
+from kvferry.planner.path_choice import Path, PathChoice, PathRule, choose_path
+from kvferry.planner.prepared_tables import RECURRING_LIMIT, LaneTables, prepare_tables
+from kvferry.planner.request_blocks import needed
+
+MAX_SIZE = 1 << 14
+"""Lanes of a plan and pieces of their periods, together. One rank that reads alike from 4,096 ranks counts half of
+it."""
+
+
+@dataclass(frozen=True, eq=False)
+class ReadPlan:
+    """What one destination rank reads.
+
+    Attributes:
+        source, destination: the two engines.
+        rank: the destination rank.
+        reads: one per plane and source; ordered as the destination's planes.
+        uncovered: names of optional planes that the source does not hold.
+        lanes: the same reads, gathered for expansion.
+        paths: the path of each lane's bytes, chosen by `rule`.
+        rule: how paths are chosen.
+        tables: rows that NIXL prepares once per peer.
+    """
+
+    source: EngineGeometry
+    destination: EngineGeometry
+    rank: RankGeometry
+    reads: tuple[PlaneRead, ...]
+    uncovered: tuple[str, ...]
+    lanes: tuple[Lane, ...]
+    paths: tuple[PathChoice, ...]
+    rule: PathRule
+    tables: LaneTables
+
+    @cached_property
+    def staged(self) -> frozenset[int]:
+        """Indices of the lanes that go through staging memory."""
+        return frozenset(index for index, choice in enumerate(self.paths) if choice.path is Path.STAGED)
+
+    def choose_paths(self, rule: PathRule) -> ReadPlan:
+        """The same plan with paths chosen anew."""
+        return self._of(self.reads, self.lanes, rule)
+
+    def _of(self, reads: tuple[PlaneRead, ...], lanes: tuple[Lane, ...], rule: PathRule) -> ReadPlan:
+        paths = tuple(choose_path(lane, rule) for lane in lanes)
+        return replace(self, reads=reads, lanes=lanes, paths=paths, rule=rule, tables=_tables(lanes, paths))
+
+    @property
+    def source_ranks(self) -> tuple[int, ...]:
+        """Ranks that this rank reads from, rising."""
+        return tuple(sorted({lane.source_rank for lane in self.lanes}))
+
+    @property
+    def groups(self) -> tuple[Group, ...]:
+        """The destination's groups that this rank reads into."""
+        names = {lane.group.name for lane in self.lanes}
+        return tuple(group for group in self.destination.groups if group.name in names)
+
+    def only(self, wanted: Callable[[Plane], bool]) -> ReadPlan:
+        """The part of the plan that reads the destination planes for which `wanted` is true: some layers, say.
+
+        Parts have tables of their own, so make them once. A rank that reads its layers in several parts gets each byte
+        once.
+        """
+        reads = tuple(read for read in self.reads if wanted(read.destination))
+        return self._of(reads, self.lanes_of(reads), self.rule)
+
+    def lanes_of(self, reads: Iterable[PlaneRead]) -> tuple[Lane, ...]:
+        """Lanes of these reads only."""
+        return build_lanes(reads, *self._groups)
+
+    @cached_property
+    def _groups(self) -> tuple[Mapping[str, Group], Mapping[str, Group]]:
+        return _by_name(self.source), _by_name(self.destination)
+
+    @cached_property
+    def _grounds(self) -> Mapping[int, Ground]:
+        """By source rank."""
+        reads: dict[int, list[PlaneRead]] = {}
+        for read in self.reads:
+            reads.setdefault(read.source_rank, []).append(read)
+        return {rank: Ground(members) for rank, members in reads.items()}
+
+    def expand(
+        self,
+        source: Mapping[str, Blocks],
+        destination: Mapping[str, Blocks],
+        tokens: tuple[int, int] | None = None,
+    ) -> Expansion:
+        """The descriptors of one request.
+
+        Args:
+            source: the blocks that the source granted, by group.
+            destination: the local blocks, by group; `Blocks.first_token` is the first token that they want.
+            tokens: the tokens asked, ``[a, b)``; None: what the source granted, from each group's first wanted token
+                on. State groups are read whole, whatever the tokens.
+
+        Raises:
+            BadBlock: an id out of range, the null block where a token is needed, or a destination block given twice.
+            BlocksShort: one side's blocks do not hold the asked tokens, or states stand at different tokens.
+            InvalidField: groups that this engine does not have, a start inside what may not be cut, or more descriptors
+                than one read may have.
+        """
+        known = {group.name for group in self.destination.groups}
+        for name in destination:
+            if name not in known:
+                raise InvalidField("group", name, f"one of {sorted(known)}")
+        source_groups = {group.name: group for group in self.source.groups}
+        wanted = needed(self.groups, source_groups, source, destination, tokens)
+        expansion = expand(self.lanes, self.tables, self.staged, wanted)
+        places = RequestPlaces(*self._groups, wanted)
+        sources = tuple(
+            replace(found, footprint=Footprint(self._grounds[found.source_rank], places)) for found in expansion.sources
+        )
+        return replace(expansion, sources=sources)
+
+
+def plan_read(
+    source: EngineGeometry,
+    destination: EngineGeometry,
+    rank: int,
+    *,
+    striping: bool = True,
+    rule: PathRule | None = None,
+) -> ReadPlan:
+    """Plan the reads of one destination rank.
+
+    Args:
+        source: the whole source engine.
+        destination: the whole destination engine; its other ranks decide the stripes only.
+        rank: the destination rank.
+        striping: spread reads over replicas.
+        rule: how it is chosen what goes through staging memory; None: the defaults, see `PathRule`.
+
+    Raises:
+        Incompatible: the rank cannot read this engine's cache; every reason is named.
+        BadGeometry: the rank declares a byte in two planes that the read would write.
+        InvalidField: the destination has no such rank.
+    """
+    mine = next((found for found in destination.ranks if found.rank == rank), None)
+    if mine is None:
+        raise InvalidField("rank", rank, f"one of {[found.rank for found in destination.ranks]}")
+    covering = Coverer(Indexed(source), destination, striping=striping).cover(mine)
+    mismatches = (*engine_mismatches(source, destination), *covering.mismatches)
+    if mismatches:
+        raise Incompatible(mismatches)
+    lanes = build_lanes(covering.reads, _by_name(source), _by_name(destination))
+    _check_size(lanes)
+    rule = rule or PathRule()
+    paths = tuple(choose_path(lane, rule) for lane in lanes)
+    return ReadPlan(
+        source=source,
+        destination=destination,
+        rank=mine,
+        reads=covering.reads,
+        uncovered=covering.uncovered,
+        lanes=lanes,
+        paths=paths,
+        rule=rule,
+        tables=_tables(lanes, paths),
+    )
+
+
+def _tables(lanes: tuple[Lane, ...], paths: tuple[PathChoice, ...]) -> LaneTables:
+    """Tables for what is read directly; staged rows are read by address."""
+    direct = frozenset(index for index, choice in enumerate(paths) if choice.path is Path.DIRECT)
+    return prepare_tables(lanes, direct)
+
+
+def _by_name(engine: EngineGeometry) -> dict[str, Group]:
+    return {group.name: group for group in engine.groups}
+
+
+def _check_size(lanes: tuple[Lane, ...]) -> None:
+    """Raise `Incompatible` for a read that falls into so many parts that planning it would take seconds."""
+    size = sum(1 + min(lane.line.pieces_per_period, RECURRING_LIMIT) for lane in lanes)
+    if size > MAX_SIZE:
+        message = f"the read falls into {len(lanes)} parts, which with their pieces count {size}, more than {MAX_SIZE}"
+        raise Incompatible((Mismatch("too_large", "", "", "", "", message),))

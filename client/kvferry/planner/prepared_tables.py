@@ -1,0 +1,159 @@
+"""Descriptor tables: rows that NIXL prepares once per peer, for everything that whole blocks of a long request need.
+
+NIXL takes int32 indices and silently truncates larger ones, so that no table has 2**31 entries: its rows go on in
+another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvferry.geometry.model import GroupKind
+from kvferry.planner.descriptors import Addresses, DescriptorTable, Indices, MemoryPair
+from kvferry.planner.lane import Lane
+from kvferry.planner.rows import Cut, Int64s
+
+TABLE_LIMIT = 1 << 31
+"""Entries of a table, on either side, stay below this."""
+
+RECURRING_LIMIT = 512
+"""Pieces per period up to which a lane's cuts get table rows; block sizes with more of them (lcm far above both) stay
+raw."""
+
+RECURRING_CELLS = 1 << 23
+"""States times units per period, over all planes of a lane, up to which the same holds."""
+
+RECURRING_BLOCKS = 1 << 22
+"""Blocks per plane up to which the same holds: of more, a table has room for less than 512 rows."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TableRows:
+    """Where rows of a cut stand in a table.
+
+    Attributes:
+        table: index of the table.
+        rows: which rows of the cut, ``int64[r]``.
+        source, destination: flat index of each row's block 0, ``int32[r]``.
+    """
+
+    table: int
+    rows: Int64s
+    source: Indices
+    destination: Indices
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LaneTables:
+    """The tables of a plan, and where each lane's recurring cuts stand in them.
+
+    Attributes:
+        tables: the tables.
+        places: by lane (its index in the plan) and cut.
+    """
+
+    tables: tuple[DescriptorTable, ...]
+    places: Mapping[tuple[int, Cut], tuple[TableRows, ...]]
+
+
+class _Side:
+    """The rows of one side of a table."""
+
+    def __init__(self) -> None:
+        self.size = 0
+        self._rows: list[Addresses] = []
+        self._first: list[Int64s] = []
+
+    def add(self, address: Int64s, length: int, device: int, stride: int, count: int) -> Indices:
+        rows = np.empty((len(address), 5), np.uint64)
+        rows[:, 0] = address
+        rows[:, 1:] = (length, device, stride, count)
+        first = self.size + np.arange(len(address), dtype=np.int64) * count
+        self._rows.append(rows)
+        self._first.append(first)
+        self.size += len(address) * count
+        return first.astype(np.int32)
+
+    def build(self) -> tuple[Addresses, Int64s]:
+        return np.concatenate(self._rows), np.concatenate(self._first)
+
+
+class _Builder:
+    """A table in the making: rows of one source rank, memory pair and length."""
+
+    def __init__(self, memory: MemoryPair, entry_bytes: int) -> None:
+        self.memory = memory
+        self.entry_bytes = entry_bytes
+        self.source, self.destination = _Side(), _Side()
+
+    def room(self, lane: Lane) -> int:
+        """How many rows of a lane still fit."""
+        return min(
+            (TABLE_LIMIT - 1 - self.source.size) // lane.source.num_blocks,
+            (TABLE_LIMIT - 1 - self.destination.size) // lane.destination.num_blocks,
+        )
+
+    def add(self, lane: Lane, source: Int64s, destination: Int64s) -> tuple[Indices, Indices]:
+        """Add rows; returns the flat indices of their blocks 0."""
+        memory, theirs, mine = self.memory, lane.source, lane.destination
+        return (
+            self.source.add(source, self.entry_bytes, memory.source_device, theirs.block_stride, theirs.num_blocks),
+            self.destination.add(
+                destination, self.entry_bytes, memory.destination_device, mine.block_stride, mine.num_blocks
+            ),
+        )
+
+    def build(self) -> DescriptorTable:
+        source, source_first = self.source.build()
+        destination, destination_first = self.destination.build()
+        return DescriptorTable(self.memory, source, destination, source_first, destination_first, self.entry_bytes)
+
+
+def prepare_tables(lanes: tuple[Lane, ...], direct: frozenset[int]) -> LaneTables:
+    """The tables of those lanes whose indices are `direct`; flat indices are checked here, once."""
+    builders: list[_Builder] = []
+    current: dict[tuple[int, MemoryPair, int], int] = {}
+    places: dict[tuple[int, Cut], tuple[TableRows, ...]] = {}
+    for index, lane in enumerate(lanes):
+        for cut in recurring_cuts(lane) if index in direct else ():
+            rows = lane.rows(cut)
+            found = []
+            for length in np.unique(rows.length).tolist():
+                key = (lane.source_rank, lane.memory, length)
+                chosen = np.flatnonzero(rows.length == length)
+                while len(chosen):
+                    if key not in current or builders[current[key]].room(lane) == 0:
+                        current[key] = len(builders)
+                        builders.append(_Builder(lane.memory, length))
+                    builder = builders[current[key]]
+                    fitting, chosen = np.split(chosen, [builder.room(lane)])
+                    firsts = builder.add(lane, rows.source[fitting], rows.destination[fitting])
+                    found.append(TableRows(current[key], fitting, *firsts))
+            places[index, cut] = tuple(found)
+    return LaneTables(tuple(builder.build() for builder in builders), places)
+
+
+def recurring_cuts(lane: Lane) -> tuple[Cut, ...]:
+    """The cuts that whole blocks of a long request are made of; empty if there are too many of them."""
+    if lane.group.kind is GroupKind.STATE:
+        return (lane.whole_block,)
+    if not _recurs(lane) or max(lane.source.num_blocks, lane.destination.num_blocks) > RECURRING_BLOCKS:
+        return ()
+    return tuple(alike.cut for alike in lane.line.period_pieces)
+
+
+def sample(lane: Lane, most: int = RECURRING_LIMIT) -> int:
+    """The end of the stretch of a lane's line that stands for all of it: a period, or where that is long a block of the
+    destination, or where even that has more than `most` pieces its beginning."""
+    line = lane.line
+    if _recurs(lane) and line.pieces_per_period <= most:
+        return line.period
+    return min(line.destination_step, most * line.shortest_step)
+
+
+def _recurs(lane: Lane) -> bool:
+    cells = lane.line.period * sum(len(read.units) for read in lane.reads)
+    return lane.line.pieces_per_period <= RECURRING_LIMIT and cells <= RECURRING_CELLS

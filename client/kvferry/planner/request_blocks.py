@@ -1,0 +1,246 @@
+"""What a request moves of each group, and every check of R7: nothing is expanded that is not known to be right.
+
+Checked are the groups, the block ids (range, null block, each destination once per pool), the token ranges, and that
+both sides' blocks hold what is needed. Sums are Python integers, so that no number wraps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvferry._arguments import token_range
+from kvferry.errors import BlocksShort, InvalidField
+from kvferry.geometry.blocks import AnyIds, BlockIds, Blocks, check_ids, check_unique
+from kvferry.geometry.model import Group, GroupKind
+
+TOKEN_LIMIT = 1 << 40
+"""Token positions stay below this. States are at most 2**20 per token (`covering.MAX_CELLS`), so that their positions
+fit numpy's int64."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NeededBlocks:
+    """The blocks of one side that hold what is needed.
+
+    Attributes:
+        ids: block ids, ``int64[n]``, so that whatever is computed from them is: before numpy 2 an int32 array times an
+            ``np.int64`` stays int32, and wraps in caches above 2 GiB. A copy of the caller's.
+        first: place of the first of them in the request, counted in blocks of this side.
+    """
+
+    ids: npt.NDArray[np.int64]
+    first: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Needed:
+    """What is moved of one group.
+
+    Attributes:
+        begin, end: tokens; 0 and 1 for state groups.
+        floor: first token that may be written; below `begin` only where a window begins later than what was asked.
+        source, destination: the blocks, as many as hold the tokens.
+    """
+
+    begin: int
+    end: int
+    floor: int
+    source: NeededBlocks
+    destination: NeededBlocks
+
+
+def needed(
+    groups: Iterable[Group],
+    source_groups: Mapping[str, Group],
+    source: Mapping[str, Blocks],
+    destination: Mapping[str, Blocks],
+    tokens: tuple[int, int] | None,
+) -> dict[str, Needed]:
+    """What is moved of each group; groups of which nothing is needed are left out.
+
+    Args:
+        groups: the destination's groups to read.
+        source_groups: the source's groups, by name.
+        source, destination: the blocks of both sides, by group.
+        tokens: the tokens asked, ``[a, b)``; None: what the source granted.
+
+    Raises:
+        BadBlock, BlocksShort, InvalidField: see `ReadPlan.expand`.
+    """
+    asked = token_range(tokens)
+    found: dict[str, Needed] = {}
+    pools: dict[tuple[bool, str], list[npt.NDArray[np.int64]]] = {}
+    for group in groups:
+        if group.name not in destination:
+            raise InvalidField("destination blocks", sorted(destination), f"blocks for group {group.name!r}")
+        if group.name not in source:
+            raise BlocksShort(group.name, "source", "blocks", "none of this group")
+        theirs, mine, source_group = source[group.name], destination[group.name], source_groups[group.name]
+        check_ids(group.name, "source", theirs.ids, source_group.num_blocks, None)
+        check_ids(group.name, "destination", mine.ids, group.num_blocks, None)
+        is_state = group.kind is GroupKind.STATE
+        wanted = _state(group, theirs, mine) if is_state else _tokens(group, source_group, theirs, mine, asked)
+        if wanted is None:
+            continue
+        # The null block stands in tables for what is not there, such as blocks that left a window: it is refused only
+        # where something is needed.
+        for side, of, blocks in (("source", source_group, wanted.source), ("destination", group, wanted.destination)):
+            if of.null_block is not None:
+                check_ids(group.name, side, blocks.ids, of.num_blocks, of.null_block)
+        found[group.name] = wanted
+        pools.setdefault((bool(group.pool), group.pool or group.name), []).append(wanted.destination.ids)
+    for (_, pool), ids in pools.items():
+        check_unique(pool, ids)
+    return found
+
+
+def written(
+    groups: Iterable[Group],
+    source: Mapping[str, Blocks] | None,
+    destination: Mapping[str, Blocks],
+    tokens: tuple[int, int] | None,
+) -> dict[str, AnyIds]:
+    """The destination blocks that a read will write, by group, those behind its last token included, which it may clear
+    (`kvferry._memory.tails`); checked as far as that is possible before the source's geometry is known.
+
+    Args:
+        groups: the destination's.
+        source: what was granted; None: not known yet, so that the answer may hold more blocks than are written, and
+            whether they are enough or given twice is `needed`'s to say.
+        destination, tokens: see `needed`.
+
+    Raises:
+        BadBlock, BlocksShort, InvalidField: see `ReadPlan.expand`.
+    """
+    asked = token_range(tokens)
+    by_name = {group.name: group for group in groups}
+    unknown = sorted(set(destination) - set(by_name))
+    if unknown:
+        raise InvalidField("destination blocks", unknown, f"groups of this engine: {sorted(by_name)}")
+    found: dict[str, AnyIds] = {}
+    pools: dict[tuple[bool, str], list[AnyIds]] = {}
+    for name, group in by_name.items():
+        if source is not None and name in source and name not in destination:
+            raise InvalidField("destination blocks", sorted(destination), f"blocks for group {name!r}")
+        if name not in destination or (source is not None and name not in source):
+            continue
+        mine = destination[name]
+        check_ids(name, "destination", mine.ids, group.num_blocks, None)
+        ids: AnyIds = mine.ids
+        behind = mine.ids[:0]
+        if source is None:
+            ids = _perhaps(group, mine, asked)
+        elif group.kind is GroupKind.STATE:
+            ids = _state(group, source[name], mine).destination.ids
+        else:
+            theirs = source[name]
+            offered = theirs.first_token, max(theirs.first_token, theirs.end_token or 0)
+            span = _wanted(group, offered, mine, asked)
+            if span is None:
+                continue
+            ids = _holding(group.block_tokens, mine, span[0], span[1]).ids
+            behind = mine.ids[-(-span[1] // group.block_tokens) - mine.first_token // group.block_tokens :]
+        if source is not None:
+            check_ids(name, "destination", ids, group.num_blocks, group.null_block)
+            pools.setdefault((bool(group.pool), group.pool or name), []).append(ids)
+            ids = np.concatenate((ids, behind))
+        if group.null_block is not None:
+            ids = ids[ids != group.null_block]
+        found[name] = ids
+    for (_, pool), lists in pools.items():
+        check_unique(pool, lists)
+    return found
+
+
+def _perhaps(group: Group, mine: Blocks, asked: tuple[int, int] | None) -> AnyIds:
+    """The blocks that may be written, whatever the source offers."""
+    if group.kind is GroupKind.STATE:
+        return mine.ids
+    skipped, first, last = mine.first_token // group.block_tokens, 0, len(mine.ids)
+    end = mine.end_token
+    if asked is not None:
+        first, end = max(0, asked[0] // group.block_tokens - skipped), asked[1]
+    if end is not None:
+        last = max(0, -(-end // group.block_tokens) - skipped)
+        if group.kind is GroupKind.WINDOW:
+            first = max(first, (end - group.window_tokens + 1) // group.block_tokens - skipped)
+    return mine.ids[first:last]
+
+
+def _state(group: Group, theirs: Blocks, mine: Blocks) -> Needed:
+    for side, blocks in (("source", theirs), ("destination", mine)):
+        if len(blocks.ids) != 1:
+            raise InvalidField(f"{side} blocks of state group {group.name!r}", len(blocks.ids), "one block")
+    if theirs.state_token != mine.state_token:
+        raise BlocksShort(group.name, "source", f"a state at token {mine.state_token}", f"one at {theirs.state_token}")
+    return Needed(0, 1, 0, NeededBlocks(_widened(theirs.ids), 0), NeededBlocks(_widened(mine.ids), 0))
+
+
+def _tokens(
+    group: Group, source_group: Group, theirs: Blocks, mine: Blocks, asked: tuple[int, int] | None
+) -> Needed | None:
+    for side, blocks in (("source", theirs), ("destination", mine)):
+        if max(blocks.first_token, blocks.end_token or 0) >= TOKEN_LIMIT:
+            raise InvalidField(f"{side} tokens of group {group.name!r}", blocks.first_token, "positions below 2**40")
+    span = _wanted(group, _span(source_group, "source", theirs), mine, asked)
+    if span is None:
+        return None
+    begin, end, floor = span
+    return Needed(
+        begin,
+        end,
+        floor,
+        _holding(source_group.block_tokens, theirs, begin, end),
+        _holding(group.block_tokens, mine, begin, end),
+    )
+
+
+def _wanted(
+    group: Group, offered: tuple[int, int], mine: Blocks, asked: tuple[int, int] | None
+) -> tuple[int, int, int] | None:
+    """First token that is moved, one past the last, and the first that may be written; None: nothing is moved."""
+    room = _span(group, "destination", mine)
+    floor = mine.first_token
+    if asked is not None:
+        floor, end = max(floor, asked[0]), asked[1]
+    else:
+        end = offered[1] if mine.end_token is None else mine.end_token
+    begin = floor
+    if group.kind is GroupKind.WINDOW:
+        # The next token, at position `end`, attends to itself and the window_tokens - 1 tokens before it.
+        begin = max(begin, end - group.window_tokens + 1)
+    if begin >= end:
+        return None
+    for side, held in (("source", offered), ("destination", room)):
+        if begin < held[0] or end > held[1]:
+            raise BlocksShort(group.name, side, f"tokens [{begin}, {end})", f"tokens [{held[0]}, {held[1]})")
+    return begin, end, floor
+
+
+def _holding(block_tokens: int, blocks: Blocks, begin: int, end: int) -> NeededBlocks:
+    """The blocks that hold tokens ``[begin, end)``."""
+    first, last = begin // block_tokens, -(-end // block_tokens)
+    skipped = blocks.first_token // block_tokens
+    return NeededBlocks(_widened(blocks.ids[first - skipped : last - skipped]), first)
+
+
+def _widened(ids: BlockIds) -> npt.NDArray[np.int64]:
+    return ids.astype(np.int64)
+
+
+def _span(group: Group, side: str, blocks: Blocks) -> tuple[int, int]:
+    """Tokens that the blocks hold: what they say, but never more than there are blocks for."""
+    room = (blocks.first_token // group.block_tokens + len(blocks.ids)) * group.block_tokens
+    end = room if blocks.end_token is None else blocks.end_token
+    if end > room:
+        raise BlocksShort(
+            group.name,
+            side,
+            f"tokens [{blocks.first_token}, {end})",
+            f"{len(blocks.ids)} blocks of {group.block_tokens}",
+        )
+    return blocks.first_token, end

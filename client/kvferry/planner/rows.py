@@ -1,0 +1,235 @@
+"""The bytes of one block as contiguous rows: every plane's cells enumerated by the address formula, then fused.
+
+Rows are for block id 0 on both sides; a request adds ``id * block_stride``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvferry.geometry.model import Plane
+from kvferry.planner.coverage import PlaneRead
+
+Int64s = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Cut:
+    """Which states of a block are read: `count` held states, from `source` in the source's block on, into the
+    destination's from `destination` on. A request of any length has few different cuts."""
+
+    source: int
+    destination: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rows:
+    """Contiguous pieces of one block, ``int64[rows]`` each, by rising source address.
+
+    Attributes:
+        source, destination: addresses.
+        length: bytes.
+        unfused: how many contiguous pieces the planes have one by one.
+    """
+
+    source: Int64s
+    destination: Int64s
+    length: Int64s
+    unfused: int
+
+    def __len__(self) -> int:
+        return len(self.length)
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of the rows together."""
+        return int(self.length.sum())
+
+
+@dataclass(frozen=True, slots=True)
+class Strides:
+    """What places the cells of a plane on one side, apart from where the plane begins."""
+
+    unit_stride: int
+    page_tokens: int
+    page_stride: int
+    token_stride: int
+
+    @classmethod
+    def of(cls, plane: Plane) -> Strides:
+        """The strides of a plane."""
+        return cls(plane.unit_stride, plane.page_tokens, plane.page_stride, plane.token_stride)
+
+    def states(self, first: int, count: int) -> Int64s:
+        """Offsets of `count` consecutive held states of a block, ``int64[count]``."""
+        page, at = np.divmod(np.arange(first, first + count, dtype=np.int64), self.page_tokens)
+        offsets: Int64s = page * self.page_stride + at * self.token_stride
+        return offsets
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AlikePlanes:
+    """Plane reads that differ in nothing but where they begin, so that their cells are enumerated once.
+
+    Attributes:
+        source, destination: strides on both sides.
+        units: how many units are read.
+        state_bytes: bytes of one cell.
+        source_base, destination_base: addresses of the first unit read, ``int64[planes]``.
+    """
+
+    source: Strides
+    destination: Strides
+    units: int
+    state_bytes: int
+    source_base: Int64s
+    destination_base: Int64s
+
+    def rows(self, cut: Cut) -> Rows:
+        """The rows of a cut, fused within each plane."""
+        source = self.source.states(cut.source, cut.count)
+        destination = self.destination.states(cut.destination, cut.count)
+        length = np.full(cut.count, self.state_bytes, np.int64)
+        source, destination, length = _fuse(source, destination, length)
+        unit = np.arange(self.units, dtype=np.int64)[:, None]
+        cells_source = (unit * self.source.unit_stride + source).ravel()
+        cells_destination = (unit * self.destination.unit_stride + destination).ravel()
+        source, destination, length = _fuse(cells_source, cells_destination, np.tile(length, self.units))
+        planes = len(self.source_base)
+        return Rows(
+            (self.source_base[:, None] + source).ravel(),
+            (self.destination_base[:, None] + destination).ravel(),
+            np.tile(length, planes),
+            len(length) * planes,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """Contiguous bytes of a source block that hold all that is read of one plane, or of several whose bytes interleave.
+
+    Attributes:
+        source: address in block 0.
+        length: bytes.
+        planes: the planes in it, as (index of its `AlikePlanes`, index of the plane there).
+    """
+
+    source: int
+    length: int
+    planes: tuple[tuple[int, int], ...]
+
+
+def alike(reads: Iterable[PlaneRead]) -> tuple[AlikePlanes, ...]:
+    """Gather plane reads by their strides."""
+    gathered: dict[tuple[Strides, Strides, int, int], list[PlaneRead]] = {}
+    for read in reads:
+        key = (Strides.of(read.source), Strides.of(read.destination), len(read.units), read.source.state_bytes)
+        gathered.setdefault(key, []).append(read)
+    return tuple(
+        AlikePlanes(
+            *key,
+            source_base=np.array([first_address(read.source, read) for read in members], np.int64),
+            destination_base=np.array([first_address(read.destination, read) for read in members], np.int64),
+        )
+        for key, members in gathered.items()
+    )
+
+
+def first_address(plane: Plane, read: PlaneRead) -> int:
+    """Where the first unit read begins, in block 0 of one of the read's planes."""
+    return plane.base + (read.units.begin - plane.units.begin) * plane.unit_stride
+
+
+def extents_of(planes: Sequence[AlikePlanes], states: int) -> tuple[Extent, ...]:
+    """The extents of a source block of `states` held states. Planes whose bytes interleave share one; planes that only
+    touch do not, since they may be registered apart."""
+    found: list[Extent] = []
+    places = sorted(
+        (base, base + _length(members, states), alike, plane)
+        for alike, members in enumerate(planes)
+        for plane, base in enumerate(members.source_base.tolist())
+    )
+    for begin, end, alike, plane in places:
+        last = found[-1] if found else None
+        if last is not None and begin < last.source + last.length:
+            found[-1] = Extent(last.source, max(last.length, end - last.source), (*last.planes, (alike, plane)))
+        else:
+            found.append(Extent(begin, end - begin, ((alike, plane),)))
+    return tuple(found)
+
+
+def _length(members: AlikePlanes, states: int) -> int:
+    """Bytes from the first to one past the last of a block's bytes that are read of a plane."""
+    last = int(members.source.states(0, states).max())
+    return (members.units - 1) * members.source.unit_stride + last + members.state_bytes
+
+
+def rows_of(planes: Iterable[AlikePlanes], cut: Cut, *, across: bool) -> Rows:
+    """The rows of a cut over all planes; `across`: planes that touch on both sides are fused, too."""
+    parts = [members.rows(cut) for members in planes]
+    source, destination, length = (
+        np.concatenate([getattr(part, name) for part in parts]) for name in ("source", "destination", "length")
+    )
+    if across:
+        source, destination, length = _fuse(source, destination, length)
+    return Rows(source, destination, length, sum(part.unfused for part in parts))
+
+
+@dataclass(frozen=True, slots=True)
+class Loop:
+    """Cells of one plane that lie in equal steps on both sides.
+
+    Attributes:
+        source, destination: offset of the first cell.
+        axes: (count, source stride, destination stride), the longest steps of the destination first.
+        cell: contiguous bytes.
+    """
+
+    source: int
+    destination: int
+    axes: tuple[tuple[int, int, int], ...]
+    cell: int
+
+
+def loops_of(members: AlikePlanes, cut: Cut) -> tuple[Loop, ...]:
+    """The cells of a cut: one loop, unless pages lie apart."""
+    source = members.source.states(cut.source, cut.count)
+    destination = members.destination.states(cut.destination, cut.count)
+    steps = list(zip(np.diff(source).tolist(), np.diff(destination).tolist(), strict=True))
+    found = []
+    first = 0
+    while first < cut.count:
+        last = first
+        while last + 1 < cut.count and steps[last] == steps[first]:
+            last += 1
+        count, cell = last - first + 1, members.state_bytes
+        axes: list[tuple[int, int, int]] = []
+        step = steps[first] if count > 1 else (cell, cell)
+        if step == (cell, cell):
+            cell *= count
+        else:
+            axes.append((count, *step))
+        units = (members.units, members.source.unit_stride, members.destination.unit_stride)
+        if members.units > 1 and not axes and units[1:] == (cell, cell):
+            cell *= members.units
+        elif members.units > 1:
+            axes.append(units)
+        axes.sort(key=lambda axis: -axis[2])
+        found.append(Loop(int(source[first]), int(destination[first]), tuple(axes), cell))
+        first = last + 1
+    return tuple(found)
+
+
+def _fuse(source: Int64s, destination: Int64s, length: Int64s) -> tuple[Int64s, Int64s, Int64s]:
+    """Pieces by rising source address, those that touch on both sides made one."""
+    if bool((source[1:] < source[:-1]).any()):
+        order = np.argsort(source, kind="stable")
+        source, destination, length = source[order], destination[order], length[order]
+    touches = (source[1:] == source[:-1] + length[:-1]) & (destination[1:] == destination[:-1] + length[:-1])
+    first = np.concatenate((np.zeros(1, np.int64), np.flatnonzero(~touches) + 1))
+    return source[first], destination[first], np.add.reduceat(length, first)

@@ -1,0 +1,127 @@
+"""Which states a lane moves for a request, as few cuts with many blocks each.
+
+The pieces of one period of the lane's line, multiplied by slicing the block ids, are those of a request of any length;
+only its two ends are enumerated.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+
+import numpy as np
+
+from kvferry.errors import InvalidField
+from kvferry.geometry.model import GroupKind
+from kvferry.planner.lane import Lane
+from kvferry.planner.request_blocks import Needed, NeededBlocks
+from kvferry.planner.rows import Cut, Int64s
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Segment:
+    """The same cut of many blocks: ``source[i]`` is read into ``destination[i]``, block ids, ``int64[n]`` each."""
+
+    cut: Cut
+    source: Int64s
+    destination: Int64s
+
+
+def segments(lane: Lane, needed: Needed) -> list[Segment]:
+    """The segments of a lane.
+
+    Raises:
+        InvalidField: the start lies inside what may not be cut.
+    """
+    if lane.group.kind is GroupKind.STATE:
+        # A request has one block of state: it falls to one of the stripes.
+        begin, end = lane.stripe.blocks(1)
+        return [Segment(lane.whole_block, needed.source.ids, needed.destination.ids)] if begin < end else []
+    begin, end = span(lane, needed)
+    if begin >= end:
+        return []
+    line, period = lane.line, lane.line.period
+    first, last = -(-begin // period), end // period
+    if first >= last:
+        return _enumerated(lane, begin, end, needed)
+    found = _enumerated(lane, begin, first * period, needed) if begin < first * period else []
+    for alike in line.period_pieces:
+        source = _repeated(needed.source, alike.source_block, period // line.source_step, first, last)
+        destination = _repeated(
+            needed.destination, alike.destination_block, period // line.destination_step, first, last
+        )
+        found.append(Segment(alike.cut, source, destination))
+    if last * period < end:
+        found += _enumerated(lane, last * period, end, needed)
+    return found
+
+
+def span(lane: Lane, needed: Needed) -> tuple[int, int]:
+    """The part ``[begin, end)`` of its line that a lane moves: its stripe of the needed tokens, in whole granules.
+
+    Raises:
+        InvalidField: see `segments`.
+    """
+    per_state, granule = lane.tokens_per_state, lane.granule
+    begin, end = int(needed.begin // per_state), -int(-needed.end // per_state)
+    if begin * per_state < needed.floor:
+        raise _torn(lane, needed, per_state)
+    begin, end = _striped(lane, begin, end)
+    if begin >= end:
+        return 0, 0
+    if not lane.line.same_tokens:
+        # Interleaves are multiples of the granule (`covering`), so that a granule is one on both sides.
+        low = begin // granule * granule
+        if low < begin and low * per_state < needed.floor:
+            raise _torn(lane, needed, granule * per_state)
+        return low, -(-end // granule) * granule
+    held = lane.source
+    exact, end = held.held_before(begin), held.held_before(end)
+    if exact >= end:
+        return 0, 0
+    low = exact // granule * granule
+    if low < exact and held.held_state(low) * per_state < needed.floor:
+        raise _torn(lane, needed, granule * held.shard.count * per_state)
+    return low, -(-end // granule) * granule
+
+
+def _torn(lane: Lane, needed: Needed, tokens: Fraction) -> InvalidField:
+    what = f"a multiple of {tokens} tokens: group {lane.group.name!r} cannot be cut finer"
+    return InvalidField("first token", needed.floor, what)
+
+
+def _striped(lane: Lane, begin: int, end: int) -> tuple[int, int]:
+    """The lane's stripe of states ``[begin, end)``."""
+    if lane.stripe.whole:
+        return begin, end
+    step = lane.stripe_states
+    first = begin // step
+    low, high = lane.stripe.blocks(-(-end // step) - first)
+    return max(begin, (first + low) * step), min(end, (first + high) * step)
+
+
+def _enumerated(lane: Lane, begin: int, end: int, needed: Needed) -> list[Segment]:
+    """The segments of a short stretch."""
+    line = lane.line
+    origin = begin // line.period
+    # Blocks and states are counted from the period's begin: the line may be longer than numpy's integers.
+    skipped = needed.source.first - origin * (line.period // line.source_step)
+    own_skipped = needed.destination.first - origin * (line.period // line.destination_step)
+    return [
+        Segment(
+            alike.cut,
+            needed.source.ids[alike.source_block - skipped],
+            needed.destination.ids[alike.destination_block - own_skipped],
+        )
+        for alike in line.pieces(begin - origin * line.period, end - origin * line.period)
+    ]
+
+
+def _repeated(blocks: NeededBlocks, places: Int64s, step: int, first: int, last: int) -> Int64s:
+    """Ids of the blocks at `places` of every period from `first` to before `last`; a period has `step` blocks."""
+    if len(places) == 1:
+        begin = first * step + int(places[0]) - blocks.first
+        return blocks.ids[begin : begin + (last - first - 1) * step + 1 : step]
+    begins = np.arange(last - first, dtype=np.int64) * step + (first * step - blocks.first)
+    ids: Int64s = blocks.ids[(begins[:, None] + places).ravel()]
+    return ids

@@ -1,0 +1,203 @@
+"""Reads through staging memory: which rows of the source's blocks, and how they are permuted into the destination's.
+
+A row (`Extent`) is one contiguous range of a source block that holds all that a lane reads of one plane, or of several
+whose bytes interleave. A batch is as many rows as fit a slot of staging memory: plane after plane, each with its blocks
+one behind the other, so that consecutive blocks of the source merge and the permutation has long loops. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvferry.planner.descriptors import MemoryPair, RawDescriptors
+from kvferry.planner.lane import Lane
+from kvferry.planner.rows import AlikePlanes, Cut, Extent, Int64s
+from kvferry.planner.segments import Segment
+
+Places = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Copy:
+    """Runs of `cell` bytes to copy on the destination's device: for every i, along all axes, from place ``places[i]``
+    to block ``ids[i]``.
+
+    Attributes:
+        source, source_stride: address of place 0, bytes between places.
+        places: ``int64[n]``, rising.
+        destination, destination_stride: address of block 0, bytes between blocks.
+        ids: ``int64[n]``.
+        axes: (count, source stride, destination stride) of each axis within a block.
+        cell: contiguous bytes.
+    """
+
+    source: int
+    source_stride: int
+    places: Places
+    destination: int
+    destination_stride: int
+    ids: Int64s
+    axes: tuple[tuple[int, int, int], ...]
+    cell: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StagedPiece:
+    """The same cut of many blocks: `places` are indices into `StagedRead.blocks`, rising."""
+
+    cut: Cut
+    places: Places
+    destination: Int64s
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StagedRead:
+    """What one request reads of one lane through staging memory.
+
+    Attributes:
+        lane: the lane.
+        blocks: source blocks, ``int64[n]``, rising.
+        pieces: where their bytes go.
+    """
+
+    lane: Lane
+    blocks: Int64s
+    pieces: tuple[StagedPiece, ...]
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes that reach the destination's blocks."""
+        return sum(_state_bytes(self.lane.planes) * piece.cut.count * len(piece.places) for piece in self.pieces)
+
+    @property
+    def count(self) -> int:
+        """Descriptors, merged."""
+        return sum(len(_runs(self.blocks, self.lane, extent)) for extent in self.lane.extents)
+
+    def batches(self, slot_bytes: int) -> Iterator[Batch]:
+        """Everything in batches of at most `slot_bytes`; a row is never longer (`kvferry.planner.path_choice`)."""
+        rows: list[_Rows] = []
+        filled = 0
+        for extent in self.lane.extents:
+            first = 0
+            while first < len(self.blocks):
+                fitting = (slot_bytes - filled) // extent.length
+                if fitting == 0:
+                    yield Batch(self, tuple(rows), filled)
+                    rows, filled = [], 0
+                    continue
+                end = min(len(self.blocks), first + fitting)
+                rows.append(_Rows(extent, first, end, filled))
+                # Rows of the next plane begin at a cache line.
+                filled = min(slot_bytes, -(-(filled + (end - first) * extent.length) // 64) * 64)
+                first = end
+        if rows:
+            yield Batch(self, tuple(rows), filled)
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """Rows of one extent: of the blocks ``[first, end)`` of a read, `offset` bytes into the slot."""
+
+    extent: Extent
+    first: int
+    end: int
+    offset: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Batch:
+    """What is in a slot of staging memory at one time.
+
+    Attributes:
+        read: what it is a part of.
+        rows: its rows.
+        staged_bytes: bytes of the slot that it uses.
+    """
+
+    read: StagedRead
+    rows: tuple[_Rows, ...]
+    staged_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes that reach the destination's blocks."""
+        planes = self.read.lane.planes
+        return sum(
+            sum(planes[alike].units * planes[alike].state_bytes for alike, _ in rows.extent.planes)
+            * sum(piece.cut.count * len(_within(piece.places, rows)) for piece in self.read.pieces)
+            for rows in self.rows
+        )
+
+    def descriptors(self, slot: int, memory: MemoryPair) -> RawDescriptors:
+        """The rows, read to the address `slot`; consecutive blocks merged."""
+        lane = self.read.lane
+        parts = []
+        for rows in self.rows:
+            blocks = self.read.blocks[rows.first : rows.end]
+            starts = _runs(blocks, lane, rows.extent)
+            counts = np.diff(np.concatenate((starts, [len(blocks)])))
+            source = rows.extent.source + blocks[starts] * lane.source.block_stride
+            parts.append((source, slot + rows.offset + starts * rows.extent.length, counts * rows.extent.length))
+        columns = [np.concatenate(column).astype(np.uint64) for column in zip(*parts, strict=True)]
+        return RawDescriptors(memory, *columns)
+
+    def copies(self, slot: int) -> Iterator[Copy]:
+        """From the address `slot` into the destination's blocks."""
+        lane = self.read.lane
+        for rows in self.rows:
+            for piece in self.read.pieces:
+                chosen = _within(piece.places, rows)
+                places = piece.places[chosen.start : chosen.stop] - rows.first
+                ids = piece.destination[chosen.start : chosen.stop]
+                if len(places) == 0:
+                    continue
+                for alike, plane in rows.extent.planes:
+                    members = lane.planes[alike]
+                    source = slot + rows.offset + int(members.source_base[plane]) - rows.extent.source
+                    destination = int(members.destination_base[plane])
+                    for loop in lane.loops(alike, piece.cut):
+                        yield Copy(
+                            source + loop.source,
+                            rows.extent.length,
+                            places,
+                            destination + loop.destination,
+                            lane.destination.block_stride,
+                            ids,
+                            loop.axes,
+                            loop.cell,
+                        )
+
+
+def staged_read(lane: Lane, found: Sequence[Segment]) -> StagedRead | None:
+    """The segments of a lane, to be read through staging memory; None if there are none."""
+    if not found:
+        return None
+    blocks, places = np.unique(np.concatenate([segment.source for segment in found]), return_inverse=True)
+    ends = np.cumsum([len(segment.source) for segment in found])
+    pieces = []
+    for segment, of in zip(found, np.split(places.reshape(-1).astype(np.int64), ends[:-1]), strict=True):
+        order = np.argsort(of, kind="stable")
+        pieces.append(StagedPiece(segment.cut, of[order], segment.destination[order]))
+    return StagedRead(lane, blocks, tuple(pieces))
+
+
+def _state_bytes(planes: Sequence[AlikePlanes]) -> int:
+    return sum(members.units * members.state_bytes * len(members.source_base) for members in planes)
+
+
+def _within(places: Places, rows: _Rows) -> range:
+    """Which of the rising places lie in the blocks of `rows`."""
+    begin, end = np.searchsorted(places, (rows.first, rows.end))
+    return range(int(begin), int(end))
+
+
+def _runs(blocks: Int64s, lane: Lane, extent: Extent) -> Int64s:
+    """First positions of the runs of blocks whose rows are contiguous."""
+    if extent.length != lane.source.block_stride:
+        return np.arange(len(blocks), dtype=np.int64)
+    return np.concatenate((np.zeros(1, np.int64), np.flatnonzero(np.diff(blocks) != 1) + 1))

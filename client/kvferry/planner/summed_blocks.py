@@ -1,0 +1,266 @@
+"""Integrity mode: which blocks have sums, and where the summed states of each lie on either side. Pure.
+
+The design, of which `kvferry.planner.checksum` has the sum itself:
+
+- A *sum* belongs to (source rank, plane, block, unit). The block is named by its *place*, counted in the source's
+  blocks from the request's first token. Summed are the published states of the block. A block whose published tokens
+  end, or begin, inside a granule or a state has no sum: the rest of that granule may still change.
+- A source rank sums the blocks of a publication where they lie, when its engine tells it to (`Cache.checksum`, after
+  the publish), and sends the sums to the home in pages. The publish says that sums will come, and the last page of a
+  rank that there will be no more, so a reader knows what is worth waiting for.
+- The home keeps them with the publication, within a limit, until it is released. A home that restarts has lost them,
+  and nobody sends them again: what they would have verified counts as unverified.
+- A reader, once all bytes have arrived and before the read counts, asks for the sums of the blocks that it holds whole,
+  sums its own memory, and compares. Whatever has no sum, or was read in part (a prefix was there already, the tokens
+  are shared out otherwise), or was left out by sampling, is counted as unverified: never an accusation, never a pass.
+- Where the states lie at the destination is worked out here from the geometries and block tables alone, not from the
+  descriptors that moved them, so that a mistake in those is found as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvferry._arguments import described, seconds
+from kvferry.errors import InvalidField
+from kvferry.geometry.blocks import AnyIds, Blocks
+from kvferry.geometry.model import Group, GroupKind, Plane
+from kvferry.planner.checksum import sampled
+from kvferry.planner.lane import Lane
+from kvferry.planner.request_blocks import Needed
+from kvferry.planner.rows import Int64s
+from kvferry.planner.segments import span
+from kvferry.planner.token_line import StateLayout
+
+STATES_AT_ONCE = 1 << 18
+"""States that are looked at together, so that a long request does not fill our memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class IntegrityOptions:
+    """Whether sums of published blocks are made and compared.
+
+    Attributes:
+        mode: "off": nothing is computed, sent or asked; "sampled": of a share of the blocks; "full": of all.
+        rate: the share for "sampled".
+        patience: seconds that a read waits for sums which its source has announced.
+    """
+
+    mode: str = "off"
+    rate: float = 0.1
+    patience: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.mode not in ("off", "sampled", "full"):
+            raise InvalidField("mode", self.mode, "off, sampled or full")
+        if isinstance(self.rate, bool) or not isinstance(self.rate, (int, float)) or not 0 < self.rate <= 1:
+            raise InvalidField("rate", described(self.rate), "more than 0.0, at most 1.0")
+        seconds("patience", self.patience, zero=True)
+
+    @property
+    def share(self) -> float:
+        """The share of blocks that are summed."""
+        return {"off": 0.0, "sampled": self.rate, "full": 1.0}[self.mode]
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """What became of the sums of one read, counted in units of source blocks of planes.
+
+    Attributes:
+        verified: compared, and equal.
+        unverified: read, but not compared: in part, without a sum, or not sampled.
+    """
+
+    verified: int
+    unverified: int
+
+
+@dataclass(frozen=True, slots=True)
+class StateRun:
+    """Consecutive states of one block: `count` held states from the `first` on."""
+
+    first: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AlikeBlocks:
+    """Source blocks whose summed states lie alike on one side.
+
+    Attributes:
+        places: of the source's blocks in the request, rising, ``int64[n]``.
+        runs: where the states lie, in their order.
+        ids: the block of this side that holds each run, ``int32`` or ``int64[n, runs]``; only ever an index.
+    """
+
+    places: Int64s
+    runs: tuple[StateRun, ...]
+    ids: AnyIds
+
+
+def published_states(layout: StateLayout, plane: Plane, group: Group, blocks: Blocks) -> tuple[int, int]:
+    """The held states of a request that have sums, as a range on the line of held states: all published ones, but for
+    those of blocks whose published tokens end inside a granule.
+
+    Args:
+        layout, plane, group: of the source.
+        blocks: as published.
+    """
+    if group.kind is GroupKind.STATE:
+        return 0, len(blocks.ids) * layout.held_per_block
+    first, end = blocks.first_token, blocks.end_token
+    if end is None:
+        end = (first // group.block_tokens + len(blocks.ids)) * group.block_tokens
+    per_state, granule, per_block = plane.tokens_per_state, plane.token_granule, layout.held_per_block
+    # Of the whole granules, and of those that hold any published token.
+    begin = -(-layout.held_before(-int(-first // per_state)) // granule) * granule
+    stop = layout.held_before(int(end // per_state)) // granule * granule
+    touched_begin = layout.held_before(int(first // per_state)) // granule * granule
+    touched_stop = -(-layout.held_before(-int(-end // per_state)) // granule) * granule
+    if touched_begin < begin:
+        begin = (touched_begin // per_block + 1) * per_block
+    if touched_stop > stop:
+        stop = stop // per_block * per_block
+    return begin, max(begin, stop)
+
+
+def source_blocks(
+    plane: Plane, group: Group, blocks: Blocks, publication: int, share: float
+) -> tuple[AlikeBlocks, ...]:
+    """The blocks of a publication that a source rank sums, where they lie at the source."""
+    layout = StateLayout.of(plane, group)
+    per_block = layout.held_per_block
+    begin, stop = published_states(layout, plane, group, blocks)
+    places = np.arange(begin // per_block, -(-stop // per_block), dtype=np.int64)
+    places = places[sampled(publication, places, share)]
+    first_place = 0 if group.kind is GroupKind.STATE else blocks.first_token // group.block_tokens
+    low = np.maximum(begin - places * per_block, 0)
+    count = np.minimum(stop - places * per_block, per_block) - low
+    found = []
+    for alike in _rows_alike(np.stack((low, count), axis=1)):
+        run = StateRun(int(low[alike[0]]), int(count[alike[0]]))
+        chosen = places[alike]
+        found.append(AlikeBlocks(chosen, (run,), blocks.ids[chosen - first_place][:, None]))
+    return tuple(found)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HeldBlocks:
+    """Source blocks of a lane that its reader has read.
+
+    Attributes:
+        alike: those that it holds whole and that are sampled, where they lie at the destination.
+        others: how many others it has read from.
+    """
+
+    alike: tuple[AlikeBlocks, ...]
+    others: int
+
+
+def held_blocks(
+    lane: Lane, needed: Needed, source_group: Group, granted: Blocks, publication: int, share: float
+) -> Iterator[HeldBlocks]:
+    """What a reader holds of a lane's source blocks, a stretch of the request at a time.
+
+    Args:
+        lane: of the plan that the read was made with.
+        needed: what was moved of the lane's group.
+        source_group: the group at the source.
+        granted: the blocks as published.
+        publication, share: see `sampled`.
+    """
+    source = lane.source
+    published = published_states(source, lane.reads[0].source, source_group, granted)
+    moved = _moved(lane, needed)
+    per_block = source.held_per_block
+    places = np.arange(moved[0] // per_block, -(-moved[1] // per_block), dtype=np.int64)
+    at_once = max(1, STATES_AT_ONCE // per_block)
+    for first in range(0, len(places), at_once):
+        yield _held(lane, needed, places[first : first + at_once], moved, published, publication, share)
+
+
+def _moved(lane: Lane, needed: Needed) -> tuple[int, int]:
+    """The held states of the source that the lane has moved, those aside that the destination does not hold."""
+    if lane.group.kind is GroupKind.STATE:
+        begin, end = lane.stripe.blocks(1)
+        return 0, lane.source.held_per_block if begin < end else 0
+    begin, end = span(lane, needed)
+    if lane.line.same_tokens:
+        return begin, end
+    return lane.source.held_before(begin), lane.source.held_before(end)
+
+
+def _held(
+    lane: Lane,
+    needed: Needed,
+    places: Int64s,
+    moved: tuple[int, int],
+    published: tuple[int, int],
+    publication: int,
+    share: float,
+) -> HeldBlocks:
+    source, destination = lane.source, lane.destination
+    index = places[:, None] * source.held_per_block + np.arange(source.held_per_block, dtype=np.int64)
+    summed = (index >= published[0]) & (index < published[1])
+    got = (index >= moved[0]) & (index < moved[1])
+    there = index
+    if not lane.line.same_tokens:
+        states = _held_states(source, index)
+        got &= destination.holds(states)
+        there = destination.held_indices(states)
+    touched = got.any(axis=1)
+    chosen = summed.any(axis=1) & (got | ~summed).all(axis=1) & sampled(publication, places, share)
+    others = int(np.count_nonzero(touched & ~chosen))
+    if not bool(chosen.any()):
+        return HeldBlocks((), others)
+    return HeldBlocks(tuple(_alike(places[chosen], there[chosen], summed[chosen], lane, needed)), others)
+
+
+def _alike(
+    places: Int64s, there: Int64s, summed: npt.NDArray[np.bool_], lane: Lane, needed: Needed
+) -> Iterator[AlikeBlocks]:
+    """Gather source blocks by how their states lie in the destination's blocks.
+
+    Args:
+        places: of the source's blocks.
+        there: the place of each of their states on the destination's line of held states, ``int64[n, states]``.
+        summed: which of them count, at least one of each block.
+    """
+    per_block = lane.destination.held_per_block
+    first = there[np.arange(len(there)), summed.argmax(axis=1)] // per_block
+    # Counted from the destination block of the first state, so that it repeats from block to block.
+    pattern = np.where(summed, there - first[:, None] * per_block, -1)
+    for alike in _rows_alike(pattern):
+        states = pattern[alike[0]]
+        states = states[states >= 0]
+        block, at = np.divmod(states, per_block)
+        breaks = np.flatnonzero((np.diff(at) != 1) | (np.diff(block) != 0)) + 1
+        starts = np.concatenate((np.zeros(1, np.int64), breaks))
+        counts = np.diff(np.concatenate((starts, [len(states)])))
+        runs = tuple(StateRun(int(a), int(c)) for a, c in zip(at[starts], counts, strict=True))
+        ids = needed.destination.ids[first[alike][:, None] + block[starts] - needed.destination.first]
+        yield AlikeBlocks(places[alike], runs, ids)
+
+
+def _held_states(layout: StateLayout, index: Int64s) -> Int64s:
+    """`StateLayout.held_state` of many."""
+    shard = layout.shard
+    turn, within = np.divmod(index, shard.interleave)
+    states: Int64s = (turn * shard.count + shard.index) * shard.interleave + within
+    return states
+
+
+def _rows_alike(rows: Int64s) -> list[npt.NDArray[np.int64]]:
+    """Indices of equal rows, rising; one list for each kind."""
+    if len(rows) == 0:
+        return []
+    if bool((rows == rows[0]).all()):
+        return [np.arange(len(rows), dtype=np.int64)]
+    _, kinds = np.unique(rows, axis=0, return_inverse=True)
+    order = np.argsort(kinds.reshape(-1), kind="stable")
+    return np.split(order, np.flatnonzero(np.diff(kinds.reshape(-1)[order])) + 1)

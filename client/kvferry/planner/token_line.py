@@ -1,0 +1,172 @@
+"""The line on which the blocks of both sides are laid end to end, and the pieces that it falls into.
+
+It is the line of the held states where both sides hold the same tokens, that of all states where their token shards
+differ. A *piece* is a stretch that lies in one block of either side, and that both hold. Pieces repeat with every lcm
+of the block sizes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from math import lcm
+
+import numpy as np
+import numpy.typing as npt
+
+from kvferry.geometry.model import Group, Plane, TokenShard
+from kvferry.planner.rows import Cut, Int64s
+
+
+@dataclass(frozen=True, slots=True)
+class StateLayout:
+    """How the states of a request lie in the blocks of one side.
+
+    Attributes:
+        block_states: states per block over all token shards.
+        shard: the held states, counted in states.
+        block_stride: bytes from block to block.
+        num_blocks: block ids of the group on this side.
+    """
+
+    block_states: int
+    shard: TokenShard
+    block_stride: int
+    num_blocks: int
+
+    @classmethod
+    def of(cls, plane: Plane, group: Group) -> StateLayout:
+        """The layout of a plane."""
+        shard = plane.token_shard
+        # Plane and check_rank have seen to it that no state is torn apart.
+        interleave = int(shard.interleave / plane.tokens_per_state) if shard.count > 1 else 1
+        return cls(
+            block_states=plane.block_states * shard.count,
+            shard=TokenShard(shard.index, shard.count, interleave),
+            block_stride=plane.block_stride,
+            num_blocks=group.num_blocks,
+        )
+
+    @property
+    def held_per_block(self) -> int:
+        """States of a block that are held."""
+        return self.block_states // self.shard.count
+
+    def held_before(self, state: int) -> int:
+        """How many of the states below `state` are held."""
+        turn = self.shard.count * self.shard.interleave
+        whole, rest = divmod(state, turn)
+        in_turn = min(max(rest - self.shard.index * self.shard.interleave, 0), self.shard.interleave)
+        return whole * self.shard.interleave + in_turn
+
+    def held_state(self, index: int) -> int:
+        """Which state is the `index`-th of those held."""
+        turn, within = divmod(index, self.shard.interleave)
+        return (turn * self.shard.count + self.shard.index) * self.shard.interleave + within
+
+    def holds(self, states: Int64s) -> npt.NDArray[np.bool_]:
+        """Whether each of the states is held."""
+        return np.equal(states // self.shard.interleave % self.shard.count, self.shard.index)
+
+    def held_indices(self, states: Int64s) -> Int64s:
+        """The place of each of the states, all held, among those held."""
+        turn = self.shard.interleave * self.shard.count
+        return states // turn * self.shard.interleave + states % self.shard.interleave
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pieces:
+    """Pieces with the same cut.
+
+    Attributes:
+        cut: which states of the blocks.
+        source_block, destination_block: the blocks, counted from the line's origin, ``int64[n]``.
+    """
+
+    cut: Cut
+    source_block: Int64s
+    destination_block: Int64s
+
+
+@dataclass(frozen=True, eq=False)
+class Line:
+    """See the module's docstring.
+
+    Attributes:
+        source, destination: the layouts of both sides.
+    """
+
+    source: StateLayout
+    destination: StateLayout
+
+    @cached_property
+    def same_tokens(self) -> bool:
+        """Whether both sides hold the same states, so that consecutive held states are consecutive on both."""
+        return self.source.shard == self.destination.shard
+
+    @cached_property
+    def source_step(self) -> int:
+        """States of the line per source block."""
+        return self.source.held_per_block if self.same_tokens else self.source.block_states
+
+    @cached_property
+    def destination_step(self) -> int:
+        """States of the line per destination block."""
+        return self.destination.held_per_block if self.same_tokens else self.destination.block_states
+
+    @cached_property
+    def period(self) -> int:
+        """After this many states the pieces repeat."""
+        return lcm(self.source_step, self.destination_step)
+
+    @cached_property
+    def _steps(self) -> tuple[int, ...]:
+        """Pieces end at multiples of these: blocks, and the turns of token shards."""
+        turns = () if self.same_tokens else (self.source.shard, self.destination.shard)
+        steps = {self.source_step, self.destination_step, *(turn.interleave for turn in turns if turn.count > 1)}
+        return tuple(sorted(steps))
+
+    @property
+    def shortest_step(self) -> int:
+        """No piece is longer than this many states."""
+        return self._steps[0]
+
+    @cached_property
+    def pieces_per_period(self) -> int:
+        """An upper bound, known without making them."""
+        return sum(self.period // step for step in self._steps)
+
+    @cached_property
+    def period_pieces(self) -> tuple[Pieces, ...]:
+        """The pieces of one period, by cut."""
+        return self.pieces(0, self.period)
+
+    def pieces(self, begin: int, end: int) -> tuple[Pieces, ...]:
+        """All pieces of ``[begin, end)``, by cut."""
+        edges = self._edges(begin, end)
+        first, count = edges[:-1], np.diff(edges)
+        source_at = destination_at = first
+        if not self.same_tokens:
+            both = self.source.holds(first) & self.destination.holds(first)
+            first, count = first[both], count[both]
+            if len(first) == 0:
+                return ()
+            source_at, destination_at = self.source.held_indices(first), self.destination.held_indices(first)
+        source_block, source_at = np.divmod(source_at, self.source.held_per_block)
+        destination_block, destination_at = np.divmod(destination_at, self.destination.held_per_block)
+        # Blocks hold at most 2**20 states (`covering.MAX_CELLS`), so that this does not wrap.
+        cuts = (source_at * self.destination.held_per_block + destination_at) * (int(count.max()) + 1) + count
+        order = np.argsort(cuts, kind="stable")
+        return tuple(
+            Pieces(
+                Cut(int(source_at[alike[0]]), int(destination_at[alike[0]]), int(count[alike[0]])),
+                source_block[alike],
+                destination_block[alike],
+            )
+            for alike in np.split(order, np.flatnonzero(np.diff(cuts[order])) + 1)
+        )
+
+    def _edges(self, begin: int, end: int) -> Int64s:
+        """Where pieces of ``[begin, end)`` begin or end, rising."""
+        inner = [np.arange(begin // step + 1, -(-end // step), dtype=np.int64) * step for step in self._steps]
+        return np.unique(np.concatenate((np.array([begin, end], np.int64), *inner)))

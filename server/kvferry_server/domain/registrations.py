@@ -1,0 +1,143 @@
+"""What a rank says of itself when it registers, and whether that can be true (R7)."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import hmac
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from kvferry.errors import BadAgentMetadata, InvalidField
+from kvferry.geometry.model import EngineGeometry, Group, MemoryRegion, Plane, RankGeometry, check_regions
+from kvferry_server.domain.identity import EngineRef
+
+PLANE_BYTES = 512
+"""About what a plane takes in memory. Its names are shared with no other, for a peer chooses them."""
+
+REGISTRATION_BYTES = 4096
+"""About what a registration takes in memory beside what grows."""
+
+MAX_REGION_CHECKS = 1 << 22
+"""Planes times regions of one rank: what one registration may cost a node server to check."""
+
+
+@dataclass(frozen=True, slots=True)
+class Agent:
+    """The NIXL agent that serves a rank's cache; `metadata` is opaque here."""
+
+    name: str
+    metadata: bytes = field(repr=False)
+    metadata_sha256: bytes
+    regions: tuple[MemoryRegion, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Registration:
+    """One rank's cache. A registration that contradicts itself cannot be made.
+
+    Attributes:
+        engine: that the rank belongs to.
+        num_ranks, identity, groups: of the engine, the same in every rank's registration.
+        geometry: the rank's planes.
+        agent: None for a rank that only reads.
+
+    Raises:
+        InvalidField: a rank that the engine has not, or too many regions.
+        BadGeometry: planes that contradict the groups, or lie outside the agent's memory.
+        BadAgentMetadata: metadata that is not what its digest says.
+    """
+
+    engine: EngineRef
+    num_ranks: int
+    identity: Mapping[str, str]
+    groups: tuple[Group, ...]
+    geometry: RankGeometry
+    agent: Agent | None
+
+    def __post_init__(self) -> None:
+        if self.rank >= self.num_ranks:
+            raise InvalidField("rank.rank", self.rank, f"below num_ranks, {self.num_ranks}")
+        # Checks the planes against the groups, and the groups against each other.
+        EngineGeometry(self.engine.engine_id, self.groups, (self.geometry,))
+        if self.agent is not None:
+            self._check_agent(self.agent)
+
+    def _check_agent(self, agent: Agent) -> None:
+        if not hmac.compare_digest(hashlib.sha256(agent.metadata).digest(), agent.metadata_sha256):
+            raise BadAgentMetadata(
+                f"{self.engine}, rank {self.rank}: metadata_sha256 is not the digest of metadata",
+                engine_id=self.engine.engine_id,
+                rank=self.rank,
+                problem="metadata_sha256 is not the digest of metadata",
+            )
+        planes = len(self.geometry.planes)
+        if planes * len(agent.regions) > MAX_REGION_CHECKS:
+            most = MAX_REGION_CHECKS // planes
+            raise InvalidField("agent.regions", f"{len(agent.regions)} regions", f"at most {most} for so many planes")
+        check_regions(self.geometry, agent.regions)
+
+    @property
+    def rank(self) -> int:
+        """Index of the rank."""
+        return self.geometry.rank
+
+    @property
+    def size(self) -> int:
+        """About as many bytes as it takes in memory."""
+        names = sum(
+            len(text.encode()) for plane in self.geometry.planes for text in (plane.layer, plane.format, plane.dtype)
+        )
+        identity = sum(256 + len(key.encode()) + len(value.encode()) for key, value in self.identity.items())
+        agent = 0 if self.agent is None else len(self.agent.metadata) + 256 * len(self.agent.regions)
+        planes = PLANE_BYTES * len(self.geometry.planes) + names
+        return REGISTRATION_BYTES + planes + PLANE_BYTES * len(self.groups) + identity + agent
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of the rank's planes, without holes."""
+        return sum(plane.num_blocks * plane.bytes_per_block for plane in self.geometry.planes)
+
+
+def first_difference(one: Registration, other: Registration) -> str:
+    """Name of the first field in which two registrations of one rank differ; empty if they are equal."""
+    return (
+        engine_difference(one, other) or _rank_difference(one.geometry, other.geometry) or _agent_difference(one, other)
+    )
+
+
+def engine_difference(one: Registration, other: Registration) -> str:
+    """Name of the first field in which two ranks disagree about their engine; empty if they agree."""
+    if one.num_ranks != other.num_ranks:
+        return "num_ranks"
+    for key in sorted({*one.identity, *other.identity}):
+        if one.identity.get(key) != other.identity.get(key):
+            return f"identity[{key}]"
+    if len(one.groups) != len(other.groups):
+        return "groups"
+    for mine, theirs in zip(one.groups, other.groups, strict=True):
+        for name in (found.name for found in dataclasses.fields(Group)):
+            if getattr(mine, name) != getattr(theirs, name):
+                return f"groups[{mine.name}].{name}"
+    return ""
+
+
+def _rank_difference(one: RankGeometry, other: RankGeometry) -> str:
+    if one.labels != other.labels:
+        return "rank.labels"
+    if [plane.name for plane in one.planes] != [plane.name for plane in other.planes]:
+        return "rank.planes"
+    for mine, theirs in zip(one.planes, other.planes, strict=True):
+        for name in (found.name for found in dataclasses.fields(Plane)):
+            if getattr(mine, name) != getattr(theirs, name):
+                return f"rank.planes[{mine.name}].{name}"
+    return ""
+
+
+def _agent_difference(one: Registration, other: Registration) -> str:
+    if one.agent is None or other.agent is None:
+        return "" if one.agent is other.agent else "agent"
+    for name in (found.name for found in dataclasses.fields(Agent)):
+        if getattr(one.agent, name) != getattr(other.agent, name):
+            return f"agent.{name}"
+    return ""

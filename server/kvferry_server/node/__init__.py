@@ -1,0 +1,1 @@
+"""A node server as a process: settings, addresses, gRPC servers and what guards them."""

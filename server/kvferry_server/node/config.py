@@ -1,0 +1,360 @@
+"""The settings of a node server: each defined once, in `NodeConfig`, with its help text.
+
+Flags win over the environment (``KVFERRY_…``), which wins over a TOML file (``--config``), which wins over
+the defaults. An error names the setting, its value and where that came from; `kvferryd --check-config` prints
+all three for every setting.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic_core import ErrorDetails
+from pydantic_settings import (
+    BaseSettings,
+    EnvSettingsSource,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    TomlConfigSettingsSource,
+)
+
+from kvferry._wire.channel import Address, TlsConfig, parse_address
+from kvferry.errors import InvalidField, KvferryError
+from kvferry_server.domain.times import Times
+from kvferry_server.node.guard import CallLimits
+
+ENV_PREFIX = "KVFERRY_"
+CONFIG_FILE = ENV_PREFIX + "CONFIG"
+
+_TIMES = Times()
+_LIMITS = CallLimits()
+
+
+class BadConfig(KvferryError):
+    """Settings that a node server cannot run with. Values: setting, value, origin, problem of the first."""
+
+
+class NodeConfig(BaseSettings):
+    """Everything that can be set. Constructed directly, it takes nothing from the environment or from
+    files."""
+
+    model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, extra="forbid", frozen=True)
+
+    listen: str = Field(
+        "127.0.0.1:7423",
+        description="TCP address for engines and node servers of other hosts. Port 0 takes a free one; empty: no TCP.",
+        json_schema_extra={"group": "addresses", "metavar": "HOST:PORT"},
+    )
+    unix: str = Field(
+        "/run/kvferry/node.sock",
+        description="UNIX socket for the engines of this host. Who may enter its directory may connect. Empty: none.",
+        json_schema_extra={"group": "addresses", "metavar": "PATH"},
+    )
+    advertise: str = Field(
+        "",
+        description="How other nodes reach this one; goes into references. Empty: the TCP address, else the socket. "
+        "Without a port: the one that is listened on.",
+        json_schema_extra={"group": "addresses", "metavar": "HOST[:PORT]"},
+    )
+
+    tls_cert: Path | None = Field(
+        None,
+        description="PEM file of this server's certificate chain. Turns TLS on for TCP.",
+        json_schema_extra={"group": "security", "metavar": "FILE"},
+    )
+    tls_key: Path | None = Field(
+        None,
+        description="PEM file of the certificate's private key.",
+        json_schema_extra={"group": "security", "metavar": "FILE"},
+    )
+    tls_ca: Path | None = Field(
+        None,
+        description="PEM file of authorities: clients must show a certificate of one of them (mTLS).",
+        json_schema_extra={"group": "security", "metavar": "FILE"},
+    )
+    insecure: bool = Field(
+        False,
+        description="Listen off loopback without TLS. For networks that only engines can reach.",
+        json_schema_extra={"group": "security"},
+    )
+    anonymous_tls: bool = Field(
+        False,
+        description="Listen off loopback with TLS that asks clients for no certificate (no tls_ca).",
+        json_schema_extra={"group": "security"},
+    )
+    relay_homes: str = Field(
+        "",
+        description="Homes that ranks here may name, as shell patterns of host:port, separated by commas. Empty: any "
+        "host with tls_ca or `insecure`, else this host.",
+        json_schema_extra={"group": "security", "metavar": "PATTERNS"},
+    )
+
+    ttl: float = Field(
+        _TIMES.ttl,
+        description="How long a lease lasts from its acceptance or renewal; it is renewed every third of it.",
+        json_schema_extra={"group": "times"},
+    )
+    max_ttl: float = Field(
+        _TIMES.max_ttl,
+        description="The longest that any lease may last without a renewal.",
+        json_schema_extra={"group": "times"},
+    )
+    engine_ttl: float = Field(
+        _TIMES.engine_ttl,
+        description="From the loss of an engine's Watch until it counts as dead.",
+        json_schema_extra={"group": "times"},
+    )
+    hold: float = Field(
+        _TIMES.hold,
+        description="How long a publication is held that nobody reads.",
+        json_schema_extra={"group": "times"},
+    )
+    final: float = Field(
+        _TIMES.final,
+        description="From publication until the blocks are released whatever happens; no lease reaches past it.",
+        json_schema_extra={"group": "times"},
+    )
+    max_wait: float = Field(
+        _TIMES.max_wait,
+        description="The longest that a reader may wait for a publication that has not come.",
+        json_schema_extra={"group": "times"},
+    )
+    retire: float = Field(
+        _TIMES.retire,
+        description="How long messages of an engine's former incarnation are recognised and refused.",
+        json_schema_extra={"group": "times"},
+    )
+
+    drain: float = Field(
+        5.0,
+        ge=0,
+        le=3600,
+        description="How long live leases and calls in progress are waited for once the server was told to stop.",
+        json_schema_extra={"group": "operation"},
+    )
+    max_calls: int = Field(
+        _LIMITS.calls,
+        ge=1,
+        le=1_000_000,
+        description="Calls that may run at once over TCP, and again over the socket; more are told to come back. Over "
+        "TCP no host gets more than are left.",
+        json_schema_extra={"group": "operation", "metavar": "N"},
+    )
+    max_streams: int = Field(
+        _LIMITS.streams,
+        ge=1,
+        le=1_000_000,
+        description="Streams (ReadBlocks, Watch) that may be open at once; otherwise like max_calls.",
+        json_schema_extra={"group": "operation", "metavar": "N"},
+    )
+    max_connections: int = Field(
+        4096,
+        ge=8,
+        le=1_000_000,
+        description="TCP connections, and again as many to the socket. Fewer where the process may not open so many "
+        "files. When TCP's are nearly used up, whoever has the most loses his newest.",
+        json_schema_extra={"group": "operation", "metavar": "N"},
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        "info",
+        description="The least that is logged, to stderr.",
+        json_schema_extra={"group": "operation"},
+    )
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Only what is passed: `load` reads the sources, since it has to know which value came from where."""
+        return (init_settings,)
+
+    @field_validator("tls_cert", "tls_key", "tls_ca", mode="before")
+    @classmethod
+    def _empty_is_none(cls, value: object) -> object:
+        return None if value == "" else value
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> NodeConfig:
+        # Each raises an InvalidField that names its setting.
+        _ = (self.times, self.tls, self.listen_address, self.unix_path)
+        if self.tls is not None and self.tls.cert is None:
+            raise InvalidField("tls_ca", str(self.tls_ca), "tls_cert and tls_key beside it")
+        if not self.listen and not self.unix:
+            raise InvalidField("listen", "", "a TCP address here or a path in unix: both are empty")
+        return self
+
+    @property
+    def times(self) -> Times:
+        """The durations for the home."""
+        return Times(**{field.name: getattr(self, field.name) for field in fields(Times)})
+
+    @property
+    def limits(self) -> CallLimits:
+        """The bounds on what runs at once."""
+        return CallLimits(calls=self.max_calls, streams=self.max_streams)
+
+    @property
+    def relay_patterns(self) -> tuple[str, ...]:
+        """Of `relay_homes`."""
+        return tuple(pattern.strip() for pattern in self.relay_homes.split(",") if pattern.strip())
+
+    @property
+    def tls(self) -> TlsConfig | None:
+        """The files for TLS; None: no TLS."""
+        if self.tls_cert is None and self.tls_key is None and self.tls_ca is None:
+            return None
+        return TlsConfig(ca=self.tls_ca, cert=self.tls_cert, key=self.tls_key)
+
+    @property
+    def listen_address(self) -> Address | None:
+        """The TCP address as it was asked for; None: no TCP."""
+        if not self.listen:
+            return None
+        address = parse_address(self.listen, "listen")
+        if address.is_unix:
+            raise InvalidField("listen", self.listen, "host:port; a UNIX socket is named by unix")
+        return address
+
+    @property
+    def unix_path(self) -> Path | None:
+        """The UNIX socket; None: none."""
+        if not self.unix:
+            return None
+        path = Path(self.unix.removeprefix("unix:")).absolute()
+        return Path(parse_address(f"unix:{path}", "unix").path)
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """Settings, and where each came from: ``--flag``, ``KVFERRY_NAME``, a file, or ``default``."""
+
+    config: NodeConfig
+    origins: Mapping[str, str]
+
+    def describe(self) -> str:
+        """The effective configuration as TOML that `--config` takes, with the origins as comments."""
+        lines = []
+        for name in NodeConfig.model_fields:
+            value = getattr(self.config, name)
+            # JSON's strings, numbers and booleans are TOML's.
+            text = json.dumps("" if value is None else str(value) if isinstance(value, Path) else value)
+            lines.append(f"{f'{name} = {text}':<44} # {self.origins[name]}")
+        return "\n".join(lines)
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """A flag for every setting, grouped, with its default and its name in the environment."""
+    groups: dict[str, Any] = {}
+    for name, field in NodeConfig.model_fields.items():
+        extra = field.json_schema_extra
+        hints: Mapping[str, Any] = extra if isinstance(extra, dict) else {}
+        title = str(hints["group"])
+        group = groups.get(title) or groups.setdefault(title, parser.add_argument_group(title))
+        default = "none" if field.default in (None, "") else "no" if field.default is False else field.default
+        options: dict[str, Any] = {
+            "dest": name,
+            "default": argparse.SUPPRESS,
+            "help": f"{field.description} [{default}; {ENV_PREFIX}{name.upper()}]".replace("%", "%%"),
+        }
+        if field.annotation is bool:
+            options["action"] = argparse.BooleanOptionalAction
+        else:
+            options["metavar"] = hints.get("metavar", "SECONDS" if field.annotation is float else "LEVEL")
+        group.add_argument(_flag(name), **options)
+
+
+def load(flags: Mapping[str, Any], file: Path | None = None) -> Loaded:
+    """The settings from all sources.
+
+    Args:
+        flags: by setting, those that were given.
+        file: the TOML file; None: none.
+
+    Raises:
+        BadConfig: a message for each setting that is wrong.
+    """
+    sources: list[tuple[Mapping[str, Any], str]] = [
+        (flags, "flag"),
+        (EnvSettingsSource(NodeConfig)(), "environment"),
+        (_read_file(file) if file is not None else {}, str(file)),
+    ]
+    values: dict[str, Any] = {}
+    origins = dict.fromkeys(NodeConfig.model_fields, "default")
+    for source, kind in reversed(sources):
+        for name, value in source.items():
+            values[name] = value
+            origins[name] = {"flag": _flag(name), "environment": ENV_PREFIX + name.upper()}.get(kind, kind)
+    return Loaded(_validated(values, origins), origins)
+
+
+def configure(**settings: Any) -> NodeConfig:
+    """The settings of a server that a program starts: what it says, else the defaults; no environment, no
+    file.
+
+    Raises:
+        BadConfig: a message for each setting that is wrong.
+    """
+    return _validated(settings, dict.fromkeys(settings, "the caller"))
+
+
+def config_file(flag: str | None) -> Path | None:
+    """The TOML file: what ``--config`` says, else what ``KVFERRY_CONFIG`` says."""
+    name = flag if flag is not None else os.environ.get(CONFIG_FILE, "")
+    return Path(name) if name else None
+
+
+def _validated(values: Mapping[str, Any], origins: Mapping[str, str]) -> NodeConfig:
+    try:
+        return NodeConfig(**values)
+    except ValidationError as error:
+        raise _explain(error.errors(), values, origins) from None
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _read_file(path: Path) -> dict[str, Any]:
+    # The source skips files that do not exist; somebody who named one wants it read.
+    problem = f"there is no such file: {path}"
+    if path.is_file():
+        try:
+            return TomlConfigSettingsSource(NodeConfig, path)()
+        except (OSError, ValueError) as error:
+            problem = f"{path}: {error}"
+    raise BadConfig(problem, setting="config", value=path, origin="--config", problem=problem)
+
+
+def _explain(errors: Sequence[ErrorDetails], values: Mapping[str, Any], origins: Mapping[str, str]) -> BadConfig:
+    lines: list[str] = []
+    found: dict[str, str] = {}
+    for detail in errors:
+        cause = detail.get("ctx", {}).get("error")
+        if isinstance(cause, InvalidField):
+            name, problem = cause.values["field"], f"expected {cause.values['expected']}"
+        else:
+            name = str(detail["loc"][0]) if detail["loc"] else "configuration"
+            problem = detail["msg"][0].lower() + detail["msg"][1:]
+        if detail["type"] == "extra_forbidden":
+            close = difflib.get_close_matches(name, NodeConfig.model_fields, n=1)
+            problem = "no such setting" + (f"; did you mean {close[0]}?" if close else "")
+        value = values.get(name, NodeConfig.model_fields[name].default if name in NodeConfig.model_fields else None)
+        origin = origins.get(name, "default")
+        lines.append(f"{name} is {value!r} (from {origin}): {problem}")
+        found = found or {"setting": name, "value": str(value), "origin": origin, "problem": problem}
+    error = BadConfig("\n".join(lines))
+    error.values = found
+    return error

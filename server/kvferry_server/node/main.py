@@ -1,0 +1,161 @@
+"""The command `kvferryd`: one node server, until it is told to stop.
+
+SIGTERM and SIGINT drain it; a second one ends it at once. SIGHUP is heard and changes nothing: settings are read
+once, at the start. Exit codes: 0 after a drain, 1 if it could not
+start or had to give up, 2 for settings that are wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import logging
+import signal
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import kvferry
+from kvferry.errors import InternalError, InvalidInput, KvferryError
+
+if TYPE_CHECKING:
+    from kvferry_server.node.config import Loaded
+
+EXTRA = {"grpc_health", "grpc_reflection", "pydantic", "pydantic_settings", "uvloop"}
+"""Top-level packages of the extra `server`."""
+
+SWITCH_INTERVAL = 0.0005
+"""Seconds for which a thread may keep the interpreter while another one waits."""
+
+DESCRIPTION = """\
+The node server of kvferry: one per node. Engines of this host register their caches and publish their requests here;
+the readers of other nodes come here for what engines of this host have published.
+
+  kvferryd                                          try it on this host
+  kvferryd --listen 0.0.0.0:7423 --advertise $POD_IP \\
+           --tls-cert node.pem --tls-key node.key --tls-ca fleet-ca.pem
+                                                    one of a fleet
+"""
+
+EPILOG = """\
+Every setting can also stand in the environment (its name is in brackets, after the default) or in a TOML file:
+flags win over the environment, which wins over the file.
+
+Then look at it with: kvferry engines --server unix:/run/kvferry/node.sock
+"""
+
+logger = logging.getLogger("kvferryd")
+
+
+def main() -> None:
+    """Entry point of the command."""
+    try:
+        sys.exit(run(sys.argv[1:]))
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] not in EXTRA:
+            raise
+        sys.exit(f"kvferryd: {error.name} is missing. Install the server with: pip install 'kvferry[server]'")
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run the command; its exit code."""
+    # Here, because all of these are in the extra.
+    import uvloop
+
+    from kvferry_server.node.config import BadConfig, add_flags, config_file, load
+
+    parser = argparse.ArgumentParser(
+        "kvferryd", description=DESCRIPTION, epilog=EPILOG, formatter_class=_Formatter, allow_abbrev=False
+    )
+    parser.add_argument("--version", action="version", version=f"kvferryd {kvferry.__version__}")
+    parser.add_argument("--config", metavar="FILE", help="TOML file with settings. [none; KVFERRY_CONFIG]")
+    parser.add_argument(
+        "--check-config", action="store_true", help="Print every setting with its value and its origin, and exit."
+    )
+    add_flags(parser)
+    flags: dict[str, Any] = vars(parser.parse_args(arguments))
+    file, check_only = flags.pop("config"), flags.pop("check_config")
+    try:
+        loaded = load(flags, config_file(file))
+    except BadConfig as error:
+        for line in error.message.splitlines():
+            print(f"kvferryd: {line}", file=sys.stderr)
+        return 2
+    if check_only:
+        print(loaded.describe())
+        return 0
+    logging.basicConfig(
+        level=loaded.config.log_level.upper(),
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        stream=sys.stderr,
+    )
+    # This process is nobody else's: while a thread compares geometries, the event loop waits at most this long for its
+    # turn. With Python's own 5 ms, renewals take tenths of a second while a hundred ranks handshake.
+    sys.setswitchinterval(SWITCH_INTERVAL)
+    try:
+        uvloop.run(_serve(loaded))
+    except InvalidInput as error:
+        print(f"kvferryd: {error}", file=sys.stderr)
+        return 2
+    except InternalError as error:
+        logger.critical("%s", error, exc_info=error.__cause__)
+        return 1
+    except KvferryError as error:
+        print(f"kvferryd: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+async def _serve(loaded: Loaded) -> None:
+    from kvferry_server.node.connections import raise_file_limit
+    from kvferry_server.node.server import NodeServer
+
+    signals: asyncio.Queue[signal.Signals] = asyncio.Queue()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, signals.put_nowait, number)
+    # Its default would end us without a drain, as when a terminal closes.
+    loop.add_signal_handler(signal.SIGHUP, logger.warning, "SIGHUP: nothing is reloaded; settings need a restart")
+    raise_file_limit()
+
+    server = NodeServer(loaded.config)
+    await server.start()
+    # Always printed: it is how a person or a script learns the real port.
+    line = "ready: listens on %s, advertises %s, epoch %s"
+    values = (" and ".join(server.addresses), server.advertise, server.home.epoch.hex()[:8])
+    logger.log(max(logging.INFO, logging.getLogger().level), f"kvferryd {kvferry.__version__} {line}", *values)
+
+    told = asyncio.ensure_future(signals.get())
+    failed = asyncio.ensure_future(server.failed())
+    await asyncio.wait([told, failed], return_when=asyncio.FIRST_COMPLETED)
+    if not told.done():
+        told.cancel()
+        await server.stop(0)
+        await failed
+    failed.cancel()
+    logger.info("%s: draining, for at most %g s", told.result().name, loaded.config.drain)
+    drained = asyncio.ensure_future(server.stop())
+    again = asyncio.ensure_future(signals.get())
+    await asyncio.wait([drained, again], return_when=asyncio.FIRST_COMPLETED)
+    if again.done():
+        logger.warning("%s again: stopping at once", again.result().name)
+        drained.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await drained
+        await server.stop(0)
+    else:
+        again.cancel()
+        await drained
+    logger.info("stopped")
+
+
+class _Formatter(argparse.RawDescriptionHelpFormatter):
+    """Wide enough for the examples."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=28, width=110)
+
+
+if __name__ == "__main__":
+    main()
