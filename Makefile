@@ -11,11 +11,11 @@ unexport PYTHONHOME PYTHONPATH VIRTUAL_ENV
 TORCH ?= torch==2.13.0
 
 PIP := .venv/bin/python -m pip --disable-pip-version-check -qq
-CODE := $(wildcard client server tests benchmarks examples)
+CODE := $(wildcard client server tests benchmarks examples scripts)
 VENV := .venv/.installed
 NODE := tests/node/node_modules/.installed
 
-.PHONY: help setup node demo test test-oldest test-vllm lint format reliability soak mutate proto proto-check bench
+.PHONY: help setup node demo test test-oldest test-vllm lint format reliability house soak mutate proto proto-check bench
 .PHONY: bench-vllm clean
 
 help: ## Show this help
@@ -98,6 +98,9 @@ test-vllm: $(VLLM_VENV) ## Run the tests that need a real vLLM (PYTEST_ARGS=)
 
 reliability: setup ## Write the table of faults into docs/reliability.md
 	@.venv/bin/python -m tests.faults.table
+
+house: ## Draw docs/house.svg, the folders and their imports
+	@$(PYTHON) scripts/draw_house.py
 
 soak: setup ## Random geometries, load and faults beside a hostile peer, every byte verified (MINUTES=60, SEED=)
 	@.venv/bin/python -m tests.soak --minutes $(or $(MINUTES),60) $(if $(SEED),--seed $(SEED))
