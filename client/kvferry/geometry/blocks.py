@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from kvferry._arguments import described, instance, integer, mapping, text
 from kvferry.errors import BadBlock, InvalidField
+from kvferry.geometry.runs import split_runs
 
 BlockIds: TypeAlias = npt.NDArray[np.int32]
 AnyIds: TypeAlias = npt.NDArray[np.signedinteger[Any]]
@@ -77,12 +78,8 @@ class Blocks:
 
     def runs(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """The ids as runs of consecutive ids: first ids and counts, ``int64[r]`` each."""
-        if len(self.ids) == 0:
-            empty = np.empty(0, np.int64)
-            return empty, empty
-        breaks = np.flatnonzero(np.diff(self.ids) != 1) + 1
-        starts = np.concatenate(([0], breaks))
-        return self.ids[starts].astype(np.int64), np.diff(np.concatenate((starts, [len(self.ids)])))
+        starts, counts = split_runs(self.ids)
+        return self.ids[starts].astype(np.int64), counts
 
 
 def _checked_ids(ids: Sequence[int] | npt.NDArray[np.integer]) -> BlockIds:

@@ -27,6 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.errors import InvalidField
+from kvferry.geometry.runs import split_runs
 
 Words: TypeAlias = npt.NDArray[np.int64]
 Sums: TypeAlias = npt.NDArray[np.uint32]
@@ -96,9 +97,8 @@ def sampled(publication: int, places: npt.NDArray[np.int64], share: float) -> np
 
 def runs_of(places: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """Rising places as runs of consecutive ones: first places and counts, ``int64[runs]`` each."""
-    breaks = np.flatnonzero(np.diff(places) != 1) + 1
-    starts = np.concatenate((np.zeros(min(1, len(places)), np.int64), breaks))
-    return places[starts], np.diff(np.concatenate((starts, [len(places)])))
+    starts, counts = split_runs(places)
+    return places[starts], counts
 
 
 def places_of(starts: Sequence[int], counts: Sequence[int], most: int) -> npt.NDArray[np.int64]:

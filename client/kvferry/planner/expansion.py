@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.errors import InvalidField
+from kvferry.geometry.runs import split_runs
 from kvferry.planner.descriptors import Descriptors, Indices, MemoryPair, PreparedDescriptors, RawDescriptors
 from kvferry.planner.footprint import Footprint
 from kvferry.planner.lane import Lane
@@ -160,7 +161,7 @@ class _Collector:
         # A row as long as both strides goes on in the next block: consecutive ids are one run.
         streams = (rows.length == stride) & (lane.destination.block_stride == stride)
         if bool(streams.any()):
-            starts, counts = _runs(segment)
+            starts, counts = split_runs(segment.source, segment.destination)
             if len(starts) * RAW_MIN_RUN <= blocks:
                 self._add_raw(lane, segment.source[starts], segment.destination[starts], segment, streams, counts)
                 rest = ~streams
@@ -233,10 +234,3 @@ def _jumps(ids: Int64s, first: int, step: int, begin: int, end: int) -> Int64s:
     """Places on a line, within ``(begin, end)``, where the next block is not the next in memory."""
     breaks = (np.flatnonzero(np.diff(ids) != 1) + (1 + first)) * step
     return breaks[(breaks > begin) & (breaks < end)]
-
-
-def _runs(segment: Segment) -> tuple[Int64s, Int64s]:
-    """First positions and lengths of the runs in which both ids rise by one."""
-    breaks = np.flatnonzero((np.diff(segment.source) != 1) | (np.diff(segment.destination) != 1)) + 1
-    starts = np.concatenate((np.zeros(1, np.int64), breaks))
-    return starts, np.diff(np.concatenate((starts, [len(segment.source)])))

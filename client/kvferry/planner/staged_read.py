@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from kvferry.geometry.runs import split_runs
 from kvferry.planner.descriptors import MemoryPair, RawDescriptors
 from kvferry.planner.lane import Lane
 from kvferry.planner.rows import AlikePlanes, Cut, Extent, Int64s
@@ -76,7 +77,7 @@ class StagedRead:
     @property
     def count(self) -> int:
         """Descriptors, merged."""
-        return sum(len(_runs(self.blocks, self.lane, extent)) for extent in self.lane.extents)
+        return sum(len(_runs(self.blocks, self.lane, extent)[0]) for extent in self.lane.extents)
 
     def batches(self, slot_bytes: int) -> Iterator[Batch]:
         """Everything in batches of at most `slot_bytes`; a row is never longer (`kvferry.planner.path_choice`)."""
@@ -139,8 +140,7 @@ class Batch:
         parts = []
         for rows in self.rows:
             blocks = self.read.blocks[rows.first : rows.end]
-            starts = _runs(blocks, lane, rows.extent)
-            counts = np.diff(np.concatenate((starts, [len(blocks)])))
+            starts, counts = _runs(blocks, lane, rows.extent)
             source = rows.extent.source + blocks[starts] * lane.source.block_stride
             parts.append((source, slot + rows.offset + starts * rows.extent.length, counts * rows.extent.length))
         columns = [np.concatenate(column).astype(np.uint64) for column in zip(*parts, strict=True)]
@@ -196,8 +196,8 @@ def _within(places: Places, rows: _Rows) -> range:
     return range(int(begin), int(end))
 
 
-def _runs(blocks: Int64s, lane: Lane, extent: Extent) -> Int64s:
-    """First positions of the runs of blocks whose rows are contiguous."""
+def _runs(blocks: Int64s, lane: Lane, extent: Extent) -> tuple[Int64s, Int64s]:
+    """First positions and lengths of the runs of blocks whose rows are contiguous."""
     if extent.length != lane.source.block_stride:
-        return np.arange(len(blocks), dtype=np.int64)
-    return np.concatenate((np.zeros(1, np.int64), np.flatnonzero(np.diff(blocks) != 1) + 1))
+        return np.arange(len(blocks), dtype=np.int64), np.ones(len(blocks), np.int64)
+    return split_runs(blocks)
