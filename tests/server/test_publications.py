@@ -417,6 +417,19 @@ def test_a_snapshot_that_is_delivered_again_ends_nothing_newer(scene: Scene) -> 
     assert not scene.told()
 
 
+def test_a_late_end_of_an_earlier_snapshot_ends_nothing_in_a_later_one(scene: Scene) -> None:
+    scene.publish(1)
+    scene.lessor.begin_snapshot(P, b"given up")
+    scene.lessor.begin_snapshot(P, b"later")
+    with pytest.raises(InvalidField):
+        scene.lessor.end_snapshot(P, 1, b"given up")
+    assert not scene.told()
+    scene.publish(1)
+    scene.lessor.end_snapshot(P, 1, b"later")
+    assert not scene.told()
+    assert scene.grant(1).live
+
+
 def test_a_decline_keeps_no_door_open_for_what_the_snapshot_did_not_hold() -> None:
     scene = Scene(recovering=True)
     scene.lessor.decline(P, 3, key(3))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import enum
 import math
+import secrets
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -208,9 +209,12 @@ class Offers:
             held_now.append((number, held.aborted, tuple(held.steps)))
             if not held.aborted:
                 held.open_steps.update(step.step for step in held.steps)
-        high_water = self._next - 1
-        end = pb.Notification(resync=pb.Resync(phase=pb.RESYNC_PHASE_END, high_water=high_water))
-        return Snapshot(tuple(self._held), _told(high_water, held_now), end)
+        name = secrets.token_bytes(8)
+        begin, end = (
+            pb.Notification(resync=pb.Resync(phase=phase, high_water=self._next - 1, snapshot=name))
+            for phase in (pb.RESYNC_PHASE_BEGIN, pb.RESYNC_PHASE_END)
+        )
+        return Snapshot(tuple(self._held), _told(begin, held_now), end)
 
     def snapshot_sent(self, snapshot: Snapshot, now: float) -> None:
         """The snapshot was told, or the attempt was given up."""
@@ -262,8 +266,8 @@ class Offers:
             self._released.append(Release(number, held.publication.request_id, outcome, reads, local))
 
 
-def _told(high_water: int, held: list[tuple[int, bool, tuple[pb.Publish, ...]]]) -> Iterator[pb.Notification]:
-    yield pb.Notification(resync=pb.Resync(phase=pb.RESYNC_PHASE_BEGIN, high_water=high_water))
+def _told(begin: pb.Notification, held: list[tuple[int, bool, tuple[pb.Publish, ...]]]) -> Iterator[pb.Notification]:
+    yield begin
     for number, aborted, steps in held:
         if aborted:
             yield pb.Notification(abort=pb.Abort(publication=number))

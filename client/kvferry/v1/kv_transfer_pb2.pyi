@@ -1213,17 +1213,23 @@ class Resync(google.protobuf.message.Message):
 
     PHASE_FIELD_NUMBER: builtins.int
     HIGH_WATER_FIELD_NUMBER: builtins.int
+    SNAPSHOT_FIELD_NUMBER: builtins.int
     phase: global___ResyncPhase.ValueType
     """phase of the snapshot."""
     high_water: builtins.int
     """high_water is the highest publication number ever used by this incarnation."""
+    snapshot: builtins.bytes
+    """snapshot names this one, the same in its begin and its end, at most 64 bytes. An end that comes late, in the middle of a
+    later snapshot, ends nothing.
+    """
     def __init__(
         self,
         *,
         phase: global___ResyncPhase.ValueType = ...,
         high_water: builtins.int = ...,
+        snapshot: builtins.bytes = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["high_water", b"high_water", "phase", b"phase"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["high_water", b"high_water", "phase", b"phase", "snapshot", b"snapshot"]) -> None: ...
 
 global___Resync = Resync
 

@@ -54,6 +54,7 @@ class Book:
         recovering: the engine's snapshot is not complete yet. A home cannot tell an engine that is new from one that it
             has lost its record of, so every engine sends one.
         snapshot: numbers seen since the snapshot began; None outside of one.
+        snapshot_name: which snapshot that is.
         gone: numbers that came and were forgotten since a home that lost its record saw the engine again.
         checksum_bytes: bytes that the sums of unreleased publications take.
     """
@@ -72,6 +73,7 @@ class Book:
     high_water: int = 0
     skipped: dict[int, float] = field(default_factory=dict)
     snapshot: set[int] | None = None
+    snapshot_name: bytes = b""
     gone: set[int] = field(default_factory=set)
     checksum_bytes: int = 0
 

@@ -250,23 +250,26 @@ class Lessor:
         if last:
             publication.checksums.done.add(rank)
 
-    def begin_snapshot(self, source: EngineRef) -> None:
-        """The source starts to tell all it holds published."""
+    def begin_snapshot(self, source: EngineRef, name: bytes = b"") -> None:
+        """The source starts to tell all it holds published; `name` is the same at the end."""
         self.advance(SLICE)
-        self._endings.book(source).snapshot = set()
+        book = self._endings.book(source)
+        book.snapshot, book.snapshot_name = set(), name
 
-    def end_snapshot(self, source: EngineRef, high_water: int) -> None:
+    def end_snapshot(self, source: EngineRef, high_water: int, name: bytes = b"") -> None:
         """The source has told all it holds: what else it published up to `high_water` it has not any more.
 
         Only up to there: a snapshot that is delivered twice must not end what came after it.
 
         Raises:
-            InvalidField: this home saw no beginning; it restarted in between.
+            InvalidField: this home saw no beginning, since it restarted in between; or another one since.
         """
         now = self.advance(SLICE)
         book = self._endings.book(source)
         if book.snapshot is None:
             raise InvalidField("resync.phase", "END", "a BEGIN before")
+        if book.snapshot_name != name:
+            raise InvalidField("resync.snapshot", name.hex(), f"{book.snapshot_name.hex()!r}, which has begun since")
         for number, publication in list(book.publications.items()):
             if number <= high_water and number not in book.snapshot and publication.offered:
                 self._abort(publication, now)

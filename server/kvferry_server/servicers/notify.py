@@ -17,6 +17,9 @@ MAX_NOTIFICATIONS = 1024
 OF_A_SOURCE = frozenset({"publish", "abort", "released_ack", "resync", "checksums", "rank_left"})
 """Said in an engine's name, so its session secret is needed."""
 
+MAX_SNAPSHOT_NAME = 64
+"""Bytes of the name of a snapshot."""
+
 
 MAX_ACKNOWLEDGED = 1 << 16
 """Releases acknowledged by one notification."""
@@ -105,10 +108,12 @@ def _acknowledge(home: Home, sender: EngineRef, message: pb.ReleasedAck) -> None
 
 
 def _resync(home: Home, sender: EngineRef, resync: pb.Resync) -> None:
+    if len(resync.snapshot) > MAX_SNAPSHOT_NAME:
+        raise InvalidField("resync.snapshot", f"{len(resync.snapshot)} bytes", f"at most {MAX_SNAPSHOT_NAME}")
     if resync.phase == pb.RESYNC_PHASE_BEGIN:
-        home.lessor.begin_snapshot(sender)
+        home.lessor.begin_snapshot(sender, resync.snapshot)
     elif resync.phase == pb.RESYNC_PHASE_END:
-        home.lessor.end_snapshot(sender, resync.high_water)
+        home.lessor.end_snapshot(sender, resync.high_water, resync.snapshot)
     else:
         raise InvalidField("resync.phase", resync.phase, "RESYNC_PHASE_BEGIN or RESYNC_PHASE_END")
 
