@@ -10,7 +10,7 @@ from itertools import product
 from kvferry.blocks import Blocks
 from kvferry.geometry import EngineGeometry, Group, GroupKind, RankGeometry
 from tests.plan.simulation import address
-from tests.plan.worlds import Engine, Held, Layout, Rank, Tensor, engine, tensors, tp_ranks
+from tests.plan.worlds import Engine, Layout, Rank, Tensor, engine, tensors, tp_ranks
 
 BLOCKS = 6
 FULL = tensors(layers=3, axis=2, state_bytes=2)

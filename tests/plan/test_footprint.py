@@ -14,17 +14,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry import Blocks, expand
-from kvferry.descriptors import Descriptors, MemoryPair, PreparedDescriptors, RawDescriptors
+from kvferry.descriptors import Descriptors, DescriptorTable, MemoryPair, PreparedDescriptors, RawDescriptors
 from kvferry.errors import InvalidField
 from kvferry.expand import SourceDescriptors
-from kvferry.footprint import Footprint
+from kvferry.footprint import BY_ID_LIMIT, Footprint
 from kvferry.geometry import EngineGeometry, Group, GroupKind, MemoryKind, Plane
 from kvferry.paths import Path, PathRule
 from kvferry.plan import ReadPlan, plan_read
 from tests.plan.simulation import address, copies, move
-from tests.plan.small import LAYOUTS, PAIRS, Bytes, one_group
+from tests.plan.small import LAYOUTS, PAIRS, STATE, Bytes, one_group
 from tests.plan.strategies import World, worlds
-from tests.plan.worlds import Layout, engine, tensors
+from tests.plan.worlds import HND, Engine, Layout, engine, tensors, tp_ranks
 
 PROFILE = settings.get_profile("plan")
 TRIES = 6
@@ -145,7 +145,195 @@ def test_between_two_blocks_of_the_request_lies_no_other(layout: str, ids: list[
     refuses(read, Random(layout).sample(touching, min(len(touching), WRONG)))
 
 
-# --- random worlds -----------------------------------------------------------------------------------------------------
+def test_a_source_block_given_twice_may_go_to_both_places() -> None:
+    source, destination = one_group("p", "planes apart"), one_group("d", "packed")
+    theirs, mine = {"full": Blocks([3, 1, 3])}, {"full": Blocks([2, 5, 0])}
+    (read,) = plan_read(source, destination, 0).expand(theirs, mine).sources
+    for descriptors in read.descriptors:
+        footprint_of(read).check(descriptors)
+    there, here = Bytes(source, 0, theirs), Bytes(destination, 0, mine)
+    refuses(read, ((byte, here.own[0], 1) for byte in there.others))
+    refuses(read, ((there.own[0], byte, 1) for byte in here.others))
+
+
+def test_blocks_that_are_neighbours_only_in_memory_are_no_stretch() -> None:
+    """Of blocks 3 and 4, on one side or the other, the request's tokens are apart."""
+    source, destination = one_group("p", "planes apart"), one_group("d", "planes apart", 10)
+    (first, own) = (engine.ranks[0].planes[0] for engine in (source, destination))
+    for ids, fine in (([3, 4, 1, 0, 5], True), ([3, 1, 4, 0, 5], False)):
+        (read,) = plan_read(source, destination, 0).expand({"full": Blocks(ids)}, {"full": Blocks([1])}).sources
+        stretch = [(first.base + 3 * first.block_stride, own.base + own.block_stride, 2 * first.block_stride)]
+        if fine:
+            footprint_of(read).check(raw_of(stretch))
+        else:
+            refuses(read, stretch)
+        back = plan_read(destination, source, 0).expand({"full": Blocks([1])}, {"full": Blocks(ids)})
+        stretch = [(stretch[0][1], stretch[0][0], stretch[0][2])]
+        if fine:
+            footprint_of(back.sources[0]).check(raw_of(stretch))
+        else:
+            refuses(back.sources[0], stretch)
+
+
+@pytest.mark.parametrize("memory", [(2, 0, 1, 0), (1, 1, 1, 0), (1, 0, 2, 0), (1, 0, 1, 1)], ids=str)
+def test_an_address_of_other_memory_is_of_no_block(memory: tuple[int, int, int, int]) -> None:
+    ((theirs, mine, read),) = small("planes apart to packed")
+    piece = next((a, b, 1) for a in theirs.own for b in mine.own if theirs.tokens(a) & mine.tokens(b))
+    footprint_of(read).check(raw_of([piece]))
+    elsewhere = MemoryPair(MemoryKind(memory[0]), memory[1], MemoryKind(memory[2]), memory[3])
+    with pytest.raises(InvalidField):
+        footprint_of(read).check(raw_of([piece], elsewhere))
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_staged_rows_begin_and_end_in_blocks_of_the_request(name: str) -> None:
+    turns = Random(name)
+    for theirs, _, read in small(name):
+        own, others = theirs.own, theirs.others
+        pairs = [sorted(turns.sample(own, 2)) for _ in range(60)]
+        # Whatever lies between, and wherever they go.
+        footprint_of(read).check_source(raw_of((begin, 7, end - begin + 1) for begin, end in pairs))
+        for other in others:
+            ends = sorted((other, turns.choice(own)))
+            with pytest.raises(InvalidField, match="of the request's blocks"):
+                footprint_of(read).check_source(raw_of([(ends[0], 7, ends[1] - ends[0] + 1)]))
+        for kind, device in ((2, 0), (1, 1)):
+            elsewhere = MemoryPair(MemoryKind(kind), device, MemoryKind.DRAM, 0)
+            with pytest.raises(InvalidField):
+                footprint_of(read).check_source(raw_of([(own[0], 7, 1)], elsewhere))
+
+
+@pytest.mark.parametrize(
+    ("name", "slabs"),
+    [
+        ("planes apart to packed", 1),
+        ("packed to units outermost, padded", 2),
+        ("side by side in a unit to planes apart", 1),
+        ("two groups of a pool", 2),
+        ("three groups", 3),
+        ("two groups on two ranks", 1),
+        ("source planes every 0 bytes", 1),
+        ("source planes every 7 bytes", 6),
+        ("source planes every 40 bytes", 2),
+    ],
+)
+def test_the_effort_is_how_often_a_descriptor_is_looked_for(name: str, slabs: int) -> None:
+    """Once per group, however many planes it has, unless they lie over each other."""
+    for _, _, read in small(name):
+        assert footprint_of(read).effort(raw_of([(1, 1, 1)] * 5)) == 5 * slabs
+
+
+# --- indices of prepared tables ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture(name="prepared")
+def _prepared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(expand, "PREPARED_MIN_COUNT", 1)
+
+
+def tokens(side: Bytes, table: DescriptorTable, column: str) -> list[set[tuple[str, int]]]:
+    """The request's tokens that each index of one side is of."""
+    rows = getattr(table, column).tolist()
+    return [
+        side.tokens(address + at * stride) & side.tokens(address + at * stride + length - 1)
+        for address, length, _, stride, count in rows
+        for at in range(count)
+    ]
+
+
+@pytest.mark.usefixtures("prepared")
+@pytest.mark.parametrize("name", [name for name in PAIRS if "every" not in name])
+def test_an_index_goes_only_to_a_block_of_the_same_tokens(name: str) -> None:
+    turns = Random(name)
+    for theirs, mine, read in small(name):
+        for descriptors in read.descriptors:
+            if not isinstance(descriptors, PreparedDescriptors):
+                continue
+            table = descriptors.table
+            source, destination = tokens(theirs, table, "source"), tokens(mine, table, "destination")
+            pairs = [(there, here) for there in range(len(source)) for here in range(len(destination))]
+            right, wrong = (
+                [pair for pair in pairs if bool(source[pair[0]] & destination[pair[1]]) is fine]
+                for fine in (True, False)
+            )
+            footprint_of(read).check(indices(descriptors, turns.sample(right, len(right))))
+            for pair in turns.sample(wrong, min(len(wrong), WRONG)):
+                for some in ([pair], [right[0], pair, right[-1]]):
+                    with pytest.raises(InvalidField, match=f"index {pair[0]} to index {pair[1]}',"):
+                        footprint_of(read).check(indices(descriptors, some))
+
+
+def indices(of: PreparedDescriptors, pairs: Iterable[tuple[int, int]]) -> PreparedDescriptors:
+    source, destination = np.array(list(pairs), np.int32).T
+    return replace(of, source=source, destination=destination)
+
+
+@pytest.mark.usefixtures("prepared")
+@pytest.mark.parametrize("column", ["source", "destination"])
+@pytest.mark.parametrize(
+    ("change", "fine"),
+    [((0, 0, 0), True), ((24, 0, 0), False), ((0, 24, 0), False), ((0, 0, 1), False), ((-24, 0, 0), False)],
+    ids=str,
+)
+def test_a_row_has_to_step_from_block_to_block(column: str, change: tuple[int, int, int], fine: bool) -> None:
+    """Address, length and stride; blocks are 24 bytes."""
+    source, destination = (engine(name, MODEL[:1], block_tokens=3, num_blocks=6, layout=HND) for name in "pd")
+    ids = {"full": Blocks([1, 2, 0, 5])}, {"full": Blocks([4, 0, 1, 3])}
+    (read,) = plan_read(source.geometry(), destination.geometry(), 0).expand(*ids).sources
+    (prepared,) = read.descriptors
+    assert isinstance(prepared, PreparedDescriptors)
+    rows = getattr(prepared.table, column).copy()
+    assert rows[0, [1, 3]].tolist() == [24, 24]
+    rows[:, [0, 1, 3]] += np.array(change).astype(np.uint64)
+    moved = replace(prepared, table=replace(prepared.table, **{column: rows}))
+    if fine:
+        footprint_of(read).check(moved)
+        return
+    with pytest.raises(InvalidField, match="index 1 to index 4',"):
+        footprint_of(read).check(moved)
+
+
+@pytest.mark.usefixtures("prepared")
+def test_a_row_of_one_block_needs_no_steps() -> None:
+    ((_, _, read),) = small("one block")
+    (prepared,) = read.descriptors
+    assert isinstance(prepared, PreparedDescriptors)
+    rows = prepared.table.source.copy()
+    rows[:, 3] += 1
+    footprint_of(read).check(replace(prepared, table=replace(prepared.table, source=rows)))
+
+
+@pytest.mark.usefixtures("prepared")
+def test_an_index_of_a_source_block_given_twice() -> None:
+    source, destination = one_group("p", "planes apart"), one_group("d", "packed")
+    (read,) = plan_read(source, destination, 0).expand({"full": Blocks([3, 1, 3])}, {"full": Blocks([2, 5, 0])}).sources
+    (prepared,) = read.descriptors
+    assert isinstance(prepared, PreparedDescriptors)
+    footprint_of(read).check(prepared)
+    footprint_of(read).check(indices(prepared, [(3, 2), (3, 0), (1, 5)]))
+    for pair in ((0, 2), (2, 2), (3, 1), (5, 4)):
+        with pytest.raises(InvalidField, match="of the request's blocks"):
+            footprint_of(read).check(indices(prepared, [(3, 2), pair]))
+
+
+@pytest.mark.usefixtures("prepared")
+@pytest.mark.parametrize("block", [5, BY_ID_LIMIT - 1, BY_ID_LIMIT, BY_ID_LIMIT + 3, 2 * BY_ID_LIMIT - 1])
+def test_block_ids_above_what_is_kept_in_a_table(block: int) -> None:
+    group = Group("state", GroupKind.STATE, num_blocks=2 * BY_ID_LIMIT)
+    geometry = [Engine(name, (group,), tp_ranks(STATE, 1), {"": HND}).geometry() for name in "pd"]
+    theirs, mine = {"state": Blocks([block])}, {"state": Blocks([7])}
+    (read,) = plan_read(*geometry, 0).expand(theirs, mine).sources
+    (prepared,) = read.descriptors
+    assert isinstance(prepared, PreparedDescriptors)
+    footprint_of(read).check(prepared)
+    for other in (0, 4, 6, block - 1, min(block + 1, 2 * BY_ID_LIMIT - 2), 2 * BY_ID_LIMIT - 2):
+        with pytest.raises(InvalidField, match="of the request's blocks"):
+            footprint_of(read).check(indices(prepared, [(other, 7)]))
+    with pytest.raises(InvalidField, match="of the request's blocks"):
+        footprint_of(read).check(indices(prepared, [(block, 8)]))
+
+
+# --- random worlds ----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
