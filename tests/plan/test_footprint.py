@@ -69,7 +69,7 @@ def test_the_part_of_a_descriptor_behind_a_plane_is_checked_too() -> None:
 # --- small worlds, byte by byte ---------------------------------------------------------------------------------------
 
 DRAM = MemoryPair(MemoryKind.DRAM, 0, MemoryKind.DRAM, 0)
-WRONG = 150
+WRONG = 60
 """Wrong descriptors of a world that are tried."""
 
 
@@ -120,7 +120,7 @@ def test_no_stretch_touches_another_block(name: str) -> None:
     for theirs, mine, read in small(name):
         source, destination = theirs.own, mine.own
         found = []
-        for _ in range(4000):
+        for _ in range(1000):
             there, here = turns.choice(source), turns.choice(destination)
             ends = turns.choice((source, destination))
             length = turns.choice(ends) - (there if ends is source else here) + 1
