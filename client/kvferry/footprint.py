@@ -74,11 +74,11 @@ class _Slabs:
             inside &= first // step == last // step
             first, last = first % step, last % step
             inside &= last < used[place]
-        stride, window = self.stride[place], self.window[place]
-        first_block, last_block = first // stride, last // stride
-        # What lies between blocks may be blocks of other planes.
-        inside &= (first - first_block * stride < window) & (last - last_block * stride < window)
-        return inside, first_block.astype(np.int64), last_block.astype(np.int64)
+        stride = self.stride[place]
+        first_block = first // stride
+        # What lies between blocks may be blocks of other planes; only a range that begins in a block may end there.
+        inside &= first - first_block * stride < self.window[place]
+        return inside, first_block.astype(np.int64), (last // stride).astype(np.int64)
 
     def room(self, address: Addresses) -> Addresses:
         """Bytes from each address on that are blocks of one slab, before they end or begin anew; 0 for those that lie

@@ -1,20 +1,22 @@
-"""Worlds of a few hundred bytes, and an oracle that knows of each byte whose it is."""
+"""Worlds of a few hundred bytes, and oracles that know whose each byte is, or where blocks begin and end."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import product
 
+import numpy as np
+
 from kvferry.blocks import Blocks
-from kvferry.geometry import EngineGeometry, Group, GroupKind, RankGeometry
+from kvferry.geometry import EngineGeometry, Group, GroupKind, Plane, RankGeometry
 from tests.plan.simulation import address
 from tests.plan.worlds import Engine, Layout, Rank, Tensor, engine, tensors, tp_ranks
 
 BLOCKS = 6
 FULL = tensors(layers=3, axis=2, state_bytes=2)
-OTHER = tensors(layers=2, prefix="other", group="other", axis=2, state_bytes=2)
+OTHER = tensors(layers=3, prefix="other", group="other", axis=2, state_bytes=2)
 STATE = [Tensor("mamba", "ssm", "state", axis=2, state_bytes=2, state_rows=2)]
 
 Given = Mapping[str, Blocks]
@@ -60,6 +62,16 @@ def piled(geometry: EngineGeometry, step: int) -> EngineGeometry:
     return replace(geometry, ranks=(RankGeometry(0, moved),))
 
 
+def woven(engine_id: str) -> EngineGeometry:
+    """Key has its units outside the blocks; value lies in the gaps between its blocks, and has but one unit."""
+    model = [Tensor("l", "key", axis=2, state_bytes=2), Tensor("l", "value", axis=1, state_bytes=2)]
+    geometry = engine(engine_id, model, block_tokens=2, num_blocks=BLOCKS).geometry()
+    key, value = geometry.ranks[0].planes
+    key = replace(key, block_stride=8, unit_stride=8 * BLOCKS)
+    value = replace(value, base=key.base + 4, block_stride=8)
+    return replace(geometry, ranks=(RankGeometry(0, (key, value)),))
+
+
 def pairs() -> dict[str, Pair]:
     """Two engines, and the blocks of a request on both."""
     ids = {"full": Blocks([1, 2, 0, 5])}, {"full": Blocks([4, 5, 1, 3])}
@@ -93,6 +105,8 @@ def pairs() -> dict[str, Pair]:
         {"full": Blocks([0])},
         {"full": Blocks([0])},
     )
+    run = {"full": Blocks([1, 2, 3, 4, 5])}
+    found["woven"] = (woven("p"), woven("d"), run, run)
     for step in (0, 7, 40):
         source = piled(one_group("p", "planes apart"), step)
         found[f"source planes every {step} bytes"] = (source, one_group("d", "packed"), *ids)
@@ -141,3 +155,61 @@ class Bytes:
     def strange(self, begin: int, length: int) -> bool:
         """Whether a byte of this stretch is of blocks, none of which are the request's."""
         return any(self.owners.get(byte) and not self.tokens(byte) for byte in range(begin, begin + length))
+
+
+@dataclass(frozen=True)
+class Side:
+    """One rank's memory: which blocks of which groups begin and end where, and what a request has of them."""
+
+    planes: tuple[Plane, ...]
+    groups: Mapping[str, Group]
+    blocks: Mapping[str, Blocks]
+    starts: Mapping[int, set[tuple[str, int]]]
+    ends: Mapping[int, set[tuple[str, int]]]
+
+    @classmethod
+    def of(cls, planes: tuple[Plane, ...], groups: Iterable[Group], blocks: Mapping[str, Blocks]) -> Side:
+        starts: dict[int, set[tuple[str, int]]] = defaultdict(set)
+        ends: dict[int, set[tuple[str, int]]] = defaultdict(set)
+        for plane in planes:
+            for block_id in range(plane.num_blocks):
+                for unit in range(plane.units.begin, plane.units.end):
+                    for x in range(plane.block_states):
+                        where = address(plane, block_id, unit, x)
+                        starts[where].add((plane.group, block_id))
+                        ends[where + plane.state_bytes].add((plane.group, block_id))
+        return cls(planes, {group.name: group for group in groups}, blocks, starts, ends)
+
+    def known(self, where: int, length: int) -> bool:
+        """Whether these bytes begin with a state and end with one; other places within a block are not looked at."""
+        return where in self.starts and where + length in self.ends
+
+    def places(self, group: str, where: int, length: int) -> list[int] | None:
+        """Where the blocks of these bytes stand in the request; None if one is not its own, or there is none."""
+        first = {block for name, block in self.starts.get(where, ()) if name == group}
+        last = {block for name, block in self.ends.get(where + length, ()) if name == group}
+        if not first or not last:
+            return None
+        ids = self.blocks[group].ids.tolist()
+        wanted = range(min(first), max(last) + 1)
+        return [ids.index(block) for block in wanted] if wanted and set(wanted) <= set(ids) else None
+
+    def tokens(self, group: str, place: int) -> range:
+        """The tokens of a block of the request."""
+        size = self.groups[group].block_tokens
+        begin = (self.blocks[group].first_token // size + place) * size
+        return range(begin, begin + size)
+
+
+def may_be_right(theirs: Side, mine: Side, source: int, destination: int, length: int) -> bool:
+    """Whether both are blocks of the request that hold the same tokens, in some group."""
+    for name, group in mine.groups.items():
+        there, here = theirs.places(name, source, length), mine.places(name, destination, length)
+        if there is None or here is None or any(np.diff(there) != 1) or any(np.diff(here) != 1):
+            continue
+        pairs = (there[0], here[0]), (there[-1], here[-1])
+        if group.kind is GroupKind.STATE or all(
+            set(theirs.tokens(name, place)) & set(mine.tokens(name, own)) for place, own in pairs
+        ):
+            return True
+    return False

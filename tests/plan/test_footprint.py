@@ -3,9 +3,8 @@ another block (R7), and lets pass what the planner makes, descriptors that run o
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from random import Random
 
 import numpy as np
@@ -18,11 +17,11 @@ from kvferry.descriptors import Descriptors, DescriptorTable, MemoryPair, Prepar
 from kvferry.errors import InvalidField
 from kvferry.expand import SourceDescriptors
 from kvferry.footprint import BY_ID_LIMIT, Footprint
-from kvferry.geometry import EngineGeometry, Group, GroupKind, MemoryKind, Plane
+from kvferry.geometry import EngineGeometry, Group, GroupKind, MemoryKind, RankGeometry
 from kvferry.paths import Path, PathRule
 from kvferry.plan import ReadPlan, plan_read
-from tests.plan.simulation import address, copies, move
-from tests.plan.small import LAYOUTS, PAIRS, STATE, Bytes, one_group
+from tests.plan.simulation import copies, move
+from tests.plan.small import LAYOUTS, PAIRS, STATE, Bytes, Side, may_be_right, one_group
 from tests.plan.strategies import World, worlds
 from tests.plan.worlds import HND, Engine, Layout, engine, tensors, tp_ranks
 
@@ -101,6 +100,8 @@ def refuses(read: SourceDescriptors, pieces: Iterable[tuple[int, int, int]]) -> 
 def test_a_byte_goes_only_to_a_block_of_the_same_tokens(name: str) -> None:
     turns = Random(name)
     for theirs, mine, read in small(name):
+        for descriptors in read.descriptors:
+            footprint_of(read).check(descriptors)
         source, destination = theirs.own, mine.own
         pairs = {(there, here) for there in source for here in turns.sample(destination, 6)}
         pairs |= {(there, here) for here in destination for there in turns.sample(source, 6)}
@@ -173,6 +174,51 @@ def test_blocks_that_are_neighbours_only_in_memory_are_no_stretch() -> None:
             footprint_of(back.sources[0]).check(raw_of(stretch))
         else:
             refuses(back.sources[0], stretch)
+
+
+def adjacent(engine_id: str, block_tokens: int, num_blocks: int) -> EngineGeometry:
+    """Value begins where key ends; a token takes 4 bytes of either."""
+    geometry = engine(
+        engine_id, tensors(layers=1, axis=2, state_bytes=2), block_tokens=block_tokens, num_blocks=num_blocks
+    ).geometry()
+    key, value = geometry.ranks[0].planes
+    return replace(geometry, ranks=(RankGeometry(0, (key, replace(value, base=key.extent[1]))),))
+
+
+@pytest.mark.parametrize(
+    ("theirs", "mine", "blocks", "fine"),
+    [
+        ((2, 6, [5, 0]), (2, 6, [5, 0]), 2, True),
+        ((2, 6, [5, 0]), (2, 4, [3, 0]), 2, True),
+        ((2, 6, [5, 1]), (2, 6, [5, 1]), 2, False),
+        ((2, 6, [5, 0]), (2, 6, [0, 5]), 2, False),
+        ((2, 6, [5, 0, 1]), (2, 6, [5, 0, 2]), 3, False),
+        # Each side passes from plane to plane where the other does not.
+        ((2, 8, [4, 5, 6, 7]), (4, 3, [2, 0]), 4, True),
+        ((2, 8, [4, 5, 6, 7]), (4, 3, [2, 1]), 4, False),
+        ((2, 6, [4, 5, 0, 1]), (4, 4, [2, 3]), 4, True),
+        ((2, 6, [4, 5, 0, 2]), (4, 4, [2, 3]), 4, False),
+        ((2, 6, [5, 0, 1, 2, 3, 4]), (2, 6, [2, 3, 4, 5, 0, 1]), 6, True),
+        ((2, 6, [5, 0, 1, 2, 3, 4]), (2, 6, [2, 3, 4, 5, 0, 1]), 7, False),
+    ],
+    ids=str,
+)
+def test_what_runs_on_into_the_next_plane_is_checked_piece_by_piece(
+    theirs: tuple[int, int, list[int]], mine: tuple[int, int, list[int]], blocks: int, fine: bool
+) -> None:
+    source, destination = adjacent("p", *theirs[:2]), adjacent("d", *mine[:2])
+    (read,) = plan_read(source, destination, 0).expand({"full": Blocks(theirs[2])}, {"full": Blocks(mine[2])}).sources
+    key, own = source.ranks[0].planes[0], destination.ranks[0].planes[0]
+    begin = key.base + theirs[2][0] * key.block_stride, own.base + mine[2][0] * own.block_stride
+    stretch = (*begin, blocks * key.block_stride)
+    if not fine:
+        refuses(read, [stretch])
+        return
+    # Beside one that needs no cut, and cut anywhere.
+    footprint_of(read).check(raw_of([stretch, (*begin, 1)]))
+    for at in range(1, stretch[2]):
+        rest = begin[0] + at, begin[1] + at, stretch[2] - at
+        footprint_of(read).check(raw_of([(*begin, at), rest]))
 
 
 @pytest.mark.parametrize("memory", [(2, 0, 1, 0), (1, 1, 1, 0), (1, 0, 2, 0), (1, 0, 1, 1)], ids=str)
@@ -334,64 +380,6 @@ def test_block_ids_above_what_is_kept_in_a_table(block: int) -> None:
 
 
 # --- random worlds ----------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Side:
-    """One rank's memory: which blocks of which groups begin and end where, and what a request has of them."""
-
-    planes: tuple[Plane, ...]
-    groups: Mapping[str, Group]
-    blocks: Mapping[str, Blocks]
-    starts: Mapping[int, set[tuple[str, int]]]
-    ends: Mapping[int, set[tuple[str, int]]]
-
-    @classmethod
-    def of(cls, planes: tuple[Plane, ...], groups: Iterable[Group], blocks: Mapping[str, Blocks]) -> Side:
-        starts: dict[int, set[tuple[str, int]]] = defaultdict(set)
-        ends: dict[int, set[tuple[str, int]]] = defaultdict(set)
-        for plane in planes:
-            for block_id in range(plane.num_blocks):
-                for unit in range(plane.units.begin, plane.units.end):
-                    for x in range(plane.block_states):
-                        where = address(plane, block_id, unit, x)
-                        starts[where].add((plane.group, block_id))
-                        ends[where + plane.state_bytes].add((plane.group, block_id))
-        return cls(planes, {group.name: group for group in groups}, blocks, starts, ends)
-
-    def known(self, where: int, length: int) -> bool:
-        """Whether these bytes begin with a state and end with one; other places within a block are not looked at."""
-        return where in self.starts and where + length in self.ends
-
-    def places(self, group: str, where: int, length: int) -> list[int] | None:
-        """Where the blocks of these bytes stand in the request; None if one is not its own, or there is none."""
-        first = {block for name, block in self.starts.get(where, ()) if name == group}
-        last = {block for name, block in self.ends.get(where + length, ()) if name == group}
-        if not first or not last:
-            return None
-        ids = self.blocks[group].ids.tolist()
-        wanted = range(min(first), max(last) + 1)
-        return [ids.index(block) for block in wanted] if wanted and set(wanted) <= set(ids) else None
-
-    def tokens(self, group: str, place: int) -> range:
-        """The tokens of a block of the request."""
-        size = self.groups[group].block_tokens
-        begin = (self.blocks[group].first_token // size + place) * size
-        return range(begin, begin + size)
-
-
-def may_be_right(theirs: Side, mine: Side, source: int, destination: int, length: int) -> bool:
-    """Whether both are blocks of the request that hold the same tokens, in some group."""
-    for name, group in mine.groups.items():
-        there, here = theirs.places(name, source, length), mine.places(name, destination, length)
-        if there is None or here is None or any(np.diff(there) != 1) or any(np.diff(here) != 1):
-            continue
-        pairs = (there[0], here[0]), (there[-1], here[-1])
-        if group.kind is GroupKind.STATE or all(
-            set(theirs.tokens(name, place)) & set(mine.tokens(name, own)) for place, own in pairs
-        ):
-            return True
-    return False
 
 
 def moved(descriptors: Descriptors, theirs: Side, mine: Side, turns: Random) -> Iterator[tuple[Descriptors, int]]:
