@@ -67,8 +67,9 @@ class _Slabs:
         begin = self.begin[place]
         # The ranges lie inside of regions (`kvferry.defence`): their ends do not wrap.
         inside = (address >= begin) & (address + length <= self.end[place])
-        first = np.where(inside, address - begin, np.uint64(0))
-        last = np.where(inside, first + length - np.uint64(1), np.uint64(0))
+        # What is not inside may wrap here, and is not looked at.
+        first = address - begin
+        last = first + length - np.uint64(1)
         for steps, used in self.turns:
             step = steps[place]
             inside &= first // step == last // step
@@ -85,12 +86,11 @@ class _Slabs:
         in none."""
         place = self._place(address)
         begin, span = self.begin[place], self.span[place]
-        inside = (address >= begin) & (address < self.end[place])
-        offset = np.where(inside, address - begin, np.uint64(0))
-        for steps, used in self.turns:
+        offset = address - begin
+        for steps, _ in self.turns:
             offset = offset % steps[place]
-            inside &= offset < used[place]
-        return np.where(inside, span - np.where(inside, offset, np.uint64(0)), np.uint64(0))
+        inside = (address >= begin) & (address < self.end[place]) & (offset < span)
+        return np.where(inside, span - offset, np.uint64(0))
 
     def _place(self, address: Addresses) -> npt.NDArray[np.intp]:
         """The slab that each address lies in, or behind."""

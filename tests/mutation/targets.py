@@ -12,6 +12,7 @@ PLAN = (
     "tests/plan/test_requests.py",
     "tests/plan/test_selections.py",
 )
+NEEDED = ("tests/plan/test_needed.py",)
 REFUSALS = ("tests/plan/test_refusals.py", "tests/plan/test_overlaps.py", "tests/plan/test_statements.py")
 ORACLE = ("tests/plan/test_oracle.py", "tests/plan/test_sweep.py")
 HOME = (
@@ -75,7 +76,7 @@ TARGETS: dict[str, Target] = {
     ),
     "client/kvferry/expand.py": Target(PLANNER),
     "client/kvferry/rows.py": Target(PLANNER),
-    "client/kvferry/needed.py": Target(PLANNER),
+    "client/kvferry/needed.py": Target((NEEDED, *PLANNER)),
     "client/kvferry/segments.py": Target(PLANNER),
     "server/kvferry_server/lessor.py": Target(LESSOR),
     "server/kvferry_server/endings.py": Target(LESSOR),
