@@ -13,6 +13,8 @@ PLAN = (
     "tests/plan/test_selections.py",
 )
 NEEDED = ("tests/plan/test_needed.py",)
+ROWS = ("tests/plan/test_rows.py",)
+SEGMENTS = ("tests/plan/test_segments.py",)
 REFUSALS = ("tests/plan/test_refusals.py", "tests/plan/test_overlaps.py", "tests/plan/test_statements.py")
 ORACLE = ("tests/plan/test_oracle.py", "tests/plan/test_sweep.py")
 HOME = (
@@ -75,9 +77,9 @@ TARGETS: dict[str, Target] = {
         {"Coverer.__init__: self._effort = 0 -> pass": RESET, "Coverer.cover: 0 -> 1": MILLIONS},
     ),
     "client/kvferry/expand.py": Target(PLANNER),
-    "client/kvferry/rows.py": Target(PLANNER),
+    "client/kvferry/rows.py": Target((ROWS, *PLANNER)),
     "client/kvferry/needed.py": Target((NEEDED, *PLANNER)),
-    "client/kvferry/segments.py": Target(PLANNER),
+    "client/kvferry/segments.py": Target((SEGMENTS, *PLANNER)),
     "server/kvferry_server/lessor.py": Target(LESSOR),
     "server/kvferry_server/endings.py": Target(LESSOR),
     "server/kvferry_server/publications.py": Target(LESSOR),
