@@ -203,8 +203,7 @@ class _Places:
         high = low + (last - first)
         known = np.less_equal(first, last) & np.less(high, len(self._ids))
         low, high = np.where(known, low, 0), np.where(known, high, 0)
-        # They rise and none occurs twice: if both ends are right, so is all between.
-        known &= np.equal(self._ids[low], first)
+        # They rise and none occurs twice: if the last stands where it should, so do all before it.
         known &= np.equal(self._ids[high], last)
         return known, low, high
 

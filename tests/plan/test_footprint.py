@@ -155,6 +155,9 @@ def test_a_source_block_given_twice_may_go_to_both_places() -> None:
     there, here = Bytes(source, 0, theirs), Bytes(destination, 0, mine)
     refuses(read, ((byte, here.own[0], 1) for byte in there.others))
     refuses(read, ((there.own[0], byte, 1) for byte in here.others))
+    # From block 1 on into block 2, which nobody asked for.
+    stride = source.ranks[0].planes[0].block_stride
+    refuses(read, ((there.own[0], byte, stride + 1) for byte in here.own))
 
 
 def test_blocks_that_are_neighbours_only_in_memory_are_no_stretch() -> None:
