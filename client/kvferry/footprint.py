@@ -228,7 +228,7 @@ class _Places:
     @cached_property
     def _by_id(self) -> Int64s | None:
         """`tokens_of` every id, where there are few."""
-        if len(self._ids) == 0 or int(self._ids[-1]) >= BY_ID_LIMIT:
+        if int(self._ids[-1]) >= BY_ID_LIMIT:
             return None
         tokens = np.full(int(self._ids[-1]) + 2, NOWHERE, np.int64)
         tokens[self._ids] = self.token(np.arange(len(self._ids), dtype=np.int64))

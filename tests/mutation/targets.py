@@ -65,6 +65,8 @@ BEFORE_ANY = "a clock of a machine that runs reads more"
 SUM_TOO = "the sum of the counts is refused as well"
 NO_ROOM = "no region reaches there, so that there is no room for a byte"
 SHORT_CUT = "a short cut for one region: the search answers the same"
+NO_WINDOW = "the byte behind is in no block's window"
+BOTH_WAYS = "a short cut: the search answers the same"
 RESET = "set again before it is looked at"
 
 TARGETS: dict[str, Target] = {
@@ -103,7 +105,18 @@ TARGETS: dict[str, Target] = {
             "RegionMap._ends_at: len(bases) == 1 -> len(bases) != 1": SHORT_CUT,
         },
     ),
-    "client/kvferry/footprint.py": Target((FOOTPRINT, ORACLE)),
+    "client/kvferry/footprint.py": Target(
+        (FOOTPRINT, ORACLE),
+        {
+            "_Slabs.blocks: last < used[place] -> last <= used[place]": NO_WINDOW,
+            "_Slabs.room: address < self.end[place] -> address <= self.end[place]": NO_WINDOW,
+            "_Slabs.room: offset < span -> offset <= span": "there is no room either way",
+            "_Entries.of: rows[:, 4] == rows[0, 4] -> rows[:, 4] != rows[0, 4]": BOTH_WAYS,
+            "_Places._by_id: int(self._ids[-1]) >= BY_ID_LIMIT -> int(self._ids[-1]) > BY_ID_LIMIT": BOTH_WAYS,
+            "_Places._by_id: int(self._ids[-1]) >= BY_ID_LIMIT -> int(self._ids[-1]) < BY_ID_LIMIT": BOTH_WAYS,
+            "_Places._by_id: 2 -> 3": "one more id that is nobody's",
+        },
+    ),
     "client/kvferry/tracking.py": Target((("tests/data_plane/test_tracking.py",), READS)),
     "client/kvferry/links.py": Target(
         (LINKS, READS),

@@ -184,8 +184,11 @@ def adjacent(engine_id: str, block_tokens: int, num_blocks: int) -> EngineGeomet
     geometry = engine(
         engine_id, tensors(layers=1, axis=2, state_bytes=2), block_tokens=block_tokens, num_blocks=num_blocks
     ).geometry()
-    key, value = geometry.ranks[0].planes
-    return replace(geometry, ranks=(RankGeometry(0, (key, replace(value, base=key.extent[1]))),))
+    planes = geometry.ranks[0].planes
+    if num_blocks == 1:
+        # There is nothing to step to.
+        planes = tuple(replace(plane, block_stride=0) for plane in planes)
+    return replace(geometry, ranks=(RankGeometry(0, (planes[0], replace(planes[1], base=planes[0].extent[1]))),))
 
 
 @pytest.mark.parametrize(
@@ -196,6 +199,8 @@ def adjacent(engine_id: str, block_tokens: int, num_blocks: int) -> EngineGeomet
         ((2, 6, [5, 1]), (2, 6, [5, 1]), 2, False),
         ((2, 6, [5, 0]), (2, 6, [0, 5]), 2, False),
         ((2, 6, [5, 0, 1]), (2, 6, [5, 0, 2]), 3, False),
+        ((4, 1, [0]), (4, 1, [0]), 2, True),
+        ((4, 1, [0]), (4, 1, [0]), 3, False),
         # Each side passes from plane to plane where the other does not.
         ((2, 8, [4, 5, 6, 7]), (4, 3, [2, 0]), 4, True),
         ((2, 8, [4, 5, 6, 7]), (4, 3, [2, 1]), 4, False),
@@ -213,7 +218,7 @@ def test_what_runs_on_into_the_next_plane_is_checked_piece_by_piece(
     (read,) = plan_read(source, destination, 0).expand({"full": Blocks(theirs[2])}, {"full": Blocks(mine[2])}).sources
     key, own = source.ranks[0].planes[0], destination.ranks[0].planes[0]
     begin = key.base + theirs[2][0] * key.block_stride, own.base + mine[2][0] * own.block_stride
-    stretch = (*begin, blocks * key.block_stride)
+    stretch = (*begin, blocks * key.bytes_per_block)
     if not fine:
         refuses(read, [stretch])
         return
@@ -222,6 +227,18 @@ def test_what_runs_on_into_the_next_plane_is_checked_piece_by_piece(
     for at in range(1, stretch[2]):
         rest = begin[0] + at, begin[1] + at, stretch[2] - at
         footprint_of(read).check(raw_of([(*begin, at), rest]))
+
+
+@pytest.mark.parametrize(("ids", "fine"), [([5, 0], True), ([5, 1], False)], ids=str)
+def test_a_stretch_may_begin_in_whichever_of_planes_that_interleave(ids: list[int], fine: bool) -> None:
+    """From the last block of value on into block 0 of key's next unit."""
+    source, destination = PAIRS["woven"][:2]
+    (read,) = plan_read(source, destination, 0).expand({"full": Blocks(ids)}, {"full": Blocks(ids)}).sources
+    theirs, mine = (engine.ranks[0].planes[1].extent[1] - 4 for engine in (source, destination))
+    if fine:
+        footprint_of(read).check(raw_of([(theirs, mine, 8)]))
+    else:
+        refuses(read, [(theirs, mine, 8)])
 
 
 @pytest.mark.parametrize("memory", [(2, 0, 1, 0), (1, 1, 1, 0), (1, 0, 2, 0), (1, 0, 1, 1)], ids=str)
