@@ -386,9 +386,9 @@ def test_an_index_of_a_source_block_given_twice() -> None:
 @pytest.mark.parametrize("block", [5, BY_ID_LIMIT - 1, BY_ID_LIMIT, BY_ID_LIMIT + 3, 2 * BY_ID_LIMIT - 1])
 def test_block_ids_above_what_is_kept_in_a_table(block: int) -> None:
     group = Group("state", GroupKind.STATE, num_blocks=2 * BY_ID_LIMIT)
-    geometry = [Engine(name, (group,), tp_ranks(STATE, 1), {"": HND}).geometry() for name in "pd"]
+    source, destination = (Engine(name, (group,), tp_ranks(STATE, 1), {"": HND}).geometry() for name in "pd")
     theirs, mine = {"state": Blocks([block])}, {"state": Blocks([7])}
-    (read,) = plan_read(*geometry, 0).expand(theirs, mine).sources
+    (read,) = plan_read(source, destination, 0).expand(theirs, mine).sources
     (prepared,) = read.descriptors
     assert isinstance(prepared, PreparedDescriptors)
     footprint_of(read).check(prepared)

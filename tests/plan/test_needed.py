@@ -179,7 +179,7 @@ def test_written_is_what_the_sets_of_tokens_say(seed: int, granted: bool) -> Non
         due = outcome(lambda: expected_written(group, theirs, mine, asked))  # noqa: B023
         given = None if theirs is None else {"g": theirs}
         found = outcome(lambda: written([group], given, {"g": mine}, asked))  # noqa: B023
-        made = found if isinstance(found, type) else found["g"].tolist() if "g" in found else None
+        made: Any = found if isinstance(found, type) else found["g"].tolist() if "g" in found else None
         if theirs is None and due == [] and not isinstance(made, type):
             # Nothing is written. It may name a block that is not.
             assert len(made) <= 1

@@ -42,7 +42,7 @@ def drawn(turns: Random) -> tuple[Lane, Needed]:
         step = lcm(granule * shard.count, shard.count * shard.interleave)
         layouts.append(StateLayout(step * turns.randint(1, 3), shard, 4096, FULL.num_blocks))
     per_state = turns.choice((Fraction(1), Fraction(2), Fraction(1, 2), Fraction(3, 2)))
-    lane = Lane(0, FULL, turns.choice((Stripe(), *STRIPES)), DRAM, *layouts, granule, per_state, ())
+    lane = Lane(0, FULL, turns.choice((Stripe(), *STRIPES)), DRAM, layouts[0], layouts[1], granule, per_state, ())
     states = turns.choice((8, 30, 200))
     begin = turns.randint(0, int(states * per_state))
     end = turns.randint(begin + 1, begin + 1 + int(states * per_state))
