@@ -12,6 +12,9 @@ PLAN = (
     "tests/plan/test_requests.py",
     "tests/plan/test_selections.py",
 )
+NEEDED = ("tests/plan/test_needed.py",)
+ROWS = ("tests/plan/test_rows.py",)
+SEGMENTS = ("tests/plan/test_segments.py",)
 REFUSALS = ("tests/plan/test_refusals.py", "tests/plan/test_overlaps.py", "tests/plan/test_statements.py")
 ORACLE = ("tests/plan/test_oracle.py", "tests/plan/test_sweep.py")
 HOME = (
@@ -26,7 +29,7 @@ SHARES = ("tests/server/test_shares.py",)
 FEEDS = ("tests/server/test_feeds.py", "tests/server/test_kv_transfer.py")
 MODEL = ("tests/model/test_model.py",)
 DEFENCE = ("tests/data_plane/test_defence.py",)
-FOOTPRINT = ("tests/plan/test_large_caches.py", "tests/plan/test_footprints.py")
+FOOTPRINT = ("tests/plan/test_footprint.py", "tests/plan/test_large_caches.py")
 LINKS = ("tests/data_plane/test_link_decisions.py",)
 OFFERS = ("tests/unit/test_offers.py", "tests/unit/test_offer_decisions.py")
 RANK = ("tests/data_plane/test_rank_decisions.py",)
@@ -62,6 +65,8 @@ BEFORE_ANY = "a clock of a machine that runs reads more"
 SUM_TOO = "the sum of the counts is refused as well"
 NO_ROOM = "no region reaches there, so that there is no room for a byte"
 SHORT_CUT = "a short cut for one region: the search answers the same"
+NO_WINDOW = "the byte behind is in no block's window"
+BOTH_WAYS = "a short cut: the search answers the same"
 RESET = "set again before it is looked at"
 
 TARGETS: dict[str, Target] = {
@@ -74,9 +79,9 @@ TARGETS: dict[str, Target] = {
         {"Coverer.__init__: self._effort = 0 -> pass": RESET, "Coverer.cover: 0 -> 1": MILLIONS},
     ),
     "client/kvferry/expand.py": Target(PLANNER),
-    "client/kvferry/rows.py": Target(PLANNER),
-    "client/kvferry/needed.py": Target(PLANNER),
-    "client/kvferry/segments.py": Target(PLANNER),
+    "client/kvferry/rows.py": Target((ROWS, *PLANNER)),
+    "client/kvferry/needed.py": Target((NEEDED, *PLANNER)),
+    "client/kvferry/segments.py": Target((SEGMENTS, *PLANNER)),
     "server/kvferry_server/lessor.py": Target(LESSOR),
     "server/kvferry_server/endings.py": Target(LESSOR),
     "server/kvferry_server/publications.py": Target(LESSOR),
@@ -100,7 +105,18 @@ TARGETS: dict[str, Target] = {
             "RegionMap._ends_at: len(bases) == 1 -> len(bases) != 1": SHORT_CUT,
         },
     ),
-    "client/kvferry/footprint.py": Target((FOOTPRINT, ORACLE)),
+    "client/kvferry/footprint.py": Target(
+        (FOOTPRINT, ORACLE),
+        {
+            "_Slabs.blocks: last < used[place] -> last <= used[place]": NO_WINDOW,
+            "_Slabs.room: address < self.end[place] -> address <= self.end[place]": NO_WINDOW,
+            "_Slabs.room: offset < span -> offset <= span": "there is no room either way",
+            "_Entries.of: rows[:, 4] == rows[0, 4] -> rows[:, 4] != rows[0, 4]": BOTH_WAYS,
+            "_Places._by_id: int(self._ids[-1]) >= BY_ID_LIMIT -> int(self._ids[-1]) > BY_ID_LIMIT": BOTH_WAYS,
+            "_Places._by_id: int(self._ids[-1]) >= BY_ID_LIMIT -> int(self._ids[-1]) < BY_ID_LIMIT": BOTH_WAYS,
+            "_Places._by_id: 2 -> 3": "one more id that is nobody's",
+        },
+    ),
     "client/kvferry/tracking.py": Target((("tests/data_plane/test_tracking.py",), READS)),
     "client/kvferry/links.py": Target(
         (LINKS, READS),
