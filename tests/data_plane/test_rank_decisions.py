@@ -383,15 +383,28 @@ def test_a_clock_that_leaps_ends_what_is_overdue(world: World, monkeypatch: pyte
     assert isinstance(read.error, TransferStuck)
 
 
-def test_what_is_told_after_the_end_says_nothing_of_the_source(world: World) -> None:
+def test_a_cancel_that_came_first_counts_though_all_has_arrived(world: World) -> None:
     read = world.moving()
-    world.reads.cancel(read)
+    goes_on = threading.Event()
+    tell = world.reads._on_ended
+
+    def hold(ended: RankRead) -> None:
+        tell(ended)
+        assert goes_on.wait(30)
+
+    world.reads._on_ended = hold
+    overdue = world.start("b", within=0.0)
     world.until(lambda: world.ended)
+    world.reads.cancel(read)
     world.transfers[0].landed(10)
+    goes_on.set()
+    world.until(lambda: len(world.ended) == 2)
+    assert isinstance(read.error, TransferCancelled)
+    assert read.quiet
     world.known_sources[SOURCE] = world.peer()
-    world.start("b")
+    world.start("c")
     world.until(lambda: len(world.transfers) == 2)
-    assert (world.said, world.ended) == ([], [read])
+    assert (world.said, world.ended) == ([], [overdue, read])
 
 
 def test_an_engine_that_does_not_take_an_end_hinders_no_other(world: World) -> None:
@@ -490,6 +503,22 @@ def test_nobody_compares_for_a_share_that_has_ended(careful: World, how: str) ->
     careful.start("b")
     careful.until(lambda: len(careful.transfers) == 2)
     assert careful.ended == [read]
+
+
+def test_what_does_not_count_is_not_cleared(careful: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    tail = Tail(monkeypatch)
+
+    def verify(_: Arrived) -> None:
+        raise DataLoss("other bytes")
+
+    careful.verify = verify
+    careful.answer("a")
+    read = careful.start("a", tails=Tails.ZERO)
+    careful.until(lambda: careful.transfers)
+    careful.transfers[0].landed(10)
+    careful.until(lambda: careful.ended)
+    assert isinstance(read.error, DataLoss)
+    assert tail.cleared == []
 
 
 def test_no_thread_to_compare_on_ends_the_share(careful: World, monkeypatch: pytest.MonkeyPatch) -> None:
