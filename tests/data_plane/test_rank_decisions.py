@@ -6,7 +6,8 @@ Sources and the transport do as a test says, since real ones do not fail at a mo
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Sized
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -532,6 +533,10 @@ def test_no_thread_to_compare_on_ends_the_share(careful: World, monkeypatch: pyt
     assert isinstance(read.error, LimitReached)
 
 
+def have_come(listed: Sized, count: int) -> bool:
+    return len(listed) == count
+
+
 class Tail:
     """Clears tails as a test says."""
 
@@ -553,13 +558,13 @@ def test_tails_are_cleared_when_all_has_arrived_and_only_where_asked(
     for number, (tails, good) in enumerate([(Tails.KEEP, True), (Tails.ZERO, False), (Tails.ZERO, True)], 1):
         world.answer("a")
         read = world.start("a", tails=tails)
-        world.until(lambda number=number: len(world.transfers) == number)
+        world.until(partial(have_come, world.transfers, number))
         assert tail.cleared == []
         if good:
             world.transfers[-1].landed(10)
         else:
             world.transfers[-1].fail(TransferFailed("the peer died"))
-        world.until(lambda number=number: len(world.ended) == number)
+        world.until(partial(have_come, world.ended, number))
         assert (read.error is None) is good
     ((planes, groups, blocks, moved, _),) = tail.cleared
     assert (planes, groups, blocks) == (PLANES, {"full": GROUP}, BLOCKS)

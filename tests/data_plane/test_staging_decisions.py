@@ -292,7 +292,7 @@ def test_options_that_make_no_sense_are_refused() -> None:
     assert type(StagingOptions(slots=cast(int, np.int64(2))).slots) is int
     for wrong in ({"slot_bytes": 4095}, {"slots": 0}, {"slot_bytes": 4095, "slots": 0}, {"path": "both"}):
         with pytest.raises(InvalidField):
-            StagingOptions(**wrong)  # type: ignore[arg-type]
+            StagingOptions(**wrong)
 
 
 def test_the_memory_of_a_batch_is_the_sources_and_the_pools() -> None:
