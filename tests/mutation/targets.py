@@ -36,8 +36,12 @@ RANK = ("tests/data_plane/test_rank_decisions.py",)
 ENGINE_READS = ("tests/engine/test_read_decisions.py",)
 BLOCK_USE = ("tests/unit/test_block_use.py", "tests/edge/test_blocks_in_use.py")
 CONTROL = ("tests/control/test_renewals.py", "tests/control/test_shares.py", "tests/control/test_telling.py")
+RENEWALS = ("tests/control/test_renewal_decisions.py",)
+SLOTS = ("tests/data_plane/test_staging_decisions.py",)
+READING = ("tests/data_plane/test_reading_decisions.py",)
 STAGING = ("tests/data_plane/test_staging.py",)
 READS = ("tests/data_plane/test_reads.py", "tests/data_plane/test_faults.py", "tests/data_plane/test_agents.py")
+PORT = ("tests/engine/test_port_decisions.py",)
 PORTS = ("tests/engine/test_ports.py", "tests/engine/test_step_thread.py")
 
 
@@ -67,6 +71,7 @@ NO_ROOM = "no region reaches there, so that there is no room for a byte"
 SHORT_CUT = "a short cut for one region: the search answers the same"
 NO_WINDOW = "the byte behind is in no block's window"
 BOTH_WAYS = "a short cut: the search answers the same"
+FOR_THE_TYPE = "never so: the type asks for it"
 RESET = "set again before it is looked at"
 
 TARGETS: dict[str, Target] = {
@@ -95,7 +100,7 @@ TARGETS: dict[str, Target] = {
     "client/kvferry/leases.py": Target((LEASE, MODEL)),
     "client/kvferry/judgement.py": Target((LEASE, MODEL)),
     "client/kvferry/offers.py": Target((OFFERS, MODEL)),
-    "client/kvferry/renewals.py": Target((CONTROL, MODEL)),
+    "client/kvferry/renewals.py": Target((RENEWALS, CONTROL, MODEL)),
     "client/kvferry/defence.py": Target(
         (DEFENCE,),
         {
@@ -124,12 +129,18 @@ TARGETS: dict[str, Target] = {
             "Link.poll: now < self._poll_at or self.quiet -> now < self._poll_at": "what is quiet has nothing to check",
         },
     ),
-    "client/kvferry/reading.py": Target((READS,)),
-    "client/kvferry/transfers.py": Target((READS, STAGING)),
-    "client/kvferry/staging.py": Target((STAGING,)),
-    "client/kvferry/rank_reads.py": Target((RANK, PORTS)),
+    "client/kvferry/reading.py": Target((READING, READS)),
+    "client/kvferry/transfers.py": Target((READING, READS, STAGING)),
+    "client/kvferry/staging.py": Target((SLOTS, STAGING)),
+    "client/kvferry/rank_reads.py": Target(
+        (RANK, PORTS),
+        {
+            "RankReads._begin: self._cancelled(read) -> pass": "every cancel is queued as well",
+            "RankReads._moved: read.ended or transfer is None -> read.ended": FOR_THE_TYPE,
+        },
+    ),
     "client/kvferry/block_use.py": Target((BLOCK_USE,)),
-    "client/kvferry/engine/scheduler.py": Target((PORTS,)),
+    "client/kvferry/engine/scheduler.py": Target((PORT, PORTS)),
     "client/kvferry/engine/reads.py": Target((ENGINE_READS, PORTS)),
-    "client/kvferry/engine/worker.py": Target((PORTS,)),
+    "client/kvferry/engine/worker.py": Target((PORT, PORTS)),
 }
