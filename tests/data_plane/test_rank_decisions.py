@@ -6,24 +6,31 @@ Sources and the transport do as a test says, since real ones do not fail at a mo
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence, Sized
+from functools import partial
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
 from kvferry._clock import now
 from kvferry._control.connection import Control
+from kvferry._memory.permute import StillCopying
 from kvferry._memory.summing import Summers
 from kvferry._memory.tails import Tails
 from kvferry._reads.rank_reads import RankOrder, RankRead, RankReads
 from kvferry._reads.source_engines import Peer, Peers
-from kvferry._transport.transfer import Transfer
-from kvferry._transport.transport import Transport
+from kvferry._reads.verifier import Arrived, Verifier
+from kvferry._transport.nixl_agent import AgentInfo
+from kvferry._transport.transfer import Transfer, TransferState
+from kvferry._transport.transport import Part, Transport
 from kvferry.errors import (
+    BadReference,
     Closed,
+    DataLoss,
     EngineUnknown,
     KvferryError,
+    LimitReached,
     PeerRestarted,
     PublicationStale,
     TransferCancelled,
@@ -32,37 +39,47 @@ from kvferry.errors import (
     Unavailable,
     WrongKey,
 )
+from kvferry.geometry import Blocks, Group
+from kvferry.planner.expansion import SourceDescriptors
 
 LONG = 600.0
 SOURCE = ("home:1", "prefill", b"i" * 16)
+AGENT = AgentInfo("prefill/1", b"", b"", ())
+GROUP = Group("full", block_tokens=16, num_blocks=8)
+GRANTED, BLOCKS = {"full": Blocks([2])}, {"full": Blocks([7])}
+PLANES = ("the planes of the rank",)
 
 
 class World:
     """A rank, its sources, and what its engine was told."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, verifies: bool = False) -> None:
         self.changed = threading.Condition()
         self.ended: list[RankRead] = []
         self.quiesced: list[RankRead] = []
         self.transfers: list[Transfer] = []
         self.asked: list[str] = []
-        self.answers: dict[str, Peer | KvferryError] = {}
+        self.answers: dict[str, Peer | Exception] = {}
         self.said: list[str] = []
-        self.met: Peer | None = None
+        self.parts: list[Sequence[Part]] = []
+        self.expanded: list[tuple[object, ...]] = []
+        self.known_sources: dict[tuple[object, ...], Peer] = {}
         self.size = 10
+        self.verified: list[Arrived] = []
+        self.verify: Callable[[Arrived], None] = self.verified.append
         self.reads = RankReads(
-            cast(Transport, SimpleNamespace(start=self.transfer)),
+            cast(Transport, SimpleNamespace(start=lambda *parts, **how: self.transfer(*parts, **how))),
             cast(Peers, self),
             cast(Summers, None),
-            None,
+            cast(Verifier, SimpleNamespace(verify=lambda arrived: self.verify(arrived))) if verifies else None,
             self.tell(self.ended),
             self.tell(self.quiesced),
         )
 
     # What stands in for sources and the transport.
 
-    def known(self, *_: object) -> Peer | None:
-        return self.met
+    def known(self, *source: object) -> Peer | None:
+        return self.known_sources.get(source)
 
     def get(self, home: Control, engine_id: str, incarnation: bytes, reference: str, deadline: float) -> Peer:
         with self.changed:
@@ -70,7 +87,7 @@ class World:
             self.changed.notify_all()
             assert self.changed.wait_for(lambda: reference in self.answers, 30)
             answer = self.answers[reference]
-        if isinstance(answer, KvferryError):
+        if isinstance(answer, Exception):
             raise answer
         return answer
 
@@ -83,12 +100,18 @@ class World:
     def succeeded(self, *_: object) -> None:
         self.said.append("succeeded")
 
-    def transfer(self, _: object, *, deadline: float | None, label: str) -> Transfer:
+    def expand(self, *wanted: object) -> object:
+        self.expanded.append(wanted)
+        planned = SourceDescriptors(1, (), (), None)
+        return SimpleNamespace(sources=(planned,))
+
+    def transfer(self, parts: Sequence[Part], *, deadline: float | None, label: str) -> Transfer:
         with self.changed:
             # A reading thread that is woken looks at its transfers.
             made = Transfer(label, self.size, 1, deadline, now, lambda: made.settle(now()))
             # Posted at once.
             made.begin()
+            self.parts.append(parts)
             self.transfers.append(made)
             self.changed.notify_all()
         return made
@@ -107,16 +130,20 @@ class World:
         with self.changed:
             assert self.changed.wait_for(condition, 30)
 
-    def answer(self, reference: str, answer: KvferryError | None = None) -> None:
-        peer = SimpleNamespace(plan=SimpleNamespace(expand=lambda *_: SimpleNamespace(sources=())), agents={})
+    def peer(self) -> Peer:
+        rank, source = SimpleNamespace(planes=PLANES), SimpleNamespace(groups=(GROUP,))
+        plan = SimpleNamespace(expand=lambda *wanted: self.expand(*wanted), groups=(GROUP,), source=source, rank=rank)
+        return cast(Peer, SimpleNamespace(plan=plan, agents={1: AGENT}))
+
+    def answer(self, reference: str, answer: Exception | None = None) -> None:
         with self.changed:
-            self.answers[reference] = answer or cast(Peer, peer)
+            self.answers[reference] = answer or self.peer()
             self.changed.notify_all()
 
-    def start(self, reference: str = "a", *, within: float = LONG) -> RankRead:
+    def start(self, reference: str = "a", *, within: float = LONG, tails: Tails = Tails.KEEP) -> RankRead:
         home = cast(Control, SimpleNamespace(address=SOURCE[0]))
         order = RankOrder(
-            f"read-{reference}", "r", home, SOURCE[1], SOURCE[2], 1, reference, b"", {}, {}, None, Tails.KEEP,
+            f"read-{reference}", "r", home, SOURCE[1], SOURCE[2], 1, reference, b"", GRANTED, BLOCKS, (3, 5), tails,
             now() + within,
         )  # fmt: skip
         return self.reads.start(order)
@@ -265,3 +292,299 @@ def test_after_the_end_nothing_is_begun_and_all_that_ran_was_cancelled(world: Wo
     world.transfers[0].landed(10)
     # Also what becomes quiet later is told.
     assert world.quiesced == [read]
+
+
+def test_a_share_reads_what_was_granted_into_its_blocks_from_the_agents_of_its_source(world: World) -> None:
+    read = world.moving()
+    assert world.expanded == [(GRANTED, BLOCKS, (3, 5))]
+    ((part,),) = world.parts
+    assert part.peer is AGENT
+    assert world.transfers[0].label == read.order.read_id
+    # The lease is not this process's to judge.
+    assert world.transfers[0].deadline is None
+
+
+def test_a_source_that_is_known_is_not_met_again(world: World) -> None:
+    world.known_sources[SOURCE] = world.peer()
+    world.start("a")
+    world.until(lambda: world.transfers)
+    assert world.asked == []
+
+
+def test_a_source_that_could_not_be_met_is_met_anew_by_the_next_share(world: World) -> None:
+    world.answer("a", TransferFailed("no such source"))
+    world.start("a")
+    world.until(lambda: world.ended)
+    world.answer("b")
+    following = world.start("b")
+    world.until(lambda: world.transfers)
+    assert world.asked == ["a", "b"]
+    assert not following.ended
+
+
+def test_a_thread_that_cannot_be_had_ends_a_share_and_no_other(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> threading.Thread:
+        raise LimitReached("no thread", retry_after=1.0)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("kvferry._reads.rank_reads.start_thread", refuse)
+        read = world.start("a")
+        world.until(lambda: world.ended)
+    assert isinstance(read.error, LimitReached)
+    assert read.quiet
+    world.answer("b")
+    world.start("b")
+    world.until(lambda: world.transfers)
+    assert world.asked == ["b"]
+
+
+@pytest.mark.parametrize("where", ["handshake", "expansion", "transport"])
+@pytest.mark.parametrize("error", [RuntimeError("a bug"), BadReference("nonsense")], ids=["bug", "input"])
+def test_what_goes_wrong_before_the_read_is_its_error(world: World, where: str, error: Exception) -> None:
+    def refuse(*_: object, **__: object) -> Any:
+        raise error
+
+    if where == "expansion":
+        world.expand = refuse  # type: ignore[method-assign]
+    if where == "transport":
+        world.transfer = refuse  # type: ignore[method-assign]
+    world.answer("a", error if where == "handshake" else None)
+    read = world.start("a")
+    world.until(lambda: world.ended)
+    if isinstance(error, KvferryError):
+        assert read.error is error
+    else:
+        assert isinstance(read.error, TransferFailed)
+        assert "RuntimeError('a bug')" in str(read.error)
+    assert (read.quiet, read.bytes) == (True, 0)
+    assert world.transfers == []
+
+
+def test_a_share_ends_at_its_deadline_however_long_another_may_take(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Nothing but the first deadline wakes the thread.
+    monkeypatch.setattr("kvferry._reads.rank_reads.LONGEST_SLEEP", LONG)
+    longer = world.moving()
+    world.known_sources[SOURCE] = world.peer()
+    first = world.start("b", within=0.2)
+    world.until(lambda: world.ended)
+    assert world.ended == [first]
+    assert not longer.ended
+    # It is told to stop, since nobody waits for it any more.
+    assert [transfer.state for transfer in world.transfers] == [TransferState.MOVING, TransferState.CANCELLED]
+
+
+def test_a_clock_that_leaps_ends_what_is_overdue(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = world.moving()
+    # As after a suspend, which the sleep of a thread does not count.
+    monkeypatch.setattr("kvferry._reads.rank_reads.now", lambda: now() + 2 * LONG)
+    world.until(lambda: world.ended)
+    assert isinstance(read.error, TransferStuck)
+
+
+def test_a_cancel_that_came_first_counts_though_all_has_arrived(world: World) -> None:
+    read = world.moving()
+    goes_on = threading.Event()
+    tell = world.reads._on_ended
+
+    def hold(ended: RankRead) -> None:
+        tell(ended)
+        assert goes_on.wait(30)
+
+    world.reads._on_ended = hold
+    overdue = world.start("b", within=0.0)
+    world.until(lambda: world.ended)
+    world.reads.cancel(read)
+    world.transfers[0].landed(10)
+    goes_on.set()
+    world.until(lambda: len(world.ended) == 2)
+    assert isinstance(read.error, TransferCancelled)
+    assert read.quiet
+    world.known_sources[SOURCE] = world.peer()
+    world.start("c")
+    world.until(lambda: len(world.transfers) == 2)
+    assert (world.said, world.ended) == ([], [overdue, read])
+
+
+def test_an_engine_that_does_not_take_an_end_hinders_no_other(world: World) -> None:
+    asked = threading.Event()
+
+    def refuse(_: RankRead) -> None:
+        asked.set()
+        raise RuntimeError("a bug of the engine")
+
+    tell, world.reads._on_ended = world.reads._on_ended, refuse
+    read = world.moving()
+    world.transfers[0].fail(TransferFailed("the peer died"))
+    assert asked.wait(30)
+    world.transfers[0].fenced()
+    world.until(lambda: world.quiesced)
+    assert (read.ended, read.quiet) == (True, True)
+    world.reads._on_ended = tell
+    world.start("b", within=0.0)
+    world.until(lambda: world.ended)
+
+
+@pytest.fixture
+def careful() -> Iterator[World]:
+    """A rank whose reads are verified."""
+    made = World(verifies=True)
+    yield made
+    made.reads.close(20)
+
+
+def test_what_arrived_is_compared_before_it_counts(careful: World) -> None:
+    read = careful.moving()
+    compared = threading.Event()
+
+    def verify(arrived: Arrived) -> None:
+        with careful.changed:
+            careful.verified.append(arrived)
+            careful.changed.notify_all()
+        assert compared.wait(30)
+
+    careful.verify = verify
+    careful.transfers[0].landed(10)
+    careful.until(lambda: careful.verified)
+    assert not read.ended
+    compared.set()
+    careful.until(lambda: careful.ended)
+    assert read.error is None
+    (arrived,) = careful.verified
+    order = read.order
+    assert (arrived.home, arrived.lease, arrived.publication) == (order.home, order, order.publication)
+    assert (arrived.granted, arrived.blocks, arrived.tokens) == (GRANTED, BLOCKS, (3, 5))
+    assert arrived.deadline == order.deadline
+
+
+@pytest.mark.parametrize("error", [RuntimeError("a bug"), DataLoss("other bytes")], ids=["bug", "bytes"])
+def test_what_is_not_as_it_was_summed_does_not_count(careful: World, error: Exception) -> None:
+    def verify(_: Arrived) -> None:
+        raise error
+
+    careful.verify = verify
+    read = careful.moving()
+    careful.transfers[0].landed(10)
+    careful.until(lambda: careful.ended)
+    if isinstance(error, KvferryError):
+        assert read.error is error
+    else:
+        assert isinstance(read.error, TransferFailed)
+    assert read.quiet
+
+
+@pytest.mark.parametrize("how", ["cancelled", "overdue"])
+def test_nobody_compares_for_a_share_that_has_ended(careful: World, how: str) -> None:
+    stopped = threading.Event()
+
+    def verify(arrived: Arrived) -> None:
+        with careful.changed:
+            careful.verified.append(arrived)
+            careful.changed.notify_all()
+        while not stopped.is_set():
+            try:
+                arrived.check()
+            except TransferCancelled:
+                stopped.set()
+
+    careful.verify = verify
+    read = careful.moving(within=0.3 if how == "overdue" else LONG)
+    careful.transfers[0].landed(10)
+    careful.until(lambda: careful.verified)
+    if how == "cancelled":
+        careful.reads.cancel(read)
+    careful.until(lambda: careful.ended)
+    assert isinstance(read.error, TransferCancelled if how == "cancelled" else TransferStuck)
+    assert read.quiet
+    assert stopped.wait(30)
+    # What is said of it later changes nothing.
+    careful.known_sources[SOURCE] = careful.peer()
+    careful.start("b")
+    careful.until(lambda: len(careful.transfers) == 2)
+    assert careful.ended == [read]
+
+
+def test_what_does_not_count_is_not_cleared(careful: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    tail = Tail(monkeypatch)
+
+    def verify(_: Arrived) -> None:
+        raise DataLoss("other bytes")
+
+    careful.verify = verify
+    careful.answer("a")
+    read = careful.start("a", tails=Tails.ZERO)
+    careful.until(lambda: careful.transfers)
+    careful.transfers[0].landed(10)
+    careful.until(lambda: careful.ended)
+    assert isinstance(read.error, DataLoss)
+    assert tail.cleared == []
+
+
+def test_no_thread_to_compare_on_ends_the_share(careful: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> threading.Thread:
+        raise LimitReached("no thread", retry_after=1.0)
+
+    read = careful.moving()
+    monkeypatch.setattr("kvferry._reads.rank_reads.start_thread", refuse)
+    careful.transfers[0].landed(10)
+    careful.until(lambda: careful.ended)
+    assert isinstance(read.error, LimitReached)
+
+
+def have_come(listed: Sized, count: int) -> bool:
+    return len(listed) == count
+
+
+class Tail:
+    """Clears tails as a test says."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.cleared: list[tuple[Any, ...]] = []
+        self.error: Exception | None = None
+        monkeypatch.setattr("kvferry._reads.rank_reads.clear_tails", self)
+
+    def __call__(self, *what: Any) -> None:
+        self.cleared.append(what)
+        if self.error is not None:
+            raise self.error
+
+
+def test_tails_are_cleared_when_all_has_arrived_and_only_where_asked(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tail = Tail(monkeypatch)
+    for number, (tails, good) in enumerate([(Tails.KEEP, True), (Tails.ZERO, False), (Tails.ZERO, True)], 1):
+        world.answer("a")
+        read = world.start("a", tails=tails)
+        world.until(partial(have_come, world.transfers, number))
+        assert tail.cleared == []
+        if good:
+            world.transfers[-1].landed(10)
+        else:
+            world.transfers[-1].fail(TransferFailed("the peer died"))
+        world.until(partial(have_come, world.ended, number))
+        assert (read.error is None) is good
+    ((planes, groups, blocks, moved, _),) = tail.cleared
+    assert (planes, groups, blocks) == (PLANES, {"full": GROUP}, BLOCKS)
+    assert [one.destination.ids.tolist() for one in moved.values()] == [[7]]
+
+
+@pytest.mark.parametrize(
+    ("error", "quiet"),
+    [(StillCopying("lost"), False), (RuntimeError("a bug"), True), (TransferFailed("no"), True)],
+    ids=["still copying", "bug", "typed"],
+)
+def test_tails_that_are_not_cleared_fail_the_share(
+    world: World, monkeypatch: pytest.MonkeyPatch, error: Exception, *, quiet: bool
+) -> None:
+    tail = Tail(monkeypatch)
+    tail.error = error
+    world.answer("a")
+    read = world.start("a", tails=Tails.ZERO)
+    world.until(lambda: world.transfers)
+    world.transfers[0].landed(10)
+    world.until(lambda: world.ended)
+    assert isinstance(read.error, TransferFailed)
+    assert (read.quiet, read.error.quiet) == (quiet, quiet)
+    assert world.quiesced == []

@@ -12,6 +12,9 @@ PLAN = (
     "tests/plan/test_requests.py",
     "tests/plan/test_selections.py",
 )
+NEEDED = ("tests/plan/test_needed.py",)
+ROWS = ("tests/plan/test_rows.py",)
+SEGMENTS = ("tests/plan/test_segments.py",)
 REFUSALS = ("tests/plan/test_refusals.py", "tests/plan/test_overlaps.py", "tests/plan/test_statements.py")
 ORACLE = ("tests/plan/test_oracle.py", "tests/plan/test_sweep.py")
 HOME = (
@@ -26,15 +29,19 @@ SHARES = ("tests/server/test_shares.py",)
 FEEDS = ("tests/server/test_feeds.py", "tests/server/test_kv_transfer.py")
 MODEL = ("tests/model/test_model.py",)
 DEFENCE = ("tests/data_plane/test_defence.py",)
-FOOTPRINT = ("tests/plan/test_large_caches.py", "tests/plan/test_footprints.py")
+FOOTPRINT = ("tests/plan/test_footprint.py", "tests/plan/test_large_caches.py")
 LINKS = ("tests/data_plane/test_link_decisions.py",)
 OFFERS = ("tests/unit/test_offers.py", "tests/unit/test_offer_decisions.py")
 RANK = ("tests/data_plane/test_rank_decisions.py",)
 ENGINE_READS = ("tests/engine/test_read_decisions.py",)
 BLOCK_USE = ("tests/unit/test_block_use.py", "tests/edge/test_blocks_in_use.py")
 CONTROL = ("tests/control/test_renewals.py", "tests/control/test_shares.py", "tests/control/test_telling.py")
+RENEWALS = ("tests/control/test_renewal_decisions.py",)
+SLOTS = ("tests/data_plane/test_staging_decisions.py",)
+READING = ("tests/data_plane/test_reading_decisions.py",)
 STAGING = ("tests/data_plane/test_staging.py",)
 READS = ("tests/data_plane/test_reads.py", "tests/data_plane/test_faults.py", "tests/data_plane/test_agents.py")
+PORT = ("tests/engine/test_port_decisions.py",)
 PORTS = ("tests/engine/test_ports.py", "tests/engine/test_step_thread.py")
 
 
@@ -62,6 +69,9 @@ BEFORE_ANY = "a clock of a machine that runs reads more"
 SUM_TOO = "the sum of the counts is refused as well"
 NO_ROOM = "no region reaches there, so that there is no room for a byte"
 SHORT_CUT = "a short cut for one region: the search answers the same"
+NO_WINDOW = "the byte behind is in no block's window"
+BOTH_WAYS = "a short cut: the search answers the same"
+FOR_THE_TYPE = "never so: the type asks for it"
 RESET = "set again before it is looked at"
 
 TARGETS: dict[str, Target] = {
@@ -74,14 +84,14 @@ TARGETS: dict[str, Target] = {
         {"Coverer.__init__: self._effort = 0 -> pass": RESET, "Coverer.cover: 0 -> 1": MILLIONS},
     ),
     "client/kvferry/planner/expansion.py": Target(PLANNER),
-    "client/kvferry/planner/rows.py": Target(PLANNER),
-    "client/kvferry/planner/request_blocks.py": Target(PLANNER),
-    "client/kvferry/planner/segments.py": Target(PLANNER),
+    "client/kvferry/planner/rows.py": Target((ROWS, *PLANNER)),
+    "client/kvferry/planner/request_blocks.py": Target((NEEDED, *PLANNER)),
+    "client/kvferry/planner/segments.py": Target((SEGMENTS, *PLANNER)),
     "server/kvferry_server/domain/lessor.py": Target(LESSOR),
     "server/kvferry_server/domain/endings.py": Target(LESSOR),
     "server/kvferry_server/domain/publications.py": Target(LESSOR),
-    "server/kvferry_server/domain/ledger.py": Target(LESSOR, {"Book.live_until: 0.0 -> 1.0": BEFORE_ANY}),
     "server/kvferry_server/domain/offers.py": Target(LESSOR),
+    "server/kvferry_server/domain/ledger.py": Target(LESSOR, {"Book.live_until: 0.0 -> 1.0": BEFORE_ANY}),
     "server/kvferry_server/domain/registry.py": Target(LESSOR),
     "server/kvferry_server/domain/shares.py": Target((SHARES, MODEL)),
     "server/kvferry_server/domain/registrations.py": Target(LESSOR),
@@ -90,7 +100,7 @@ TARGETS: dict[str, Target] = {
     "client/kvferry/_control/reader_lease.py": Target((LEASE, MODEL)),
     "client/kvferry/_control/judgement.py": Target((LEASE, MODEL)),
     "client/kvferry/_control/publications.py": Target((OFFERS, MODEL)),
-    "client/kvferry/_control/renewals.py": Target((CONTROL, MODEL)),
+    "client/kvferry/_control/renewals.py": Target((RENEWALS, CONTROL, MODEL)),
     "client/kvferry/_transport/bounds.py": Target(
         (DEFENCE,),
         {
@@ -100,7 +110,18 @@ TARGETS: dict[str, Target] = {
             "RegionMap._ends_at: len(bases) == 1 -> len(bases) != 1": SHORT_CUT,
         },
     ),
-    "client/kvferry/planner/footprint.py": Target((FOOTPRINT, ORACLE)),
+    "client/kvferry/planner/footprint.py": Target(
+        (FOOTPRINT, ORACLE),
+        {
+            "_Slabs.blocks: last < used[place] -> last <= used[place]": NO_WINDOW,
+            "_Slabs.room: address < self.end[place] -> address <= self.end[place]": NO_WINDOW,
+            "_Slabs.room: offset < span -> offset <= span": "there is no room either way",
+            "_Entries.of: rows[:, 4] == rows[0, 4] -> rows[:, 4] != rows[0, 4]": BOTH_WAYS,
+            "_Places._by_id: int(self._ids[-1]) >= BY_ID_LIMIT -> int(self._ids[-1]) > BY_ID_LIMIT": BOTH_WAYS,
+            "_Places._by_id: int(self._ids[-1]) >= BY_ID_LIMIT -> int(self._ids[-1]) < BY_ID_LIMIT": BOTH_WAYS,
+            "_Places._by_id: 2 -> 3": "one more id that is nobody's",
+        },
+    ),
     "client/kvferry/_transport/transfer.py": Target((("tests/data_plane/test_tracking.py",), READS)),
     "client/kvferry/_transport/peer_link.py": Target(
         (LINKS, READS),
@@ -108,12 +129,18 @@ TARGETS: dict[str, Target] = {
             "Link.poll: now < self._poll_at or self.quiet -> now < self._poll_at": "what is quiet has nothing to check",
         },
     ),
-    "client/kvferry/_transport/reading_thread.py": Target((READS,)),
-    "client/kvferry/_transport/transport.py": Target((READS, STAGING)),
-    "client/kvferry/_transport/staging_pool.py": Target((STAGING,)),
-    "client/kvferry/_reads/rank_reads.py": Target((RANK, PORTS)),
+    "client/kvferry/_transport/reading_thread.py": Target((READING, READS)),
+    "client/kvferry/_transport/transport.py": Target((READING, READS, STAGING)),
+    "client/kvferry/_transport/staging_pool.py": Target((SLOTS, STAGING)),
+    "client/kvferry/_reads/rank_reads.py": Target(
+        (RANK, PORTS),
+        {
+            "RankReads._begin: self._cancelled(read) -> pass": "every cancel is queued as well",
+            "RankReads._moved: read.ended or transfer is None -> read.ended": FOR_THE_TYPE,
+        },
+    ),
     "client/kvferry/_control/block_use.py": Target((BLOCK_USE,)),
-    "client/kvferry/engine/scheduler.py": Target((PORTS,)),
+    "client/kvferry/engine/scheduler.py": Target((PORT, PORTS)),
     "client/kvferry/engine/scheduler_reads.py": Target((ENGINE_READS, PORTS)),
-    "client/kvferry/engine/worker.py": Target((PORTS,)),
+    "client/kvferry/engine/worker.py": Target((PORT, PORTS)),
 }

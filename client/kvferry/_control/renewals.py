@@ -218,8 +218,10 @@ class Renewals:
         try:
             kept.lost()
         except KvferryError as failure:
-            # The next renewal finds it lost again.
-            self.keep(kept.lease, kept.home, kept.sender, kept.name, kept.extended, kept.lost)
+            with self._changed:
+                if not self._closed and not kept.lease.ended:
+                    # The next renewal finds it lost again.
+                    self._kept.setdefault(kept.lease, kept)
             self._not_renewed([kept], failure)
 
 

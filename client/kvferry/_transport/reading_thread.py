@@ -86,6 +86,8 @@ class ReadingThread:
         self._inbox: list[Share | AgentInfo | str] = []
         self._woken = False
         self._accepting = True
+        self._refusal: KvferryError | None = None
+        """Why it has no agent."""
         self._closing = False
         # All that follows belongs to the thread.
         self._taken: deque[Share | AgentInfo | str] = deque()
@@ -103,7 +105,8 @@ class ReadingThread:
         self._thread.start()
 
     def submit(self, share: Share) -> bool:
-        """Read this. False: the agent is retired or closed, nothing was done."""
+        """Read this. False: the agent is retired or closed, nothing was done. Where no agent could be made, this
+        fails."""
         return self._send(share)
 
     def warm(self, info: AgentInfo) -> bool:
@@ -158,21 +161,25 @@ class ReadingThread:
 
     def _send(self, item: Share | AgentInfo | str) -> bool:
         with self._changed:
-            if not self._accepting:
-                return False
-            self._inbox.append(item)
-            self._changed.notify()
-            return True
+            if self._accepting:
+                self._inbox.append(item)
+                self._changed.notify()
+                return True
+        if self._refusal is None:
+            return False
+        # Another thread would get no agent either, before anything could be given to it, and so on for ever.
+        if isinstance(item, Share):
+            item.account.fail(self._refusal)
+        return True
 
     def _run(self) -> None:
         agent: ReadingAgent | None = None
         quiet = True
         try:
             agent = ReadingAgent(self.name, self._regions, self._options)
-        except KvferryError as error:
-            self._fail(error)
         except Exception as error:
-            self._failed(error)
+            self._refusal = error if isinstance(error, KvferryError) else self._failed(error)
+            self._fail(self._refusal)
         else:
             self._work_on(agent)
         finally:
@@ -188,12 +195,12 @@ class ReadingThread:
             except BaseException as error:
                 # A callback's `SystemExit` included. Everything fails, but what is posted is waited for: ending an
                 # agent under way can kill a source.
-                self._failed(error)
+                self._fail(self._failed(error))
                 self._closing = True
 
-    def _failed(self, error: BaseException) -> None:
+    def _failed(self, error: BaseException) -> KvferryError:
         logger.error("reading agent %s failed", self.name, exc_info=error)
-        self._fail(TransferFailed(f"reading agent {self.name!r} failed: {error!r}"))
+        return TransferFailed(f"reading agent {self.name!r} failed: {error!r}")
 
     def _work(self, agent: ReadingAgent) -> None:
         while True:

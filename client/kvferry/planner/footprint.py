@@ -55,44 +55,57 @@ class _Slabs:
     Attributes:
         begin, end: addresses.
         stride: bytes from block to block.
+        window: bytes of a step that are the block's.
         span: bytes from the first block to the end of the last, before they begin anew.
-        turns: bytes after which the blocks begin anew, the longest first: of units, say, that lie outside the blocks.
+        turns: bytes after which the blocks begin anew, the longest first: of units, say, that lie outside the blocks;
+            and how many of those bytes are used.
     """
 
     begin: Addresses
     end: Addresses
     stride: Addresses
+    window: Addresses
     span: Addresses
-    turns: tuple[Addresses, ...]
+    turns: tuple[tuple[Addresses, Addresses], ...]
 
     def blocks(self, address: Addresses, length: Addresses) -> tuple[Bools, Int64s, Int64s]:
-        """Which ranges lie inside one slab, and the ids of their first and last block there."""
-        place = np.maximum(np.searchsorted(self.begin, address, side="right"), 1) - 1
+        """Which ranges lie inside one slab and one turn, and the ids of their first and last block there."""
+        place = self._place(address)
         begin = self.begin[place]
         # The ranges lie inside of regions (`kvferry._transport.bounds`): their ends do not wrap.
         inside = (address >= begin) & (address + length <= self.end[place])
-        first = np.where(inside, address - begin, np.uint64(0))
-        last = np.where(inside, first + length - np.uint64(1), np.uint64(0))
-        for turn in self.turns:
-            first, last = first % turn[place], last % turn[place]
+        # What is not inside may wrap here, and is not looked at.
+        first = address - begin
+        last = first + length - np.uint64(1)
+        for steps, used in self.turns:
+            step = steps[place]
+            inside &= first // step == last // step
+            first, last = first % step, last % step
+            inside &= last < used[place]
         stride = self.stride[place]
-        return inside, (first // stride).astype(np.int64), (last // stride).astype(np.int64)
+        first_block = first // stride
+        # What lies between blocks may be blocks of other planes; only a range that begins in a block may end there.
+        inside &= first - first_block * stride < self.window[place]
+        return inside, first_block.astype(np.int64), (last // stride).astype(np.int64)
 
     def room(self, address: Addresses) -> Addresses:
         """Bytes from each address on that are blocks of one slab, before they end or begin anew; 0 for those that lie
         in none."""
-        place = np.maximum(np.searchsorted(self.begin, address, side="right"), 1) - 1
+        place = self._place(address)
         begin, span = self.begin[place], self.span[place]
-        inside = (address >= begin) & (address < self.end[place])
-        offset = np.where(inside, address - begin, np.uint64(0))
-        for turn in self.turns:
-            offset = offset % turn[place]
-        inside &= offset < span
-        return np.where(inside, span - np.where(inside, offset, np.uint64(0)), np.uint64(0))
+        offset = address - begin
+        for steps, _ in self.turns:
+            offset = offset % steps[place]
+        inside = (address >= begin) & (address < self.end[place]) & (offset < span)
+        return np.where(inside, span - offset, np.uint64(0))
+
+    def _place(self, address: Addresses) -> npt.NDArray[np.intp]:
+        """The slab that each address lies in, or behind."""
+        return np.maximum(np.searchsorted(self.begin, address, side="right"), 1) - 1
 
     def stride_at(self, address: Addresses) -> Addresses:
         """The stride of the slab that each address lies in, or behind."""
-        stride: Addresses = self.stride[np.maximum(np.searchsorted(self.begin, address, side="right"), 1) - 1]
+        stride: Addresses = self.stride[self._place(address)]
         return stride
 
 
@@ -116,17 +129,16 @@ class Ground:
             if own_group == group
         )
         """How often a descriptor by address is looked for at most."""
-        self._tables: dict[int, _TableGround] = {}
+        self._tables: dict[DescriptorTable, _TableGround] = {}
 
     def table(self, table: DescriptorTable) -> _TableGround:
         """Whose blocks the rows of a table are; kept, as tables are."""
-        known = self._tables.get(id(table))
-        if known is None or known.table is not table:
+        known = self._tables.get(table)
+        if known is None:
             memory = table.memory
             source_space = (memory.source_kind, memory.source_device)
             destination_space = (memory.destination_kind, memory.destination_device)
-            known = self._tables[id(table)] = _TableGround(
-                table,
+            known = self._tables[table] = _TableGround(
                 _Entries.of(table.source, table.source_first),
                 _Entries.of(table.destination, table.destination_first),
                 {
@@ -174,9 +186,8 @@ class _Entries:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _TableGround:
-    """A table, how its indices fall into rows, and which rows are of blocks of which group, on both sides."""
+    """How the indices of a table fall into rows, and which rows are of blocks of which group, on both sides."""
 
-    table: DescriptorTable
     source: _Entries
     destination: _Entries
     rows: Mapping[str, tuple[Bools, Bools]]
@@ -199,8 +210,7 @@ class _Places:
         high = low + (last - first)
         known = np.less_equal(first, last) & np.less(high, len(self._ids))
         low, high = np.where(known, low, 0), np.where(known, high, 0)
-        # They rise and none occurs twice: if both ends are right, so is all between.
-        known &= np.equal(self._ids[low], first)
+        # They rise and none occurs twice: if the last stands where it should, so do all before it.
         known &= np.equal(self._ids[high], last)
         return known, low, high
 
@@ -225,7 +235,7 @@ class _Places:
     @cached_property
     def _by_id(self) -> Int64s | None:
         """`tokens_of` every id, where there are few."""
-        if len(self._ids) == 0 or int(self._ids[-1]) >= BY_ID_LIMIT:
+        if int(self._ids[-1]) >= BY_ID_LIMIT:
             return None
         tokens = np.full(int(self._ids[-1]) + 2, NOWHERE, np.int64)
         tokens[self._ids] = self.token(np.arange(len(self._ids), dtype=np.int64))
@@ -339,9 +349,12 @@ class Footprint:
             of_source, of_destination = ground.rows[name]
             there = theirs.tokens_of(ground.source.ids(source))
             here = mine.tokens_of(ground.destination.ids(destination))
-            right = np.less(here, there + theirs.block_tokens) if theirs.unambiguous else there > NOWHERE
-            right &= np.less(there, here + mine.block_tokens) if theirs.unambiguous else here > NOWHERE
-            right &= here > NOWHERE
+            right = here > NOWHERE
+            if theirs.unambiguous:
+                right &= np.less(here, there + theirs.block_tokens)
+                right &= np.less(there, here + mine.block_tokens)
+            else:
+                right &= there > NOWHERE
             for entries, flat, rows in (
                 (ground.source, source, of_source),
                 (ground.destination, destination, of_destination),
@@ -424,12 +437,21 @@ def _layers(planes: Iterable[Plane]) -> tuple[_Slabs, ...]:
 
 
 def _arrays(slabs: Sequence[_Slab]) -> _Slabs:
-    begin, end, stride, span = (np.array([getattr(slab, name) for slab in slabs], np.uint64) for name in _COLUMNS)
-    turns = zip_longest(*([turn for turn, _ in slab.turns] for slab in slabs), fillvalue=ADDRESS_LIMIT)
-    return _Slabs(begin, end, stride, span, tuple(np.array(column, np.uint64) for column in turns))
-
-
-_COLUMNS = ("begin", "end", "stride", "span")
+    begin, end, stride, window, span = (
+        np.array([getattr(slab, name) for slab in slabs], np.uint64)
+        for name in ("begin", "end", "stride", "window", "span")
+    )
+    # A slab of fewer turns than another never begins anew.
+    turns = zip_longest(*(slab.used for slab in slabs), fillvalue=(ADDRESS_LIMIT, ADDRESS_LIMIT))
+    columns = (zip(*column, strict=True) for column in turns)
+    return _Slabs(
+        begin,
+        end,
+        stride,
+        window,
+        span,
+        tuple((np.array(steps, np.uint64), np.array(used, np.uint64)) for steps, used in columns),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -462,18 +484,23 @@ class _Slab:
         """Bytes from the first block to the end of the last, before they begin anew."""
         return self.window + self.stride * (self.blocks - 1)
 
+    @property
+    def used(self) -> tuple[tuple[int, int], ...]:
+        """The steps of the turns, and how many bytes of each hold blocks."""
+        found, span = [], self.span
+        for step, count in reversed(self.turns):
+            found.append((step, span))
+            span += step * (count - 1)
+        return tuple(reversed(found))
+
     def joined(self, other: _Slab) -> _Slab | None:
         """Both as one, if the blocks of the other lie in the same steps."""
         window = max(self.window, other.begin - self.begin + other.window)
         blocks = max(self.blocks, other.blocks)
         if (self.stride, self.turns) != (other.stride, other.turns) or window > self.stride:
             return None
-        span = window + self.stride * (blocks - 1)
-        for step, count in reversed(self.turns):
-            if span > step:
-                return None
-            span += step * (count - 1)
-        return _Slab(self.begin, max(self.end, other.end), self.stride, blocks, window, self.turns)
+        both = _Slab(self.begin, max(self.end, other.end), self.stride, blocks, window, self.turns)
+        return both if all(used <= step for step, used in both.used) else None
 
 
 def _slabs(planes: Iterable[Plane]) -> Iterator[_Slab]:

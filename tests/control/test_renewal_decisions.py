@@ -1,0 +1,431 @@
+"""Renewals, moment by moment: what is sent when and to whom, and what becomes of each answer (R1, R10).
+
+The clock and the homes do as a test says.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import cast
+
+import pytest
+
+from kvferry._clock import now, to_duration
+from kvferry._control.connection import Control
+from kvferry._control.reader_lease import ReaderLease, deadline_after
+from kvferry._control.renewals import NAMED, RENEW_AGAIN, RENEW_TIMEOUT, Renewals
+from kvferry._wire.status import to_notification_error
+from kvferry.errors import Closed, InvalidField, KvferryError, LeaseEnded, LimitReached, Unavailable
+from kvferry.v1 import kv_transfer_pb2 as pb
+
+READERS = [pb.EngineRef(engine_id=f"reader {number}", incarnation=bytes([number]) * 16) for number in range(2)]
+BEGAN, EVERY, REMAINING = 1000.0, 10.0, 60.0
+Answer = Callable[["list[pb.NotificationResult] | KvferryError"], None]
+
+
+def renewed(seconds: float = REMAINING, revoked: pb.RevokeReason.ValueType = pb.REVOKE_REASON_UNSPECIFIED) -> pb.NotificationResult:  # noqa: E501 # fmt: skip
+    return pb.NotificationResult(renewed=pb.Renewed(remaining=to_duration(seconds), revoked=revoked))
+
+
+def failed(error: KvferryError) -> pb.NotificationResult:
+    return pb.NotificationResult(error=to_notification_error(error))
+
+
+@dataclass(eq=False)
+class Home:
+    """In place of `Control`: takes renewals, and answers when a test says."""
+
+    address: str
+    sent: list[tuple[list[bytes], pb.EngineRef, Answer]] = field(default_factory=list)
+    changed: threading.Condition = field(default_factory=threading.Condition)
+    at_once: KvferryError | None = None
+
+    def notify_later(self, request: pb.NotifyRequest, timeout: float, answered: Answer) -> None:
+        assert timeout == RENEW_TIMEOUT
+        ids = [notification.renew.lease_id for notification in request.notifications]
+        with self.changed:
+            self.sent.append((ids, request.sender, answered))
+            self.changed.notify_all()
+        if self.at_once is not None:
+            answered(self.at_once)
+
+    def until(self, count: int) -> None:
+        """Wait until so many calls have come, and see that there are no more."""
+        with self.changed:
+            assert self.changed.wait_for(lambda: len(self.sent) >= count, 20), self.sent
+        assert len(self.sent) == count
+
+    def answer(self, call: int, *results: pb.NotificationResult) -> None:
+        self.sent[call][2](list(results))
+
+    def fail(self, call: int, error: KvferryError) -> None:
+        self.sent[call][2](error)
+
+
+class World:
+    """Leases, and a clock that stands still."""
+
+    def __init__(self) -> None:
+        self.now = BEGAN
+        self.home, self.witness = Home("home:1"), Home("home:2")
+        self.renewals = Renewals()
+        self.extended: list[tuple[int, float]] = []
+        self.lost: list[int] = []
+        self.lost_error: KvferryError | None = None
+        self.on_lost: Callable[[], None] = lambda: None
+        self.witnesses = 0
+
+    def keep(self, number: int, *, every: float = EVERY, home: Home | None = None, reader: int = 0) -> ReaderLease:
+        lease = ReaderLease(number.to_bytes(16, "big"), self.now, REMAINING, every)
+        self.keep_on(number, lease, home or self.home, reader)
+        return lease
+
+    def keep_on(self, number: int, lease: ReaderLease, home: Home, reader: int = 0) -> None:
+        def lost() -> None:
+            self.lost.append(number)
+            self.on_lost()
+            if self.lost_error is not None:
+                raise self.lost_error
+
+        self.renewals.keep(
+            lease,
+            cast(Control, home),
+            READERS[reader],
+            f"read {number}",
+            lambda deadline: self.extended.append((number, deadline)),
+            lost,
+        )
+
+    def advance(self, seconds: float) -> None:
+        """As if the thread had slept so long."""
+        with self.renewals._changed:
+            self.now += seconds
+            self.renewals._changed.notify_all()
+
+    def looked(self) -> None:
+        """Wait until the thread has looked at every lease, and sent what is due."""
+        # Due now, and then not again.
+        lease = ReaderLease(b"witness", self.now - 1e6, REMAINING, 1e6)
+        lease.not_renewed(self.now)
+        self.keep_on(10_000, lease, self.witness)
+        self.advance(0)
+        self.witnesses += 1
+        self.witness.until(self.witnesses)
+        self.renewals.drop(lease)
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+    made = World()
+    monkeypatch.setattr("kvferry._control.renewals.now", lambda: made.now)
+    yield made
+    made.renewals.close()
+    thread = made.renewals._thread
+    if thread is not None:
+        thread.join(20)
+        assert not thread.is_alive()
+
+
+def test_a_lease_is_renewed_when_it_is_due_and_each_answer_extends_it(world: World) -> None:
+    lease = world.keep(1)
+    world.advance(EVERY - 0.001)
+    world.looked()
+    world.home.until(0)
+    world.advance(0.001)
+    world.home.until(1)
+    ids, sender, _ = world.home.sent[0]
+    assert (ids, sender) == ([lease.lease_id], READERS[0])
+    sent_at = world.now
+    # It is not sent again before its time, whether it is answered or not.
+    world.advance(5.0)
+    world.looked()
+    world.home.until(1)
+    world.home.answer(0, renewed())
+    # Counted from when it was sent.
+    assert lease.deadline == deadline_after(sent_at, REMAINING)
+    assert world.extended == [(1, lease.deadline)]
+    world.advance(5.0)
+    world.home.until(2)
+    world.home.answer(1, renewed(20.0, pb.REVOKE_REASON_ABORTED))
+    world.advance(100.0)
+    world.looked()
+    world.home.until(2)
+    assert world.lost == []
+
+
+def test_a_renewal_that_is_answered_after_the_deadline_revives_nothing(world: World) -> None:
+    lease = world.keep(1)
+    world.advance(EVERY)
+    world.home.until(1)
+    before = lease.deadline
+    world.now = before
+    world.home.answer(0, renewed())
+    assert lease.deadline == before
+
+
+def test_each_reader_speaks_for_itself_and_only_what_is_due_is_sent(world: World) -> None:
+    other = Home("home:3")
+    for number, (home, reader) in enumerate([(world.home, 0), (world.home, 1), (other, 0), (world.home, 0)]):
+        world.keep(number, home=home, reader=reader)
+    world.keep(9, every=EVERY + 1)
+    world.advance(EVERY)
+    world.home.until(2)
+    other.until(1)
+    sent = [([int.from_bytes(one, "big") for one in ids], sender) for ids, sender, _ in world.home.sent + other.sent]
+    assert sent == [([0, 3], READERS[0]), ([1], READERS[1]), ([2], READERS[0])]
+
+
+def test_answers_go_to_their_leases_however_many_calls_it_takes(world: World) -> None:
+    leases = [world.keep(number, every=EVERY) for number in range(1300)]
+    world.advance(EVERY)
+    world.home.until(3)
+    assert [one for ids, _, _ in world.home.sent for one in ids] == [lease.lease_id for lease in leases]
+    for call in (2, 0, 1):
+        ids = world.home.sent[call][0]
+        world.home.answer(call, *(renewed(100.0 + int.from_bytes(one, "big")) for one in ids))
+    assert [lease.deadline for lease in leases] == [deadline_after(world.now, 100.0 + n) for n in range(1300)]
+    assert len(world.extended) == 1300
+
+
+def test_a_call_that_is_refused_goes_again_in_halves(world: World) -> None:
+    leases = [world.keep(number) for number in range(5)]
+    world.advance(EVERY)
+    world.home.until(1)
+    world.home.fail(0, InvalidField("notifications", 5, "none"))
+    assert [[int.from_bytes(one, "big") for one in ids] for ids, _, _ in world.home.sent[1:]] == [[0, 1], [2, 3, 4]]
+    world.home.answer(1, renewed(100.0), renewed(101.0))
+    assert [lease.deadline for lease in leases[:2]] == [
+        deadline_after(world.now, seconds) for seconds in (100.0, 101.0)
+    ]
+    world.home.fail(2, InvalidField("notifications", 3, "none"))
+    assert len(world.home.sent) == 5
+
+
+@pytest.mark.parametrize(
+    ("error", "again"),
+    [
+        (Unavailable("not now"), RENEW_AGAIN),
+        (LimitReached("too many", retry_after=3.0), 3.0),
+        (LimitReached("too many", retry_after=0.5), RENEW_AGAIN),
+        (Closed("it is closed"), EVERY),
+    ],
+    ids=["unavailable", "later", "soon", "closed"],
+)
+def test_a_call_that_failed_is_repeated_whole(
+    world: World, caplog: pytest.LogCaptureFixture, error: KvferryError, again: float
+) -> None:
+    for number in range(2):
+        world.keep(number)
+    world.advance(EVERY)
+    world.home.until(1)
+    world.home.fail(0, error)
+    world.home.until(1)
+    assert "read 0, read 1: the renewal at home:1 failed" in caplog.text
+    world.advance(again - 0.001)
+    world.looked()
+    world.home.until(1)
+    world.advance(0.001)
+    world.home.until(2)
+    assert len(world.home.sent[1][0]) == 2
+    # It is said once, until it goes well again.
+    caplog.clear()
+    world.home.fail(1, error)
+    assert caplog.records == []
+    world.advance(again)
+    world.home.until(3)
+    world.home.answer(2, renewed(), renewed())
+    world.advance(EVERY)
+    world.home.until(4)
+    world.home.fail(3, error)
+    assert "read 0, read 1" in caplog.text
+
+
+def test_what_fails_on_the_way_out_is_renewed_again(world: World) -> None:
+    world.home.at_once = Unavailable("no connection")
+    world.keep(1)
+    world.advance(EVERY)
+    world.home.until(1)
+    world.looked()
+    world.advance(RENEW_AGAIN)
+    world.home.until(2)
+
+
+def test_one_that_is_refused_takes_no_other_with_it(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    leases = [world.keep(number) for number in range(3)]
+    world.advance(EVERY)
+    world.home.until(1)
+    answer = [failed(LimitReached("busy", retry_after=2.0)), pb.NotificationResult(done=pb.Acknowledged()), renewed()]
+    world.home.answer(0, *answer)
+    assert leases[2].deadline == deadline_after(world.now, REMAINING)
+    assert "read 0: the renewal" in caplog.text
+    assert "read 1: the renewal at home:1 failed and is tried again: a renewal was answered with done" in caplog.text
+    assert "read 2" not in caplog.text
+    world.advance(2.0)
+    world.home.until(2)
+    assert world.home.sent[1][0] == [leases[0].lease_id]
+
+
+def test_what_is_left_out_of_an_answer_was_not_renewed(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    for number in range(3):
+        world.keep(number)
+    world.advance(EVERY)
+    world.home.until(1)
+    world.home.answer(0, renewed())
+    assert [number for number, _ in world.extended] == [0]
+    assert "read 1, read 2: the renewal" in caplog.text
+    caplog.clear()
+    world.advance(EVERY)
+    world.home.until(2)
+    # One too many.
+    world.home.answer(1, *[renewed()] * 4)
+    assert [number for number, _ in world.extended] == [0, 0, 1, 2]
+    assert caplog.records == []
+
+
+def test_a_lease_that_its_home_does_not_know_is_lost_once(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    world.keep(1)
+    world.advance(EVERY)
+    world.home.until(1)
+    world.home.answer(0, failed(LeaseEnded("who")))
+    assert world.lost == [1]
+    assert "read 1: home:1 has no record of the lease" in caplog.text
+    world.home.answer(0, failed(LeaseEnded("who")))
+    assert world.lost == [1]
+    world.advance(REMAINING)
+    world.looked()
+    world.home.until(1)
+
+
+def test_what_cannot_be_asked_for_again_is_renewed_again(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    lease = world.keep(1)
+    world.advance(EVERY)
+    world.home.until(1)
+    world.lost_error = LimitReached("no thread", retry_after=2.0)
+    world.home.answer(0, failed(LeaseEnded("who")))
+    assert "read 1: the renewal at home:1 failed and is tried again: no thread" in caplog.text
+    world.advance(2.0)
+    world.home.until(2)
+    assert world.home.sent[1][0] == [lease.lease_id]
+    world.lost_error = None
+    world.home.answer(1, failed(LeaseEnded("who")))
+    assert world.lost == [1, 1]
+
+
+def test_what_ended_while_it_was_asked_for_again_is_not_renewed(world: World) -> None:
+    lease = world.keep(1)
+    world.advance(EVERY)
+    world.home.until(1)
+    world.on_lost = lambda: world.renewals.drop(lease)
+    world.lost_error = LimitReached("no thread", retry_after=2.0)
+    world.home.answer(0, failed(LeaseEnded("who")))
+    world.advance(EVERY)
+    world.looked()
+    world.home.until(1)
+
+
+@pytest.mark.parametrize("answer", ["lost", "refused"])
+def test_of_a_lease_that_was_dropped_nothing_is_said(
+    world: World, caplog: pytest.LogCaptureFixture, answer: str
+) -> None:
+    lease, other = world.keep(1), world.keep(2)
+    world.advance(EVERY)
+    world.home.until(1)
+    world.renewals.drop(lease)
+    world.renewals.drop(lease)
+    assert lease.ended
+    error: KvferryError = LeaseEnded("who") if answer == "lost" else Unavailable("not now")
+    world.home.answer(0, failed(error), renewed())
+    assert (world.lost, caplog.records) == ([], [])
+    world.advance(EVERY)
+    world.home.until(2)
+    assert world.home.sent[1][0] == [other.lease_id]
+    # Whoever keeps it again is late.
+    world.keep_on(1, lease, world.home)
+    world.advance(EVERY)
+    world.home.until(3)
+    assert world.home.sent[2][0] == [other.lease_id]
+
+
+def test_a_bug_of_one_reader_hinders_no_other(world: World) -> None:
+    def refuse(_: float) -> None:
+        raise RuntimeError("a bug")
+
+    lease = ReaderLease(b"x" * 16, world.now, REMAINING, EVERY)
+    world.renewals.keep(lease, cast(Control, world.home), READERS[0], "buggy", refuse, lambda: None)
+    world.keep(1)
+    world.advance(EVERY)
+    world.home.until(1)
+    world.home.answer(0, renewed(), renewed())
+    assert [number for number, _ in world.extended] == [1]
+
+
+def test_after_the_end_nothing_is_renewed(world: World) -> None:
+    world.keep(1)
+    world.renewals.close()
+    world.advance(EVERY)
+    thread = world.renewals._thread
+    assert thread is not None
+    thread.join(20)
+    assert not thread.is_alive()
+    world.keep(2)
+    assert world.home.sent == []
+    unused = Renewals()
+    unused.close()
+    unused.keep(
+        ReaderLease(b"x", 0.0, 1.0, 1.0), cast(Control, world.home), READERS[0], "x", lambda _: None, lambda: None
+    )
+    assert unused._thread is None
+
+
+def test_what_is_due_before_the_thread_looks_wakes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    # On the real clock, and nothing else wakes it for minutes.
+    monkeypatch.setattr("kvferry._control.renewals.LONGEST_SLEEP", 600.0)
+    world = World()
+    try:
+        for number, every in enumerate([500.0, 0.3, 0.05]):
+            lease = ReaderLease(number.to_bytes(16, "big"), now(), REMAINING, every)
+            world.keep_on(number, lease, world.home)
+        began = now()
+        with world.home.changed:
+            assert world.home.changed.wait_for(lambda: len(world.home.sent) >= 4, 20)
+        sent = {int.from_bytes(one, "big") for ids, _, _ in world.home.sent for one in ids}
+        assert 0 not in sent
+        assert now() - began >= 0.04
+        # It sleeps in between.
+        assert len(world.home.sent) <= 2 + (now() - began) / 0.05
+    finally:
+        world.renewals.close()
+
+
+def test_a_suspend_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    later = [0.0]
+    monkeypatch.setattr("kvferry._control.renewals.now", lambda: now() + later[0])
+    world = World()
+    try:
+        lease = ReaderLease(b"1" * 16, now(), REMAINING, 30.0)
+        world.keep_on(1, lease, world.home)
+        later[0] = 31.0
+        world.home.until(1)
+    finally:
+        world.renewals.close()
+
+
+def test_a_warning_names_a_few(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    for number in range(NAMED):
+        world.keep(number)
+    world.advance(EVERY)
+    world.home.until(1)
+    world.home.fail(0, Unavailable("not now"))
+    assert f"read {NAMED - 1}: the renewal" in caplog.text
+    caplog.clear()
+    for number in range(NAMED + 2):
+        world.keep(100 + number, reader=1)
+    world.advance(EVERY)
+    with world.home.changed:
+        assert world.home.changed.wait_for(lambda: len(world.home.sent) == 3, 20)
+    world.home.fail(2, Unavailable("not now"))
+    assert f"read {100 + NAMED - 1} and 2 more: the renewal" in caplog.text
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]

@@ -1,0 +1,430 @@
+"""The two ports, call by call: what a worker remembers of its shares and for how long, and what a scheduler takes.
+
+What lies below a port does as a test says: no real share ends at a moment that a test names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from kvferry import Blocks, Client, EngineSpec, Group
+from kvferry._cache import Cache
+from kvferry._clock import now
+from kvferry._control.connection import Control
+from kvferry._control.publications import Publication
+from kvferry._reads.rank_reads import RankOrder, RankRead, RankReads
+from kvferry._transport.transfer import Transfer
+from kvferry.engine import SchedulerPort, Tails, WorkerPort
+from kvferry.engine.scheduler_reads import Stage
+from kvferry.engine.values import BlockRuns, Grant, RankEnd, WorkerOutput
+from kvferry.errors import Closed, InvalidField, KvferryError, LimitReached, TransferFailed
+
+SPEC = EngineSpec("decode", (Group("full", block_tokens=16, num_blocks=32),), 2)
+LOCAL = {"full": Blocks([20, 7], end_token=32)}
+HOME = cast(Control, SimpleNamespace(address="home:1"))
+
+
+def grant(read_id: str = "one", *, local: bool = True, timeout: float = 60.0) -> Grant:
+    runs = (BlockRuns.of_blocks("full", Blocks([3, 4], end_token=32)),)
+    mine = (BlockRuns.of_blocks("full", LOCAL["full"]),) if local else ()
+    return Grant(
+        f"request {read_id}", read_id, "home:1", "prefill", b"i" * 16, 7, "reference", "theirs", b"l" * 16, timeout,
+        runs, b"payload", mine, (16, 32),
+    )  # fmt: skip
+
+
+class Below:
+    """In place of a rank's cache and its shares."""
+
+    def __init__(self) -> None:
+        self.registered: list[dict[str, Any]] = []
+        self.started: list[RankOrder] = []
+        self.cancelled: list[RankRead] = []
+        self.closed = 0
+        self.prepared = 0
+        self.refusal: KvferryError | None = None
+        self.ended: Callable[[RankRead], None]
+        self.quiesced: Callable[[RankRead], None]
+
+    def register_cache(self, spec: EngineSpec, rank: int, **options: Any) -> Cache:
+        self.registered.append({"spec": spec, "rank": rank, **options})
+        return cast(Cache, self)
+
+    def rank_reads(self, ended: Callable[[RankRead], None], quiesced: Callable[[RankRead], None]) -> RankReads:
+        if self.refusal is not None:
+            raise self.refusal
+        self.ended, self.quiesced = ended, quiesced
+        return cast(RankReads, self)
+
+    def home(self, address: str) -> Control:
+        assert address == "home:1"
+        return HOME
+
+    def start(self, order: RankOrder) -> RankRead:
+        if self.refusal is not None:
+            raise self.refusal
+        self.started.append(order)
+        return RankRead(order)
+
+    def cancel(self, read: RankRead) -> None:
+        self.cancelled.append(read)
+
+    def prepare(self) -> None:
+        self.prepared += 1
+
+    def warm(self, engine_reference: str, *, timeout: float) -> tuple[str, float]:
+        return engine_reference, timeout
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+class Clients(Client):
+    """A client of which only what a port asks is there."""
+
+    def __init__(self, below: Any) -> None:
+        self.register_cache = below.register_cache  # type: ignore[method-assign]
+        self.open_engine = getattr(below, "open_engine", None)  # type: ignore[method-assign, assignment]
+        self.lease_holder = getattr(below, "lease_holder", None)  # type: ignore[method-assign, assignment]
+
+
+class World:
+    """A worker's port, and how its shares end."""
+
+    def __init__(self) -> None:
+        self.below = Below()
+        self.port = WorkerPort(Clients(self.below), SPEC, 1, token="token")
+        self.port.register({"layers.0": np.zeros(1)}, timeout=3.0, axes=("kv",))
+
+    def read(self, read_id: str) -> RankRead:
+        return self.port._reads[read_id]
+
+    def end(self, read_id: str, error: KvferryError | None = None, *, quiet: bool = True) -> RankRead:
+        """A share of 10 bytes, of which all or some have arrived."""
+        read = self.read(read_id)
+        transfer = Transfer(read_id, 10, 1, None, now, lambda: None)
+        if not quiet:
+            transfer.begin()
+        if error is None:
+            transfer.begin()
+            transfer.landed(10)
+        else:
+            transfer.fail(error)
+        read._transfer, read.ended, read.error = transfer, True, error
+        assert read.quiet is quiet
+        self.below.ended(read)
+        return read
+
+    def quiesce(self, read: RankRead) -> None:
+        assert read._transfer is not None
+        read._transfer.fenced()
+        self.below.quiesced(read)
+
+
+@pytest.fixture
+def world() -> World:
+    return World()
+
+
+def test_a_rank_is_one_that_the_engine_has(world: World) -> None:
+    client = Clients(world.below)
+    assert [WorkerPort(client, SPEC, rank).rank for rank in (0, 1)] == [0, 1]
+    for wrong in (-1, 2, "0"):
+        with pytest.raises(InvalidField, match="rank"):
+            WorkerPort(client, SPEC, cast(int, wrong))
+    with pytest.raises(InvalidField, match=r"spec is .*expected an EngineSpec"):
+        WorkerPort(client, cast(EngineSpec, "decode"))
+    with pytest.raises(InvalidField, match=r"client is .*expected a Client"):
+        WorkerPort(cast(Client, "client"), SPEC)
+
+
+def test_memory_is_registered_once_as_it_is_described(world: World) -> None:
+    ((registered),) = world.below.registered
+    tensors = registered.pop("tensors")
+    assert list(tensors) == ["layers.0"]
+    assert registered == {"spec": SPEC, "rank": 1, "token": "token", "timeout": 3.0, "axes": ("kv",)}
+    assert world.port.spec is SPEC
+    assert world.port.cache is cast(Cache, world.below)
+    with pytest.raises(InvalidField, match="not registered yet"):
+        world.port.register({})
+    assert len(world.below.registered) == 1
+    world.port.close()
+    assert world.below.closed == 1
+
+
+def test_a_port_that_could_not_be_registered_is_as_before(world: World) -> None:
+    below = Below()
+    below.refusal = LimitReached("no thread")
+    port = WorkerPort(Clients(below), SPEC)
+    for call in (lambda: port.cache, lambda: port.start(grant()), port.prepare, lambda: port.warm("reference")):
+        with pytest.raises(InvalidField, match="a registered one"):
+            call()
+    port.cancel("nobody's")
+    port.close()
+    with pytest.raises(LimitReached):
+        port.register({})
+    # Nothing of it is left behind.
+    assert below.closed == 1
+    below.refusal = None
+    port.register({})
+    port.prepare()
+    assert below.prepared == 1
+    assert cast(Any, port.warm("reference", timeout=4.0)) == ("reference", 4.0)
+
+
+def test_a_share_is_what_was_granted_into_what_was_attached(world: World) -> None:
+    asked = grant()
+    before = now()
+    world.port.start(asked, tails=Tails.ZERO)
+    after = now()
+    world.port.start(grant("two", local=False), {"full": Blocks([1, 2], end_token=32)}, (0, 8))
+    first, second = world.below.started
+    assert (first.read_id, first.request_id, first.home) == ("one", "request one", HOME)
+    assert (first.engine_id, first.incarnation, first.publication) == ("prefill", b"i" * 16, 7)
+    assert (first.reference, first.lease_id, first.tails) == ("reference", b"l" * 16, Tails.ZERO)
+    assert before + 60.0 <= first.deadline <= after + 60.0
+    assert [blocks["full"].ids.tolist() for blocks in (first.granted, first.blocks)] == [[3, 4], [20, 7]]
+    assert (first.tokens, second.tokens, second.tails) == ((16, 32), (0, 8), Tails.KEEP)
+    assert second.blocks["full"].ids.tolist() == [1, 2]
+    # Of an attached grant too, blocks that are given go first.
+    world.port.start(grant("three"), {"full": Blocks([5, 6], end_token=32)})
+    assert world.below.started[2].blocks["full"].ids.tolist() == [5, 6]
+    # Its time may be over: then it ends so.
+    world.port.start(grant("four", timeout=0.0))
+    assert world.port.running() == 4
+
+
+def test_what_cannot_be_started_is_refused_and_may_be_tried_again(world: World) -> None:
+    with pytest.raises(InvalidField, match="one that was attached"):
+        world.port.start(grant(local=False))
+    with pytest.raises(InvalidField, match=r"grant is .*expected the Grant"):
+        world.port.start(cast(Grant, "grant"))
+    with pytest.raises(InvalidField, match=r"tails is .*expected a Tails"):
+        world.port.start(grant(), tails=cast(Tails, "zero"))
+    with pytest.raises(InvalidField, match="local_blocks"):
+        world.port.start(grant(), cast(Any, [1, 2]))
+    with pytest.raises(InvalidField, match="timeout"):
+        world.port.start(grant(timeout=-1.0))
+    world.below.refusal = Closed("the cache is closed")
+    with pytest.raises(Closed):
+        world.port.start(grant())
+    world.below.refusal = None
+    assert world.port.running() == 0
+    world.port.start(grant())
+    assert world.port.running() == 1
+
+
+def test_a_read_is_started_once(world: World) -> None:
+    world.port.start(grant())
+
+    def refused() -> None:
+        with pytest.raises(InvalidField, match="not started here"):
+            world.port.start(grant())
+
+    refused()
+    world.end("one")
+    assert world.port.running() == 0
+    refused()
+    (end,) = world.port.finished().ended
+    assert end.read_id == "one"
+    # However often a grant comes.
+    refused()
+    refused()
+    assert len(world.below.started) == 1
+
+
+def test_so_many_ended_reads_are_remembered(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvferry.engine.worker.MAX_DONE", 2)
+    for read_id in ("one", "two", "three"):
+        world.port.start(grant(read_id))
+        world.end(read_id)
+        world.port.finished()
+    for read_id in ("two", "three"):
+        with pytest.raises(InvalidField, match="not started here"):
+            world.port.start(grant(read_id))
+    # The one that is forgotten is the oldest.
+    world.port.start(grant("one"))
+
+
+def test_what_is_not_acknowledged_is_said_again(world: World) -> None:
+    for read_id in ("one", "two", "three"):
+        world.port.start(grant(read_id))
+    world.end("one")
+    failed = world.end("two", TransferFailed("the peer died", peer="prefill"), quiet=False)
+    output = world.port.poll()
+    assert world.port.poll() == output
+    (good,), (bad,) = output.ended, output.failed
+    assert (output.rank, output.quiesced) == (1, ())
+    assert good == RankEnd("one", "request one", ok=True, quiet=True, bytes=10)
+    assert (bad.ok, bad.quiet, bad.lost) == (False, False, {"full": (20, 7)})
+    assert isinstance(bad.error(), TransferFailed)
+    assert (bad.error_name, bad.message) == ("TransferFailed", "the peer died")
+    assert dict(bad.values) == {"peer": "prefill"}
+    world.end("three")
+    world.quiesce(failed)
+    # Only what was seen is forgotten.
+    world.port.acknowledge(output)
+    world.port.acknowledge(output)
+    later = world.port.poll()
+    assert ([end.read_id for end in later.ended], later.failed, later.quiesced) == (["three"], (), ("two",))
+    assert world.port.finished() == later
+    assert world.port.finished() == WorkerOutput(1)
+    assert world.port._reads == {}
+    with pytest.raises(InvalidField, match="not started here"):
+        world.port.start(grant("two"))
+    with pytest.raises(InvalidField, match=r"output is .*expected a WorkerOutput"):
+        world.port.acknowledge(cast(WorkerOutput, "output"))
+    # What nobody knows does no harm.
+    world.port.acknowledge(WorkerOutput(1, (replace(good, read_id="unknown"),), (), ("nobody's",)))
+    world.port.start(grant("unknown"))
+
+
+def test_a_share_that_is_not_quiet_is_known_until_it_is(world: World) -> None:
+    world.port.start(grant())
+    failed = world.end("one", TransferFailed("the peer died"), quiet=False)
+    assert [end.quiet for end in world.port.finished().failed] == [False]
+    assert list(world.port._reads) == ["one"]
+    world.quiesce(failed)
+    assert world.port.finished().quiesced == ("one",)
+    assert world.port._reads == {}
+
+
+def test_a_cancel_reaches_the_share_that_is_meant(world: World) -> None:
+    for read_id in ("one", "two"):
+        world.port.start(grant(read_id))
+    world.port.cancel("two")
+    world.port.cancel("nobody's")
+    assert [read.order.read_id for read in world.below.cancelled] == ["two"]
+    with pytest.raises(InvalidField, match="read_id is 3, expected a string"):
+        world.port.cancel(cast(str, 3))
+
+
+class Recorder:
+    """Takes every call, and answers with what a test put there."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
+        self.answers: dict[str, Any] = {}
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            self.calls.append((name, arguments, options))
+            return self.answers.get(name)
+
+        return call
+
+    def last(self) -> tuple[str, tuple[Any, ...], dict[str, Any]]:
+        return self.calls.pop()
+
+
+class Scheduler:
+    """A scheduler's port above recorders."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.reads, self.publishing, self.session = Recorder(), Recorder(), Recorder()
+        self.made: list[tuple[Any, ...]] = []
+        writes = SimpleNamespace(writes=lambda: "writes")
+        vars(self.session).update(token="token", engine_reference="engine", block_use=writes)
+
+        def made(*arguments: Any, **options: Any) -> Recorder:
+            self.made.append((*arguments, options))
+            return self.reads
+
+        monkeypatch.setattr("kvferry.engine.scheduler.Reads", made)
+        monkeypatch.setattr("kvferry.engine.scheduler.Publishing", lambda _: self.publishing)
+        self.below = SimpleNamespace(
+            register_cache=None, open_engine=lambda *_, **__: self.session, lease_holder=lambda _: "holder"
+        )
+
+    def port(self, **options: Any) -> SchedulerPort:
+        return SchedulerPort(Clients(self.below), SPEC, **options)
+
+
+@pytest.fixture
+def scheduler(monkeypatch: pytest.MonkeyPatch) -> Scheduler:
+    return Scheduler(monkeypatch)
+
+
+def test_a_scheduler_takes_what_makes_sense(scheduler: Scheduler) -> None:
+    port = scheduler.port(max_waiting=1, hold_until_quiet=True)
+    assert scheduler.made == [(SPEC, "holder", "writes", 1, {"hold_until_quiet": True})]
+    assert (port.spec, cast(Any, port.token), port.engine_reference) == (SPEC, "token", "engine")
+    for wrong in ({"max_waiting": 0}, {"max_waiting": "1"}, {"hold_until_quiet": "no"}):
+        with pytest.raises(InvalidField, match=next(iter(wrong))):
+            scheduler.port(**wrong)
+    most = 2**31 - 1
+    for count in (0, 1, most):
+        port.acquire("mine", "reference", expected_reads=count, timeout=5.0)
+        assert scheduler.reads.last() == ("acquire", ("mine", "reference", count, 5.0), {})
+    for wrong_call in (
+        lambda: port.acquire("mine", "reference", expected_reads=-1),
+        lambda: port.acquire("mine", "reference", expected_reads=most + 1),
+        lambda: port.acquire("mine", "reference", timeout=0.0),
+        lambda: port.acquire(cast(str, 1), "reference"),
+        lambda: port.granted(cast(str, 1)),
+        lambda: port.cancel(cast(str, 1)),
+        lambda: port.attach(cast(str, 1), LOCAL),
+        lambda: port.attach("mine", cast(Any, [1])),
+        lambda: port.attach("mine", LOCAL, allow_overlap=cast(bool, "no")),
+        lambda: port.attach("mine", LOCAL, cast(Any, 3)),
+        lambda: port.collect(cast(WorkerOutput, "output")),
+        lambda: port.abort(cast(Publication, 3)),
+        lambda: port.close(-1.0),
+    ):
+        with pytest.raises(InvalidField):
+            wrong_call()
+    assert (scheduler.reads.calls, scheduler.publishing.calls, scheduler.session.calls) == ([], [], [])
+
+
+def test_a_scheduler_hands_on_what_it_is_told(scheduler: Scheduler) -> None:
+    port, reads, publishing = scheduler.port(), scheduler.reads, scheduler.publishing
+    reads.answers = {"granted": "a grant", "attach": "a grant", "cancel": True, "take_cancels": ["one"]}
+    assert (cast(Any, port.granted("mine")), reads.last()) == ("a grant", ("granted", ("mine",), {}))
+    assert cast(Any, port.attach("mine", LOCAL, (1, 2), allow_overlap=True)) == "a grant"
+    assert reads.last() == ("attach", ("mine", LOCAL, (1, 2)), {"allow_overlap": True})
+    assert (port.cancel("mine"), reads.last()) == (True, ("cancel", ("mine",), {}))
+    port.decline("reference")
+    assert reads.last() == ("decline", ("reference",), {})
+    port.collect(WorkerOutput(1))
+    assert reads.last() == ("collect", (WorkerOutput(1),), {})
+    assert port.cancels() == ["one"]
+    publication = Publication.__new__(Publication)
+    publishing.answers = {"publish": publication, "take_released": ["released"]}
+    assert port.publish("mine", LOCAL, last=False, expected_reads=3, payload=b"p", checksums=True) is publication
+    options = {"last": False, "expected_reads": 3, "payload": b"p", "checksums": True}
+    assert publishing.last() == ("publish", ("mine", LOCAL), options)
+    port.publish_more(publication, LOCAL, last=True, payload=b"q")
+    assert publishing.last() == ("publish_more", (publication, LOCAL), {"last": True, "payload": b"q"})
+    port.abort(publication)
+    assert publishing.last() == ("abort", (publication,), {})
+    assert cast(Any, port.released()) == ["released"]
+
+
+def test_a_scheduler_counts(scheduler: Scheduler) -> None:
+    port = scheduler.port()
+    counts = {"done": 1, "failed": 2, "cancelled": 3, "expired": 4, "refused": 5}
+    vars(scheduler.reads).update(counts=counts, bytes=6)
+    scheduler.reads.answers["stages"] = {
+        stage: 10 + place
+        for place, stage in enumerate((Stage.WAITING, Stage.GRANTED, Stage.READING, Stage.JUDGING, Stage.ENDED))
+    }
+    vars(scheduler.publishing).update(published=20, released=21, refused=22)
+    found = port.stats()
+    assert (found.done, found.failed, found.cancelled, found.expired, found.not_granted, found.bytes) == (*range(1, 7),)
+    stages = (found.waiting, found.granted, found.reading, found.judging, found.uncertain)
+    assert stages == (10, 11, 12, 13, 14)
+    assert (found.published, found.released, found.refused) == (20, 21, 22)
+
+
+def test_a_schedulers_end_ends_all_in_turn(scheduler: Scheduler) -> None:
+    port = scheduler.port()
+    port.close(0.0)
+    assert scheduler.reads.last() == ("close", (0.0,), {})
+    assert scheduler.publishing.last() == ("close", (0.0,), {})
+    assert scheduler.session.last() == ("close", (), {})

@@ -1,0 +1,303 @@
+"""What a request moves and writes, token by token: `needed` and `written` against sets of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from random import Random
+from typing import Any
+
+import pytest
+
+from kvferry.errors import BadBlock, BlocksShort, InvalidField, KvferryError
+from kvferry.geometry import Blocks, Group, GroupKind
+from kvferry.planner.request_blocks import TOKEN_LIMIT, Needed, needed, written
+
+Range = tuple[int, int] | None
+
+
+class Wrong(Exception):
+    """The oracle's own: which error is due."""
+
+    def __init__(self, kind: type[KvferryError]) -> None:
+        self.kind = kind
+
+
+def outcome(call: Callable[[], Any]) -> Any:
+    """What a call returns, or the kind of its error."""
+    try:
+        return call()
+    except Wrong as wrong:
+        return wrong.kind
+    except (BadBlock, BlocksShort, InvalidField) as error:
+        return type(error)
+
+
+def held(group: Group, blocks: Blocks) -> range:
+    """The tokens that blocks hold."""
+    room = (blocks.first_token // group.block_tokens + len(blocks.ids)) * group.block_tokens
+    end = room if blocks.end_token is None else blocks.end_token
+    if end > room:
+        raise Wrong(BlocksShort)
+    return range(blocks.first_token, end)
+
+
+def block_of(group: Group, blocks: Blocks, token: int) -> int:
+    return int(blocks.ids[token // group.block_tokens - blocks.first_token // group.block_tokens])
+
+
+def ids_of(group: Group, blocks: Blocks, tokens: list[int]) -> list[int]:
+    """The blocks of tokens, in their order."""
+    found = [
+        block_of(group, blocks, min(token for token in tokens if token // group.block_tokens == place))
+        for place in sorted({token // group.block_tokens for token in tokens})
+    ]
+    if group.null_block in found:
+        raise Wrong(BadBlock)
+    return found
+
+
+def wanted(group: Group, lowest: int, end: int) -> list[int]:
+    """What of ``[lowest, end)`` the token at `end` attends to."""
+    return [
+        token for token in range(lowest, end) if group.kind is not GroupKind.WINDOW or end - token < group.window_tokens
+    ]
+
+
+def in_range(group: Group, blocks: Blocks) -> None:
+    if any(not 0 <= block < group.num_blocks for block in blocks.ids.tolist()):
+        raise Wrong(BadBlock)
+
+
+def lowest_of(mine: Blocks, asked: Range) -> int:
+    return mine.first_token if asked is None else max(mine.first_token, asked[0])
+
+
+def moved(group: Group, offered: range, mine: Blocks, asked: Range) -> list[int]:
+    """The tokens that are moved."""
+    room = held(group, mine)
+    end = asked[1] if asked is not None else offered.stop if mine.end_token is None else mine.end_token
+    tokens = wanted(group, lowest_of(mine, asked), end)
+    if any(token not in offered or token not in room for token in tokens):
+        raise Wrong(BlocksShort)
+    return tokens
+
+
+def expected(group: Group, source_group: Group, theirs: Blocks, mine: Blocks, asked: Range) -> Any:
+    """`needed`, for one group."""
+    in_range(source_group, theirs)
+    in_range(group, mine)
+    tokens = moved(group, held(source_group, theirs), mine, asked)
+    if not tokens:
+        return None
+    source, own = ids_of(source_group, theirs, tokens), ids_of(group, mine, tokens)
+    if len(set(own)) < len(own):
+        raise Wrong(BadBlock)
+    places = tokens[0] // source_group.block_tokens, tokens[0] // group.block_tokens
+    return tokens[0], tokens[-1] + 1, lowest_of(mine, asked), source, own, *places
+
+
+def told(found: Mapping[str, Needed]) -> Any:
+    """`needed` in the oracle's words."""
+    if not found:
+        return None
+    (one,) = found.values()
+    ids = one.source.ids.tolist(), one.destination.ids.tolist()
+    return one.begin, one.end, one.floor, *ids, one.source.first, one.destination.first
+
+
+def expected_written(group: Group, theirs: Blocks | None, mine: Blocks, asked: Range) -> Any:
+    """`written`, for one group."""
+    in_range(group, mine)
+    first = mine.first_token // group.block_tokens
+    if theirs is None:
+        end = asked[1] if asked is not None else mine.end_token
+        last = (first + len(mine.ids)) * group.block_tokens
+        tokens = range(lowest_of(mine, asked), last) if end is None else wanted(group, lowest_of(mine, asked), end)
+        places = {token // group.block_tokens for token in tokens if token < last}
+        return [
+            block for at, block in enumerate(mine.ids.tolist(), first) if at in places and block != group.null_block
+        ]
+    assert theirs.end_token is not None
+    tokens = moved(group, range(theirs.first_token, theirs.end_token), mine, asked)
+    if not tokens:
+        return None
+    own = ids_of(group, mine, tokens)
+    if len(set(own)) < len(own):
+        raise Wrong(BadBlock)
+    behind = [block for at, block in enumerate(mine.ids.tolist(), first) if at * group.block_tokens > tokens[-1]]
+    return own + [block for block in behind if block != group.null_block]
+
+
+def drawn(turns: Random, group: Group, *, says: bool = False) -> Blocks:
+    """Blocks of a request, mostly good ones."""
+    ids = turns.sample(range(group.num_blocks), turns.randint(0, 5))
+    if ids and turns.random() < 0.1:
+        ids[turns.randrange(len(ids))] = turns.choice((-1, ids[0], group.num_blocks, group.num_blocks - 1))
+    first = turns.choice((0, 0, turns.randint(0, 12)))
+    room = (first // group.block_tokens + len(ids)) * group.block_tokens
+    end = max(first, room - turns.randint(-1, 2 * group.block_tokens)) if says or turns.random() < 0.5 else None
+    return Blocks(ids, first, end)
+
+
+def asked_of(turns: Random) -> Range:
+    begin = turns.randint(0, 16)
+    return turns.choice((None, (begin, begin + turns.randint(0, 12))))
+
+
+def groups(turns: Random) -> tuple[Group, Group]:
+    """A destination's group, and the source's."""
+    kind = turns.choice((GroupKind.TOKENS, GroupKind.WINDOW))
+    window = turns.randint(1, 9) if kind is GroupKind.WINDOW else 0
+    made = [
+        Group("g", kind, turns.randint(1, 4), turns.randint(8, 12), turns.choice((None, 0, 3)), window) for _ in "sd"
+    ]
+    return made[0], made[1]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_needed_is_what_the_sets_of_tokens_say(seed: int) -> None:
+    turns, seen = Random(seed), set()
+    for _ in range(800):
+        group, source_group = groups(turns)
+        theirs, mine, asked = drawn(turns, source_group), drawn(turns, group), asked_of(turns)
+        due = outcome(lambda: expected(group, source_group, theirs, mine, asked))  # noqa: B023
+        made = outcome(lambda: told(needed([group], {"g": source_group}, {"g": theirs}, {"g": mine}, asked)))  # noqa: B023
+        assert made == due, (group, source_group, theirs, mine, asked)
+        seen.add(due if isinstance(due, type) else type(due))
+    assert seen == {BadBlock, BlocksShort, tuple, type(None)}
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("granted", [True, False])
+def test_written_is_what_the_sets_of_tokens_say(seed: int, granted: bool) -> None:
+    turns, seen = Random(seed), set()
+    for _ in range(800):
+        group, source_group = groups(turns)
+        theirs = drawn(turns, source_group, says=True) if granted else None
+        mine, asked = drawn(turns, group), asked_of(turns)
+        due = outcome(lambda: expected_written(group, theirs, mine, asked))  # noqa: B023
+        given = None if theirs is None else {"g": theirs}
+        found = outcome(lambda: written([group], given, {"g": mine}, asked))  # noqa: B023
+        made: Any = found if isinstance(found, type) else found["g"].tolist() if "g" in found else None
+        if theirs is None and due == [] and not isinstance(made, type):
+            # Nothing is written. It may name a block that is not.
+            assert len(made) <= 1
+            continue
+        assert made == due, (group, theirs, mine, asked)
+        seen.add(due if isinstance(due, type) else type(due))
+    assert seen == ({BadBlock, BlocksShort, list, type(None)} if granted else {BadBlock, list})
+
+
+FULL = Group("full", block_tokens=4, num_blocks=8, null_block=0)
+STATE = Group("state", GroupKind.STATE, num_blocks=8, null_block=0)
+POOLED = [Group(name, block_tokens=4, num_blocks=8, pool="one") for name in ("a", "b")]
+Call = Callable[[list[Group], dict[str, Blocks] | None, dict[str, Blocks]], object]
+
+
+def needed_of(groups: list[Group], theirs: dict[str, Blocks] | None, mine: dict[str, Blocks]) -> object:
+    assert theirs is not None
+    return needed(groups, {group.name: group for group in groups}, theirs, mine, None)
+
+
+def written_of(groups: list[Group], theirs: dict[str, Blocks] | None, mine: dict[str, Blocks]) -> object:
+    return {name: ids.tolist() for name, ids in written(groups, theirs, mine, None).items()}
+
+
+BOTH = pytest.mark.parametrize("call", [needed_of, written_of])
+
+
+def whole(*ids: int) -> Blocks:
+    return Blocks(list(ids), 0, 4 * len(ids))
+
+
+@BOTH
+def test_a_state_is_one_block_at_one_token(call: Call) -> None:
+    right = {"state": Blocks([5], state_token=9)}
+    assert call([STATE], right, right)
+    for wrong, error in (
+        (Blocks([], state_token=9), InvalidField),
+        (Blocks([5, 6], state_token=9), InvalidField),
+        (Blocks([5], state_token=8), BlocksShort),
+    ):
+        for theirs, mine in ((right, {"state": wrong}), ({"state": wrong}, right)):
+            with pytest.raises(error) as caught:
+                call([STATE], theirs, mine)
+            if error is InvalidField:
+                side = "source" if theirs["state"] is wrong else "destination"
+                assert str(caught.value).startswith(f"{side} blocks of state group")
+    with pytest.raises(BadBlock, match="the null block"):
+        call([STATE], right, {"state": Blocks([0], state_token=9)})
+
+
+def test_the_state_that_is_moved() -> None:
+    theirs, mine = {"state": Blocks([5], state_token=9)}, {"state": Blocks([3], state_token=9)}
+    assert told(needed([STATE], {"state": STATE}, theirs, mine, (2, 3))) == (0, 1, 0, [5], [3], 0, 0)
+    assert written_of([STATE], theirs, mine) == written_of([STATE], None, mine) == {"state": [3]}
+
+
+def test_a_state_in_the_sources_null_block() -> None:
+    theirs, mine = {"state": Blocks([0])}, {"state": Blocks([3])}
+    with pytest.raises(BadBlock, match=r"source block 0 .* the null block"):
+        needed([STATE], {"state": STATE}, theirs, mine, None)
+
+
+@BOTH
+def test_no_block_is_given_twice_in_a_pool(call: Call) -> None:
+    once = {"a": whole(1, 2), "b": whole(3, 4)}
+    assert call(POOLED, once, once)
+    with pytest.raises(BadBlock, match=r"pool one.* block 2|block 2 .*given twice"):
+        call(POOLED, once, {"a": whole(1, 2), "b": whole(3, 2)})
+    # Groups without a pool have one of their own, whatever its name.
+    apart = [POOLED[0], Group("one", block_tokens=4, num_blocks=8), Group("c", block_tokens=4, num_blocks=8)]
+    same = {"a": whole(1, 2), "one": whole(1, 2), "c": whole(1, 2)}
+    assert call(apart, same, same)
+
+
+@BOTH
+def test_groups_without_blocks(call: Call) -> None:
+    both = {"a": whole(1), "b": whole(2)}
+    with pytest.raises(InvalidField, match="destination blocks") as caught:
+        call(POOLED, both, {"a": whole(1)})
+    assert "group 'b'" in str(caught.value)
+
+
+def test_groups_that_the_source_does_not_grant() -> None:
+    both = {"a": whole(1), "b": whole(2)}
+    with pytest.raises(BlocksShort):
+        needed_of(POOLED, {"a": whole(1)}, both)
+    # What this rank reads is known with the source's geometry only.
+    assert written_of(POOLED, {"a": whole(1)}, both) == {"a": [1]}
+    assert written_of(POOLED, None, {"b": whole(2)}) == {"b": [2]}
+    assert written_of(POOLED, {"a": whole(5), "c": whole(5)}, {"a": whole(1)}) == {"a": [1]}
+    with pytest.raises(InvalidField, match="groups of this engine"):
+        written_of(POOLED, None, {"a": whole(1), "c": whole(2)})
+
+
+def test_of_a_group_of_which_nothing_is_read_nothing_is_written() -> None:
+    theirs = {"a": Blocks([1], 0, 0), "b": whole(2)}
+    assert written_of(POOLED, theirs, {"a": Blocks([1], 0, 0), "b": whole(2)}) == {"b": [2]}
+    assert list(needed_of(POOLED, theirs, {"a": Blocks([1], 0, 0), "b": whole(2)})) == ["b"]  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize("side", ["source", "destination"])
+def test_tokens_below_the_limit_are_moved_and_no_others(side: str) -> None:
+    block = 1 << 20
+    group = Group("g", block_tokens=block, num_blocks=8)
+    last = TOKEN_LIMIT // block - 1
+    fine = Blocks([3], last * block, TOKEN_LIMIT - 1)
+    assert told(needed([group], {"g": group}, {"g": fine}, {"g": fine}, None))[1] == TOKEN_LIMIT - 1
+    for wrong in (
+        Blocks([3], last * block, TOKEN_LIMIT),
+        Blocks([3], TOKEN_LIMIT),
+        Blocks([3, 4], last * block, TOKEN_LIMIT),
+    ):
+        blocks = {"source": fine, "destination": fine, side: wrong}
+        with pytest.raises(InvalidField, match=f"{side} tokens of group 'g'"):
+            needed([group], {"g": group}, {"g": blocks["source"]}, {"g": blocks["destination"]}, (0, 0))
+
+
+def test_the_ids_are_a_copy_that_does_not_wrap() -> None:
+    group = Group("g", block_tokens=4, num_blocks=1 << 30)
+    (one,) = needed([group], {"g": group}, {"g": whole(1 << 29)}, {"g": whole(7)}, None).values()
+    assert (one.source.ids * 1024).tolist() == [1 << 39]
+    assert (one.destination.ids * (1 << 40)).tolist() == [7 << 40]
