@@ -5,6 +5,11 @@ from __future__ import annotations
 import os
 
 import pytest
+from hypothesis import settings
+
+# No test fails for want of time: how long an example takes says more of the machine.
+settings.register_profile("unhurried", settings(), deadline=None)
+settings.load_profile("unhurried")
 
 KNOWN_SKIPS = ("there is no GPU", "network namespaces need", "network namespaces cannot be made here")
 """Beginnings of the reasons that CI accepts."""
