@@ -85,7 +85,7 @@ def page() -> str:
     """The whole reference."""
     read = [declarations((PROTOS / f"{name}.proto").read_text()) for name in FILES]
     known = {declared.name for _, file in read for declared in file}
-    parts = ["# RPC reference", "Made from the comments of `protos/kvferry/v1`. All names are in the package `kvferry.v1`."]
+    parts = ["# RPC reference", "Made from the comments of the protos. All names are in the package `kvferry.v1`."]
     for name, (head, file) in zip(FILES, read, strict=True):
         parts += [f"## {name}.proto", _paragraphs(head)]
         for declared in file:

@@ -35,7 +35,6 @@ def test_readme_shows_the_example_that_runs() -> None:
     assert f"```python\n{body}```" in (ROOT / "README.md").read_text()
 
 
-
 def test_example_in_one_process_runs() -> None:
     command = [sys.executable, str(ROOT / "examples" / "one_process.py")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)

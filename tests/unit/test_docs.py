@@ -140,7 +140,7 @@ def test_the_rpc_reference_describes_every_declaration_with_a_comment() -> None:
         for name in rpc_reference.FILES
         for declared in rpc_reference.declarations((rpc_reference.PROTOS / f"{name}.proto").read_text())[1]
     }
-    expected = {}
+    expected: dict[str, Any] = {}
     for module in (kv_transfer_pb2, introspection_pb2, geometry_pb2, errors_pb2):
         file: Any = module.DESCRIPTOR
         expected |= {name: service.methods_by_name for name, service in file.services_by_name.items()}
