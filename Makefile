@@ -138,7 +138,7 @@ $(DOCS_VENV): pyproject.toml
 	@touch $@
 
 docs: $(DOCS_VENV) ## Build the documentation as a site in build/site
-	@.venv-docs/bin/mkdocs build --strict --quiet
+	@NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict --quiet
 
 clean: ## Remove everything that make has set up or left
 	rm -rf .venv .venv-docs .venv-oldest .venv-proto .venv-vllm tests/node/node_modules build dist
