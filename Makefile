@@ -1,4 +1,5 @@
-# Every target sets up what it needs by itself, in .venv, .venv-oldest, .venv-proto and tests/node/node_modules.
+# Every target sets up what it needs by itself, in .venv, .venv-docs, .venv-oldest, .venv-proto
+# and tests/node/node_modules.
 
 SHELL := bash
 .DEFAULT_GOAL := help
@@ -16,7 +17,7 @@ VENV := .venv/.installed
 NODE := tests/node/node_modules/.installed
 
 .PHONY: help setup node demo test test-oldest test-vllm lint format reliability house soak mutate proto proto-check bench
-.PHONY: bench-vllm clean
+.PHONY: bench-vllm docs clean
 
 help: ## Show this help
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -130,7 +131,19 @@ bench: setup ## Run the benchmarks
 bench-vllm: $(VLLM_VENV) ## Compare with vLLM's own connector, in a real vLLM
 	@.venv-vllm/bin/python -m benchmarks.vllm_pd
 
+# mkdocs reads the code without importing it: neither torch nor NIXL is needed.
+DOCS_VENV := .venv-docs/.installed
+
+$(DOCS_VENV): pyproject.toml
+	@echo "Setting up .venv-docs"
+	@$(PYTHON) -m venv .venv-docs
+	@.venv-docs/bin/python -m pip --disable-pip-version-check -qq install -e '.[docs]'
+	@touch $@
+
+docs: $(DOCS_VENV) ## Build the documentation as a site in build/site
+	@NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict --quiet
+
 clean: ## Remove everything that make has set up or left
-	rm -rf .venv .venv-oldest .venv-proto .venv-vllm tests/node/node_modules build dist
+	rm -rf .venv .venv-docs .venv-oldest .venv-proto .venv-vllm tests/node/node_modules build dist
 	rm -rf .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find client server tests -name __pycache__ -type d -prune -exec rm -rf {} +
