@@ -15,9 +15,9 @@ from typing import Any
 from mkdocs.structure.files import File, Files, InclusionLevel
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "scripts"))
+sys.path.insert(0, str(ROOT))
 
-import rpc_reference  # noqa: E402
+from scripts import rpc_reference  # noqa: E402
 
 PAGES = {
     "README.md": "index.md",
