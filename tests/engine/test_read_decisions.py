@@ -304,6 +304,18 @@ def test_a_read_is_attached_once_and_reports_of_unknown_reads_are_nobodys(world:
     assert world.finished() == []
 
 
+def test_the_error_of_a_read_says_whether_its_blocks_are_quiet(world: World) -> None:
+    read_id = world.reading()
+    world.reads.cancel("mine")
+    world.ends(read_id, 0, "TransferCancelled")
+    world.ends(read_id, 1, "TransferStuck", quiet=False)
+    (end,) = world.finished()
+    assert isinstance(end.error, TransferCancelled)
+    assert (end.quiet, end.error.quiet) == (False, False)
+    world.reads.collect(WorkerOutput(1, quiesced=(read_id,)))
+    assert end.error.quiet
+
+
 def test_the_last_rank_that_fails_has_nobody_to_stop(world: World) -> None:
     read_id = world.reading()
     world.ends(read_id, 0)

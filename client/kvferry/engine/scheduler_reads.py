@@ -35,6 +35,7 @@ from kvferry.errors import (
     KvferryError,
     LimitReached,
     TransferCancelled,
+    TransferError,
     TransferExpired,
     TransferFailed,
     TransferStuck,
@@ -440,6 +441,7 @@ class Reads:
         read.stage = Stage.ENDED
         if read.lease is not None:
             self._desk.do(partial(self._holder.drop, read.lease))
+        _tell_quiet(read)
         moved = sum(end.bytes for end in read.ends.values())
         self.counts[_kind(read.error)] += 1
         self.bytes += moved
@@ -467,6 +469,7 @@ class Reads:
         """A rank became quiet."""
         if read.stage is not Stage.ENDED or read.loud:
             return
+        _tell_quiet(read)
         if read.withheld is not None:
             self._ended.append(replace(read.withheld, quiet=True))
         else:
@@ -476,6 +479,12 @@ class Reads:
 
 def _nothing() -> None:
     """Has the desk look at deadlines again."""
+
+
+def _tell_quiet(read: _Read) -> None:
+    """The error that the engine gets says the same of its blocks as its `ReadEnd`."""
+    if isinstance(read.error, TransferError):
+        read.error.quiet = not read.loud
 
 
 def _grant(read: _Read, granted: Granted) -> Grant:

@@ -117,7 +117,7 @@ class RankEnd:
         quiet: nothing can write to its blocks any more.
         bytes: read by the rank.
         lost: blocks whose bytes do not count, by group; none if it is ok.
-        error_name, message, values: class of the error, and what it says; empty if it is ok.
+        error_name, message, values, retry_after: class of the error, and what it says; empty if it is ok.
     """
 
     read_id: str
@@ -129,10 +129,13 @@ class RankEnd:
     error_name: str = ""
     message: str = ""
     values: Mapping[str, str] = field(default_factory=dict)
+    retry_after: float | None = None
 
     def error(self) -> KvferryError | None:
         """Why it failed, typed."""
-        return None if self.ok else from_name(self.error_name, self.message, self.values)
+        if self.ok:
+            return None
+        return from_name(self.error_name, self.message, self.values, retry_after=self.retry_after, quiet=self.quiet)
 
 
 @dataclass(frozen=True, slots=True)

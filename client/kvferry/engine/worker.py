@@ -211,6 +211,7 @@ class WorkerPort(OneProcess):
             error_name="" if error is None else type(error).__name__,
             message="" if error is None else error.message,
             values={} if error is None else dict(error.values),
+            retry_after=None if error is None else error.retry_after,
         )
         with self._lock:
             (self._ended if error is None else self._failed)[order.read_id] = end
