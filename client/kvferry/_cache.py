@@ -37,7 +37,7 @@ from kvferry._transport.transport import Transport, TransportGauges
 from kvferry._wire.geometry_codec import group_to_proto, rank_to_proto, region_to_proto
 from kvferry._wire.reference import parse_engine_reference, parse_reference
 from kvferry._wire.token import EngineToken
-from kvferry.errors import Closed, InvalidField, KvferryError, MessageTooLarge
+from kvferry.errors import Closed, InvalidField, KvferryError, MessageTooLarge, WrongState
 from kvferry.geometry.blocks import Blocks, blocks_by_group
 from kvferry.geometry.model import EngineGeometry, MemoryRegion, RankGeometry, check_rank, check_regions
 from kvferry.geometry.tensors import Tensor
@@ -153,9 +153,14 @@ class Cache(OneProcess):
 
     @property
     def session(self) -> EngineSession:
-        """The engine's session; raises `InvalidField` where another process has it."""
+        """The engine's session; raises `WrongState` where another process has it."""
         if self._session is None:
-            raise InvalidField("session", None, f"the process that opened engine {self.spec.engine_id!r}")
+            engine_id = self.spec.engine_id
+            raise WrongState(
+                f"another process opened engine {engine_id!r} and has its session: publish there, or open the engine "
+                "here, with Client.open_engine",
+                engine_id=engine_id,
+            )
         return self._session
 
     def read(

@@ -9,6 +9,7 @@
     │   ├── BadBlock
     │   ├── BlocksShort
     │   └── PartiesMismatch
+    ├── WrongState                     the call is right, and not now; the message says what to do first
     ├── Refused                        the other side will not, and says why
     │   ├── Incompatible               .mismatches names every field with both values
     │   ├── WrongKey
@@ -110,6 +111,7 @@ __all__ = [
     "WrongIdentity",
     "WrongKey",
     "WrongSession",
+    "WrongState",
     "WrongThread",
     "from_name",
     "from_reason",
@@ -249,6 +251,13 @@ class PartiesMismatch(InvalidInput):
     """Calls of one read disagree. Values: lease_number, field, value, expected."""
 
     reason = "PARTIES_MISMATCH"
+
+
+class WrongState(KvferryError):
+    """A call that is refused because of what was called before, not because of an argument. The message says what to
+    do. Never crosses the wire. Values: whatever the call was about."""
+
+    code = "FAILED_PRECONDITION"
 
 
 class Refused(KvferryError):
@@ -592,8 +601,8 @@ def from_name(
         message, values, retry_after: its own.
         quiet: its own, if it is a `TransferError`.
     """
-    cls = next((cls for cls in (KvferryError, *_subclasses(KvferryError)) if cls.__name__ == name), InternalError)
-    error = cls.rebuilt(message, values, retry_after)
+    known: list[type[KvferryError]] = [KvferryError, *_subclasses(KvferryError)]
+    error = next((cls for cls in known if cls.__name__ == name), InternalError).rebuilt(message, values, retry_after)
     if isinstance(error, TransferError):
         error.quiet = quiet
     return error

@@ -30,6 +30,7 @@ from kvferry.errors import (
     TransferExpired,
     TransferFailed,
     TransferStuck,
+    WrongState,
 )
 from kvferry.v1 import kv_transfer_pb2 as pb
 
@@ -298,7 +299,7 @@ def test_a_rank_that_became_quiet_does_not_end_the_read_for_the_others(world: Wo
 
 def test_a_read_is_attached_once_and_reports_of_unknown_reads_are_nobodys(world: World) -> None:
     world.reading()
-    with pytest.raises(InvalidField, match="it is reading"):
+    with pytest.raises(WrongState, match="attach each request once"):
         world.reads.attach("mine", {"full": Blocks([1, 2], end_token=32)}, None, allow_overlap=False)
     world.ends("unknown", 0)
     assert world.finished() == []
@@ -400,7 +401,7 @@ def test_what_is_not_attached_in_time_is_refused_and_given_back(world: World, wh
     with pytest.raises(TransferExpired if why == "its lease" else TransferStuck):
         world.reads.attach("mine", {"full": Blocks([20, 7])}, None, allow_overlap=False)
     # It was told once, and is forgotten.
-    with pytest.raises(InvalidField):
+    with pytest.raises(WrongState, match="acquire it first"):
         world.reads.granted("mine")
     assert dict(world.reads.counts) == {"refused": 1}
 
@@ -408,7 +409,7 @@ def test_what_is_not_attached_in_time_is_refused_and_given_back(world: World, wh
 def test_what_is_refused_is_told_once(world: World) -> None:
     world.reads.acquire("mine", "reference", 0, TIMEOUT)
     assert world.reads.granted("mine") is None
-    with pytest.raises(InvalidField, match="it is waiting"):
+    with pytest.raises(WrongState, match="is waiting for its source"):
         world.reads.attach("mine", {}, None, allow_overlap=False)
     world.answer(PublicationStale("gone"))
     world.until(Stage.REFUSED)
@@ -451,7 +452,7 @@ def test_so_many_wait_and_no_more(make: Callable[..., World]) -> None:
     world = make(max_waiting=2)
     for name in ("one", "two"):
         world.reads.acquire(name, name, 0, TIMEOUT)
-    with pytest.raises(InvalidField, match="request_id"):
+    with pytest.raises(WrongState, match="being read already"):
         world.reads.acquire("two", "two", 0, TIMEOUT)
     with pytest.raises(LimitReached):
         world.reads.acquire("three", "three", 0, TIMEOUT)

@@ -45,7 +45,7 @@ def example(cls: type[errors.KvferryError]) -> errors.KvferryError:
         for parameter in inspect.signature(cls).parameters.values()
         if parameter.default is parameter.empty and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
     ]
-    error = cls(*required)
+    error = cls(*required)  # type: ignore[arg-type]
     error.retry_after = 2.5
     error.values["engine_id"] = "x"
     return error
@@ -62,7 +62,7 @@ def through_another_process(error: errors.KvferryError) -> errors.KvferryError:
 
 
 WAYS: list[Callable[[errors.KvferryError], errors.KvferryError]] = [
-    lambda error: pickle.loads(pickle.dumps(error)),  # type: ignore[no-any-return]
+    lambda error: pickle.loads(pickle.dumps(error)),
     copy.copy,
     through_another_process,
     lambda error: from_notification_error(to_notification_error(error)) if error.reason else copy.copy(error),

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from kvferry._wire.authority import publication_key
 from kvferry._wire.reference import format_reference
-from kvferry.errors import InternalError, InvalidField, KvferryError, Unreachable
+from kvferry.errors import InternalError, KvferryError, Unreachable, WrongState
 from kvferry.v1 import kv_transfer_pb2 as pb
 
 LOCAL_RELEASE_MARGIN = 5.0
@@ -153,11 +153,15 @@ class Offers:
         """Take the next step of a publication; says in it which it is. To be sent; then `sent`.
 
         Raises:
-            InvalidField: the publication is complete, or released.
+            WrongState: the publication is complete, or released.
         """
         held = self._held.get(number)
         if held is None or held.steps[-1].last:
-            raise InvalidField("publication", number, "one that is not complete")
+            state = "was released" if held is None else "is complete, since its last step was published"
+            raise WrongState(
+                f"publication {number} {state}, and takes no more blocks: publish the request again",
+                publication=number,
+            )
         first = held.steps[0]
         step.publication, step.request_id = number, first.request_id
         step.step = len(held.steps)

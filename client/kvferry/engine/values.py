@@ -55,8 +55,8 @@ class BlockRuns:
 
 
 @dataclass(frozen=True, slots=True)
-class Grant:
-    """What workers need to read a publication whose lease their scheduler holds.
+class _Leased:
+    """A publication whose lease this engine's scheduler holds.
 
     Attributes:
         request_id: the reader's own request.
@@ -65,11 +65,9 @@ class Grant:
         reference: to the publication; what shows the source's home that its ranks may be reached.
         source_request_id: the request at the source.
         lease_id: of the lease. A secret: it allows to end the lease.
-        timeout: seconds from now until the read is given up (R5); taken anew when the grant is handed out.
+        timeout: seconds from now until the read is given up (R5); taken anew when the value is handed out.
         granted: the source's blocks by group.
         payload: opaque bytes from the source.
-        local: the blocks to read into, once they are attached.
-        tokens: the tokens wanted, ``[a, b)``; None: what was granted.
     """
 
     request_id: str
@@ -84,12 +82,48 @@ class Grant:
     timeout: float
     granted: tuple[BlockRuns, ...]
     payload: bytes = b""
-    local: tuple[BlockRuns, ...] = ()
-    tokens: tuple[int, int] | None = None
 
     def blocks(self) -> dict[str, Blocks]:
         """The source's blocks by group."""
         return {runs.group: runs.blocks() for runs in self.granted}
+
+
+@dataclass(frozen=True, slots=True)
+class Offer(_Leased):
+    """What `SchedulerPort.granted` returns: the source's blocks are pinned for this request, which has no blocks of its
+    own yet. `SchedulerPort.attach` gives it some, and returns the `Grant` that workers start.
+
+    Attributes:
+        request_id: the reader's own request.
+        read_id: of this read; the same in all ranks.
+        home, engine_id, incarnation, publication: the source and what it offers.
+        reference: to the publication; a capability.
+        source_request_id: the request at the source.
+        lease_id: of the lease. A secret: it allows to end the lease.
+        timeout: seconds from now until the read is given up.
+        granted: the source's blocks by group; see `blocks`.
+        payload: opaque bytes from the source.
+    """
+
+    def attached(self, local: tuple[BlockRuns, ...], tokens: tuple[int, int] | None, *, timeout: float) -> Grant:
+        """The grant of this offer, with blocks to read into."""
+        given = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return Grant(**{**given, "timeout": timeout}, local=local, tokens=tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Grant(_Leased):
+    """What workers need to read a publication whose lease their scheduler holds: an `Offer` with blocks to read into.
+
+    Attributes:
+        local: the blocks to read into, by group; see `local_blocks`.
+        tokens: the tokens wanted, ``[a, b)``; None: what was granted.
+
+    The others are those of the `Offer`.
+    """
+
+    local: tuple[BlockRuns, ...] = ()
+    tokens: tuple[int, int] | None = None
 
     def local_blocks(self) -> dict[str, Blocks]:
         """The blocks to read into, by group."""
