@@ -313,6 +313,8 @@ class Cache(OneProcess):
         engine = parse_engine_reference(arguments.text("engine_reference", engine_reference))
         control = self._homes.get(engine.home)
         done: Future[tuple[int, ...]] = Future()
+        # As of a call that runs: who gives up waiting for it cancels nothing.
+        done.set_running_or_notify_cancel()
 
         def run() -> None:
             try:

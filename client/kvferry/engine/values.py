@@ -13,10 +13,12 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from kvferry._arguments import integer, mapping, several, texts, token_range
 from kvferry.errors import InvalidField, KvferryError, from_name
 from kvferry.geometry.blocks import MAX_BLOCKS, Blocks
 
-Plain = dict[str, Any]
+Plain = dict[str, object]
+"""Dicts, lists, tuples, strings, numbers, bytes, booleans and None."""
 Value = TypeVar("Value")
 
 
@@ -135,10 +137,10 @@ class Grant(_Leased):
 
     @classmethod
     def of(cls, plain: Plain) -> Grant:
-        """What `plain` gave."""
-        runs = {name: tuple(_made(BlockRuns, runs) for runs in plain[name]) for name in ("granted", "local")}
-        tokens = plain["tokens"]
-        return cls(**{**plain, **runs, "tokens": None if tokens is None else tuple(tokens)})
+        """What `plain` gave; raises `InvalidField` for anything else."""
+        runs = {name: _each(BlockRuns, plain, name) for name in ("granted", "local")}
+        found = _made(cls, {**plain, **runs})
+        return dataclasses.replace(found, tokens=token_range(found.tokens))
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,9 +200,10 @@ class WorkerOutput:
 
     @classmethod
     def of(cls, plain: Plain) -> WorkerOutput:
-        """What `plain` gave."""
-        ended, failed = (tuple(_made(RankEnd, end) for end in plain[name]) for name in ("ended", "failed"))
-        return cls(plain["rank"], ended, failed, tuple(plain["quiesced"]))
+        """What `plain` gave; raises `InvalidField` for anything else."""
+        ends = {name: _each(RankEnd, plain, name) for name in ("ended", "failed")}
+        found = _made(cls, {**plain, **ends})
+        return dataclasses.replace(found, rank=integer("rank", found.rank), quiesced=texts("quiesced", found.quiesced))
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,9 +249,20 @@ class Finished:
         return bool(self.reads or self.quiesced)
 
 
-def _made(cls: type[Value], plain: Plain) -> Value:
-    """A value of what an encoder may have turned from tuples into lists."""
-    return cls(**{name: _tuples(value) for name, value in plain.items()})
+def _made(cls: type[Value], plain: object) -> Value:
+    """A value of what `plain` gave, which an encoder may have turned from tuples into lists; raises `InvalidField`."""
+    name = cls.__name__
+    given = mapping(name, plain, f"what {name}.plain() gave")
+    try:
+        return cls(**{str(field): _tuples(value) for field, value in given.items()})
+    except TypeError:
+        raise InvalidField(name, sorted(map(str, given)), f"the fields that {name}.plain() gave") from None
+
+
+def _each(cls: type[Value], plain: object, name: str) -> tuple[Value, ...]:
+    """Values in a field of what `plain` gave."""
+    given = mapping(name, plain, "what plain() gave").get(name)
+    return tuple(_made(cls, item) for item in several(name, given, object, f"several {cls.__name__}s, as plain() gave"))
 
 
 def _tuples(value: Any) -> Any:

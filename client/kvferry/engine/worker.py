@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any
 
 from kvferry import _arguments as arguments
 from kvferry._cache import OPEN_TIMEOUT, Cache
@@ -19,7 +18,8 @@ from kvferry._wire.token import EngineToken
 from kvferry.engine.values import Grant, Offer, RankEnd, WorkerOutput
 from kvferry.errors import KvferryError, WrongState
 from kvferry.geometry.blocks import Blocks, blocks_by_group
-from kvferry.geometry.tensors import Tensor
+from kvferry.geometry.model import Interval, MemoryRegion, Plane
+from kvferry.geometry.tensors import Holding, Tensor
 
 MAX_DONE = 65_536
 """Reads that are remembered after their end was acknowledged: hours of them, where a grant is delivered twice within
@@ -57,18 +57,30 @@ class WorkerPort(OneProcess):
         """read_ids that were acknowledged, the latest last: a grant that comes twice must not be read twice."""
 
     def register(
-        self, kv_caches: Mapping[str, Tensor] | None = None, *, timeout: float = OPEN_TIMEOUT, **memory: Any
+        self,
+        kv_caches: Mapping[str, Tensor] | None = None,
+        *,
+        axes: Sequence[str] | None = None,
+        heads: range | Interval | None = None,
+        total_heads: int | None = None,
+        holding: Holding | None = None,
+        replicated: bool = False,
+        planes: Sequence[Plane] | None = None,
+        regions: Sequence[MemoryRegion] | None = None,
+        keep: object = None,
+        labels: Mapping[str, int] | None = None,
+        serve: bool = True,
+        timeout: float = OPEN_TIMEOUT,
     ) -> Cache:
         """Register the rank's memory, with NIXL and at the node server. Waits; once, before the engine serves.
 
         Args:
             kv_caches: a tensor per layer, as engines hold them.
+            axes, heads, total_heads, holding, replicated, planes, regions, keep, labels, serve: how the tensors are to
+                be read, or memory that is no tensor; see `Client.register_cache`.
             timeout: seconds to keep trying.
-            memory: how the tensors are to be read, or memory that is no tensor: `axes`, `heads`, `total_heads`,
-                `holding`, `replicated`, `planes`, `regions`, `keep`, `labels`, `serve` of `Client.register_cache`,
-                which see also for errors.
 
-        Raises:
+        Raises what `Client.register_cache` does, and:
             WrongState: it is registered already.
         """
         if self._cache is not None:
@@ -79,7 +91,21 @@ class WorkerPort(OneProcess):
                 rank=self.rank,
             )
         cache = self._client.register_cache(
-            self.spec, self.rank, tensors=kv_caches, token=self._token, timeout=timeout, **memory
+            self.spec,
+            self.rank,
+            tensors=kv_caches,
+            axes=axes,
+            heads=heads,
+            total_heads=total_heads,
+            holding=holding,
+            replicated=replicated,
+            planes=planes,
+            regions=regions,
+            keep=keep,
+            labels=labels,
+            token=self._token,
+            serve=serve,
+            timeout=timeout,
         )
         try:
             shares = cache.rank_reads(self._share_ended, self._share_quiesced)

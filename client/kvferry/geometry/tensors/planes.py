@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from typing import cast
 
 from kvferry._arguments import instance, integer, integer_map, mapping, several, text, texts
 from kvferry.errors import BadGeometry
@@ -57,7 +58,7 @@ def named_tensors(tensors: object) -> dict[str, Tensor]:
             view_of(tensor)
         except BadGeometry as error:
             raise BadGeometry(f"layer {name}", str(error.values["problem"])) from None
-        found[name] = tensor
+        found[name] = cast(Tensor, tensor)
     return found
 
 
