@@ -369,6 +369,14 @@ class Cache(OneProcess):
         if self._agent is not None:
             self._agent.close()
 
+    def is_rank(self, token: EngineToken, rank: int) -> bool:
+        """Whether it is this rank of this start of the engine."""
+        return (self._token.engine_id, self._token.incarnation, self.rank.rank) == (
+            token.engine_id,
+            token.incarnation,
+            rank,
+        )
+
     def register_again(self) -> None:
         """Refill a home that lost its record of this rank. Same content, so it changes nothing at one that has it.
 

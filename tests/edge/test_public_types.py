@@ -48,7 +48,7 @@ VALUES: list[type] = [
 ]
 WIRING = {
     Client: {"lease_holder"},
-    Cache: {"rank_reads", "home", "register_again"},
+    Cache: {"rank_reads", "home", "is_rank", "register_again"},
     EngineSession: {"offer", "offer_more", "send", "on_refill"},
 }
 """What only kvferry's own parts call."""
@@ -57,7 +57,7 @@ WIRING = {
 def methods(cls: type) -> Iterator[tuple[str, Callable[..., Any]]]:
     """The public methods and properties of a class, and its constructor where a user calls it."""
     for name, member in vars(cls).items():
-        function = member.fget if isinstance(member, property) else member
+        function: Any = member.fget if isinstance(member, property) else member
         if name == "__init__" and cls in (Client, AsyncClient, *PUBLIC[-2:]):
             yield name, inspect.unwrap(function)
         if isinstance(function, classmethod):

@@ -367,7 +367,8 @@ def test_workers_that_say_nothing_are_waited_for_so_long_and_no_longer(
     if not holds:
         (end,) = ended
         assert isinstance(end.error, TransferStuck)
-        assert "did not end" in end.error.message
+        assert "did not end in time: rank 1 has not reported" in end.error.message
+        assert end.error.values["ranks"] == "1"
         assert not end.quiet
     # Its blocks stay in quarantine until the rank has said that they are quiet.
     assert not world.free()

@@ -320,8 +320,8 @@ class EngineSession(OneProcess):
         elif kind == "rank_lost":
             lost = message.rank_lost
             place = f" of node {lost.node}" if lost.node else ""
-            cause = "its node was lost" if lost.node_lost else "its process ended"
-            logger.warning("engine %s: rank %d%s is lost: %s", self.spec.engine_id, lost.rank, place, cause)
+            cause = "its node was lost" if lost.node_lost else "its process has ended, or has closed its client"
+            logger.warning("engine %s: rank %d%s is gone: %s", self.spec.engine_id, lost.rank, place, cause)
         elif kind == "synced" and message.synced.need_resync:
             self._refill()
 

@@ -164,7 +164,8 @@ class SchedulerPort(OneProcess):
             request_id: the reader's own; one read at a time.
             reference: as it came with the request.
             expected_reads: reads that will be made of the publication; 0: what its source said.
-            timeout: seconds until the read fails, all its waiting included (R5).
+            timeout: seconds until the read fails, all its waiting included (R5). The workers have 10 s more to say how
+                their shares ended; ranks that say nothing are named in the error.
 
         Raises:
             BadReference: not a reference.

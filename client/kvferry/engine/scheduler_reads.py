@@ -337,8 +337,7 @@ class Reads:
         if read.error is None and not read.lease.lease.live(time):
             self._fail(read, TransferExpired(f"read {read_id}: its lease ended before its last byte", read_id=read_id))
         elif read.error is None and overdue:
-            what = "did not end" if read.stage is Stage.READING else "was not attached"
-            self._fail(read, TransferStuck(f"read {read_id} {what} in time", quiet=False, read_id=read_id))
+            self._fail(read, self._overdue(read))
         if read.stage is Stage.GRANTED and read.error is not None:
             read.stage, read.offer = Stage.REFUSED, None
             self.counts["refused"] += 1
@@ -346,6 +345,18 @@ class Reads:
         elif read.stage is Stage.READING and time >= read.request.deadline + WORKERS_GRACE:
             read.loud.update(set(range(self._spec.num_ranks)) - set(read.ends))
             self._all_ended(read)
+
+    def _overdue(self, read: _Read) -> TransferStuck:
+        read_id = read.read_id
+        if read.stage is Stage.GRANTED:
+            message = f"request {read.request_id!r} was granted, and given no blocks in time: attach it, or cancel it"
+            return TransferStuck(message, read_id=read_id)
+        silent = ", ".join(str(rank) for rank in range(self._spec.num_ranks) if rank not in read.ends)
+        message = (
+            f"read {read_id} of request {read.request_id!r} did not end in time: rank {silent} has not reported its "
+            "end; was the grant started there, and is what the worker's `finished` returns collected here?"
+        )
+        return TransferStuck(message, quiet=False, read_id=read_id, ranks=silent)
 
     def _let_go(self, read: _Read, granted: Granted) -> None:
         self._holder.drop(granted)
