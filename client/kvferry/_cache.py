@@ -204,16 +204,14 @@ class Cache(OneProcess):
         """
         self._check_open()
         parsed = parse_reference(reference)
-        arguments.integer("parties", parties)
-        if parties < 1 or (parties > 1 and read_id is None):
-            raise InvalidField(
-                "parties", (parties, read_id), "at least 1, and a read_id in common where there are several"
-            )
+        parties = arguments.integer("parties", parties, 1, 2**31 - 1)
+        if parties > 1 and read_id is None:
+            raise InvalidField("read_id", None, f"the name that each of the {parties} parties gives to this read")
         deadline = now() + arguments.seconds("timeout", timeout)
         wanted = None if layers is None else frozenset(arguments.texts("layers", layers))
         unknown = sorted((wanted or frozenset()) - {plane.layer for plane in self.rank.planes})
         if unknown:
-            raise InvalidField("layers", unknown, "layers of this rank")
+            raise InvalidField("layers", unknown, "names of layers that this rank holds")
         mine, asked = blocks_by_group("blocks", blocks), arguments.token_range(tokens)
         request = ReadRequest(
             home=self._homes.get(parsed.home),
@@ -222,7 +220,7 @@ class Cache(OneProcess):
             blocks=mine,
             tokens=asked,
             layers=wanted,
-            parties=arguments.integer("parties", parties, 1, 2**31 - 1),
+            parties=parties,
             expected_reads=arguments.integer("expected_reads", expected_reads, 0, 2**31 - 1),
             deadline=deadline,
         )
@@ -262,7 +260,8 @@ class Cache(OneProcess):
             How many sums were sent, once they are at the home. Raises there what the home refused.
 
         Raises:
-            BadBlock, InvalidField: the blocks are not ones of this engine, or lie in device memory that no tensor says.
+            BadBlock, InvalidField: the blocks are not ones of this engine, or lie in device memory that is not backed by
+                a registered tensor.
             ForkedClient, Closed: this cache cannot be used any more.
         """
         self._check_open()

@@ -9,8 +9,8 @@
     │   ├── BadBlock
     │   ├── BlocksShort
     │   └── PartiesMismatch
-    ├── WrongState                     the call is right, and not now; the message says what to do first
-    ├── Refused                        the other side will not, and says why
+    ├── WrongState                     the call comes at the wrong time; the message says what to do first
+    ├── Refused                        the peer rejects the request, and says why
     │   ├── Incompatible               .mismatches names every field with both values
     │   ├── WrongKey
     │   ├── WrongSession
@@ -254,14 +254,15 @@ class PartiesMismatch(InvalidInput):
 
 
 class WrongState(KvferryError):
-    """A call that is refused because of what was called before, not because of an argument. The message says what to
-    do. Never crosses the wire. Values: whatever the call was about."""
+    """The call comes at the wrong time: no argument is wrong, but something else has to be done first, or was done
+    already. The message says what to do. Never crosses the wire. Values: engine_id, rank, request_id ..., whatever the
+    call was about."""
 
     code = "FAILED_PRECONDITION"
 
 
 class Refused(KvferryError):
-    """The other side will not, and says why."""
+    """The peer rejects the request, and says why."""
 
     code = "FAILED_PRECONDITION"
 

@@ -9,17 +9,21 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
 import kvferry
 from kvferry import Blocks, Client, EngineSpec, Group
+from kvferry._cli import app
 from kvferry._clock import now
 from kvferry._transport.peer_link import _called
 from kvferry.engine import Grant, SchedulerPort, WorkerOutput, WorkerPort
 from kvferry.errors import BadAgentMetadata, BadGeometry, EngineIdInUse, InvalidField, KvferryError, WrongState
+from kvferry.geometry import file as geometry_file
 from kvferry.geometry.tensors import planes_of
 from tests.e2e.world import unique_id
 from tests.edge.conftest import AXES, BLOCKS, TOKENS, array
@@ -148,6 +152,18 @@ def test_a_node_server_that_logs_errors_alone_is_ready_without_an_error() -> Non
         process.communicate(timeout=60)
     assert "INFO kvferryd: kvferryd" in line
     assert "ready: listens on" in line
+
+
+def test_a_geometry_file_that_is_wrong_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "prefill.json"
+    file.write_text('{"engine_id": "prefill"}')
+    with pytest.raises(InvalidField) as raised:
+        geometry_file.load(file)
+    assert str(raised.value).startswith(f"{file}: ")
+    assert raised.value.values["file"] == str(file)
+    result = CliRunner().invoke(app, ["plan", "--source", str(file), "--destination", str(file)])
+    assert result.exit_code == 2
+    assert str(file) in result.output
 
 
 def test_arrays_are_tensors() -> None:

@@ -232,7 +232,7 @@ class Acquirer:
                 elif kind == "blocks":
                     size += message.ByteSize() + STEP_BYTES
                     if size > GRANT_BYTES:
-                        raise InvalidField("blocks of a publication", f"{size} bytes", f"at most {GRANT_BYTES}")
+                        raise InvalidField("size of a publication's blocks", f"{size} bytes", f"at most {GRANT_BYTES}")
                     steps.append(message.blocks)
                 elif kind == "revoked":
                     number = message.revoked.reason
@@ -332,7 +332,7 @@ def joined(steps: list[pb.Blocks]) -> dict[str, Blocks]:
     # Before any is written out: a few bytes of runs are as many ids as their sender likes, in each group.
     count = sum(sum(part.run_counts) for parts in pieces.values() for part in parts)
     if count > MAX_BLOCKS:
-        raise InvalidField("blocks of all groups", count, f"at most {MAX_BLOCKS}")
+        raise InvalidField("number of blocks of all groups", count, f"at most {MAX_BLOCKS}")
     joined = {}
     for name, parts in pieces.items():
         whole = pb.GroupBlocks()
