@@ -260,8 +260,8 @@ class Cache(OneProcess):
             How many sums were sent, once they are at the home. Raises there what the home refused.
 
         Raises:
-            BadBlock, InvalidField: the blocks are not ones of this engine, or lie in device memory that is not backed by
-                a registered tensor.
+            BadBlock, InvalidField: the blocks are not ones of this engine, or lie in device memory that is not backed
+                by a registered tensor.
             ForkedClient, Closed: this cache cannot be used any more.
         """
         self._check_open()
