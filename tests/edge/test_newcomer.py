@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 import socket
 import subprocess
 import sys
@@ -22,7 +21,7 @@ from kvferry._cli import app
 from kvferry._clock import now
 from kvferry._transport.peer_link import _called
 from kvferry.engine import Grant, SchedulerPort, WorkerOutput, WorkerPort
-from kvferry.errors import BadAgentMetadata, BadGeometry, EngineIdInUse, InvalidField, KvferryError, WrongState
+from kvferry.errors import BadAgentMetadata, BadGeometry, InvalidField, KvferryError, WrongState
 from kvferry.geometry import file as geometry_file
 from kvferry.geometry.tensors import planes_of
 from tests.e2e.world import unique_id
@@ -74,13 +73,6 @@ def test_a_source_that_serves_nothing(client: Client) -> None:
     publication = source.session.publish("request", {"full": Blocks([1])})
     with pytest.raises(BadAgentMetadata, match="registered with serve=False"):
         reader.read(publication.reference, {"full": Blocks([1])}).result(60)
-
-
-def test_an_engine_that_is_open_already(node: str, client: Client) -> None:
-    spec = EngineSpec(unique_id("engine"), (GROUP,))
-    client.open_engine(spec)
-    with Client(node) as other, pytest.raises(EngineIdInUse, match=re.escape("with its token (token=...)")):
-        other.register_cache(spec, tensors={"l": array()}, axes=AXES, timeout=0.5)
 
 
 @pytest.mark.parametrize("call", [lambda client, spec: client.open_engine(spec, timeout=3.0)], ids=["open"])
