@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from kvferry._client import Client as Client
     from kvferry._control.session import EngineSession as EngineSession
     from kvferry._control.session import Publication as Publication
+    from kvferry._control.session import ReadSummary as ReadSummary
     from kvferry._control.session import Release as Release
     from kvferry._control.session import ReleaseOutcome as ReleaseOutcome
     from kvferry._embed import serve as serve
@@ -80,6 +81,7 @@ _HOME_OF = {
     "ReadProgress": "_reads.read",
     "ReadResult": "_reads.read",
     "ReadState": "_reads.read",
+    "ReadSummary": "_control.session",
     "Release": "_control.session",
     "ReleaseOutcome": "_control.session",
     "StagingOptions": "_transport.staging_pool",

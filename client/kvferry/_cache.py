@@ -37,7 +37,7 @@ from kvferry._transport.transport import Transport, TransportGauges
 from kvferry._wire.geometry_codec import group_to_proto, rank_to_proto, region_to_proto
 from kvferry._wire.reference import parse_engine_reference, parse_reference
 from kvferry._wire.token import EngineToken
-from kvferry.errors import Closed, InvalidField, KvferryError, MessageTooLarge
+from kvferry.errors import Closed, InvalidField, KvferryError, MessageTooLarge, WrongState
 from kvferry.geometry.blocks import Blocks, blocks_by_group
 from kvferry.geometry.model import EngineGeometry, MemoryRegion, RankGeometry, check_rank, check_regions
 from kvferry.geometry.tensors import Tensor
@@ -153,9 +153,14 @@ class Cache(OneProcess):
 
     @property
     def session(self) -> EngineSession:
-        """The engine's session; raises `InvalidField` where another process has it."""
+        """The engine's session; raises `WrongState` where another process has it."""
         if self._session is None:
-            raise InvalidField("session", None, f"the process that opened engine {self.spec.engine_id!r}")
+            engine_id = self.spec.engine_id
+            raise WrongState(
+                f"another process opened engine {engine_id!r} and has its session: publish there, or open the engine "
+                "here, with Client.open_engine",
+                engine_id=engine_id,
+            )
         return self._session
 
     def read(
@@ -199,16 +204,14 @@ class Cache(OneProcess):
         """
         self._check_open()
         parsed = parse_reference(reference)
-        arguments.integer("parties", parties)
-        if parties < 1 or (parties > 1 and read_id is None):
-            raise InvalidField(
-                "parties", (parties, read_id), "at least 1, and a read_id in common where there are several"
-            )
+        parties = arguments.integer("parties", parties, 1, 2**31 - 1)
+        if parties > 1 and read_id is None:
+            raise InvalidField("read_id", None, f"the name that each of the {parties} parties gives to this read")
         deadline = now() + arguments.seconds("timeout", timeout)
         wanted = None if layers is None else frozenset(arguments.texts("layers", layers))
         unknown = sorted((wanted or frozenset()) - {plane.layer for plane in self.rank.planes})
         if unknown:
-            raise InvalidField("layers", unknown, "layers of this rank")
+            raise InvalidField("layers", unknown, "names of layers that this rank holds")
         mine, asked = blocks_by_group("blocks", blocks), arguments.token_range(tokens)
         request = ReadRequest(
             home=self._homes.get(parsed.home),
@@ -217,7 +220,7 @@ class Cache(OneProcess):
             blocks=mine,
             tokens=asked,
             layers=wanted,
-            parties=arguments.integer("parties", parties, 1, 2**31 - 1),
+            parties=parties,
             expected_reads=arguments.integer("expected_reads", expected_reads, 0, 2**31 - 1),
             deadline=deadline,
         )
@@ -257,7 +260,8 @@ class Cache(OneProcess):
             How many sums were sent, once they are at the home. Raises there what the home refused.
 
         Raises:
-            BadBlock, InvalidField: the blocks are not ones of this engine, or lie in device memory that no tensor says.
+            BadBlock, InvalidField: the blocks are not ones of this engine, or lie in device memory that is not backed
+                by a registered tensor.
             ForkedClient, Closed: this cache cannot be used any more.
         """
         self._check_open()
@@ -308,6 +312,8 @@ class Cache(OneProcess):
         engine = parse_engine_reference(arguments.text("engine_reference", engine_reference))
         control = self._homes.get(engine.home)
         done: Future[tuple[int, ...]] = Future()
+        # As of a call that runs: who gives up waiting for it cancels nothing.
+        done.set_running_or_notify_cancel()
 
         def run() -> None:
             try:
@@ -361,6 +367,14 @@ class Cache(OneProcess):
         self._transport.close(max(0.0, deadline - now()))
         if self._agent is not None:
             self._agent.close()
+
+    def is_rank(self, token: EngineToken, rank: int) -> bool:
+        """Whether it is this rank of this start of the engine."""
+        return (self._token.engine_id, self._token.incarnation, self.rank.rank) == (
+            token.engine_id,
+            token.incarnation,
+            rank,
+        )
 
     def register_again(self) -> None:
         """Refill a home that lost its record of this rank. Same content, so it changes nothing at one that has it.

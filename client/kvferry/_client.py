@@ -20,10 +20,10 @@ from kvferry._forks import OneProcess
 from kvferry._memory.declared import Declared, memory_of
 from kvferry._transport.nixl_options import NixlOptions
 from kvferry._transport.staging_pool import StagingOptions
-from kvferry._wire.channel import TlsConfig
+from kvferry._wire.channel import TlsConfig, parse_address
 from kvferry._wire.reference import parse_reference
 from kvferry._wire.token import EngineToken
-from kvferry.errors import Closed, InvalidField
+from kvferry.errors import CacheDiffers, Closed, InvalidField, WrongState
 from kvferry.geometry.model import Interval, MemoryRegion, Plane, RankGeometry
 from kvferry.geometry.tensors import Holding, Tensor, held, named_tensors
 from kvferry.planner.summed_blocks import IntegrityOptions
@@ -45,6 +45,9 @@ class Client(OneProcess):
         staging: how small pieces are read.
         integrity: whether what is published is summed, and what is read compared; off by default.
         max_reads: reads at once per cache.
+
+    Raises:
+        InvalidField: an argument is of another type, or the address is neither of the two, e.g. ``http://host:port``.
     """
 
     def __init__(
@@ -67,7 +70,8 @@ class Client(OneProcess):
         ):
             if given is not None:
                 arguments.instance(name, given, kind, f"a {kind.__name__}")
-        self._homes = Homes(arguments.text("address", address), tls, arguments.texts("allowed_homes", allowed_homes))
+        parse_address(arguments.text("address", address))
+        self._homes = Homes(address, tls, arguments.texts("allowed_homes", allowed_homes))
         self._renewals = Renewals()
         self._options = options or NixlOptions()
         self._staging = staging or StagingOptions()
@@ -153,7 +157,8 @@ class Client(OneProcess):
             BadGeometry: planes that contradict the engine's groups or lie outside the regions.
             InvalidField: the memory is said in no way or in two, is not mapped or read-only, or it is not said which
                 heads a rank of several holds.
-            CacheDiffers: the rank is registered with another content.
+            WrongState: this process has registered the rank already.
+            CacheDiffers: another process has registered the rank with another content.
             Unavailable: the node server could not be reached.
         """
         self._check_open()
@@ -170,23 +175,33 @@ class Client(OneProcess):
         session, own = self._identity(engine, token, timeout)
         if session is None:
             self._watch(own, rank, timeout)
-        cache = Cache(
-            self._homes,
-            self._renewals,
-            engine,
-            own,
-            RankGeometry(rank, found, {} if labels is None else labels),
-            ranges,
-            serve=serve,
-            options=self._options,
-            staging=self._staging,
-            integrity=self._integrity,
-            tensors=tuple((tensors or {}).values()),
-            max_reads=self._max_reads,
-            session=session,
-            timeout=deadline - now(),
-            keep=(tensors, _kept(keep)),
-        )
+        try:
+            cache = Cache(
+                self._homes,
+                self._renewals,
+                engine,
+                own,
+                RankGeometry(rank, found, {} if labels is None else labels),
+                ranges,
+                serve=serve,
+                options=self._options,
+                staging=self._staging,
+                integrity=self._integrity,
+                tensors=tuple((tensors or {}).values()),
+                max_reads=self._max_reads,
+                session=session,
+                timeout=deadline - now(),
+                keep=(tensors, _kept(keep)),
+            )
+        except CacheDiffers as error:
+            if not self._has_registered(own, rank):
+                raise
+            raise WrongState(
+                f"rank {rank} of engine {engine.engine_id!r} is already registered by this process: use the Cache that "
+                "register_cache returned the first time; other memory needs another start of the engine",
+                engine_id=engine.engine_id,
+                rank=rank,
+            ) from error
         if session is not None:
             session.on_refill(cache.register_again)
         with self._lock:
@@ -252,9 +267,17 @@ class Client(OneProcess):
                 raise InvalidField("token", given.engine_id, f"the token of engine {spec.engine_id!r}")
             return None, given
         if spec.num_ranks > 1:
-            raise InvalidField("token", None, f"the token of engine {spec.engine_id!r}, which has several ranks")
+            raise InvalidField(
+                "token",
+                None,
+                f"the token of engine {spec.engine_id!r}, which has several ranks: pass token=SchedulerPort.token",
+            )
         session = self.open_engine(spec, timeout=timeout)
         return session, session.token
+
+    def _has_registered(self, token: EngineToken, rank: int) -> bool:
+        with self._lock:
+            return any(cache.is_rank(token, rank) for cache in self._caches)
 
     def _watch(self, token: EngineToken, rank: int, timeout: float) -> None:
         """This process's liveness, where the scheduler's Watch is another process's."""

@@ -9,18 +9,22 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Collection, Mapping, Sequence
 from types import TracebackType
-from typing import Any
 
-from kvferry._cache import READ_TIMEOUT, Cache
+from kvferry._cache import OPEN_TIMEOUT, READ_TIMEOUT, Cache
 from kvferry._client import Client
+from kvferry._control.connection import CALL_TIMEOUT
 from kvferry._control.session import EngineSession, Publication, Release
 from kvferry._engine_spec import EngineSpec
 from kvferry._forks import OneProcess
 from kvferry._reads.read import Read
 from kvferry._transport.nixl_options import NixlOptions
 from kvferry._transport.staging_pool import StagingOptions
+from kvferry._transport.transport import TransportGauges
 from kvferry._wire.channel import TlsConfig
+from kvferry._wire.token import EngineToken
 from kvferry.geometry.blocks import Blocks
+from kvferry.geometry.model import Interval, MemoryRegion, Plane
+from kvferry.geometry.tensors import Holding, Tensor
 from kvferry.planner.summed_blocks import IntegrityOptions
 
 
@@ -51,17 +55,53 @@ class AsyncClient(OneProcess):
             max_reads=max_reads,
         )
 
-    async def open_engine(self, spec: EngineSpec, **options: Any) -> AsyncSession:
-        """See `Client.open_engine`."""
-        return AsyncSession(await asyncio.to_thread(self._client.open_engine, spec, **options))
+    async def open_engine(self, spec: EngineSpec, *, timeout: float = OPEN_TIMEOUT) -> AsyncSession:
+        """Start a new incarnation of an engine. See `Client.open_engine`."""
+        return AsyncSession(await asyncio.to_thread(self._client.open_engine, spec, timeout=timeout))
 
-    async def register_cache(self, engine: EngineSpec, rank: int = 0, **options: Any) -> AsyncCache:
-        """See `Client.register_cache`."""
-        return AsyncCache(await asyncio.to_thread(self._client.register_cache, engine, rank, **options))
+    async def register_cache(
+        self,
+        engine: EngineSpec,
+        rank: int = 0,
+        *,
+        tensors: Mapping[str, Tensor] | None = None,
+        axes: Sequence[str] | None = None,
+        heads: range | Interval | None = None,
+        total_heads: int | None = None,
+        holding: Holding | None = None,
+        replicated: bool = False,
+        planes: Sequence[Plane] | None = None,
+        regions: Sequence[MemoryRegion] | None = None,
+        keep: object = None,
+        labels: Mapping[str, int] | None = None,
+        token: EngineToken | str | None = None,
+        serve: bool = True,
+        timeout: float = OPEN_TIMEOUT,
+    ) -> AsyncCache:
+        """Register a rank's cache, with NIXL and at the node server. See `Client.register_cache`."""
+        cache = await asyncio.to_thread(
+            self._client.register_cache,
+            engine,
+            rank,
+            tensors=tensors,
+            axes=axes,
+            heads=heads,
+            total_heads=total_heads,
+            holding=holding,
+            replicated=replicated,
+            planes=planes,
+            regions=regions,
+            keep=keep,
+            labels=labels,
+            token=token,
+            serve=serve,
+            timeout=timeout,
+        )
+        return AsyncCache(cache)
 
-    async def decline(self, reference: str, **options: Any) -> None:
-        """See `Client.decline`."""
-        await asyncio.to_thread(self._client.decline, reference, **options)
+    async def decline(self, reference: str, *, timeout: float = CALL_TIMEOUT) -> None:
+        """Say that nobody will read a publication. See `Client.decline`."""
+        await asyncio.to_thread(self._client.decline, reference, timeout=timeout)
 
     async def close(self) -> None:
         """See `Client.close`."""
@@ -77,27 +117,75 @@ class AsyncClient(OneProcess):
 
 
 class AsyncSession(OneProcess):
-    """`EngineSession` for an event loop."""
+    """`EngineSession` for an event loop. Made by `AsyncClient.open_engine`, or found as `AsyncCache.session`."""
 
     def __init__(self, session: EngineSession) -> None:
         self.sync = session
         """The session itself, for what does not wait."""
+        self.spec = session.spec
 
-    async def publish(self, request_id: str, blocks: Mapping[str, Blocks], **options: Any) -> Publication:
-        """See `EngineSession.publish`."""
-        return await asyncio.to_thread(self.sync.publish, request_id, blocks, **options)
+    @property
+    def token(self) -> EngineToken:
+        """What the engine's other processes need. Secret."""
+        return self.sync.token
 
-    async def publish_more(self, publication: Publication, blocks: Mapping[str, Blocks], **options: Any) -> None:
-        """See `EngineSession.publish_more`."""
-        await asyncio.to_thread(self.sync.publish_more, publication, blocks, **options)
+    @property
+    def engine_reference(self) -> str:
+        """What routers give to this engine's readers to warm up with. See `EngineSession.engine_reference`."""
+        return self.sync.engine_reference
 
-    async def abort(self, publication: Publication) -> None:
-        """See `EngineSession.abort`."""
-        await asyncio.to_thread(self.sync.abort, publication)
+    async def publish(
+        self,
+        request_id: str,
+        blocks: Mapping[str, Blocks],
+        *,
+        last: bool = True,
+        expected_reads: int = 1,
+        payload: bytes = b"",
+        checksums: bool = False,
+        timeout: float = CALL_TIMEOUT,
+    ) -> Publication:
+        """Offer a request's blocks. See `EngineSession.publish`."""
+        return await asyncio.to_thread(
+            self.sync.publish,
+            request_id,
+            blocks,
+            last=last,
+            expected_reads=expected_reads,
+            payload=payload,
+            checksums=checksums,
+            timeout=timeout,
+        )
+
+    async def publish_more(
+        self,
+        publication: Publication,
+        blocks: Mapping[str, Blocks],
+        *,
+        last: bool,
+        payload: bytes = b"",
+        timeout: float = CALL_TIMEOUT,
+    ) -> None:
+        """Offer the next blocks of a publication. See `EngineSession.publish_more`."""
+        await asyncio.to_thread(
+            self.sync.publish_more, publication, blocks, last=last, payload=payload, timeout=timeout
+        )
+
+    async def abort(self, publication: Publication, timeout: float = CALL_TIMEOUT) -> None:
+        """Stop new reads of a publication. See `EngineSession.abort`."""
+        await asyncio.to_thread(self.sync.abort, publication, timeout)
 
     async def released(self, timeout: float = 0.0) -> list[Release]:
-        """See `EngineSession.released`."""
+        """What was released since the last call. See `EngineSession.released`."""
         return await asyncio.to_thread(self.sync.released, timeout)
+
+    def unreleased(self) -> tuple[Publication, ...]:
+        """Publications whose blocks are still pinned."""
+        return self.sync.unreleased()
+
+    async def close(self) -> None:
+        """End the session. See `EngineSession.close`."""
+        await asyncio.to_thread(self.sync.close)
 
 
 class AsyncCache(OneProcess):
@@ -106,6 +194,17 @@ class AsyncCache(OneProcess):
     def __init__(self, cache: Cache) -> None:
         self.sync = cache
         """The cache itself, for what does not wait."""
+        self.spec, self.rank, self.reuse_after = cache.spec, cache.rank, cache.reuse_after
+
+    @property
+    def session(self) -> AsyncSession:
+        """The engine's session; raises `WrongState` where another process has it."""
+        return AsyncSession(self.sync.session)
+
+    @property
+    def engine_reference(self) -> str:
+        """What routers give to this engine's readers to warm up with. See `Cache.engine_reference`."""
+        return self.sync.engine_reference
 
     def read(
         self,
@@ -133,10 +232,24 @@ class AsyncCache(OneProcess):
             allow_overlap=allow_overlap,
         )
 
-    async def checksum(self, publication: int, blocks: Mapping[str, Blocks], **options: Any) -> int:
+    async def checksum(
+        self, publication: int, blocks: Mapping[str, Blocks], *, last: bool = True, timeout: float = READ_TIMEOUT
+    ) -> int:
         """Sum blocks, and wait until the sums are at the home. See `Cache.checksum`."""
-        return await asyncio.wrap_future(self.sync.checksum(publication, blocks, **options))
+        return await asyncio.wrap_future(self.sync.checksum(publication, blocks, last=last, timeout=timeout))
 
-    async def close(self) -> None:
-        """See `Cache.close`."""
-        await asyncio.to_thread(self.sync.close)
+    def prepare(self) -> None:
+        """Make the reading agents now; returns at once. See `Cache.prepare`."""
+        self.sync.prepare()
+
+    async def warm(self, engine_reference: str, *, timeout: float = OPEN_TIMEOUT) -> tuple[int, ...]:
+        """Do now what the first read from an engine would wait for. See `Cache.warm`."""
+        return await asyncio.wrap_future(self.sync.warm(engine_reference, timeout=timeout))
+
+    def gauges(self) -> TransportGauges:
+        """What the data plane of this rank is doing."""
+        return self.sync.gauges()
+
+    async def close(self, timeout: float = 10.0) -> None:
+        """Cancel the reads and end the agents. See `Cache.close`."""
+        await asyncio.to_thread(self.sync.close, timeout)

@@ -9,7 +9,8 @@
     │   ├── BadBlock
     │   ├── BlocksShort
     │   └── PartiesMismatch
-    ├── Refused                        the other side will not, and says why
+    ├── WrongState                     the call comes at the wrong time; the message says what to do first
+    ├── Refused                        the peer rejects the request, and says why
     │   ├── Incompatible               .mismatches names every field with both values
     │   ├── WrongKey
     │   ├── WrongSession
@@ -58,7 +59,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 __all__ = [
     "AgentsWithheld",
@@ -110,10 +111,14 @@ __all__ = [
     "WrongIdentity",
     "WrongKey",
     "WrongSession",
+    "WrongState",
     "WrongThread",
     "from_name",
     "from_reason",
 ]
+
+
+Rebuilt = TypeVar("Rebuilt", bound="KvferryError")
 
 
 class KvferryError(Exception):
@@ -141,22 +146,32 @@ class KvferryError(Exception):
         """Whether repeating the same call can help (PROTOCOL, Errors)."""
         return self.code == "UNAVAILABLE" or self.retry_after is not None
 
+    @classmethod
+    def rebuilt(
+        cls: type[Rebuilt], message: str, values: Mapping[str, str], retry_after: float | None = None
+    ) -> Rebuilt:
+        """An error of this class as another process raised it, from what it said; every attribute of the class is set.
+
+        This is the only way in which errors are rebuilt: the constructors of many classes put their message together.
+        """
+        error = cls.__new__(cls)
+        KvferryError.__init__(error, message, retry_after=retry_after)
+        error.values = dict(values)
+        error._set_attributes()
+        return error
+
+    def _set_attributes(self) -> None:
+        """Set what this class has beside its message and values, as far as they tell it."""
+
     def __reduce__(self) -> tuple[object, ...]:
-        return (_restore, (type(self), self.message, self.retry_after, self.values, self.__dict__))
+        # The state comes last, so an attribute that the values don't tell is what it was.
+        return (_unpickled, (type(self), self.message, self.values, self.retry_after), self.__dict__)
 
 
-def _restore(
-    cls: type[KvferryError],
-    message: str,
-    retry_after: float | None,
-    values: Mapping[str, str],
-    state: dict[str, object],
+def _unpickled(
+    cls: type[KvferryError], message: str, values: Mapping[str, str], retry_after: float | None
 ) -> KvferryError:
-    error = cls.__new__(cls)
-    KvferryError.__init__(error, message, retry_after=retry_after)
-    error.values = dict(values)
-    error.__dict__.update(state)
-    return error
+    return cls.rebuilt(message, values, retry_after)
 
 
 class InvalidInput(KvferryError, ValueError):
@@ -238,8 +253,16 @@ class PartiesMismatch(InvalidInput):
     reason = "PARTIES_MISMATCH"
 
 
+class WrongState(KvferryError):
+    """The call comes at the wrong time: no argument is wrong, but something else has to be done first, or was done
+    already. The message says what to do. Never crosses the wire. Values: engine_id, rank, request_id ..., whatever the
+    call was about."""
+
+    code = "FAILED_PRECONDITION"
+
+
 class Refused(KvferryError):
-    """The other side will not, and says why."""
+    """The peer rejects the request, and says why."""
 
     code = "FAILED_PRECONDITION"
 
@@ -281,35 +304,36 @@ class Incompatible(Refused):
             sort = (found.kind, found.field, found.source, found.destination)
             first, alike = sorts.get(sort, (found, -1))
             sorts[sort] = first, alike + 1
-        self._say(list(sorts.values())[: self.SPELLED_OUT], len(mismatches))
-        self.mismatches = mismatches
-
-    @classmethod
-    def from_values(cls, values: Mapping[str, str]) -> Incompatible:
-        """The error as it was before it crossed the wire, with the mismatches that were spelled out."""
-        told: list[tuple[Mismatch, int]] = []
-        while f"mismatch.{len(told)}.kind" in values:
-            index = len(told)
-            found = Mismatch(**{name: values.get(f"mismatch.{index}.{name}", "") for name in Mismatch.__slots__})
-            told.append((found, _number(values.get(f"mismatch.{index}.alike", ""))))
-        error = cls.__new__(cls)
-        spelled_out = sum(1 + alike for _, alike in told)
-        error._say(told, max(spelled_out, _number(values.get("mismatches", ""))))
-        error.mismatches = tuple(found for found, _ in told)
-        return error
-
-    def _say(self, told: list[tuple[Mismatch, int]], total: int) -> None:
-        lines = [found.message + (f" (and {alike} more alike)" if alike else "") for found, alike in told]
-        left = total - sum(1 + alike for _, alike in told)
-        if left:
-            lines.append(f"and {left} more")
-        super().__init__("; ".join(lines))
-        self.values = {"mismatches": str(total)}
+        told = list(sorts.values())[: self.SPELLED_OUT]
+        super().__init__(_message(told, len(mismatches)))
+        self.values = {"mismatches": str(len(mismatches))}
         for index, (found, alike) in enumerate(told):
             for name in Mismatch.__slots__:
                 self.values[f"mismatch.{index}.{name}"] = getattr(found, name)
             if alike:
                 self.values[f"mismatch.{index}.alike"] = str(alike)
+        self.mismatches = mismatches
+
+    def _set_attributes(self) -> None:
+        """The mismatches that were spelled out, and the message that they make, which the wire may have cut."""
+        told: list[tuple[Mismatch, int]] = []
+        while f"mismatch.{len(told)}.kind" in self.values:
+            index = len(told)
+            found = Mismatch(**{name: self.values.get(f"mismatch.{index}.{name}", "") for name in Mismatch.__slots__})
+            told.append((found, _number(self.values.get(f"mismatch.{index}.alike", ""))))
+        self.mismatches = tuple(found for found, _ in told)
+        if told:
+            spelled_out = sum(1 + alike for _, alike in told)
+            self.message = _message(told, max(spelled_out, _number(self.values.get("mismatches", ""))))
+            self.args = (self.message,)
+
+
+def _message(told: list[tuple[Mismatch, int]], total: int) -> str:
+    lines = [found.message + (f" (and {alike} more alike)" if alike else "") for found, alike in told]
+    left = total - sum(1 + alike for _, alike in told)
+    if left:
+        lines.append(f"and {left} more")
+    return "; ".join(lines)
 
 
 def _number(text: str) -> int:
@@ -488,13 +512,18 @@ class TransferError(KvferryError):
     Attributes:
         quiet: True when nothing can write to the destination blocks any more (R4). False: the blocks stay quarantined
             until the read is seen quiet; `Read.wait_quiet` waits for that. In the process whose transfer it was this
-            becomes True by itself when it is so; in another process, a pickle or a message it stays what it was.
+            becomes True by itself when it is so; in a pickle or a message it stays what it was. False in an error
+            rebuilt from a message that does not say it.
     """
 
     def __init__(self, message: str, *, quiet: bool = True, **values: object) -> None:
         super().__init__(message)
         self.values = {key: str(value) for key, value in values.items()}
         self.quiet = quiet
+
+    def _set_attributes(self) -> None:
+        # An error is no proof that writing stopped (R4).
+        self.quiet = False
 
 
 class TransferFailed(TransferError):
@@ -558,15 +587,26 @@ def _subclasses(cls: type[KvferryError]) -> list[type[KvferryError]]:
 _BY_REASON: dict[str, type[KvferryError]] = {cls.reason: cls for cls in _subclasses(KvferryError) if cls.reason}
 
 
-def from_name(name: str, message: str, values: Mapping[str, str]) -> KvferryError:
+def from_name(
+    name: str,
+    message: str,
+    values: Mapping[str, str],
+    *,
+    retry_after: float | None = None,
+    quiet: bool = False,
+) -> KvferryError:
     """The error that another process of the same engine raised, rebuilt from the name of its class.
 
     Args:
         name: of the class; an unknown one is an `InternalError`.
-        message, values: its own.
+        message, values, retry_after: its own.
+        quiet: its own, if it is a `TransferError`.
     """
-    cls = next((cls for cls in _subclasses(KvferryError) if cls.__name__ == name), InternalError)
-    return _restore(cls, message, None, values, {})
+    known: list[type[KvferryError]] = [KvferryError, *_subclasses(KvferryError)]
+    error = next((cls for cls in known if cls.__name__ == name), InternalError).rebuilt(message, values, retry_after)
+    if isinstance(error, TransferError):
+        error.quiet = quiet
+    return error
 
 
 def from_reason(
@@ -581,8 +621,4 @@ def from_reason(
         retry_after: seconds, from RetryInfo.
     """
     cls = _BY_REASON.get(reason)
-    if cls is None:
-        return None
-    if cls is Incompatible:
-        return Incompatible.from_values(values)
-    return _restore(cls, message, retry_after, values, {})
+    return None if cls is None else cls.rebuilt(message, values, retry_after)

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry._arguments import flag, integer
-from kvferry.errors import InvalidField
+from kvferry.errors import InvalidField, WrongState
 from kvferry.geometry.model import MemoryKind, MemoryRegion
 
 HUGE_PAGE = 2 << 20
@@ -84,9 +84,9 @@ class HostMemory:
 
     @property
     def fd(self) -> int:
-        """What to hand to another process for `attach`; raises `InvalidField` if it is not shared."""
+        """What to hand to another process for `attach`; raises `WrongState` if it is not shared."""
         if self._fd < 0:
-            raise InvalidField("shared", False, "memory made with shared=True")
+            raise WrongState("this memory belongs to one process alone: make it with shared=True to hand it on")
         return self._fd
 
     def huge_bytes(self) -> int:

@@ -18,7 +18,7 @@ from kvferry import Blocks, Client, EngineSpec, Group
 from kvferry._clock import now
 from kvferry.engine import Grant, RankEnd, SchedulerPort, WorkerPort
 from kvferry.engine.values import BlockRuns
-from kvferry.errors import Closed, InvalidField, LimitReached, TransferCancelled
+from kvferry.errors import Closed, InvalidField, LimitReached, TransferCancelled, WrongState
 from tests.e2e.servers import NodeServerProcess
 from tests.e2e.world import unique_id, until
 
@@ -181,10 +181,10 @@ def test_an_engine_that_raises_at_one_end_hears_of_the_others(
 def test_a_grant_that_comes_again_after_its_end_was_acknowledged_is_refused(node: NodeServerProcess) -> None:
     with silent_home() as home, worker(node.address) as port:
         port.start(grant(home, "once", 0.2))
-        with pytest.raises(InvalidField):
+        with pytest.raises(WrongState, match="start each grant once"):
             port.start(grant(home, "once", 0.2))
         assert set(ends(port, 1)) == {"once"}
-        with pytest.raises(InvalidField):
+        with pytest.raises(WrongState, match="start each grant once"):
             port.start(grant(home, "once", 0.2))
 
 

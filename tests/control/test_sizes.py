@@ -121,7 +121,7 @@ def test_blocks_of_a_step_that_fits_no_message_are_refused_before_they_are_pinne
         with pytest.raises(MessageTooLarge):
             session.offer_more(first, {"full": blocks}, last=True)
         assert session.unreleased() == (first,)
-        assert step.publication == first.number
+        assert step.message.publication == first.number
 
 
 def test_a_rank_that_fits_no_message_is_refused_at_once(tmp_path: Path) -> None:

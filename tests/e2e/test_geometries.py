@@ -71,7 +71,7 @@ def numbers(group: Group, blocks: Blocks) -> range:
 class HeldRanks:
     """All ranks of an engine in this process, each with memory of its own."""
 
-    def __init__(self, address: str, engine: EngineGeometry, ucx_tls: str, *, serve: bool, path: str = "auto") -> None:
+    def __init__(self, address: str, engine: EngineGeometry, ucx_tls: str, *, serve: bool, path: Any = "auto") -> None:
         self.engine = engine
         # Slots that hold a few blocks only, so that reads take many batches.
         staging = StagingOptions(path=path, slot_bytes=16 << 10, slots=3)

@@ -104,7 +104,7 @@ def test_a_lease_is_acquired_again_at_a_home_that_restarted(tmp_path: Path) -> N
             renewals.drop(granted.lease)
             (release,) = caches[0].session.released(timeout=30)
             assert (release.publication, release.outcome) == (publication.number, ReleaseOutcome.READ)
-            assert [summary.state for summary in release.reads] == [pb.READ_STATE_VALID]
+            assert [summary.state for summary in release.reads] == ["valid"]
     finally:
         renewals.close()
         server.stop()

@@ -134,7 +134,7 @@ def test_a_node_that_was_lost_is_named_as_lost(spanning: Spanning, how: signal.S
 def test_what_was_lost_is_told_to_the_scheduler(spanning: Spanning, caplog: pytest.LogCaptureFixture) -> None:
     spanning.other.stop(signal.SIGKILL)
     spanning.incomplete()
-    expected = f"rank 1 of node {spanning.other.address} is lost: its node was lost"
+    expected = f"rank 1 of node {spanning.other.address} is gone: its node was lost"
     deadline = now() + 30
     while not any(expected in record.getMessage() for record in caplog.records) and now() < deadline:
         spanning.session.released(0.05)

@@ -104,7 +104,7 @@ def test_08_one_failed_rank_fails_the_read_once_and_a_retry_finds_the_blocks(hom
     home.report(retry, 1)
     (release,) = home.released(1)
     first, second = sorted(release.reads, key=lambda read: read.lease_number)
-    assert (first.state, second.state) == (pb.READ_STATE_FAILED, pb.READ_STATE_VALID)
+    assert (first.state, second.state) == ("failed", "valid")
 
 
 def test_09_hold_ends_under_the_sources_request_id(home: Home) -> None:

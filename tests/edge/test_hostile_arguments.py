@@ -478,6 +478,7 @@ def methods(node: str, client: Client) -> Iterator[Case]:
     scheduler.acquire("mine", publication.reference)
     while (offer := scheduler.granted("mine")) is None:
         threading.Event().wait(0.01)
+    grant = offer.attached((), None, timeout=30.0)
     yield Case(
         "SchedulerPort",
         SchedulerPort,
@@ -531,13 +532,13 @@ def methods(node: str, client: Client) -> Iterator[Case]:
     yield Case(
         "start",
         worker.start,
-        {"grant": offer},
-        {"grant": [None, 1, offer, offer.plain()], "local_blocks": BLOCKS_BY_GROUP[1:9], "tails": [None, "zero", 1]},
+        {"grant": grant},
+        {"grant": [None, 1, offer, grant.plain()], "local_blocks": BLOCKS_BY_GROUP[1:9], "tails": [None, "zero", 1]},
     )
     yield Case(
         "start tokens",
         worker.start,
-        {"grant": offer, "local_blocks": {"full": Blocks([1])}},
+        {"grant": grant, "local_blocks": {"full": Blocks([1])}},
         {"tokens": TOKEN_RANGE, "tails": [None, "zero", 1]},
     )
     yield Case("worker cancel", worker.cancel, {}, {"read_id": TEXT})
@@ -589,7 +590,7 @@ def assert_refused(case: Case) -> None:
 def test_every_public_class_is_here() -> None:
     """What is exported and can be made of arguments is in the tables."""
     covered = {case.name.split()[0].split(".")[0] for case in CONSTRUCTORS} | {"Client", "Cache", "EngineSession"}
-    values = {"ReadResult", "ReadProgress", "Publication", "Release", "Verification", "ReadPlan", "Read"}
+    values = {"ReadResult", "ReadSummary", "ReadProgress", "Publication", "Release", "Verification", "ReadPlan", "Read"}
     waived = {"AsyncClient", "TlsConfig", "Costs", "PathRule"}
     exported = {name for name in kvferry.__all__ if inspect.isclass(getattr(kvferry, name))}
     enums = {"GroupKind", "MemoryKind", "ReadState", "ReleaseOutcome", "KvferryError"}

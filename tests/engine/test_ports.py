@@ -31,8 +31,8 @@ from kvferry.errors import (
     TransferCancelled,
     TransferFailed,
     TransferStuck,
+    WrongState,
 )
-from kvferry.v1 import kv_transfer_pb2 as pb
 from tests.e2e.servers import NodeServerProcess
 from tests.e2e.world import POISON, Model, expect, kv, shards, unique_id, write
 from tests.engine.world import PortEngine
@@ -156,7 +156,7 @@ def test_declined_after_it_was_granted(pair: Pair) -> None:
     destination.scheduler.acquire("mine", publication.reference)
     destination.grant("mine")
     destination.scheduler.decline(publication.reference)
-    with pytest.raises(InvalidField):
+    with pytest.raises(WrongState):
         destination.scheduler.granted("mine")
     source.release_of(publication)
 
@@ -224,7 +224,7 @@ def test_one_that_is_not_attached_in_time(pair: Pair) -> None:
     # The engine may have asked before, and has blocks now.
     with pytest.raises(TransferStuck):
         destination.scheduler.attach("mine", {"full": Blocks(IDS)})
-    with pytest.raises(InvalidField):
+    with pytest.raises(WrongState):
         destination.scheduler.granted("mine")
     source.scheduler.abort(publication)
     source.release_of(publication)
@@ -276,9 +276,9 @@ def test_what_is_refused_at_once(pair: Pair) -> None:
         scheduler.acquire("mine", "nonsense")
     with pytest.raises(BadReference):
         scheduler.decline("nonsense")
-    with pytest.raises(InvalidField):
+    with pytest.raises(WrongState, match="acquire it first"):
         scheduler.granted("nobody")
-    with pytest.raises(InvalidField):
+    with pytest.raises(WrongState, match="acquire it first"):
         scheduler.attach("nobody", {"full": Blocks([1])})
     with pytest.raises(BadBlock):
         source.scheduler.publish("bad", {"full": Blocks([source.model.num_blocks])})
@@ -286,7 +286,7 @@ def test_what_is_refused_at_once(pair: Pair) -> None:
         scheduler.collect(WorkerOutput(3))
     publication, _ = publish(source, "refused")
     scheduler.acquire("mine", publication.reference)
-    with pytest.raises(InvalidField):
+    with pytest.raises(WrongState, match="being read already"):
         scheduler.acquire("mine", publication.reference)
     destination.grant("mine")
     with pytest.raises(BadBlock):
@@ -308,7 +308,7 @@ def test_a_limit_of_those_that_wait(homes: tuple[str, str], pair: Pair) -> None:
     # Those that waited were told to end; nobody waits for their leases.
     source.scheduler.abort(publication)
     release = source.release_of(publication)
-    assert {read.state for read in release.reads} <= {pb.READ_STATE_CANCELLED}
+    assert {read.state for read in release.reads} <= {"cancelled"}
 
 
 def test_a_source_that_dies_is_told_with_the_blocks(
@@ -468,7 +468,8 @@ def test_a_reference_that_is_gone_fails_no_other_read_of_its_source(
     destination = port_engine(homes[1], source.model, shards(6, 3)).ready()
     gone, _ = publish(source, "gone")
     destination.scheduler.acquire("gone", gone.reference)
-    late = replace(destination.grant("gone"), local=(BlockRuns.of_blocks("full", Blocks([1, 2, 3])),))
+    local = (BlockRuns.of_blocks("full", Blocks([1, 2, 3])),)
+    late = destination.grant("gone").attached(local, None, timeout=30.0)
     assert destination.scheduler.cancel("gone")
     destination.scheduler.decline(gone.reference)
     source.release_of(gone)

@@ -30,6 +30,7 @@ from kvferry.errors import (
     TransferExpired,
     TransferFailed,
     TransferStuck,
+    WrongState,
 )
 from kvferry.v1 import kv_transfer_pb2 as pb
 
@@ -298,10 +299,22 @@ def test_a_rank_that_became_quiet_does_not_end_the_read_for_the_others(world: Wo
 
 def test_a_read_is_attached_once_and_reports_of_unknown_reads_are_nobodys(world: World) -> None:
     world.reading()
-    with pytest.raises(InvalidField, match="it is reading"):
+    with pytest.raises(WrongState, match="attach each request once"):
         world.reads.attach("mine", {"full": Blocks([1, 2], end_token=32)}, None, allow_overlap=False)
     world.ends("unknown", 0)
     assert world.finished() == []
+
+
+def test_the_error_of_a_read_says_whether_its_blocks_are_quiet(world: World) -> None:
+    read_id = world.reading()
+    world.reads.cancel("mine")
+    world.ends(read_id, 0, "TransferCancelled")
+    world.ends(read_id, 1, "TransferStuck", quiet=False)
+    (end,) = world.finished()
+    assert isinstance(end.error, TransferCancelled)
+    assert (end.quiet, end.error.quiet) == (False, False)
+    world.reads.collect(WorkerOutput(1, quiesced=(read_id,)))
+    assert end.error.quiet
 
 
 def test_the_last_rank_that_fails_has_nobody_to_stop(world: World) -> None:
@@ -354,7 +367,8 @@ def test_workers_that_say_nothing_are_waited_for_so_long_and_no_longer(
     if not holds:
         (end,) = ended
         assert isinstance(end.error, TransferStuck)
-        assert "did not end" in end.error.message
+        assert "did not end in time: rank 1 has not reported" in end.error.message
+        assert end.error.values["ranks"] == "1"
         assert not end.quiet
     # Its blocks stay in quarantine until the rank has said that they are quiet.
     assert not world.free()
@@ -388,7 +402,7 @@ def test_what_is_not_attached_in_time_is_refused_and_given_back(world: World, wh
     with pytest.raises(TransferExpired if why == "its lease" else TransferStuck):
         world.reads.attach("mine", {"full": Blocks([20, 7])}, None, allow_overlap=False)
     # It was told once, and is forgotten.
-    with pytest.raises(InvalidField):
+    with pytest.raises(WrongState, match="acquire it first"):
         world.reads.granted("mine")
     assert dict(world.reads.counts) == {"refused": 1}
 
@@ -396,7 +410,7 @@ def test_what_is_not_attached_in_time_is_refused_and_given_back(world: World, wh
 def test_what_is_refused_is_told_once(world: World) -> None:
     world.reads.acquire("mine", "reference", 0, TIMEOUT)
     assert world.reads.granted("mine") is None
-    with pytest.raises(InvalidField, match="it is waiting"):
+    with pytest.raises(WrongState, match="is waiting for its source"):
         world.reads.attach("mine", {}, None, allow_overlap=False)
     world.answer(PublicationStale("gone"))
     world.until(Stage.REFUSED)
@@ -439,7 +453,7 @@ def test_so_many_wait_and_no_more(make: Callable[..., World]) -> None:
     world = make(max_waiting=2)
     for name in ("one", "two"):
         world.reads.acquire(name, name, 0, TIMEOUT)
-    with pytest.raises(InvalidField, match="request_id"):
+    with pytest.raises(WrongState, match="being read already"):
         world.reads.acquire("two", "two", 0, TIMEOUT)
     with pytest.raises(LimitReached):
         world.reads.acquire("three", "three", 0, TIMEOUT)

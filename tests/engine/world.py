@@ -17,7 +17,7 @@ from msgspec import msgpack
 from kvferry import Blocks, Client, EngineSpec, IntegrityOptions, Interval, MemoryKind, MemoryRegion, NixlOptions
 from kvferry._clock import now
 from kvferry._control.publications import Publication, Release
-from kvferry.engine import Grant, ReadEnd, SchedulerPort, Tails, WorkerOutput, WorkerPort
+from kvferry.engine import Grant, Offer, ReadEnd, SchedulerPort, Tails, WorkerOutput, WorkerPort
 from tests.e2e.world import Memory, Model, unique_id
 
 
@@ -152,7 +152,7 @@ class PortEngine:
         self.quiesced += finished.quiesced
         self.released += self.scheduler.released()
 
-    def grant(self, request_id: str, timeout: float = 30.0) -> Grant:
+    def grant(self, request_id: str, timeout: float = 30.0) -> Offer:
         """Step until the request is granted."""
         deadline = now() + timeout
         while now() < deadline:

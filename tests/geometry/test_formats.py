@@ -175,14 +175,17 @@ def test_permuted_formats_are_not_read_as_plain() -> None:
 
 
 def test_layer_names_that_engines_share() -> None:
-    tensors = {"model.layers.0.self_attn.attn": 1, "model.layers.11.self_attn.attn": 2}
-    assert formats.by_layer_number(tensors) == {"layers.0": 1, "layers.11": 2}
+    first, second = torch.zeros(1), torch.zeros(2)
+    tensors = {"model.layers.0.self_attn.attn": first, "model.layers.11.self_attn.attn": second}
+    found = formats.by_layer_number(tensors)
+    assert list(found) == ["layers.0", "layers.11"]
+    assert (found["layers.0"], found["layers.11"]) == (first, second)
 
 
 @pytest.mark.parametrize("names", [("a.1.x", "b.1.y"), ("embed",), ("layers.1.experts.2",)])
 def test_layer_names_without_one_number_each_are_refused(names: tuple[str, ...]) -> None:
     with pytest.raises(BadGeometry):
-        formats.by_layer_number(dict.fromkeys(names))
+        formats.by_layer_number(dict.fromkeys(names, torch.zeros(1)))
 
 
 def test_tensors_of_another_format_are_refused() -> None:

@@ -15,6 +15,7 @@ from kvferry.geometry import Group, GroupKind, Interval, MemoryKind, Plane, Toke
 from kvferry.geometry.tensors import (
     Holding,
     Part,
+    Tensor,
     TensorView,
     opaque_planes,
     planes_of,
@@ -211,7 +212,7 @@ class CudaTensor:
         return 1024
 
 
-def check_cuda(tensor: object, device: int) -> None:
+def check_cuda(tensor: Tensor, device: int) -> None:
     (plane,) = planes_of_tensor(tensor, ("block", "token", "content"), GROUP, "l", ("latent",))
     (region,) = regions_of([tensor])
     assert (plane.memory_kind, plane.device, plane.dtype) == (MemoryKind.VRAM, device, "bfloat16")

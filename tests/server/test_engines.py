@@ -87,6 +87,7 @@ def test_another_incarnation_is_refused_while_a_watch_lives_or_its_ttl_runs(scen
     scene.open()
     with pytest.raises(EngineIdInUse) as caught:
         scene.open(P2)
+    assert "registers with its token (token=...)" in str(caught.value)
     assert caught.value.retry_after == TIMES.engine_ttl
     scene.registry.close_engine(P)
     scene.wait(4)

@@ -1,10 +1,15 @@
 """Errors carry their values, cross process boundaries, and map one to one to the contract's reasons."""
 
+import copy
+import inspect
 import pickle
+from collections.abc import Callable
 
 import pytest
 
 from kvferry import errors
+from kvferry._wire.status import from_notification_error, to_notification_error
+from kvferry.engine import RankEnd, WorkerOutput
 from kvferry.v1 import errors_pb2
 
 ALL = [cls for cls in vars(errors).values() if isinstance(cls, type) and issubclass(cls, errors.KvferryError)]
@@ -28,8 +33,58 @@ def test_every_error_is_in_the_tree_and_exported() -> None:
 def test_error_is_rebuilt_from_its_reason(cls: type[errors.KvferryError]) -> None:
     rebuilt = errors.from_reason(cls.reason, "message", {"engine_id": "x"}, 2.5)
     assert type(rebuilt) is cls
-    if cls is not errors.Incompatible:
-        assert (rebuilt.message, rebuilt.values, rebuilt.retry_after) == ("message", {"engine_id": "x"}, 2.5)
+    assert (rebuilt.message, rebuilt.values, rebuilt.retry_after) == ("message", {"engine_id": "x"}, 2.5)
+
+
+def example(cls: type[errors.KvferryError]) -> errors.KvferryError:
+    """An error of this class, every attribute of which can be told from a default."""
+    if cls is errors.Incompatible:
+        return errors.Incompatible((errors.Mismatch("format", "layer", "dtype", "a", "b", "dtype differs"),))
+    required = [
+        7 if parameter.annotation == "int" else "said"
+        for parameter in inspect.signature(cls).parameters.values()
+        if parameter.default is parameter.empty and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+    ]
+    error = cls(*required)  # type: ignore[arg-type]
+    error.retry_after = 2.5
+    error.values["engine_id"] = "x"
+    return error
+
+
+def through_another_process(error: errors.KvferryError) -> errors.KvferryError:
+    """As a worker tells it to its scheduler, as plain values."""
+    quiet = getattr(error, "quiet", True)
+    retry_after, name = error.retry_after, type(error).__name__
+    end = RankEnd("r", "q", False, quiet, 0, {}, name, error.message, dict(error.values), retry_after)
+    found = WorkerOutput.of(WorkerOutput(0, failed=(end,)).plain()).failed[0].error()
+    assert found is not None
+    return found
+
+
+WAYS: list[Callable[[errors.KvferryError], errors.KvferryError]] = [
+    lambda error: pickle.loads(pickle.dumps(error)),
+    copy.copy,
+    through_another_process,
+    lambda error: from_notification_error(to_notification_error(error)) if error.reason else copy.copy(error),
+]
+
+
+@pytest.mark.parametrize("way", WAYS, ids=["pickle", "copy", "another process", "wire"])
+@pytest.mark.parametrize("quiet", [True, False])
+@pytest.mark.parametrize("cls", ALL, ids=lambda cls: cls.__name__)
+def test_a_rebuilt_error_keeps_every_attribute(
+    cls: type[errors.KvferryError], quiet: bool, way: Callable[[errors.KvferryError], errors.KvferryError]
+) -> None:
+    error = example(cls)
+    if isinstance(error, errors.TransferError):
+        error.quiet = quiet
+    rebuilt = way(error)
+    assert type(rebuilt) is cls
+    assert (str(rebuilt), rebuilt.retryable) == (str(error), error.retryable)
+    if cls is errors.DataLoss and way is WAYS[-1]:
+        # No status says whether anything still writes, so the worst is assumed (R4).
+        error.__dict__["quiet"] = False
+    assert vars(rebuilt) == vars(error)
 
 
 def test_errors_pickle_with_their_values() -> None:

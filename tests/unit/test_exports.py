@@ -31,6 +31,7 @@ def test_exported_names() -> None:
         "ReadProgress",
         "ReadResult",
         "ReadState",
+        "ReadSummary",
         "Release",
         "ReleaseOutcome",
         "StagingOptions",

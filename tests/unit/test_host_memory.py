@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvferry.errors import InvalidField
+from kvferry.errors import InvalidField, WrongState
 from kvferry.host_memory import HUGE_PAGE, HostMemory
 
 SIZE = 5 * HUGE_PAGE + 12345
@@ -75,7 +75,7 @@ def test_a_numa_node() -> None:
 def test_what_cannot_be_is_named() -> None:
     with pytest.raises(InvalidField, match="size"):
         HostMemory(0)
-    with pytest.raises(InvalidField, match="shared"):
+    with pytest.raises(WrongState, match="shared=True"):
         _ = HostMemory(1).fd
 
 

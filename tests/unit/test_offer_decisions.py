@@ -11,11 +11,11 @@ from kvferry._wire.authority import incarnation_of, new_session_secret
 from kvferry.errors import (
     EngineUnknown,
     InternalError,
-    InvalidField,
     KvferryError,
     LimitReached,
     Unavailable,
     Unreachable,
+    WrongState,
 )
 from kvferry.v1 import kv_transfer_pb2 as pb
 
@@ -61,12 +61,12 @@ def test_steps_of_a_publication_are_numbered_and_told_in_their_order(offers: Off
 def test_nothing_is_added_to_a_complete_or_a_released_publication(offers: Offers) -> None:
     number = publish(offers, last=False)
     offers.publish_more(number, pb.Publish(last=True))
-    with pytest.raises(InvalidField, match="complete"):
+    with pytest.raises(WrongState, match="is complete"):
         offers.publish_more(number, pb.Publish(last=True))
     offers.released(pb.Released(publication=number, outcome=pb.RELEASE_OUTCOME_READ))
-    with pytest.raises(InvalidField, match="complete"):
+    with pytest.raises(WrongState, match="was released"):
         offers.publish_more(number, pb.Publish(last=True))
-    with pytest.raises(InvalidField, match="complete"):
+    with pytest.raises(WrongState, match="was released"):
         offers.publish_more(number + 1, pb.Publish(last=True))
 
 

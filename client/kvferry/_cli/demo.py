@@ -64,9 +64,18 @@ def demo(
         _introduce(console, *engines)
         with _bar(console) as bar:
             task = bar.add_task("", total=None)
+
+            def phase(text: str) -> None:
+                if not console.is_terminal:
+                    # There is no bar; a log gets a line per phase.
+                    console.print(text)
+                    return
+                # Another phase's bytes are not this one's.
+                bar.tasks[task].total, bar.tasks[task].completed = None, 0
+                bar.update(task, description=text)
+
             report = Reporter(
-                # Without a terminal there is no bar; a log gets a line per phase.
-                phase=lambda text: bar.update(task, description=text) if console.is_terminal else console.print(text),
+                phase=phase,
                 total=lambda count: bar.update(task, total=count),
                 done=lambda count: bar.update(task, completed=count),
             )
@@ -111,14 +120,27 @@ def _with_fewer_blocks(document: dict[str, Any], requests: int, tokens: int) -> 
 
 
 def _bar(console: Console) -> Any:
-    from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, TextColumn, TransferSpeedColumn
+    from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, Task, TextColumn, TransferSpeedColumn
+    from rich.text import Text
+
+    class Bytes(DownloadColumn):
+        """Nothing for a phase that moves no bytes."""
+
+        def render(self, task: Task) -> Text:
+            return super().render(task) if task.total else Text()
+
+    class Speed(TransferSpeedColumn):
+        """Nothing for a phase that moves no bytes, or has moved none yet."""
+
+        def render(self, task: Task) -> Text:
+            return super().render(task) if task.total and task.completed else Text()
 
     return Progress(
         SpinnerColumn(),
         TextColumn("{task.description:<58}"),
         BarColumn(),
-        DownloadColumn(binary_units=True),
-        TransferSpeedColumn(),
+        Bytes(binary_units=True),
+        Speed(),
         console=console,
         transient=True,
     )
@@ -171,6 +193,8 @@ def _conclude(console: Console, outcome: Outcome) -> None:
     )
     for line in lines:
         console.print(line, highlight=False)
+    if not outcome.failures and not any(v.wrong or v.strayed for v in verified):
+        console.print("Every byte is right.", style="bold green")
 
 
 def _share(stripe: Stripe) -> str:

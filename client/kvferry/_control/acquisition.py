@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from kvferry._clock import from_duration, now, to_duration
-from kvferry._control.connection import BACKOFF_FIRST, BACKOFF_LAST, Control, retrying
+from kvferry._control.connection import BACKOFF_FIRST, BACKOFF_LAST, SILENCE, Control, retrying
 from kvferry._control.reader_lease import ReaderLease
 from kvferry._control.renewals import Renewals
 from kvferry._threads import start_thread
@@ -166,6 +166,7 @@ class Acquirer:
             KvferryError: what the home answered.
         """
         backoff = BACKOFF_FIRST
+        began, said = now(), False
         while True:
             cancellation.check()
             try:
@@ -177,6 +178,11 @@ class Acquirer:
                     raise
                 if isinstance(error, Unreachable) and request.home.unreachable_for > HOME_PATIENCE:
                     raise
+                if not said and now() - began >= SILENCE:
+                    said = True
+                    number, engine_id = request.reference.publication, request.reference.engine_id
+                    what = f"publication {number} of engine {engine_id!r} at {request.home.address}"
+                    logger.warning("still waiting for %s: %s", what, error)
             cancellation.wait(pause)
             backoff = min(2 * backoff, BACKOFF_LAST)
 
@@ -226,7 +232,7 @@ class Acquirer:
                 elif kind == "blocks":
                     size += message.ByteSize() + STEP_BYTES
                     if size > GRANT_BYTES:
-                        raise InvalidField("blocks of a publication", f"{size} bytes", f"at most {GRANT_BYTES}")
+                        raise InvalidField("size of a publication's blocks", f"{size} bytes", f"at most {GRANT_BYTES}")
                     steps.append(message.blocks)
                 elif kind == "revoked":
                     number = message.revoked.reason
@@ -312,11 +318,9 @@ class Acquirer:
 
 
 def _timeout(request: AcquireRequest) -> PublicationTimeout:
-    return PublicationTimeout(
-        "the publication was not complete in time",
-        engine_id=request.reference.engine_id,
-        publication=request.reference.publication,
-    )
+    number, engine_id = request.reference.publication, request.reference.engine_id
+    message = f"publication {number} of engine {engine_id!r} was not complete in time"
+    return PublicationTimeout(message, engine_id=engine_id, publication=number)
 
 
 def joined(steps: list[pb.Blocks]) -> dict[str, Blocks]:
@@ -328,7 +332,7 @@ def joined(steps: list[pb.Blocks]) -> dict[str, Blocks]:
     # Before any is written out: a few bytes of runs are as many ids as their sender likes, in each group.
     count = sum(sum(part.run_counts) for parts in pieces.values() for part in parts)
     if count > MAX_BLOCKS:
-        raise InvalidField("blocks of all groups", count, f"at most {MAX_BLOCKS}")
+        raise InvalidField("number of blocks of all groups", count, f"at most {MAX_BLOCKS}")
     joined = {}
     for name, parts in pieces.items():
         whole = pb.GroupBlocks()

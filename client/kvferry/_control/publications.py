@@ -14,10 +14,11 @@ import secrets
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from kvferry._wire.authority import publication_key
 from kvferry._wire.reference import format_reference
-from kvferry.errors import InternalError, InvalidField, KvferryError, Unreachable
+from kvferry.errors import InternalError, KvferryError, Unreachable, WrongState
 from kvferry.v1 import kv_transfer_pb2 as pb
 
 LOCAL_RELEASE_MARGIN = 5.0
@@ -36,6 +37,37 @@ class ReleaseOutcome(enum.IntEnum):
     FINAL = 5
 
 
+ReadEnding = Literal["waiting", "reading", "valid", "failed", "cancelled", "expired", "unknown"]
+"""The state of a read at its home. Of a released publication: "valid", every rank read it in time; "failed", some did
+not; "cancelled", its reader gave it up; "expired", its lease ran out; "unknown", a later version's."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadSummary:
+    """What the home of a publication knows of one of its reads.
+
+    Attributes:
+        reader: engine_id of the engine that read it.
+        incarnation: which start of that engine.
+        lease_number: of its lease; rising per home.
+        state: how the read ended.
+        parties: ranks that were expected to report.
+        reported: distinct ranks that have reported.
+        bytes: read by all ranks that have reported.
+    """
+
+    reader: str
+    incarnation: bytes = field(repr=False)
+    lease_number: int
+    state: ReadEnding
+    parties: int
+    reported: int
+    bytes: int
+
+    def __str__(self) -> str:
+        return f"{self.state} by {self.reader!r} ({self.reported} of {self.parties} ranks, {self.bytes} bytes)"
+
+
 @dataclass(frozen=True, slots=True)
 class Release:
     """The source may change and free the blocks of a publication.
@@ -51,8 +83,13 @@ class Release:
     publication: int
     request_id: str
     outcome: ReleaseOutcome
-    reads: tuple[pb.ReadSummary, ...] = ()
+    reads: tuple[ReadSummary, ...] = ()
     local: bool = False
+
+    def __str__(self) -> str:
+        outcome = f"{self.outcome.name}, by time alone" if self.local else self.outcome.name
+        told = "".join(f"; {read}" for read in self.reads)
+        return f"publication {self.publication} of request {self.request_id!r}: {outcome}{told}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +105,13 @@ class Publication:
     number: int
     request_id: str
     reference: str = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Step:
+    """A step of a publication on its way to the home: `EngineSession.offer` makes it, `EngineSession.send` takes it."""
+
+    message: pb.Publish = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,11 +198,15 @@ class Offers:
         """Take the next step of a publication; says in it which it is. To be sent; then `sent`.
 
         Raises:
-            InvalidField: the publication is complete, or released.
+            WrongState: the publication is complete, or released.
         """
         held = self._held.get(number)
         if held is None or held.steps[-1].last:
-            raise InvalidField("publication", number, "one that is not complete")
+            state = "was released" if held is None else "is complete, since its last step was published"
+            raise WrongState(
+                f"publication {number} {state}, and takes no more blocks: publish the request again",
+                publication=number,
+            )
         first = held.steps[0]
         step.publication, step.request_id = number, first.request_id
         step.step = len(held.steps)
@@ -228,7 +276,7 @@ class Offers:
         except ValueError:
             # A home of a later version may know outcomes that this one does not; the blocks are free all the same.
             outcome = ReleaseOutcome.FINAL
-        self._release(message.publication, outcome, tuple(message.reads))
+        self._release(message.publication, outcome, tuple(map(_summary, message.reads)))
 
     def advance(self, now: float) -> None:
         """Release what no home can hold a lease on any more (PROTOCOL, Endings)."""
@@ -259,11 +307,33 @@ class Offers:
         return tuple(held.publication for held in self._held.values())
 
     def _release(
-        self, number: int, outcome: ReleaseOutcome, reads: tuple[pb.ReadSummary, ...] = (), *, local: bool = False
+        self, number: int, outcome: ReleaseOutcome, reads: tuple[ReadSummary, ...] = (), *, local: bool = False
     ) -> None:
         held = self._held.pop(number, None)
         if held is not None:
             self._released.append(Release(number, held.publication.request_id, outcome, reads, local))
+
+
+_STATES: dict[int, ReadEnding] = {
+    pb.READ_STATE_WAITING: "waiting",
+    pb.READ_STATE_READING: "reading",
+    pb.READ_STATE_VALID: "valid",
+    pb.READ_STATE_FAILED: "failed",
+    pb.READ_STATE_CANCELLED: "cancelled",
+    pb.READ_STATE_EXPIRED: "expired",
+}
+
+
+def _summary(message: pb.ReadSummary) -> ReadSummary:
+    return ReadSummary(
+        reader=message.reader.engine_id,
+        incarnation=message.reader.incarnation,
+        lease_number=message.lease_number,
+        state=_STATES.get(message.state, "unknown"),
+        parties=message.parties,
+        reported=message.reported,
+        bytes=message.bytes,
+    )
 
 
 def _told(begin: pb.Notification, held: list[tuple[int, bool, tuple[pb.Publish, ...]]]) -> Iterator[pb.Notification]:

@@ -12,7 +12,15 @@ from kvferry._control.acknowledger import Acknowledgements
 from kvferry._control.batches import batches, check_size
 from kvferry._control.block_use import BlockUse
 from kvferry._control.connection import CALL_TIMEOUT, Control, retrying
-from kvferry._control.publications import Offers, Publication, Release, ReleaseOutcome, leaves_open
+from kvferry._control.publications import (
+    Offers,
+    Publication,
+    ReadSummary,
+    Release,
+    ReleaseOutcome,
+    Step,
+    leaves_open,
+)
 from kvferry._control.watcher import Watcher
 from kvferry._engine_spec import EngineSpec
 from kvferry._forks import OneProcess
@@ -24,7 +32,7 @@ from kvferry.errors import Closed, EngineUnknown, InvalidField, KvferryError, Un
 from kvferry.geometry.blocks import Blocks, blocks_by_group, check_ids
 from kvferry.v1 import kv_transfer_pb2 as pb
 
-__all__ = ["EngineSession", "Publication", "Release", "ReleaseOutcome"]
+__all__ = ["EngineSession", "Publication", "ReadSummary", "Release", "ReleaseOutcome"]
 
 logger = logging.getLogger(__name__)
 
@@ -140,7 +148,7 @@ class EngineSession(OneProcess):
         expected_reads: int = 1,
         payload: bytes = b"",
         checksums: bool = False,
-    ) -> tuple[Publication, pb.Publish]:
+    ) -> tuple[Publication, Step]:
         """The part of `publish` that makes no call: the blocks are pinned from now on.
 
         Returns:
@@ -165,11 +173,11 @@ class EngineSession(OneProcess):
             publication = self._offers.publish(self.advertise, step)
             # So are the blocks: a release in between would leave them in use for ever.
             self.block_use.name(pin, publication.number, 0)
-        return publication, step
+        return publication, Step(step)
 
     def offer_more(
         self, publication: Publication, blocks: Mapping[str, Blocks], *, last: bool, payload: bytes = b""
-    ) -> pb.Publish:
+    ) -> Step:
         """The part of `publish_more` that makes no call; what it returns is to be handed to `send`."""
         self._check_open()
         number = _number(publication)
@@ -185,7 +193,7 @@ class EngineSession(OneProcess):
         except KvferryError:
             self.block_use.unpin(pin)
             raise
-        return step
+        return Step(step)
 
     def abort(self, publication: Publication, timeout: float = CALL_TIMEOUT) -> None:
         """Stop new reads of a publication. Its blocks stay pinned until `released`, which comes within max_ttl (R2)."""
@@ -241,8 +249,9 @@ class EngineSession(OneProcess):
             groups.append(blocks_to_proto(name, listed, group.block_tokens))
         return groups
 
-    def send(self, step: pb.Publish, timeout: float = CALL_TIMEOUT) -> None:
+    def send(self, offered: Step, timeout: float = CALL_TIMEOUT) -> None:
         """Tell the home a step that was offered. Errors as `publish`."""
+        step = offered.message
         number = step.publication
         request = self._request([pb.Notification(publish=step)])
 
@@ -311,8 +320,8 @@ class EngineSession(OneProcess):
         elif kind == "rank_lost":
             lost = message.rank_lost
             place = f" of node {lost.node}" if lost.node else ""
-            cause = "its node was lost" if lost.node_lost else "its process ended"
-            logger.warning("engine %s: rank %d%s is lost: %s", self.spec.engine_id, lost.rank, place, cause)
+            cause = "its node was lost" if lost.node_lost else "its process has ended, or has closed its client"
+            logger.warning("engine %s: rank %d%s is gone: %s", self.spec.engine_id, lost.rank, place, cause)
         elif kind == "synced" and message.synced.need_resync:
             self._refill()
 

@@ -35,7 +35,7 @@ class Declared:
         said = {"heads": self.heads is not None, "holding": self.holding is not None, "replicated": self.replicated}
         given = [name for name, is_given in said.items() if is_given]
         if len(given) > 1:
-            raise InvalidField(given[1], "given", f"nothing beside {given[0]}: {ONE_OF}")
+            raise InvalidField(given[1], "given", f"it to be left out, because {given[0]} is given: pass {ONE_OF}")
         if self.holding is not None and not isinstance(self.holding, Holding):
             raise InvalidField("holding", described(self.holding), "a Holding")
         if num_ranks > 1:
@@ -59,7 +59,7 @@ class Declared:
         """
         for name in ("heads", "total_heads", "holding"):
             if getattr(self, name) is not None:
-                raise InvalidField(name, described(getattr(self, name)), "nothing: the planes say what they hold")
+                raise InvalidField(name, described(getattr(self, name)), "None, because the planes say what they hold")
         if num_ranks == 1 or self.replicated:
             return
         for plane in planes:
@@ -85,19 +85,19 @@ def memory_of(
     if planes is not None:
         found = several("planes", planes, Plane, "several Planes")
         if axes is not None:
-            raise InvalidField("axes", axes, "nothing: the planes say what the tensors hold")
+            raise InvalidField("axes", described(axes), "None, because the planes say what the tensors hold")
         declared.check_planes(engine.num_ranks, found)
     if tensors is None:
         if planes is None or regions is None:
-            raise InvalidField("planes", planes, "tensors, or planes with the regions that they lie in")
+            raise InvalidField("planes", described(planes), "tensors, or planes with the regions that they lie in")
         ranges = several("regions", regions, MemoryRegion, "several MemoryRegions")
     else:
         if regions is not None:
-            raise InvalidField("regions", described(regions), "nothing: tensors say where they lie")
+            raise InvalidField("regions", described(regions), "None, because the tensors say where they lie")
         if planes is None:
             if len(engine.groups) != 1:
                 names = [group.name for group in engine.groups]
-                raise InvalidField("planes", None, f"planes that say which of the groups {names} they belong to")
+                raise InvalidField("planes", None, f"planes, which say which of the groups {names} they belong to")
             found = planes_of(tensors, axes, engine.groups[0], holding=declared.of_tensors(engine.num_ranks))
         ranges = regions_of(tensors.values())
     check_mapped(ranges, found)

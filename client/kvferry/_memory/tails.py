@@ -43,7 +43,7 @@ def clear_tails(
         summers: of the rank's memory.
 
     Raises:
-        InvalidField: a plane lies in device memory that no tensor says.
+        InvalidField: a plane lies in device memory that is not backed by a registered tensor.
     """
     for plane in planes:
         group = groups[plane.group]

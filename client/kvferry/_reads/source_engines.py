@@ -211,7 +211,7 @@ class Peers:
 
 
 def _agent(engine_id: str, incarnation: bytes, rank: int, agent: geometry_pb2.Agent | None) -> AgentInfo:
-    problem = "it serves no memory" if agent is None else ""
+    problem = "it was registered with serve=False, so nobody can read from it" if agent is None else ""
     if agent is not None and incarnation.hex() not in agent.name:
         # NIXL knows agents by name alone: one that is named as another engine's would take that one's place.
         problem = f"agent {agent.name[:80]!r} is not named after its engine's incarnation"
@@ -234,4 +234,5 @@ def whole_engine(control: Control, token: pb.EngineRef, deadline: float) -> Engi
 
 
 def _handshaken(home: Control, request: pb.HandshakeRequest, deadline: float) -> Handshaken:
-    return retrying(lambda left: home.handshake(request, left), deadline, most=HANDSHAKE_TIMEOUT)
+    what = f"the handshake with engine {request.engine_id!r} at {home.address}"
+    return retrying(lambda left: home.handshake(request, left), deadline, most=HANDSHAKE_TIMEOUT, what=what)

@@ -259,7 +259,7 @@ def _page(part: pb.Checksums) -> _Page:
     places = places_of(part.place_starts, part.place_counts, ASKED_SUMS)
     if len(part.sums) != len(places) * (part.unit_end - part.unit_begin):
         expected = f"those of {len(places)} blocks of {part.unit_end - part.unit_begin} units"
-        raise InvalidField(f"sums of {part.plane}", len(part.sums), expected)
+        raise InvalidField(f"number of sums of {part.plane}", len(part.sums), expected)
     sums: Sums = np.array(part.sums, np.uint32).reshape(len(places), -1)
     return _Page(Interval(part.unit_begin, part.unit_end), places, sums)
 

@@ -431,7 +431,9 @@ class Link:
 
     def _failed(self, error: KvferryError) -> KvferryError:
         """The error as the transfer reports it: what says something about input stays what it is."""
-        return self._error(str(error)) if isinstance(error, NixlError) else error
+        if not isinstance(error, NixlError):
+            return error
+        return self._error(f"it cannot be read any more ({error.values['call']}: {error.values['problem']})")
 
     def _unreadable(self, error: Exception) -> KvferryError:
         if isinstance(error, KvferryError):
@@ -440,13 +442,22 @@ class Link:
         return self._error(f"the read could not be made: {error!r}")
 
     def _error(self, problem: str) -> TransferFailed:
-        return TransferFailed(f"peer {self.info.name!r}: {problem}", quiet=False, peer=self.info.name, problem=problem)
+        name = self.info.name
+        return TransferFailed(f"{_called(name)}: {problem}", quiet=False, peer=name, problem=problem)
 
     def _release(self, handle: ReadHandle) -> None:
         try:
             handle.release()
         except NixlError as error:
             logger.warning("a handle of an ended read was not released: %s", error)
+
+
+def _called(name: str) -> str:
+    """What people call a peer: ranks' agents are named ``kvferry/engine/incarnation/rank/serving``."""
+    parts = name.split("/")
+    if len(parts) < 5 or parts[0] != "kvferry":
+        return f"peer {name!r}"
+    return f"rank {parts[-2]} of engine {'/'.join(parts[1:-3])!r}"
 
 
 def _abandoned(flight: Flight, before: float) -> bool:

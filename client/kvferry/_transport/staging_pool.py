@@ -14,6 +14,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Literal
 
 from kvferry._arguments import coerce_integers
 from kvferry._memory.permute import Space, StillCopying
@@ -44,7 +45,7 @@ class StagingOptions:
         slots: how many; together they bound the staging memory of a rank.
     """
 
-    path: str = "auto"
+    path: Literal["auto", "direct", "staged"] = "auto"
     costs: Costs | None = None
     slot_bytes: int = 4 << 20
     slots: int = 8

@@ -162,6 +162,8 @@ def parse_address(text: str, field: str = "address") -> Address:
                 field, text, f"a path of at most {MAX_SOCKET_PATH} bytes, which is all a UNIX socket can have"
             )
         return Address(path=path)
+    if "://" in text:
+        raise InvalidField(field, text, f"{expected}, without {text.partition('://')[0]}://")
     host, colon, port = text.rpartition(":")
     bracketed = host.startswith("[") and host.endswith("]")
     host = host[1:-1] if bracketed else host

@@ -215,12 +215,7 @@ def _details(call: grpc.Call) -> bytes | None:
 
 
 def _by_code(code: str, message: str, values: Mapping[str, str], retry_after: float | None = None) -> KvferryError:
-    cls = _BY_CODE.get(code, KvferryError)
-    error = cls.__new__(cls)
-    # The constructors of some classes take what they say apart; here it comes as a whole.
-    KvferryError.__init__(error, message, retry_after=retry_after)
-    error.values = dict(values)
-    return error
+    return _BY_CODE.get(code, KvferryError).rebuilt(message, values, retry_after)
 
 
 def _cut(text: str, limit: int) -> str:

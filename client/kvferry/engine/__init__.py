@@ -14,6 +14,7 @@ from kvferry.engine.scheduler import SchedulerPort as SchedulerPort
 from kvferry.engine.scheduler import SchedulerStats as SchedulerStats
 from kvferry.engine.values import Finished as Finished
 from kvferry.engine.values import Grant as Grant
+from kvferry.engine.values import Offer as Offer
 from kvferry.engine.values import RankEnd as RankEnd
 from kvferry.engine.values import ReadEnd as ReadEnd
 from kvferry.engine.values import WorkerOutput as WorkerOutput

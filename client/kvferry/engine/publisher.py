@@ -8,12 +8,11 @@ from collections import deque
 from collections.abc import Mapping
 from functools import partial
 
-from kvferry._control.publications import Publication, Release, ReleaseOutcome
+from kvferry._control.publications import Publication, Release, ReleaseOutcome, Step
 from kvferry._control.session import EngineSession
 from kvferry._work_queue import Desk
 from kvferry.errors import KvferryError
 from kvferry.geometry.blocks import Blocks
-from kvferry.v1 import kv_transfer_pb2 as pb
 
 logger = logging.getLogger(__name__)
 
@@ -80,9 +79,10 @@ class Publishing:
 
     # What follows runs on the desk's thread.
 
-    def _send(self, publication: Publication, step: pb.Publish) -> None:
+    def _send(self, publication: Publication, offered: Step) -> None:
+        step = offered.message
         try:
-            self._session.send(step)
+            self._session.send(offered)
         except KvferryError as error:
             logger.warning("step %d of publication %d: %s", step.step, publication.number, error)
             if error.retryable:

@@ -14,7 +14,7 @@ from kvferry._forks import OneProcess
 from kvferry._wire.token import EngineToken
 from kvferry.engine.publisher import Publishing
 from kvferry.engine.scheduler_reads import Reads, Stage
-from kvferry.engine.values import Finished, Grant, WorkerOutput
+from kvferry.engine.values import Finished, Grant, Offer, WorkerOutput
 from kvferry.geometry.blocks import Blocks, blocks_by_group
 
 MAX_WAITING = 256
@@ -164,12 +164,14 @@ class SchedulerPort(OneProcess):
             request_id: the reader's own; one read at a time.
             reference: as it came with the request.
             expected_reads: reads that will be made of the publication; 0: what its source said.
-            timeout: seconds until the read fails, all its waiting included (R5).
+            timeout: seconds until the read fails, all its waiting included (R5). The workers have 10 s more to say how
+                their shares ended; ranks that say nothing are named in the error.
 
         Raises:
             BadReference: not a reference.
             HomeNotAllowed: its home may not be dialled.
-            InvalidField: an argument is out of range, or the request is being read.
+            InvalidField: an argument is out of range.
+            WrongState: the request is being read already.
             LimitReached: too many wait.
         """
         self._reads.acquire(
@@ -179,11 +181,12 @@ class SchedulerPort(OneProcess):
             arguments.seconds("timeout", timeout),
         )
 
-    def granted(self, request_id: str) -> Grant | None:
-        """What was granted to a request; None while it waits.
+    def granted(self, request_id: str) -> Offer | None:
+        """What the source offers to a request, for as long as its lease runs; None while the request waits. An offer
+        becomes a `Grant`, which workers can start, when `attach` gives it blocks to read into.
 
         Raises:
-            InvalidField: the request was not acquired, or has ended.
+            WrongState: the request was not acquired, or has ended.
             KvferryError: it will not be granted, and why: `PublicationTimeout`, `PublicationAborted`, `PeerRestarted`
                 ... The request is forgotten then.
         """
@@ -197,23 +200,24 @@ class SchedulerPort(OneProcess):
         *,
         allow_overlap: bool = False,
     ) -> Grant:
-        """The granted request has its blocks. From now until `finished` names it, they belong to the read.
+        """Give a granted request the blocks to read into. From now until `finished` names it, they belong to the read.
 
         Args:
-            request_id: a granted one.
+            request_id: one for which `granted` has returned an `Offer`.
             local_blocks: blocks to read into by group; `Blocks.first_token` is the first token wanted.
             tokens: the tokens wanted, ``[a, b)``; None: all that was published.
             allow_overlap: also blocks that another read of the engine writes, or that it has published: for engines
                 that know that the bytes are others.
 
         Returns:
-            The grant with these blocks, for `WorkerPort.start` on every rank.
+            The grant: the offer with these blocks, for `WorkerPort.start` on every rank.
 
         Raises:
             BadBlock: a block is not one of this engine, is given twice, is published, or another read may still write
                 to it. The request stays granted, as it does with the next two.
             BlocksShort: there are not enough blocks for the tokens, or not enough tokens were published.
-            InvalidField: an argument is of another type, a group has no blocks, or the request is not granted.
+            InvalidField: an argument is of another type, or a group has no blocks.
+            WrongState: the request is not granted yet, has its blocks already, or was not acquired.
             KvferryError: the grant has ended since, and why. The request is forgotten then.
         """
         return self._reads.attach(

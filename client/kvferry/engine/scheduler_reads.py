@@ -28,16 +28,18 @@ from kvferry._control.reporting import VERDICT_TIMEOUT
 from kvferry._engine_spec import EngineSpec
 from kvferry._threads import start_thread
 from kvferry._work_queue import Desk
-from kvferry.engine.values import BlockRuns, Finished, Grant, RankEnd, ReadEnd, WorkerOutput
+from kvferry.engine.values import BlockRuns, Finished, Grant, Offer, RankEnd, ReadEnd, WorkerOutput
 from kvferry.errors import (
     Closed,
     InvalidField,
     KvferryError,
     LimitReached,
     TransferCancelled,
+    TransferError,
     TransferExpired,
     TransferFailed,
     TransferStuck,
+    WrongState,
 )
 from kvferry.geometry.blocks import Blocks
 from kvferry.planner.request_blocks import written
@@ -88,7 +90,7 @@ class _Read:
     cancellation: Cancellation
     stage: Stage = Stage.WAITING
     lease: Granted | None = None
-    grant: Grant | None = None
+    offer: Offer | None = None
     error: KvferryError | None = None
     lost: dict[str, tuple[int, ...]] = field(default_factory=dict)
     ends: dict[int, RankEnd] = field(default_factory=dict)
@@ -149,7 +151,11 @@ class Reads:
         with self._lock:
             self._check_open()
             if request_id in self._by_request:
-                raise InvalidField("request_id", request_id, "a request that is not being read")
+                raise WrongState(
+                    f"request {request_id!r} is being read already: cancel it first, and acquire it again when "
+                    "`finished` has named it, or give this read another request_id",
+                    request_id=request_id,
+                )
             waiting = self._count(Stage.WAITING)
             if waiting >= self._max_waiting:
                 raise LimitReached(
@@ -168,14 +174,14 @@ class Reads:
                 self._forget(read)
             raise
 
-    def granted(self, request_id: str) -> Grant | None:
+    def granted(self, request_id: str) -> Offer | None:
         """See `SchedulerPort.granted`."""
         with self._lock:
             read = self._find(request_id)
             if read.stage is Stage.REFUSED and read.error is not None:
                 self._forget(read)
                 raise read.error
-            return None if read.grant is None else replace(read.grant, timeout=self._left(read))
+            return None if read.offer is None else replace(read.offer, timeout=self._left(read))
 
     def attach(
         self, request_id: str, blocks: Mapping[str, Blocks], tokens: tuple[int, int] | None, *, allow_overlap: bool
@@ -186,15 +192,14 @@ class Reads:
             if read.stage is Stage.REFUSED and read.error is not None:
                 self._forget(read)
                 raise read.error
-            if read.stage is not Stage.GRANTED or read.grant is None:
-                raise InvalidField("request_id", request_id, f"one that is granted; it is {read.stage.value}")
-            ids = written(self._spec.groups, read.grant.blocks(), blocks, tokens)
+            if read.stage is not Stage.GRANTED or read.offer is None:
+                raise _not_attachable(request_id, read.stage)
+            ids = written(self._spec.groups, read.offer.blocks(), blocks, tokens)
             read.written = self._writes.begin(read.read_id, ids, allow_overlap=allow_overlap)
             local = tuple(BlockRuns.of_blocks(name, listed) for name, listed in blocks.items())
             read.stage = Stage.READING
             read.lost = {name: tuple(listed.ids.tolist()) for name, listed in blocks.items()}
-            read.grant = replace(read.grant, local=local, tokens=tokens, timeout=self._left(read))
-            grant = read.grant
+            grant = read.offer.attached(local, tokens, timeout=self._left(read))
         self._desk.do(_nothing)
         return grant
 
@@ -299,7 +304,7 @@ class Reads:
             with self._lock:
                 wanted = read.stage is Stage.WAITING
                 if wanted:
-                    read.lease, read.grant, read.stage = granted, _grant(read, granted), Stage.GRANTED
+                    read.lease, read.offer, read.stage = granted, _offer(read, granted), Stage.GRANTED
             if wanted:
                 self._desk.do(_nothing)
             else:
@@ -332,15 +337,26 @@ class Reads:
         if read.error is None and not read.lease.lease.live(time):
             self._fail(read, TransferExpired(f"read {read_id}: its lease ended before its last byte", read_id=read_id))
         elif read.error is None and overdue:
-            what = "did not end" if read.stage is Stage.READING else "was not attached"
-            self._fail(read, TransferStuck(f"read {read_id} {what} in time", quiet=False, read_id=read_id))
+            self._fail(read, self._overdue(read))
         if read.stage is Stage.GRANTED and read.error is not None:
-            read.stage, read.grant = Stage.REFUSED, None
+            read.stage, read.offer = Stage.REFUSED, None
             self.counts["refused"] += 1
             self._desk.do(partial(self._let_go, read, read.lease))
         elif read.stage is Stage.READING and time >= read.request.deadline + WORKERS_GRACE:
             read.loud.update(set(range(self._spec.num_ranks)) - set(read.ends))
             self._all_ended(read)
+
+    def _overdue(self, read: _Read) -> TransferStuck:
+        read_id = read.read_id
+        if read.stage is Stage.GRANTED:
+            message = f"request {read.request_id!r} was granted, and given no blocks in time: attach it, or cancel it"
+            return TransferStuck(message, read_id=read_id)
+        silent = ", ".join(str(rank) for rank in range(self._spec.num_ranks) if rank not in read.ends)
+        message = (
+            f"read {read_id} of request {read.request_id!r} did not end in time: rank {silent} has not reported its "
+            "end; was the grant started there, and is what the worker's `finished` returns collected here?"
+        )
+        return TransferStuck(message, quiet=False, read_id=read_id, ranks=silent)
 
     def _let_go(self, read: _Read, granted: Granted) -> None:
         self._holder.drop(granted)
@@ -377,7 +393,11 @@ class Reads:
     def _find(self, request_id: str) -> _Read:
         read = self._by_request.get(request_id)
         if read is None:
-            raise InvalidField("request_id", request_id, "a request that was acquired, and has not ended")
+            raise WrongState(
+                f"request {request_id!r} is not being read: acquire it first; one that has ended or was refused has to "
+                "be acquired again",
+                request_id=request_id,
+            )
         return read
 
     def _count(self, stage: Stage) -> int:
@@ -440,6 +460,7 @@ class Reads:
         read.stage = Stage.ENDED
         if read.lease is not None:
             self._desk.do(partial(self._holder.drop, read.lease))
+        _tell_quiet(read)
         moved = sum(end.bytes for end in read.ends.values())
         self.counts[_kind(read.error)] += 1
         self.bytes += moved
@@ -452,7 +473,7 @@ class Reads:
             bytes=moved,
             lost=read.lost if read.error is not None else {},
             confirmed=confirmed,
-            payload=b"" if read.grant is None else read.grant.payload,
+            payload=b"" if read.offer is None else read.offer.payload,
         )
         if read.loud and self._hold_until_quiet:
             read.withheld = end
@@ -467,6 +488,7 @@ class Reads:
         """A rank became quiet."""
         if read.stage is not Stage.ENDED or read.loud:
             return
+        _tell_quiet(read)
         if read.withheld is not None:
             self._ended.append(replace(read.withheld, quiet=True))
         else:
@@ -474,13 +496,27 @@ class Reads:
         self._forget(read)
 
 
+def _not_attachable(request_id: str, stage: Stage) -> WrongState:
+    if stage is Stage.WAITING:
+        message = f"request {request_id!r} is waiting for its source: attach it when granted() has returned its Offer"
+    else:
+        message = f"request {request_id!r} was given its blocks already: attach each request once"
+    return WrongState(message, request_id=request_id, stage=stage.value)
+
+
 def _nothing() -> None:
     """Has the desk look at deadlines again."""
 
 
-def _grant(read: _Read, granted: Granted) -> Grant:
+def _tell_quiet(read: _Read) -> None:
+    """The error that the engine gets says the same of its blocks as its `ReadEnd`."""
+    if isinstance(read.error, TransferError):
+        read.error.quiet = not read.loud
+
+
+def _offer(read: _Read, granted: Granted) -> Offer:
     reference = read.request.reference
-    return Grant(
+    return Offer(
         request_id=read.request_id,
         read_id=read.read_id,
         home=reference.home,

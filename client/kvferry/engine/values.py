@@ -13,10 +13,12 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from kvferry._arguments import integer, mapping, several, texts, token_range
 from kvferry.errors import InvalidField, KvferryError, from_name
 from kvferry.geometry.blocks import MAX_BLOCKS, Blocks
 
-Plain = dict[str, Any]
+Plain = dict[str, object]
+"""Dicts, lists, tuples, strings, numbers, bytes, booleans and None."""
 Value = TypeVar("Value")
 
 
@@ -55,8 +57,8 @@ class BlockRuns:
 
 
 @dataclass(frozen=True, slots=True)
-class Grant:
-    """What workers need to read a publication whose lease their scheduler holds.
+class _Leased:
+    """A publication whose lease this engine's scheduler holds.
 
     Attributes:
         request_id: the reader's own request.
@@ -65,11 +67,9 @@ class Grant:
         reference: to the publication; what shows the source's home that its ranks may be reached.
         source_request_id: the request at the source.
         lease_id: of the lease. A secret: it allows to end the lease.
-        timeout: seconds from now until the read is given up (R5); taken anew when the grant is handed out.
+        timeout: seconds from now until the read is given up (R5); taken anew when the value is handed out.
         granted: the source's blocks by group.
         payload: opaque bytes from the source.
-        local: the blocks to read into, once they are attached.
-        tokens: the tokens wanted, ``[a, b)``; None: what was granted.
     """
 
     request_id: str
@@ -84,12 +84,48 @@ class Grant:
     timeout: float
     granted: tuple[BlockRuns, ...]
     payload: bytes = b""
-    local: tuple[BlockRuns, ...] = ()
-    tokens: tuple[int, int] | None = None
 
     def blocks(self) -> dict[str, Blocks]:
         """The source's blocks by group."""
         return {runs.group: runs.blocks() for runs in self.granted}
+
+
+@dataclass(frozen=True, slots=True)
+class Offer(_Leased):
+    """What `SchedulerPort.granted` returns: the source's blocks are pinned for this request, which has no blocks of its
+    own yet. `SchedulerPort.attach` gives it some, and returns the `Grant` that workers start.
+
+    Attributes:
+        request_id: the reader's own request.
+        read_id: of this read; the same in all ranks.
+        home, engine_id, incarnation, publication: the source and what it offers.
+        reference: to the publication; a capability.
+        source_request_id: the request at the source.
+        lease_id: of the lease. A secret: it allows to end the lease.
+        timeout: seconds from now until the read is given up.
+        granted: the source's blocks by group; see `blocks`.
+        payload: opaque bytes from the source.
+    """
+
+    def attached(self, local: tuple[BlockRuns, ...], tokens: tuple[int, int] | None, *, timeout: float) -> Grant:
+        """The grant of this offer, with blocks to read into."""
+        given = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return Grant(**{**given, "timeout": timeout}, local=local, tokens=tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Grant(_Leased):
+    """What workers need to read a publication whose lease their scheduler holds: an `Offer` with blocks to read into.
+
+    Attributes:
+        local: the blocks to read into, by group; see `local_blocks`.
+        tokens: the tokens wanted, ``[a, b)``; None: what was granted.
+
+    The others are those of the `Offer`.
+    """
+
+    local: tuple[BlockRuns, ...] = ()
+    tokens: tuple[int, int] | None = None
 
     def local_blocks(self) -> dict[str, Blocks]:
         """The blocks to read into, by group."""
@@ -101,10 +137,10 @@ class Grant:
 
     @classmethod
     def of(cls, plain: Plain) -> Grant:
-        """What `plain` gave."""
-        runs = {name: tuple(_made(BlockRuns, runs) for runs in plain[name]) for name in ("granted", "local")}
-        tokens = plain["tokens"]
-        return cls(**{**plain, **runs, "tokens": None if tokens is None else tuple(tokens)})
+        """What `plain` gave; raises `InvalidField` for anything else."""
+        runs = {name: _each(BlockRuns, plain, name) for name in ("granted", "local")}
+        found = _made(cls, {**plain, **runs})
+        return dataclasses.replace(found, tokens=token_range(found.tokens))
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +153,7 @@ class RankEnd:
         quiet: nothing can write to its blocks any more.
         bytes: read by the rank.
         lost: blocks whose bytes do not count, by group; none if it is ok.
-        error_name, message, values: class of the error, and what it says; empty if it is ok.
+        error_name, message, values, retry_after: class of the error, and what it says; empty if it is ok.
     """
 
     read_id: str
@@ -129,10 +165,13 @@ class RankEnd:
     error_name: str = ""
     message: str = ""
     values: Mapping[str, str] = field(default_factory=dict)
+    retry_after: float | None = None
 
     def error(self) -> KvferryError | None:
         """Why it failed, typed."""
-        return None if self.ok else from_name(self.error_name, self.message, self.values)
+        if self.ok:
+            return None
+        return from_name(self.error_name, self.message, self.values, retry_after=self.retry_after, quiet=self.quiet)
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,9 +200,10 @@ class WorkerOutput:
 
     @classmethod
     def of(cls, plain: Plain) -> WorkerOutput:
-        """What `plain` gave."""
-        ended, failed = (tuple(_made(RankEnd, end) for end in plain[name]) for name in ("ended", "failed"))
-        return cls(plain["rank"], ended, failed, tuple(plain["quiesced"]))
+        """What `plain` gave; raises `InvalidField` for anything else."""
+        ends = {name: _each(RankEnd, plain, name) for name in ("ended", "failed")}
+        found = _made(cls, {**plain, **ends})
+        return dataclasses.replace(found, rank=integer("rank", found.rank), quiesced=texts("quiesced", found.quiesced))
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,9 +249,20 @@ class Finished:
         return bool(self.reads or self.quiesced)
 
 
-def _made(cls: type[Value], plain: Plain) -> Value:
-    """A value of what an encoder may have turned from tuples into lists."""
-    return cls(**{name: _tuples(value) for name, value in plain.items()})
+def _made(cls: type[Value], plain: object) -> Value:
+    """A value of what `plain` gave, which an encoder may have turned from tuples into lists; raises `InvalidField`."""
+    name = cls.__name__
+    given = mapping(name, plain, f"what {name}.plain() gave")
+    try:
+        return cls(**{str(field): _tuples(value) for field, value in given.items()})
+    except TypeError:
+        raise InvalidField(name, sorted(map(str, given)), f"the fields that {name}.plain() gave") from None
+
+
+def _each(cls: type[Value], plain: object, name: str) -> tuple[Value, ...]:
+    """Values in a field of what `plain` gave."""
+    given = mapping(name, plain, "what plain() gave").get(name)
+    return tuple(_made(cls, item) for item in several(name, given, object, f"several {cls.__name__}s, as plain() gave"))
 
 
 def _tuples(value: Any) -> Any:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any
 
 from kvferry import _arguments as arguments
 from kvferry._cache import OPEN_TIMEOUT, Cache
@@ -16,10 +15,11 @@ from kvferry._forks import OneProcess
 from kvferry._memory.tails import Tails
 from kvferry._reads.rank_reads import RankOrder, RankRead, RankReads
 from kvferry._wire.token import EngineToken
-from kvferry.engine.values import Grant, RankEnd, WorkerOutput
-from kvferry.errors import InvalidField, KvferryError
+from kvferry.engine.values import Grant, Offer, RankEnd, WorkerOutput
+from kvferry.errors import KvferryError, WrongState
 from kvferry.geometry.blocks import Blocks, blocks_by_group
-from kvferry.geometry.tensors import Tensor
+from kvferry.geometry.model import Interval, MemoryRegion, Plane
+from kvferry.geometry.tensors import Holding, Tensor
 
 MAX_DONE = 65_536
 """Reads that are remembered after their end was acknowledged: hours of them, where a grant is delivered twice within
@@ -57,24 +57,55 @@ class WorkerPort(OneProcess):
         """read_ids that were acknowledged, the latest last: a grant that comes twice must not be read twice."""
 
     def register(
-        self, kv_caches: Mapping[str, Tensor] | None = None, *, timeout: float = OPEN_TIMEOUT, **memory: Any
+        self,
+        kv_caches: Mapping[str, Tensor] | None = None,
+        *,
+        axes: Sequence[str] | None = None,
+        heads: range | Interval | None = None,
+        total_heads: int | None = None,
+        holding: Holding | None = None,
+        replicated: bool = False,
+        planes: Sequence[Plane] | None = None,
+        regions: Sequence[MemoryRegion] | None = None,
+        keep: object = None,
+        labels: Mapping[str, int] | None = None,
+        serve: bool = True,
+        timeout: float = OPEN_TIMEOUT,
     ) -> Cache:
         """Register the rank's memory, with NIXL and at the node server. Waits; once, before the engine serves.
 
         Args:
             kv_caches: a tensor per layer, as engines hold them.
+            axes, heads, total_heads, holding, replicated, planes, regions, keep, labels, serve: how the tensors are to
+                be read, or memory that is no tensor; see `Client.register_cache`.
             timeout: seconds to keep trying.
-            memory: how the tensors are to be read, or memory that is no tensor: `axes`, `heads`, `total_heads`,
-                `holding`, `replicated`, `planes`, `regions`, `keep`, `labels`, `serve` of `Client.register_cache`,
-                which see also for errors.
 
-        Raises:
-            InvalidField: it is registered already.
+        Raises what `Client.register_cache` does, and:
+            WrongState: it is registered already.
         """
         if self._cache is not None:
-            raise InvalidField("rank", self.rank, "one that is not registered yet")
+            raise WrongState(
+                f"rank {self.rank} of engine {self.spec.engine_id!r} is already registered by this WorkerPort: use its "
+                "cache, or close it and make another port",
+                engine_id=self.spec.engine_id,
+                rank=self.rank,
+            )
         cache = self._client.register_cache(
-            self.spec, self.rank, tensors=kv_caches, token=self._token, timeout=timeout, **memory
+            self.spec,
+            self.rank,
+            tensors=kv_caches,
+            axes=axes,
+            heads=heads,
+            total_heads=total_heads,
+            holding=holding,
+            replicated=replicated,
+            planes=planes,
+            regions=regions,
+            keep=keep,
+            labels=labels,
+            token=self._token,
+            serve=serve,
+            timeout=timeout,
         )
         try:
             shares = cache.rank_reads(self._share_ended, self._share_quiesced)
@@ -86,9 +117,13 @@ class WorkerPort(OneProcess):
 
     @property
     def cache(self) -> Cache:
-        """The registered cache, for all that needs no scheduler. Raises `InvalidField` before `register`."""
+        """The registered cache, for all that needs no scheduler. Raises `WrongState` before `register`."""
         if self._cache is None:
-            raise InvalidField("rank", self.rank, "a registered one")
+            raise WrongState(
+                f"rank {self.rank} of engine {self.spec.engine_id!r} has no memory yet: call WorkerPort.register first",
+                engine_id=self.spec.engine_id,
+                rank=self.rank,
+            )
         return self._cache
 
     def start(
@@ -108,14 +143,21 @@ class WorkerPort(OneProcess):
 
         Raises:
             HomeNotAllowed: the source's home may not be dialled from here.
-            InvalidField: the read was started already, or the rank is not registered.
+            WrongState: it is an `Offer`, to which no blocks were attached; the read was started already; or the rank is
+                not registered.
+            InvalidField: an argument is of another type.
             Closed: the cache is closed.
 
         Whatever else goes wrong is in `finished`.
         """
+        if isinstance(grant, Offer) or (isinstance(grant, Grant) and local_blocks is None and not grant.local):
+            request_id = arguments.text("request_id", grant.request_id)
+            raise WrongState(
+                f"request {request_id!r} is offered blocks and has none to read into: attach() it first, and start the "
+                "Grant that SchedulerPort.attach returns",
+                request_id=request_id,
+            )
         arguments.instance("grant", grant, Grant, "the Grant that SchedulerPort.attach returned")
-        if local_blocks is None and not grant.local:
-            raise InvalidField("grant", f"that of {grant.request_id!r} without local blocks", "one that was attached")
         mine = grant.local_blocks() if local_blocks is None else blocks_by_group("local_blocks", local_blocks)
         order = RankOrder(
             read_id=grant.read_id,
@@ -134,7 +176,12 @@ class WorkerPort(OneProcess):
         )
         with self._lock:
             if grant.read_id in self._reads or grant.read_id in self._done:
-                raise InvalidField("read_id", grant.read_id, "a read that was not started here")
+                raise WrongState(
+                    f"read {grant.read_id} of request {grant.request_id!r} was already started on rank {self.rank}: "
+                    "start each grant once",
+                    request_id=grant.request_id,
+                    read_id=grant.read_id,
+                )
             if self._shares is not None:
                 self._reads[grant.read_id] = self._shares.start(order)
 
@@ -211,6 +258,7 @@ class WorkerPort(OneProcess):
             error_name="" if error is None else type(error).__name__,
             message="" if error is None else error.message,
             values={} if error is None else dict(error.values),
+            retry_after=None if error is None else error.retry_after,
         )
         with self._lock:
             (self._ended if error is None else self._failed)[order.read_id] = end

@@ -14,6 +14,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import cast
 
 from kvferry._arguments import integer, mapping, text
 from kvferry.errors import BadGeometry
@@ -67,7 +68,7 @@ def by_layer_number(tensors: Layers) -> dict[str, Tensor]:
         shared = f"layers.{int(numbers[0])}"
         if shared in found:
             raise BadGeometry(f"layer {name}", f"another tensor is {shared} too")
-        found[shared] = tensor
+        found[shared] = cast(Tensor, tensor)
     return found
 
 

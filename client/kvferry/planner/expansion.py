@@ -175,7 +175,7 @@ class _Collector:
         """Before they are made: blocks times rows of each are soon more than memory holds."""
         if self.descriptors + more > MAX_DESCRIPTORS:
             expected = f"at most {MAX_DESCRIPTORS}: fewer tokens at a time, or staging memory"
-            raise InvalidField("descriptors of one read", self.descriptors + more, expected)
+            raise InvalidField("number of descriptors of one read", self.descriptors + more, expected)
 
     def _add_prepared(
         self, index: int, lane: Lane, segment: Segment, rest: npt.NDArray[np.bool_]

@@ -76,7 +76,9 @@ def needed(
     pools: dict[tuple[bool, str], list[npt.NDArray[np.int64]]] = {}
     for group in groups:
         if group.name not in destination:
-            raise InvalidField("destination blocks", sorted(destination), f"blocks for group {group.name!r}")
+            raise InvalidField(
+                "mapping of destination blocks", sorted(destination), f"one with blocks for group {group.name!r}"
+            )
         if group.name not in source:
             raise BlocksShort(group.name, "source", "blocks", "none of this group")
         theirs, mine, source_group = source[group.name], destination[group.name], source_groups[group.name]
@@ -120,12 +122,14 @@ def written(
     by_name = {group.name: group for group in groups}
     unknown = sorted(set(destination) - set(by_name))
     if unknown:
-        raise InvalidField("destination blocks", unknown, f"groups of this engine: {sorted(by_name)}")
+        raise InvalidField("mapping of destination blocks", unknown, f"one of groups of this engine: {sorted(by_name)}")
     found: dict[str, AnyIds] = {}
     pools: dict[tuple[bool, str], list[AnyIds]] = {}
     for name, group in by_name.items():
         if source is not None and name in source and name not in destination:
-            raise InvalidField("destination blocks", sorted(destination), f"blocks for group {name!r}")
+            raise InvalidField(
+                "mapping of destination blocks", sorted(destination), f"one with blocks for group {name!r}"
+            )
         if name not in destination or (source is not None and name not in source):
             continue
         mine = destination[name]
@@ -174,7 +178,7 @@ def _perhaps(group: Group, mine: Blocks, asked: tuple[int, int] | None) -> AnyId
 def _state(group: Group, theirs: Blocks, mine: Blocks) -> Needed:
     for side, blocks in (("source", theirs), ("destination", mine)):
         if len(blocks.ids) != 1:
-            raise InvalidField(f"{side} blocks of state group {group.name!r}", len(blocks.ids), "one block")
+            raise InvalidField(f"number of {side} blocks of state group {group.name!r}", len(blocks.ids), "1")
     if theirs.state_token != mine.state_token:
         raise BlocksShort(group.name, "source", f"a state at token {mine.state_token}", f"one at {theirs.state_token}")
     return Needed(0, 1, 0, NeededBlocks(_widened(theirs.ids), 0), NeededBlocks(_widened(mine.ids), 0))
@@ -185,7 +189,9 @@ def _tokens(
 ) -> Needed | None:
     for side, blocks in (("source", theirs), ("destination", mine)):
         if max(blocks.first_token, blocks.end_token or 0) >= TOKEN_LIMIT:
-            raise InvalidField(f"{side} tokens of group {group.name!r}", blocks.first_token, "positions below 2**40")
+            raise InvalidField(
+                f"first token of the {side} blocks of group {group.name!r}", blocks.first_token, "below 2**40"
+            )
     span = _wanted(group, _span(source_group, "source", theirs), mine, asked)
     if span is None:
         return None

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -50,7 +51,7 @@ class IntegrityOptions:
         patience: seconds that a read waits for sums which its source has announced.
     """
 
-    mode: str = "off"
+    mode: Literal["off", "sampled", "full"] = "off"
     rate: float = 0.1
     patience: float = 1.0
 

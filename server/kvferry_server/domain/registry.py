@@ -380,7 +380,8 @@ class Registry:
             return
         ref, ttl = engine.ref, self._times.engine_ttl
         raise EngineIdInUse(
-            f"{ref} lives, or may come back",
+            f"{ref} lives, or may come back: a rank of it registers with its token (token=...), and another start of "
+            f"the engine waits until it has been gone for {ttl:g} s",
             retry_after=ttl if engine.lost_at is None else engine.lost_at + ttl - now,
             engine_id=ref.engine_id,
             incarnation=ref.incarnation.hex(),

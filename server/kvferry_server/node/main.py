@@ -124,7 +124,9 @@ async def _serve(loaded: Loaded) -> None:
     # Always printed: it is how a person or a script learns the real port.
     line = "ready: listens on %s, advertises %s, epoch %s"
     values = (" and ".join(server.addresses), server.advertise, server.home.epoch.hex()[:8])
-    logger.log(max(logging.INFO, logging.getLogger().level), f"kvferryd {kvferry.__version__} {line}", *values)
+    message = f"kvferryd {kvferry.__version__} {line}"
+    # Handled without asking for the level, so that it is no error where only errors are logged.
+    logger.handle(logger.makeRecord(logger.name, logging.INFO, __file__, 0, message, values, None))
 
     told = asyncio.ensure_future(signals.get())
     failed = asyncio.ensure_future(server.failed())

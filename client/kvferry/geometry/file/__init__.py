@@ -16,7 +16,7 @@ import json
 from os import PathLike
 from pathlib import Path
 
-from kvferry.errors import InvalidField
+from kvferry.errors import BadGeometry, InvalidField
 from kvferry.geometry.file.build import build_engine, rank_bytes, rebase
 from kvferry.geometry.file.document import read_document
 from kvferry.geometry.model import EngineGeometry
@@ -31,9 +31,18 @@ def load(path: str | PathLike[str]) -> EngineGeometry:
 
     Raises:
         InvalidField: the file cannot be read, is no JSON, or a field is wrong: `.values` name its JSON path, the value
-            and what was expected.
-        BadGeometry: fields that are right each by itself contradict each other.
+            and what was expected, and the file.
+        BadGeometry: fields that are right each by itself contradict each other; `.values` name the file.
     """
+    try:
+        return _load(path)
+    except (InvalidField, BadGeometry) as error:
+        name = str(path)
+        message = error.message if name in error.message else f"{name}: {error.message}"
+        raise type(error).rebuilt(message, {**error.values, "file": name}) from None
+
+
+def _load(path: str | PathLike[str]) -> EngineGeometry:
     try:
         with Path(path).open("rb") as file:
             text = file.read(MAX_FILE_BYTES + 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from typing import cast
 
 from kvferry._arguments import instance, integer, integer_map, mapping, several, text, texts
 from kvferry.errors import BadGeometry
@@ -57,7 +58,7 @@ def named_tensors(tensors: object) -> dict[str, Tensor]:
             view_of(tensor)
         except BadGeometry as error:
             raise BadGeometry(f"layer {name}", str(error.values["problem"])) from None
-        found[name] = tensor
+        found[name] = cast(Tensor, tensor)
     return found
 
 
@@ -140,6 +141,12 @@ def opaque_planes(
     if not 0 <= block_axis < len(view.shape) or view.contiguous_tail > block_axis + 1:
         raise BadGeometry(
             f"layer {layer}", f"the blocks along axis {block_axis} of {view.described} are not contiguous"
+        )
+    if view.shape[block_axis] < group.num_blocks:
+        raise BadGeometry(
+            f"layer {layer}",
+            f"its axes are not named, so axis {block_axis} is taken for the blocks: it has {view.shape[block_axis]}, "
+            f"and group {group.name!r} has {group.num_blocks}; name the axes ({view.described})",
         )
     page_bytes = view.tail_bytes(block_axis + 1)
     units = holding.units or Interval(0, holding.axis_size or 1)
@@ -358,5 +365,14 @@ def _paging(axis: _Axes, group: Group, holding: Holding) -> _Paging:
             page_stride = block_stride if pages > 1 else 0
             found = _Paging(blocks // pages, block_stride * pages, pages, page_stride, page_states, token_stride)
     if found.num_blocks < group.num_blocks:
-        raise axis.problem(f"{found.num_blocks} blocks fit, group {group.name!r} has {group.num_blocks}")
+        name = "slot" if axis.has("slot") else "block"
+        states, there = found.page_states * found.pages, f"axis {name!r} has {axis.size(name)}"
+        if found.pages > 1 and not axis.has("page"):
+            there += f", axis 'token' has {found.page_states} where a block has {states}, so {found.pages} make a block"
+        elif name == "slot":
+            there += f", and a block has {states}"
+        raise axis.problem(
+            f"{there}: {found.num_blocks} blocks fit, and group {group.name!r} has {group.num_blocks}; are the axes "
+            "named in the tensor's order?"
+        )
     return found

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any, TypeAlias
+from typing import Any, Protocol
 
 from kvferry._arguments import coerce_integers, instance, integer, several, text
 from kvferry.errors import BadGeometry
 from kvferry.geometry.model import ADDRESS_LIMIT, MemoryKind, MemoryRegion
 
-Tensor: TypeAlias = Any
-"""A torch tensor, a numpy array, or a `TensorView`."""
+
+class Tensor(Protocol):
+    """A torch tensor, a numpy array, or a `TensorView`."""
+
+    @property
+    def shape(self) -> Sequence[int]: ...
+    @property
+    def dtype(self) -> object: ...
+
 
 _KINDS = {"cpu": MemoryKind.DRAM, "cuda": MemoryKind.VRAM}
 
@@ -109,7 +116,7 @@ class TensorView:
         )
 
 
-def view_of(tensor: Tensor) -> TensorView:
+def view_of(tensor: object) -> TensorView:
     """The memory of a torch tensor (CPU or CUDA) or numpy array.
 
     Raises:
@@ -125,7 +132,7 @@ def view_of(tensor: Tensor) -> TensorView:
     raise BadGeometry("tensor", f"{type(tensor).__name__} is neither a torch tensor nor a numpy array")
 
 
-def _view_of_torch(tensor: Tensor) -> TensorView:
+def _view_of_torch(tensor: Any) -> TensorView:
     if str(tensor.layout) != "torch.strided":
         raise BadGeometry("tensor", f"a {tensor.layout} tensor of shape {tuple(tensor.shape)} has no strides")
     kind = _KINDS.get(tensor.device.type)
@@ -151,7 +158,7 @@ def _view_of_torch(tensor: Tensor) -> TensorView:
     return found
 
 
-def _view_of_numpy(array: Tensor) -> TensorView:
+def _view_of_numpy(array: Any) -> TensorView:
     interface: Mapping[str, Any] = array.__array_interface__
     address, read_only = interface["data"]
     _check_elements(array.dtype)
@@ -209,7 +216,9 @@ def held(tensor: Tensor) -> Tensor:
     """The same memory as a tensor of our own: what its owner makes the tensor point at later does not matter to it."""
     if isinstance(tensor, TensorView):
         return tensor
-    return tensor.detach() if hasattr(tensor, "untyped_storage") else tensor.view()
+    given: Any = tensor
+    own: Tensor = given.detach() if hasattr(tensor, "untyped_storage") else given.view()
+    return own
 
 
 def regions_of(tensors: Iterable[Tensor]) -> tuple[MemoryRegion, ...]:

@@ -10,7 +10,7 @@ from typing import Any
 from vllm.v1.request import RequestStatus
 
 from kvferry._client import Client
-from kvferry.engine import Grant, ReadEnd, SchedulerPort
+from kvferry.engine import Grant, Offer, ReadEnd, SchedulerPort
 from kvferry.errors import KvferryError
 from kvferry.integrations.vllm.setup import Setup
 from kvferry.integrations.vllm.stats import KvferryStats
@@ -88,13 +88,13 @@ class ConnectorScheduler:
         offered = request.num_tokens
         if load.refused is None:
             try:
-                grant = self._port.granted(request_id)
+                offer = self._port.granted(request_id)
             except KvferryError as error:
                 self._refuse(request_id, error)
                 return self.matched_tokens(request, computed)
-            if grant is None:
+            if offer is None:
                 return None, False
-            offered = min(_tokens(grant), offered)
+            offered = min(_tokens(offer), offered)
         if offered <= computed:
             self._decline(request_id)
             return 0, False
@@ -242,7 +242,7 @@ class ConnectorScheduler:
             metadata.failed.add(request_id)
 
 
-def _tokens(grant: Grant) -> int:
+def _tokens(offer: Offer) -> int:
     """How many tokens are offered."""
-    ends = [blocks.end_token for blocks in grant.blocks().values() if blocks.end_token is not None]
+    ends = [blocks.end_token for blocks in offer.blocks().values() if blocks.end_token is not None]
     return min(ends, default=0)
