@@ -31,7 +31,7 @@ from kvferry import (
 from kvferry._clock import now
 from kvferry._transport.calibration import measure
 from kvferry._transport.nixl_agent import AgentInfo, ServingAgent
-from kvferry._transport.transport import Part, Transport
+from kvferry._transport.transport import TransferPart, Transport
 from kvferry.geometry import RankGeometry
 from kvferry.planner import Path, ReadPlan, plan_read
 
@@ -120,7 +120,7 @@ def source(ucx_tls: str) -> Iterator[AgentInfo]:
     process.join(20)
 
 
-def move(transport: Transport, parts: list[Part]) -> None:
+def move(transport: Transport, parts: list[TransferPart]) -> None:
     """One read."""
     transport.start(parts, deadline=None, label="benchmark").wait(60)
 
@@ -133,7 +133,7 @@ def measure_case(case: Case, info: AgentInfo, region: MemoryRegion, transport: T
     plans = {path: case.plan(info.regions[0].base, region.base, PathRule(path, costs)) for path in (*Path, None)}
     for path in Path:
         expansion = plans[path].expand({"full": Blocks(theirs)}, {"full": Blocks(mine)})
-        parts = [Part.of(info, of) for of in expansion.sources]
+        parts = [TransferPart.of(info, of) for of in expansion.sources]
         actions[path] = partial(move, transport, parts)
     # In turn, so that whatever else the machine does hits both.
     rounds = [{path: once(action) for path, action in actions.items()} for _ in range(1 + REPEATS)][1:]

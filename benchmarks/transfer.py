@@ -30,9 +30,9 @@ from kvferry import (
 )
 from kvferry._clock import now
 from kvferry._control.connection import Control
-from kvferry._reads.source_engines import Peer, Peers
+from kvferry._reads.source_engines import SourceEngine, SourceEngines
 from kvferry._transport.nixl_agent import HandleState, ReadHandle, ReadingAgent
-from kvferry._transport.transport import Part, Transport
+from kvferry._transport.transport import TransferPart, Transport
 from kvferry.geometry import EngineGeometry
 from kvferry.v1 import kv_transfer_pb2 as pb
 
@@ -149,15 +149,15 @@ def ids_in_runs(count: int, run: int, seed: int) -> npt.NDArray[np.int32]:
     )
 
 
-def handshaken(address: str, cache: Cache, reference: str) -> Peer:
+def handshaken(address: str, cache: Cache, reference: str) -> SourceEngine:
     """The source as the data plane needs it, to drive that without the rest."""
     reader = pb.EngineRef(engine_id=cache.spec.engine_id, incarnation=b"b" * 16)
     geometry = EngineGeometry(cache.spec.engine_id, cache.spec.groups, (cache.rank,))
-    peers = Peers(cache.spec, reader, 0, lambda _: geometry, PathRule(), lambda *_: None, lambda _: None)
+    peers = SourceEngines(cache.spec, reader, 0, lambda _: geometry, PathRule(), lambda *_: None, lambda _: None)
     return peers.get(Control(address, None), "source", b"", reference, now() + 10)
 
 
-def measure(case: Case, pipe: Connection, cache: Cache, source: Peer, options: NixlOptions) -> list[str]:
+def measure(case: Case, pipe: Connection, cache: Cache, source: SourceEngine, options: NixlOptions) -> list[str]:
     """One line of the table."""
     peer, plan = source.agents[0], source.plan
     theirs, mine = ids_in_runs(case.blocks, case.run, 1), ids_in_runs(case.blocks, case.run, 2)
@@ -180,7 +180,7 @@ def measure(case: Case, pipe: Connection, cache: Cache, source: Peer, options: N
     agent.destroy()
 
     transport = Transport(plan_regions(cache), options)
-    parts = [Part(peer, descriptors.descriptors)]
+    parts = [TransferPart(peer, descriptors.descriptors)]
     moved = seconds(lambda: transport.start(parts, deadline=None, label="benchmark").wait(60), REPEATS)
     transport.close(10)
 

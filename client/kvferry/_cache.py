@@ -26,7 +26,7 @@ from kvferry._reads.checksum_publisher import Checksummer
 from kvferry._reads.rank_reads import RankRead, RankReads
 from kvferry._reads.read import Read
 from kvferry._reads.reader import Reader, ReadRequest
-from kvferry._reads.source_engines import Peer, Peers, whole_engine
+from kvferry._reads.source_engines import SourceEngine, SourceEngines, whole_engine
 from kvferry._reads.verifier import Verifier
 from kvferry._threads import start_thread
 from kvferry._transport.calibration import measure
@@ -134,7 +134,7 @@ class Cache(OneProcess):
             slot_bytes=staging.slot_bytes,
             device_memory=frozenset(device_tensors(tensors)),
         )
-        self._peers = Peers(
+        self._peers = SourceEngines(
             spec, token.ref(), rank.rank, self._geometry, rule, partial(self._measure, rule), self._drop
         )
         self._summers = Summers(tensors)
@@ -429,7 +429,7 @@ class Cache(OneProcess):
                 self._rules[home] = known
         return known
 
-    def _drop(self, peer: Peer) -> None:
+    def _drop(self, peer: SourceEngine) -> None:
         for agent in peer.agents.values():
             self._transport.retire(agent.name)
 

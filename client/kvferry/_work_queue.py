@@ -15,7 +15,7 @@ LOOK_AGAIN = 1.0
 """Seconds after which a tick that failed is made again."""
 
 
-class Desk:
+class WorkQueue:
     """Does work in the order it came, one after the other.
 
     Threading: `do` may be called from any thread and returns at once. Without work the thread sleeps.

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvferry._clock import now, to_duration
-from kvferry._control.acquisition import Acquirer, AcquireRequest, Cancellation, Granted
+from kvferry._control.acquisition import Acquired, Acquirer, AcquireRequest, Cancellation
 from kvferry._control.connection import Control, retrying
 from kvferry._control.homes import Homes
 from kvferry._control.lease_holder import LeaseHolder
@@ -200,7 +200,7 @@ def test_whatever_a_home_answers_the_lease_is_given_back(tmp_path: Path) -> None
         thread, found = acquire(acquirer, control, Cancellation("read"))
         thread.join(30)
         assert isinstance(found[0], Exception)
-        assert not isinstance(found[0], Granted)
+        assert not isinstance(found[0], Acquired)
         assert given_back == [LEASE]
         assert not renewals._kept
         renewals.close()
@@ -216,7 +216,7 @@ def test_a_home_that_wants_renewals_all_the_time_gets_some(tmp_path: Path) -> No
         renewals = Renewals()
         thread, found = acquire(Acquirer(READER, renewals, lambda *_: None), control, Cancellation("read"))
         thread.join(30)
-        assert isinstance(found[0], Granted)
+        assert isinstance(found[0], Acquired)
         threading.Event().wait(1.0)
         renewals.close()
         assert 1 <= len(server.notified) < 50

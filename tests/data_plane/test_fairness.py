@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvferry._clock import now
-from kvferry._transport.transport import Part, Transfer, TransferState, Transport
+from kvferry._transport.transport import Transfer, TransferPart, TransferState, Transport
 from tests.data_plane.conftest import MakeSource, MakeTransport
 from tests.data_plane.sources import SOON, Memory, Source
 
@@ -13,12 +13,12 @@ TRIES = 10
 
 
 def huge(read: Transport, source: Source, memory: Memory) -> Transfer:
-    return read.start([Part(source.info, [memory.all_of(source)])], deadline=now() + SOON, label="huge")
+    return read.start([TransferPart(source.info, [memory.all_of(source)])], deadline=now() + SOON, label="huge")
 
 
 def small(read: Transport, source: Source, memory: Memory) -> Transfer:
     pieces = memory.pieces(source, [(0, source.size, 4096)])
-    return read.start([Part(source.info, [pieces])], deadline=now() + SOON, label="small")
+    return read.start([TransferPart(source.info, [pieces])], deadline=now() + SOON, label="small")
 
 
 def overtaken(read: Transport, sources: tuple[Source, Source], memory: Memory) -> bool:

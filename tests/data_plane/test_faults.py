@@ -11,7 +11,7 @@ from collections.abc import Callable
 import pytest
 
 from kvferry._clock import now
-from kvferry._transport.transport import Part, Transfer, TransferState, Transport
+from kvferry._transport.transport import Transfer, TransferPart, TransferState, Transport
 from kvferry.errors import TransferCancelled, TransferExpired, TransferFailed
 from tests.data_plane.conftest import MakeSource, MakeTransport
 from tests.data_plane.sources import POISON, SOON, Memory, Source
@@ -31,7 +31,7 @@ def until(condition: Callable[[], bool]) -> bool:
 def read_all(
     read: Transport, source: Source, memory: Memory, *, at: int = 0, deadline: float | None = SOON
 ) -> Transfer:
-    part = Part(source.info, [memory.all_of(source, at=at)])
+    part = TransferPart(source.info, [memory.all_of(source, at=at)])
     return read.start([part], deadline=None if deadline is None else now() + deadline, label=source.name)
 
 
@@ -80,7 +80,9 @@ def test_a_source_killed_while_it_is_read_fails_that_read_only(
     read = transport(ucx_tls, chunk_descriptors=1, chunk_bytes=256, bytes_in_flight=4096)
     victim, successor = new_source(ucx_tls), new_source(ucx_tls, size=4 << 20)
     doomed = read_all(read, victim, memory, at=8 << 20, deadline=None)
-    other = read.start([Part(source.info, [memory.pieces(source, [(0, 0, 1 << 20)])])], deadline=None, label="other")
+    other = read.start(
+        [TransferPart(source.info, [memory.pieces(source, [(0, 0, 1 << 20)])])], deadline=None, label="other"
+    )
     assert until(lambda: doomed.progress().chunks > 3)
     victim.kill()
     assert_failed(doomed)
@@ -279,7 +281,7 @@ def test_closing_cancels_and_waits_for_quiet(
 def test_an_agent_that_cannot_be_made_fails_the_read(source: Source, memory: Memory, transport: MakeTransport) -> None:
     # Shared memory cannot report a peer's death, so UCX makes no endpoint of it in error mode "peer".
     read = transport("sm")
-    transfer = read.start([Part(source.info, [memory.all_of(source)])], deadline=None, label="sm")
+    transfer = read.start([TransferPart(source.info, [memory.all_of(source)])], deadline=None, label="sm")
     assert transfer.wait(SOON)
     assert transfer.state is TransferState.FAILED
     assert transfer.quiet

@@ -3,7 +3,7 @@
 import time
 
 from kvferry._clock import now
-from kvferry._transport.transport import Part, TransferState
+from kvferry._transport.transport import TransferPart, TransferState
 from tests.data_plane.conftest import MakeTransport
 from tests.data_plane.sources import SOON, Memory, Source
 
@@ -12,7 +12,7 @@ IDLE_SECONDS = 3.0
 
 def test_idle_agents_use_no_cpu(ucx_tls: str, source: Source, memory: Memory, transport: MakeTransport) -> None:
     read = transport(ucx_tls, reading_agents=2)
-    transfer = read.start([Part(source.info, [memory.all_of(source)])], deadline=now() + SOON, label="before")
+    transfer = read.start([TransferPart(source.info, [memory.all_of(source)])], deadline=now() + SOON, label="before")
     assert transfer.wait(SOON)
     assert transfer.state is TransferState.DONE
     # Processor time, over a time in which nothing happens: load from elsewhere does not count.

@@ -13,7 +13,16 @@ import pytest
 
 from kvferry._transport.nixl_agent import AgentInfo, HandleState, NixlError, ReadingAgent
 from kvferry._transport.nixl_options import NixlOptions
-from kvferry._transport.peer_link import POLL_ABANDONED, POLL_FIRST, POLL_LAST, STALLED, Link, LinkState, Share, divide
+from kvferry._transport.peer_link import (
+    POLL_ABANDONED,
+    POLL_FIRST,
+    POLL_LAST,
+    STALLED,
+    Link,
+    LinkState,
+    PeerWork,
+    divide,
+)
 from kvferry._transport.transfer import Transfer, TransferState
 from kvferry.errors import TransferFailed
 from kvferry.planner.descriptors import Descriptors
@@ -87,7 +96,7 @@ class World:
     def share(self, chunks: int, deadline: float | None = None) -> Transfer:
         """A transfer of so many chunks that waits for its turn."""
         transfer = self.transfer(chunks * CHUNK, deadline)
-        self.link.shares.append(Share(transfer, INFO, [raw([0], [0], [chunks * CHUNK])], self.now))
+        self.link.shares.append(PeerWork(transfer, INFO, [raw([0], [0], [chunks * CHUNK])], self.now))
         return transfer
 
     def posted(self, chunks: int = 1, deadline: float | None = None) -> Transfer:
@@ -260,7 +269,7 @@ def test_a_share_waits_for_the_first_answer_from_when_it_came() -> None:
 
 def test_a_peer_opened_after_a_share_came_has_its_time_as_well() -> None:
     world = World(MOVING)
-    early = Share(world.transfer(CHUNK), INFO, [], 90.0)
+    early = PeerWork(world.transfer(CHUNK), INFO, [], 90.0)
     world.link.open()
     assert world.link.answer_due(early) == 105.0
 
@@ -318,13 +327,13 @@ def test_what_ends_while_it_is_made_is_not_posted(world: World) -> None:
 
 
 def test_a_share_that_waits_for_room_keeps_its_turn_and_one_that_is_through_does_not(world: World) -> None:
-    class Blocked(Share):
+    class Blocked(PeerWork):
         @property
         def blocked(self) -> bool:
             return True
 
     waits = Blocked(world.transfer(CHUNK), INFO, [], world.now)
-    through = Share(world.transfer(CHUNK), INFO, [], world.now)
+    through = PeerWork(world.transfer(CHUNK), INFO, [], world.now)
     world.link.shares.extend([waits, through])
     assert not world.link.post_next()
     assert list(world.link.shares) == [waits]

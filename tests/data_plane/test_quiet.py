@@ -11,7 +11,7 @@ import pytest
 from kvferry._reads.read import Read
 from kvferry._transport.nixl_agent import NixlOptions
 from kvferry._transport.staging_pool import StagingOptions
-from kvferry._transport.transport import Part, Transfer, TransferState, Transport
+from kvferry._transport.transport import Transfer, TransferPart, TransferState, Transport
 from kvferry.errors import TransferCancelled, TransferFailed, TransferStuck
 from tests.data_plane.conftest import MakeSource, MakeTransport
 from tests.data_plane.sources import POISON, SOON, Memory, Source
@@ -53,7 +53,10 @@ def test_staging_memory_that_is_not_to_be_had_fails_what_was_begun_before_it(
     # No machine has so much: numpy says so when the memory is made.
     staging = StagingOptions(path="staged", slots=1, slot_bytes=1 << 56)
     read = Transport([memory.region], NixlOptions(ucx_tls=ucx_tls, chunk_bytes=1 << 16), staging=staging)
-    parts = [Part(source.info, [memory.all_of(source)]), staged_part(source, memory, some(1), some(2), at=8 << 20)]
+    parts = [
+        TransferPart(source.info, [memory.all_of(source)]),
+        staged_part(source, memory, some(1), some(2), at=8 << 20),
+    ]
     transfer = read.start(parts, deadline=None, label="no memory")
     assert isinstance(transfer.error, TransferFailed)
     assert transfer.error.quiet == transfer.quiet
@@ -69,7 +72,10 @@ def test_a_thread_that_is_not_to_be_had_fails_what_was_begun_before_it(
     name = next(f"other-{i}" for i in range(99) if zlib.crc32(f"other-{i}".encode()) % 2 != mine)
     other = new_source(ucx_tls, size=4 << 20, name=f"{name}")
     other.info  # noqa: B018
-    parts = [Part(source.info, [memory.all_of(source)]), Part(other.info, [memory.all_of(other, at=8 << 20)])]
+    parts = [
+        TransferPart(source.info, [memory.all_of(source)]),
+        TransferPart(other.info, [memory.all_of(other, at=8 << 20)]),
+    ]
     with monkeypatch.context() as patch:
         threads_run_out(patch, 1)
         transfer = read.start(parts, deadline=None, label="no thread")

@@ -19,11 +19,11 @@ from kvferry._memory.permute import StillCopying
 from kvferry._memory.summing import Summers
 from kvferry._memory.tails import Tails
 from kvferry._reads.rank_reads import RankOrder, RankRead, RankReads
-from kvferry._reads.source_engines import Peer, Peers
+from kvferry._reads.source_engines import SourceEngine, SourceEngines
 from kvferry._reads.verifier import Arrived, Verifier
 from kvferry._transport.nixl_agent import AgentInfo
 from kvferry._transport.transfer import Transfer, TransferState
-from kvferry._transport.transport import Part, Transport
+from kvferry._transport.transport import TransferPart, Transport
 from kvferry.errors import (
     BadReference,
     Closed,
@@ -59,17 +59,17 @@ class World:
         self.quiesced: list[RankRead] = []
         self.transfers: list[Transfer] = []
         self.asked: list[str] = []
-        self.answers: dict[str, Peer | Exception] = {}
+        self.answers: dict[str, SourceEngine | Exception] = {}
         self.said: list[str] = []
-        self.parts: list[Sequence[Part]] = []
+        self.parts: list[Sequence[TransferPart]] = []
         self.expanded: list[tuple[object, ...]] = []
-        self.known_sources: dict[tuple[object, ...], Peer] = {}
+        self.known_sources: dict[tuple[object, ...], SourceEngine] = {}
         self.size = 10
         self.verified: list[Arrived] = []
         self.verify: Callable[[Arrived], None] = self.verified.append
         self.reads = RankReads(
             cast(Transport, SimpleNamespace(start=lambda *parts, **how: self.transfer(*parts, **how))),
-            cast(Peers, self),
+            cast(SourceEngines, self),
             cast(Summers, None),
             cast(Verifier, SimpleNamespace(verify=lambda arrived: self.verify(arrived))) if verifies else None,
             self.tell(self.ended),
@@ -78,10 +78,10 @@ class World:
 
     # What stands in for sources and the transport.
 
-    def known(self, *source: object) -> Peer | None:
+    def known(self, *source: object) -> SourceEngine | None:
         return self.known_sources.get(source)
 
-    def get(self, home: Control, engine_id: str, incarnation: bytes, reference: str, deadline: float) -> Peer:
+    def get(self, home: Control, engine_id: str, incarnation: bytes, reference: str, deadline: float) -> SourceEngine:
         with self.changed:
             self.asked.append(reference)
             self.changed.notify_all()
@@ -105,7 +105,7 @@ class World:
         planned = SourceDescriptors(1, (), (), None)
         return SimpleNamespace(sources=(planned,))
 
-    def transfer(self, parts: Sequence[Part], *, deadline: float | None, label: str) -> Transfer:
+    def transfer(self, parts: Sequence[TransferPart], *, deadline: float | None, label: str) -> Transfer:
         with self.changed:
             # A reading thread that is woken looks at its transfers.
             made = Transfer(label, self.size, 1, deadline, now, lambda: made.settle(now()))
@@ -130,10 +130,10 @@ class World:
         with self.changed:
             assert self.changed.wait_for(condition, 30)
 
-    def peer(self) -> Peer:
+    def peer(self) -> SourceEngine:
         rank, source = SimpleNamespace(planes=PLANES), SimpleNamespace(groups=(GROUP,))
         plan = SimpleNamespace(expand=lambda *wanted: self.expand(*wanted), groups=(GROUP,), source=source, rank=rank)
-        return cast(Peer, SimpleNamespace(plan=plan, agents={1: AGENT}))
+        return cast(SourceEngine, SimpleNamespace(plan=plan, agents={1: AGENT}))
 
     def answer(self, reference: str, answer: Exception | None = None) -> None:
         with self.changed:

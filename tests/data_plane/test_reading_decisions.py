@@ -23,7 +23,7 @@ from kvferry._transport.nixl_agent import AgentInfo, HandleState, NixlError
 from kvferry._transport.nixl_options import NixlOptions
 from kvferry._transport.reading_thread import RETIRE_AGAIN, ReadingThread
 from kvferry._transport.staging_pool import StagingOptions
-from kvferry._transport.transport import Part, Transfer, TransferState, Transport
+from kvferry._transport.transport import Transfer, TransferPart, TransferState, Transport
 from kvferry.errors import (
     BadAgentMetadata,
     Closed,
@@ -179,11 +179,11 @@ class World:
         region = MemoryRegion(MemoryKind.DRAM, 0, self.bytes.ctypes.data, SIZE)
         return AgentInfo(name, metadata, hashlib.sha256(metadata).digest(), (region,))
 
-    def part(self, info: AgentInfo, at: int = 0, length: int = SIZE) -> Part:
+    def part(self, info: AgentInfo, at: int = 0, length: int = SIZE) -> TransferPart:
         """The first bytes of the peer."""
         into = at * SIZE
         self.memory.expected[into : into + length] = self.bytes[:length]
-        return Part(info, [raw([self.bytes.ctypes.data], [self.memory.base + into], [length])])
+        return TransferPart(info, [raw([self.bytes.ctypes.data], [self.memory.base + into], [length])])
 
     def read(
         self, transport: Transport, name: str = "peer", at: int = 0, chunks: int = 4, *, deadline: float | None = None
@@ -320,24 +320,24 @@ def test_what_is_not_registered_is_refused_and_nothing_is_read(world: World) -> 
     into_own = raw([world.bytes.ctypes.data], [own.region.base], [4096])
     for wrong in (beyond, outside, into_own):
         with pytest.raises(InvalidField):
-            read.start([good, Part(world.info("other"), [wrong])], deadline=None, label="wrong")
+            read.start([good, TransferPart(world.info("other"), [wrong])], deadline=None, label="wrong")
     damaged = replace(world.info("other"), metadata=b"damaged")
-    for call in (lambda: read.start([Part(damaged)], deadline=None, label="wrong"), lambda: read.warm(damaged)):
+    for call in (lambda: read.start([TransferPart(damaged)], deadline=None, label="wrong"), lambda: read.warm(damaged)):
         with pytest.raises(BadAgentMetadata):
             call()
     with pytest.raises(InvalidField, match="one agent of a name"):
-        read.start([good, Part(world.info(metadata=b"another"))], deadline=None, label="wrong")
+        read.start([good, TransferPart(world.info(metadata=b"another"))], deadline=None, label="wrong")
     assert (world.agents.made, read.gauges().active) == ([], 0)
     # The same agent, though not the same object.
     done(read.start([good, world.part(world.info(), 1)], deadline=None, label="twice"))
-    done(read.start([Part(world.info(), [into_own], spaces=(own,))], deadline=None, label="own"))
+    done(read.start([TransferPart(world.info(), [into_own], spaces=(own,))], deadline=None, label="own"))
     assert world.agents.made[0].spaces == [own]
 
 
 def test_nothing_to_read_is_done_at_once(world: World) -> None:
     read = world.transport()
     nothing = raw([], [], [])
-    done(read.start([Part(world.info(), [nothing])], deadline=None, label="nothing"))
+    done(read.start([TransferPart(world.info(), [nothing])], deadline=None, label="nothing"))
     assert (read.gauges().agents, read.gauges().uncertain) == (0, 0)
     done(read.start([replace(world.part(world.info()), descriptors=(nothing, *world.part(world.info()).descriptors))],
                     deadline=None, label="some"))  # fmt: skip
@@ -432,7 +432,7 @@ def test_staging_memory_that_cannot_be_had_fails_the_read(world: World, caplog: 
     into = raw([world.bytes.ctypes.data], [own.region.base], [4096])
     for refusal in (RuntimeError("a bug"), NixlError("it is refused")):
         world.agents.no_space = refusal
-        transfer = read.start([Part(world.info(), [into], spaces=(own,))], deadline=None, label="own")
+        transfer = read.start([TransferPart(world.info(), [into], spaces=(own,))], deadline=None, label="own")
         assert refusal.args[0] in str(failed(transfer))
         assert transfer.quiet
     done(world.read(read))
@@ -448,7 +448,7 @@ def test_staging_memory_that_cannot_be_had_fails_the_read(world: World, caplog: 
     assert read.gauges().agents == 1
 
 
-def staged_part(world: World, source: Source, memory: Memory) -> Part:
+def staged_part(world: World, source: Source, memory: Memory) -> TransferPart:
     found = part(source, memory, list(range(0, 40, 2)), list(range(20)))
     return replace(found, peer=replace(world.info("source"), regions=source.info.regions))
 

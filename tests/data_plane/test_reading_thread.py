@@ -11,8 +11,8 @@ import pytest
 
 from kvferry._transport.nixl_agent import ReadingAgent
 from kvferry._transport.nixl_options import NixlOptions
-from kvferry._transport.peer_link import Chunk, Share
-from kvferry._transport.transport import Part, Transfer, TransferState
+from kvferry._transport.peer_link import Chunk, PeerWork
+from kvferry._transport.transport import Transfer, TransferPart, TransferState
 from kvferry.errors import InvalidField, TransferFailed
 from kvferry.geometry import Blocks, EngineGeometry, RankGeometry
 from kvferry.planner import Path, PathRule, plan_read
@@ -35,15 +35,15 @@ def test_a_read_that_cannot_be_divided_fails_alone(
     read = transport(ucx_tls, chunk_bytes=1 << 16)
     other = new_source(ucx_tls, size=4 << 20)
     assert_done(read_all(read, other, memory, at=8 << 20))
-    following = Share.next
+    following = PeerWork.next
 
-    def refuse(share: Share, options: NixlOptions) -> Chunk | None:
+    def refuse(share: PeerWork, options: NixlOptions) -> Chunk | None:
         if share.info.name == source.name:
             raise MemoryError("no memory for a chunk")
         return following(share, options)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Share, "next", refuse)
+        patch.setattr(PeerWork, "next", refuse)
         doomed = read_all(read, source, memory, deadline=None)
         assert_failed(doomed)
         assert "no memory for a chunk" in str(doomed.error)
@@ -139,10 +139,10 @@ def test_descriptors_of_other_blocks_than_the_plans_are_refused_before_anything_
     read = transport()
     wrong = replace(planned, descriptors=(replace(raw, source=moved),))
     with pytest.raises(InvalidField, match="the request's blocks"):
-        read.start([Part.of(source.info, wrong)], deadline=None, label="wrong")
+        read.start([TransferPart.of(source.info, wrong)], deadline=None, label="wrong")
     assert read.gauges().active == 0
     assert memory.untouched()
-    assert_done(read.start([Part.of(source.info, planned)], deadline=None, label="right"))
+    assert_done(read.start([TransferPart.of(source.info, planned)], deadline=None, label="right"))
 
 
 def test_what_is_too_much_to_check_at_once_is_checked_before_it_is_posted(
@@ -168,7 +168,7 @@ def test_what_is_too_much_to_check_at_once_is_checked_before_it_is_posted(
     (planned,) = plan.expand({"full": Blocks(theirs)}, {"full": Blocks(mine)}).sources
     monkeypatch.setattr("kvferry._transport.transport.AT_ONCE", planned.descriptors[0].count)
     read = transport(chunk_descriptors=16)
-    assert_done(read.start([Part.of(source.info, planned)], deadline=None, label="right"))
+    assert_done(read.start([TransferPart.of(source.info, planned)], deadline=None, label="right"))
     pieces = [
         (
             of.base - source.base + block * BLOCK_BYTES,
@@ -189,7 +189,7 @@ def test_what_is_too_much_to_check_at_once_is_checked_before_it_is_posted(
     last = int(raw.destination[-1]) - memory.base
     memory.bytes[:] = 0
     wrong = replace(planned, descriptors=(replace(raw, source=moved),))
-    transfer = read.start([Part.of(source.info, wrong)], deadline=None, label="wrong")
+    transfer = read.start([TransferPart.of(source.info, wrong)], deadline=None, label="wrong")
     assert transfer.wait(SOON)
     assert isinstance(transfer.error, InvalidField)
     assert transfer.wait_quiet(SOON)

@@ -14,7 +14,7 @@ from kvferry._memory.permute import HostSpace
 from kvferry._transport.calibration import measure
 from kvferry._transport.nixl_agent import NixlOptions
 from kvferry._transport.staging_pool import StagedShare, StagingOptions, StagingPool
-from kvferry._transport.transport import Part, Transfer, TransferState, Transport
+from kvferry._transport.transport import Transfer, TransferPart, TransferState, Transport
 from kvferry.errors import TransferExpired, TransferFailed
 from kvferry.geometry import Blocks, EngineGeometry, Group, Interval, MemoryKind, Plane, RankGeometry
 from kvferry.planner import Costs, Path, PathRule, plan_read
@@ -72,7 +72,7 @@ def planes(base: int, *, heads_first: bool) -> tuple[Plane, ...]:
     )
 
 
-def part(source: Source, memory: Memory, theirs: list[int], mine: list[int], at: int = 0) -> Part:
+def part(source: Source, memory: Memory, theirs: list[int], mine: list[int], at: int = 0) -> TransferPart:
     """Blocks of the source, tokens first there and heads first here, `at` bytes into the memory; expected to arrive."""
     rule = PathRule(Path.STAGED, slot_bytes=3 * BLOCK_BYTES)
     sides = [
@@ -86,7 +86,7 @@ def part(source: Source, memory: Memory, theirs: list[int], mine: list[int], at:
     given = source.bytes[:size].reshape(LAYERS, BLOCKS, TOKENS, HEADS, STATE)
     wanted = memory.expected[at : at + size].reshape(LAYERS, BLOCKS, HEADS, TOKENS, STATE)
     wanted[:, mine] = given[:, theirs].transpose(0, 1, 3, 2, 4)
-    return Part.of(source.info, found)
+    return TransferPart.of(source.info, found)
 
 
 def ended(transfer: Transfer) -> TransferState:

@@ -23,7 +23,7 @@ from kvferry._transport.nixl_options import NixlOptions
 from kvferry._transport.peer_link import Chunk
 from kvferry._transport.staging_pool import SLOTS_PER_SHARE, StagedShare, StagingOptions, StagingPool
 from kvferry._transport.transfer import Transfer, TransferState
-from kvferry._transport.transport import Part
+from kvferry._transport.transport import TransferPart
 from kvferry.errors import InvalidField, TransferFailed
 from kvferry.geometry import MemoryKind, MemoryRegion
 from kvferry.planner import Path
@@ -45,7 +45,7 @@ def local_source(name: str = "source", size: int = 2 * SIZE) -> Source:
     return cast(Source, SimpleNamespace(base=region.base, bytes=held, info=info, size=size))
 
 
-def staged_share(pool: StagingPool, of: Part, name: str = "", *, deadline: float | None = None) -> StagedShare:
+def staged_share(pool: StagingPool, of: TransferPart, name: str = "", *, deadline: float | None = None) -> StagedShare:
     """What a transfer of its own reads."""
     size, count = (sum(getattr(read, what) for read in of.staged) for what in ("total_bytes", "count"))
     transfer = Transfer("t", size, count, deadline, now, lambda: None)

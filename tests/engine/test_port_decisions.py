@@ -21,7 +21,7 @@ from kvferry._control.publications import Publication
 from kvferry._reads.rank_reads import RankOrder, RankRead, RankReads
 from kvferry._transport.transfer import Transfer
 from kvferry.engine import SchedulerPort, Tails, WorkerPort
-from kvferry.engine.scheduler_reads import Stage
+from kvferry.engine.scheduler_reads import ReadStage
 from kvferry.engine.values import BlockRuns, Grant, RankEnd, WorkerOutput
 from kvferry.errors import Closed, InvalidField, KvferryError, LimitReached, TransferFailed
 
@@ -412,7 +412,9 @@ def test_a_scheduler_counts(scheduler: Scheduler) -> None:
     vars(scheduler.reads).update(counts=counts, bytes=6)
     scheduler.reads.answers["stages"] = {
         stage: 10 + place
-        for place, stage in enumerate((Stage.WAITING, Stage.GRANTED, Stage.READING, Stage.JUDGING, Stage.ENDED))
+        for place, stage in enumerate(
+            (ReadStage.WAITING, ReadStage.GRANTED, ReadStage.READING, ReadStage.JUDGING, ReadStage.ENDED)
+        )
     }
     vars(scheduler.publishing).update(published=20, released=21, refused=22)
     found = port.stats()

@@ -12,13 +12,13 @@ from typing import Any, TypeAlias, cast
 import pytest
 
 from kvferry import Blocks, EngineSpec, Group
-from kvferry._control.acquisition import AcquireRequest, Cancellation, Granted
+from kvferry._control.acquisition import Acquired, AcquireRequest, Cancellation
 from kvferry._control.block_use import BlockUse
 from kvferry._control.connection import Control
 from kvferry._control.lease_holder import LeaseHolder
 from kvferry._control.reader_lease import ReaderLease
 from kvferry._control.reporting import VERDICT_TIMEOUT
-from kvferry.engine.scheduler_reads import LOOK_EVERY, WORKERS_GRACE, Reads, Stage
+from kvferry.engine.scheduler_reads import LOOK_EVERY, WORKERS_GRACE, Reads, ReadStage
 from kvferry.engine.values import RankEnd, ReadEnd, WorkerOutput
 from kvferry.errors import (
     BadBlock,
@@ -47,7 +47,7 @@ class Home:
     def __init__(self, clock: Callable[[], float]) -> None:
         self.clock = clock
         self.leases: dict[str, ReaderLease] = {}
-        self.answers: dict[str, Granted | KvferryError] = {}
+        self.answers: dict[str, Acquired | KvferryError] = {}
         self.changed = threading.Condition()
         self.said: list[str] = []
         self.reports: list[Sequence[pb.RankReport]] = []
@@ -58,7 +58,7 @@ class Home:
         home = cast(Control, None)
         return AcquireRequest(home, parsed, reference, read_id, parties, expected_reads, self.clock() + timeout)
 
-    def acquire(self, request: AcquireRequest, cancellation: Cancellation) -> Granted:
+    def acquire(self, request: AcquireRequest, cancellation: Cancellation) -> Acquired:
         cancellation.interrupt_by(self.wake)
         with self.changed:
             assert self.changed.wait_for(lambda: request.text in self.answers or cancellation.cancelled, 30)
@@ -78,13 +78,13 @@ class Home:
             self.answered.append(answered)
             self.say("report")
 
-    def drop(self, granted: Granted) -> None:
+    def drop(self, granted: Acquired) -> None:
         self.say("drop")
 
     def cancel(self, _: Control, lease: ReaderLease) -> None:
         self.say("cancel")
 
-    def end(self, _: Control, granted: Granted, timeout: float) -> None:
+    def end(self, _: Control, granted: Acquired, timeout: float) -> None:
         self.say("end")
 
     def close(self, timeout: float) -> None:
@@ -116,13 +116,13 @@ class World:
         self.reads = Reads(SPEC, holder, self.use.writes(), max_waiting, hold_until_quiet=hold_until_quiet)
         self.lease = ReaderLease(b"l" * 16, BEGAN, LEASE, 10.0)
 
-    def answer(self, answer: Granted | KvferryError | None = None, text: str = "reference") -> None:
+    def answer(self, answer: Acquired | KvferryError | None = None, text: str = "reference") -> None:
         source = pb.EngineRef(engine_id="prefill", incarnation=b"i" * 16)
         with self.home.changed:
-            self.home.answers[text] = answer or Granted(self.lease, source, "theirs", dict(BLOCKS), b"payload")
+            self.home.answers[text] = answer or Acquired(self.lease, source, "theirs", dict(BLOCKS), b"payload")
             self.home.changed.notify_all()
 
-    def until(self, stage: Stage) -> None:
+    def until(self, stage: ReadStage) -> None:
         ended = threading.Event()
         for _ in range(2000):
             if self.reads.stages()[stage]:
@@ -133,7 +133,7 @@ class World:
     def granted(self, request: str = "mine") -> None:
         self.reads.acquire(request, "reference", 0, TIMEOUT)
         self.answer()
-        self.until(Stage.GRANTED)
+        self.until(ReadStage.GRANTED)
 
     def reading(self) -> str:
         """A read that all ranks have begun; its id."""
@@ -413,7 +413,7 @@ def test_what_is_refused_is_told_once(world: World) -> None:
     with pytest.raises(WrongState, match="is waiting for its source"):
         world.reads.attach("mine", {}, None, allow_overlap=False)
     world.answer(PublicationStale("gone"))
-    world.until(Stage.REFUSED)
+    world.until(ReadStage.REFUSED)
     with pytest.raises(PublicationStale):
         world.reads.granted("mine")
     assert not world.reads.stages()
@@ -458,10 +458,10 @@ def test_so_many_wait_and_no_more(make: Callable[..., World]) -> None:
     with pytest.raises(LimitReached):
         world.reads.acquire("three", "three", 0, TIMEOUT)
     world.answer(text="one")
-    world.until(Stage.GRANTED)
+    world.until(ReadStage.GRANTED)
     # What is granted waits no longer.
     world.reads.acquire("three", "three", 0, TIMEOUT)
-    assert world.reads.stages() == {Stage.WAITING: 2, Stage.GRANTED: 1}
+    assert world.reads.stages() == {ReadStage.WAITING: 2, ReadStage.GRANTED: 1}
 
 
 def test_close_waits_until_those_that_waited_have_told_their_homes(world: World) -> None:

@@ -14,8 +14,8 @@ from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry_server.domain import ledger, lessor, registry
 from kvferry_server.domain.identity import EngineRef, Names
 from kvferry_server.domain.ledger import Book, Standing
-from kvferry_server.domain.publications import Lease, Publication
-from kvferry_server.domain.reads import Ask, RankReport, ReadState, Verdict
+from kvferry_server.domain.publications import Lease, PublicationRecord
+from kvferry_server.domain.reads import Ask, LeaseState, RankReport, Verdict
 from kvferry_server.servicers import introspection, paging
 from tests.model import readers
 
@@ -54,7 +54,7 @@ def reports_counted_instead_of_a_set(patch: pytest.MonkeyPatch) -> None:
 def abort_cuts_leases_short(patch: pytest.MonkeyPatch) -> None:
     original = lessor.Lessor._abort
 
-    def abort(self: lessor.Lessor, publication: Publication, now: float) -> None:
+    def abort(self: lessor.Lessor, publication: PublicationRecord, now: float) -> None:
         original(self, publication, now)
         _end_leases(self, publication, now)
 
@@ -98,7 +98,7 @@ def replay_extends(patch: pytest.MonkeyPatch) -> None:
 
 @sabotage
 def release_soon_after_a_home_restart(patch: pytest.MonkeyPatch) -> None:
-    def touch(self: lessor.Lessor, book: Book, publication: Publication, now: float) -> None:
+    def touch(self: lessor.Lessor, book: Book, publication: PublicationRecord, now: float) -> None:
         if book.snapshot is not None:
             book.snapshot.add(publication.number)
 
@@ -245,9 +245,9 @@ def whoever_is_first_at_a_restarted_home_has_the_name(patch: pytest.MonkeyPatch)
     patch.setattr(registry.Registry, "_new", property(lambda self: False))
 
 
-def _end_leases(self: lessor.Lessor, publication: Publication, now: float) -> None:
+def _end_leases(self: lessor.Lessor, publication: PublicationRecord, now: float) -> None:
     for lease in list(publication.leases):
-        self._endings.end_lease(lease, ReadState.EXPIRED, now)
+        self._endings.end_lease(lease, LeaseState.EXPIRED, now)
 
 
 def _evict(self: registry.Registry, engine: registry.Engine, now: float) -> None:

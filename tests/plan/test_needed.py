@@ -10,7 +10,7 @@ import pytest
 
 from kvferry.errors import BadBlock, BlocksShort, InvalidField, KvferryError
 from kvferry.geometry import Blocks, Group, GroupKind
-from kvferry.planner.request_blocks import TOKEN_LIMIT, Needed, needed, written
+from kvferry.planner.request_blocks import TOKEN_LIMIT, GroupRequest, needed, written
 
 Range = tuple[int, int] | None
 
@@ -96,7 +96,7 @@ def expected(group: Group, source_group: Group, theirs: Blocks, mine: Blocks, as
     return tokens[0], tokens[-1] + 1, lowest_of(mine, asked), source, own, *places
 
 
-def told(found: Mapping[str, Needed]) -> Any:
+def told(found: Mapping[str, GroupRequest]) -> Any:
     """`needed` in the oracle's words."""
     if not found:
         return None

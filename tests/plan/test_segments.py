@@ -14,7 +14,7 @@ from kvferry.geometry import Group, GroupKind, MemoryKind, TokenShard
 from kvferry.planner.descriptors import MemoryPair
 from kvferry.planner.lane import Lane
 from kvferry.planner.line_rule import Stripe
-from kvferry.planner.request_blocks import Needed, NeededBlocks
+from kvferry.planner.request_blocks import GroupRequest, NeededBlocks
 from kvferry.planner.segments import segments, span
 from kvferry.planner.token_line import StateLayout
 
@@ -24,7 +24,7 @@ STATE = Group("state", GroupKind.STATE, num_blocks=64)
 STRIPES = (Stripe(), Stripe(0, 1, 2), Stripe(1, 2, 2), Stripe(1, 3, 4), Stripe(2, 3, 3))
 
 
-def drawn(turns: Random) -> tuple[Lane, Needed]:
+def drawn(turns: Random) -> tuple[Lane, GroupRequest]:
     """A lane, and a request of any length from any token on."""
     granule, count = turns.choice((1, 1, 2, 4)), turns.choice(((1, 1), (2, 1), (2, 2), (3, 1)))
     shards = []
@@ -52,10 +52,10 @@ def drawn(turns: Random) -> tuple[Lane, Needed]:
         tokens = layout.block_states * per_state
         first, last = int(begin // tokens), -int(-end // tokens)
         blocks.append(NeededBlocks(np.array(turns.sample(range(4096), last - first), np.int64), first))
-    return lane, Needed(begin, end, floor, *blocks)
+    return lane, GroupRequest(begin, end, floor, *blocks)
 
 
-def moves(lane: Lane, needed: Needed) -> set[tuple[int, int, int, int]] | None:
+def moves(lane: Lane, needed: GroupRequest) -> set[tuple[int, int, int, int]] | None:
     """Of each state: its block and its place among those held there, on both sides; None: it cannot be cut there."""
     per_state, granule = lane.tokens_per_state, lane.granule
     begin, end = int(needed.begin // per_state), -int(-needed.end // per_state)
@@ -129,7 +129,7 @@ def test_no_more_segments_for_a_long_request() -> None:
     counts = set()
     for tokens in (24, 120, 1200):
         ids = [NeededBlocks(np.arange(tokens // block.block_states, dtype=np.int64), 0) for block in layout]
-        counts.add(len(segments(lane, Needed(0, tokens, 0, *ids))))
+        counts.add(len(segments(lane, GroupRequest(0, tokens, 0, *ids))))
     assert counts == {len(lane.line.period_pieces)}
 
 
@@ -140,7 +140,7 @@ def test_the_one_block_of_a_state_falls_to_one_stripe(stripe: Stripe) -> None:
     layout = StateLayout(3, TokenShard(), 4096, 64)
     lane = Lane(0, STATE, stripe, DRAM, layout, layout, 1, Fraction(1), ())
     one = [NeededBlocks(np.array([block], np.int64), 0) for block in (5, 9)]
-    found = segments(lane, Needed(0, 1, 0, *one))
+    found = segments(lane, GroupRequest(0, 1, 0, *one))
     if stripe.end < stripe.of:
         assert found == []
         return
@@ -159,6 +159,6 @@ def test_what_cannot_be_cut_says_what_can() -> None:
         lane = Lane(0, FULL, Stripe(), DRAM, layout, layout, granule, per_state, ())
         ids = [NeededBlocks(np.arange(8, dtype=np.int64), 0)] * 2
         with pytest.raises(InvalidField) as caught:
-            segments(lane, Needed(floor, 24, floor, *ids))
+            segments(lane, GroupRequest(floor, 24, floor, *ids))
         assert f"a multiple of {multiple} tokens: group 'full' cannot be cut finer" in str(caught.value)
         assert str(floor) in str(caught.value)

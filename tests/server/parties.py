@@ -12,9 +12,9 @@ from kvferry_server.domain.endings import Released
 from kvferry_server.domain.identity import EngineRef
 from kvferry_server.domain.lessor import Lessor
 from kvferry_server.domain.limits import Limits
-from kvferry_server.domain.offers import GroupBlocks, Offer
-from kvferry_server.domain.publications import Lease, Outcome, Publication
-from kvferry_server.domain.reads import Ask, Judgement, RankOutcome, RankReport, ReadKey, ReadState
+from kvferry_server.domain.offers import GroupBlocks, PublicationStep
+from kvferry_server.domain.publications import Lease, PublicationOutcome, PublicationRecord
+from kvferry_server.domain.reads import Ask, LeaseState, RankOutcome, RankReport, ReadKey, ReportAnswer
 from kvferry_server.domain.registrations import Agent, Registration
 from kvferry_server.domain.times import Times
 
@@ -73,12 +73,12 @@ def blocks(first: int = 0, count: int = 4, start: int = 1, group: str = "full") 
     return GroupBlocks(group, first * BLOCK, (first + count) * BLOCK, 0, (start,), (count,))
 
 
-def offer(number: int = 1, step: int = 0, **changes: Any) -> Offer:
+def offer(number: int = 1, step: int = 0, **changes: Any) -> PublicationStep:
     given: dict[str, Any] = {
         "request_id": f"r{number}",
         "groups": (blocks(4 * step, start=1 + 4 * step),),
     }
-    return Offer(number, step=step, **{**given, **changes})
+    return PublicationStep(number, step=step, **{**given, **changes})
 
 
 def ask(
@@ -114,13 +114,13 @@ class Scene:
             self.lessor.end_snapshot(P, 0)
         self.lessor.set_groups(P, GROUPS)
 
-    def publish(self, number: int = 1, step: int = 0, source: EngineRef = P, **changes: Any) -> Publication:
+    def publish(self, number: int = 1, step: int = 0, source: EngineRef = P, **changes: Any) -> PublicationRecord:
         return self.lessor.publish(source, offer(number, step, **changes))
 
     def grant(self, number: int = 1, reader: EngineRef = D, name: str = "read", **changes: Any) -> Lease:
         return self.lessor.grant(ask(number, reader, name, P, **changes))
 
-    def report(self, lease: Lease, *ranks: int, outcome: RankOutcome = RankOutcome.DONE) -> Judgement:
+    def report(self, lease: Lease, *ranks: int, outcome: RankOutcome = RankOutcome.DONE) -> ReportAnswer:
         return self.lessor.report(lease.lease_id, lease.ask.read.reader, done(*ranks, outcome=outcome))
 
     def renew(self, lease: Lease) -> float:
@@ -138,12 +138,12 @@ class Scene:
         self.clock.time = until
         self.lessor.advance()
 
-    def told(self) -> list[tuple[int, Outcome | None]]:
+    def told(self) -> list[tuple[int, PublicationOutcome | None]]:
         """Releases told since the last call."""
         effects = self.lessor.take_effects()
         return [(e.publication.number, e.publication.outcome) for e in effects if isinstance(e, Released)]
 
-    def states(self, publication: Publication) -> list[ReadState]:
+    def states(self, publication: PublicationRecord) -> list[LeaseState]:
         return [lease.state for lease in publication.reads]
 
 

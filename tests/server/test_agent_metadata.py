@@ -12,7 +12,7 @@ import pytest_asyncio
 from kvferry._clock import now
 from kvferry._control.connection import Control
 from kvferry._engine_spec import EngineSpec
-from kvferry._reads.source_engines import Peers
+from kvferry._reads.source_engines import SourceEngines
 from kvferry._wire.authority import KEY_BYTES
 from kvferry._wire.channel import TlsConfig, connect
 from kvferry._wire.reference import format_engine_reference, parse_engine_reference
@@ -221,7 +221,7 @@ def test_whatever_way_a_stranger_comes(server: tuple[Kvferryd, Authority], plain
         # Who needs agents is told what is missing.
         geometry = EngineGeometry("decode", (FULL,), (rank_geometry(),), {"model": "m"})
         spec = EngineSpec("decode", (FULL,), identity={"model": "m"})
-        peers = Peers(spec, proto(D), 0, lambda _: geometry, PathRule(), lambda *_: None, lambda _: None)
+        peers = SourceEngines(spec, proto(D), 0, lambda _: geometry, PathRule(), lambda *_: None, lambda _: None)
         with pytest.raises(AgentsWithheld) as caught:
             peers.get(home, source.engine_id, source.incarnation, "", now() + TIMEOUT)
         assert caught.value.values == {"engine_id": source.engine_id, "missing": "reference"}

@@ -9,22 +9,22 @@ from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry_server.domain.endings import Changed
 from kvferry_server.domain.ledger import Standing
 from kvferry_server.domain.limits import Limits
-from kvferry_server.domain.publications import Outcome
-from kvferry_server.domain.reads import RankOutcome, ReadState, RevokeReason, Verdict
+from kvferry_server.domain.publications import PublicationOutcome
+from kvferry_server.domain.reads import LeaseState, RankOutcome, RevokeReason, Verdict
 from tests.server.parties import D, E, P, Scene
 
 
 @pytest.mark.parametrize(
     ("ours", "theirs"),
     [
-        (ReadState, pb.ReadState),
+        (LeaseState, pb.ReadState),
         (RankOutcome, pb.RankOutcome),
         (Verdict, pb.Verdict),
         (RevokeReason, pb.RevokeReason),
-        (Outcome, pb.ReleaseOutcome),
+        (PublicationOutcome, pb.ReleaseOutcome),
     ],
 )
-def test_numbers_are_those_of_the_contract(ours: type[ReadState], theirs: type[pb.ReadState]) -> None:
+def test_numbers_are_those_of_the_contract(ours: type[LeaseState], theirs: type[pb.ReadState]) -> None:
     named = {name.rpartition(f"{_prefix(theirs.keys())}_")[2]: number for name, number in theirs.items() if number}
     assert {one.name: one.value for one in ours} == named
 
@@ -62,7 +62,7 @@ def test_reads_announced_by_a_waiting_reader_are_waited_for() -> None:
     scene.report(first, 0)
     assert scene.told() == []
     scene.report(scene.grant(name="second"), 0)
-    assert scene.told() == [(publication.number, Outcome.READ)]
+    assert scene.told() == [(publication.number, PublicationOutcome.READ)]
 
 
 def test_the_stream_of_a_lease_that_ends_by_its_time_is_woken() -> None:
@@ -126,7 +126,7 @@ def test_nothing_told_again_is_released_before_a_max_ttl() -> None:
     scene.wait(scene.times.max_ttl - 0.001)
     assert scene.told() == []
     scene.wait(0.001)
-    assert scene.told() == [(1, Outcome.ABORTED)]
+    assert scene.told() == [(1, PublicationOutcome.ABORTED)]
 
 
 def test_of_a_replaced_incarnation_nothing_is_kept_after_its_last_lease() -> None:

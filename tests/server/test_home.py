@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
 from kvferry_server.domain.clock import BootClock
-from kvferry_server.domain.publications import Outcome
+from kvferry_server.domain.publications import PublicationOutcome
 from kvferry_server.domain.times import Times
 from kvferry_server.domain.watch_feed import Feed, Numbered, Process, PublicationReleased, Role
 from kvferry_server.home.home import Home
@@ -56,7 +56,7 @@ async def test_deadlines_fire_by_themselves_also_ones_that_come_before_the_await
             lease = home.lessor.grant(ask())
         told = await asyncio.wait_for(next_event(home, feed), 20)
     assert isinstance(told.event, PublicationReleased)
-    assert told.event.publication.outcome is Outcome.UNREAD
+    assert told.event.publication.outcome is PublicationOutcome.UNREAD
     assert not lease.live
 
 

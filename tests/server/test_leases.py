@@ -20,8 +20,8 @@ from kvferry.errors import (
 from kvferry_server.domain.ledger import Standing
 from kvferry_server.domain.lessor import SLICE
 from kvferry_server.domain.limits import Limits
-from kvferry_server.domain.publications import Outcome, Stage
-from kvferry_server.domain.reads import RankOutcome, ReadState, RevokeReason, Verdict
+from kvferry_server.domain.publications import PublicationOutcome, PublicationStage
+from kvferry_server.domain.reads import LeaseState, RankOutcome, RevokeReason, Verdict
 from kvferry_server.domain.times import Times
 from tests.server.parties import SECRETS, TIMES, D, E, P, Scene, ask, key, read_id
 
@@ -39,7 +39,7 @@ def test_a_lease_runs_for_its_ttl_and_not_a_moment_longer(scene: Scene) -> None:
     scene.clock.pass_by(TIMES.ttl)
     # No timer has fired: whoever asks is told the truth all the same.
     assert scene.report(lease, 0).verdict is Verdict.EXPIRED
-    assert lease.state is ReadState.EXPIRED
+    assert lease.state is LeaseState.EXPIRED
 
 
 def test_a_renewal_extends_to_a_ttl_from_now_and_never_shortens(scene: Scene) -> None:
@@ -60,7 +60,7 @@ def test_a_delayed_renewal_revives_nothing(scene: Scene) -> None:
     expires = expired.expires
     scene.wait(TIMES.ttl)
     assert scene.renew(expired) == 0
-    assert (expired.state, expired.expires) == (ReadState.EXPIRED, expires)
+    assert (expired.state, expired.expires) == (LeaseState.EXPIRED, expires)
     # Not even after its source is gone.
     scene.lessor.end_engine(P, Standing.REPLACED)
     assert scene.renew(expired) == 0
@@ -107,8 +107,8 @@ def test_no_lease_reaches_past_the_final_deadline(scene: Scene) -> None:
     assert not scene.told()
     scene.wait(renewal.remaining)
     # The forced release is nothing but the end of the last lease.
-    assert scene.told() == [(1, Outcome.FINAL)]
-    assert lease.state is ReadState.EXPIRED
+    assert scene.told() == [(1, PublicationOutcome.FINAL)]
+    assert lease.state is LeaseState.EXPIRED
 
 
 def test_a_late_read_gets_what_is_left_until_the_final_deadline(scene: Scene) -> None:
@@ -120,7 +120,7 @@ def test_a_late_read_gets_what_is_left_until_the_final_deadline(scene: Scene) ->
     lease = scene.grant(name="late")
     assert lease.expires == publication.final_at
     scene.wait(6)
-    assert scene.told() == [(1, Outcome.FINAL)]
+    assert scene.told() == [(1, PublicationOutcome.FINAL)]
 
 
 def test_abort_stops_new_leases_and_renewals_and_shortens_none(scene: Scene) -> None:
@@ -135,10 +135,10 @@ def test_abort_stops_new_leases_and_renewals_and_shortens_none(scene: Scene) -> 
     assert lease.revoked is RevokeReason.ABORTED
     with pytest.raises(PublicationAborted):
         scene.grant(reader=E)
-    assert publication.stage is Stage.ENDING
+    assert publication.stage is PublicationStage.ENDING
     assert not scene.told()
     scene.wait(expires - scene.clock.time)
-    assert scene.told() == [(1, Outcome.ABORTED)]
+    assert scene.told() == [(1, PublicationOutcome.ABORTED)]
 
 
 @pytest.mark.parametrize("standing", [Standing.DEAD, Standing.REPLACED])
@@ -188,9 +188,9 @@ def test_a_read_may_come_before_its_publication(scene: Scene) -> None:
     states.append(lease.state)
     scene.publish(step=1)
     states.append(lease.state)
-    assert states == [ReadState.WAITING, ReadState.WAITING, ReadState.READING]
+    assert states == [LeaseState.WAITING, LeaseState.WAITING, LeaseState.READING]
     scene.report(lease, 0)
-    assert scene.told() == [(1, Outcome.READ)]
+    assert scene.told() == [(1, PublicationOutcome.READ)]
 
 
 def test_the_lease_of_a_waiting_reader_is_not_renewed_for_ever(scene: Scene) -> None:
@@ -198,7 +198,7 @@ def test_the_lease_of_a_waiting_reader_is_not_renewed_for_ever(scene: Scene) -> 
     for _ in range(11):
         scene.wait(10)
         scene.renew(lease)
-    assert lease.state is ReadState.EXPIRED
+    assert lease.state is LeaseState.EXPIRED
     assert scene.clock.time > lease.granted_at + TIMES.max_wait
 
 
@@ -236,7 +236,7 @@ def test_reports_are_a_set_by_rank_and_not_a_counter(scene: Scene) -> None:
     assert lease.live
     last = scene.report(lease, 2)
     assert (last.reported, last.complete, last.verdict) == (3, True, Verdict.VALID)
-    assert lease.state is ReadState.VALID
+    assert lease.state is LeaseState.VALID
 
 
 def test_the_first_report_of_a_rank_counts(scene: Scene) -> None:
@@ -245,7 +245,7 @@ def test_the_first_report_of_a_rank_counts(scene: Scene) -> None:
     scene.report(lease, 0, outcome=RankOutcome.FAILED)
     scene.report(lease, 0)
     scene.report(lease, 1)
-    assert lease.state is ReadState.FAILED
+    assert lease.state is LeaseState.FAILED
 
 
 def test_a_read_has_no_more_reporting_ranks_than_parties(scene: Scene) -> None:
@@ -299,7 +299,7 @@ def test_cancel_ends_the_lease_at_once_and_is_idempotent(scene: Scene) -> None:
     scene.cancel(lease)
     scene.cancel(lease)
     scene.lessor.cancel(b"?" * 16, D)
-    assert lease.state is ReadState.CANCELLED
+    assert lease.state is LeaseState.CANCELLED
     assert not publication.leases
     assert scene.report(lease, 0).verdict is Verdict.EXPIRED
 
@@ -314,12 +314,12 @@ def test_a_read_that_fails_leaves_the_publication_to_a_retry_elsewhere(scene: Sc
         scene.cancel(lease)
     else:
         scene.wait(TIMES.ttl)
-    assert publication.stage is Stage.PUBLISHED
+    assert publication.stage is PublicationStage.PUBLISHED
     scene.wait(TIMES.hold - 1)
     second = scene.grant(reader=E)
     scene.report(second, 0)
-    assert scene.told() == [(1, Outcome.READ)]
-    assert scene.states(publication)[1] is ReadState.VALID
+    assert scene.told() == [(1, PublicationOutcome.READ)]
+    assert scene.states(publication)[1] is LeaseState.VALID
 
 
 def test_expected_reads_count_distinct_valid_reads_and_the_highest_wins(scene: Scene) -> None:
@@ -332,15 +332,15 @@ def test_expected_reads_count_distinct_valid_reads_and_the_highest_wins(scene: S
     assert publication.valid_reads == 2
     assert not scene.told()
     scene.report(scene.grant(name="4"), 0)
-    assert scene.told() == [(1, Outcome.READ)]
+    assert scene.told() == [(1, PublicationOutcome.READ)]
 
 
 def test_a_read_of_a_publication_that_is_not_complete_does_not_end_it(scene: Scene) -> None:
     publication = scene.publish(last=False)
     scene.report(scene.grant(), 0)
-    assert publication.stage is Stage.PUBLISHING
+    assert publication.stage is PublicationStage.PUBLISHING
     scene.publish(step=1)
-    assert scene.told() == [(1, Outcome.READ)]
+    assert scene.told() == [(1, PublicationOutcome.READ)]
 
 
 def test_the_last_of_the_live_leases_releases(scene: Scene) -> None:
@@ -352,7 +352,7 @@ def test_the_last_of_the_live_leases_releases(scene: Scene) -> None:
     with pytest.raises(PublicationReleased):
         scene.grant(name="third")
     scene.report(second, 0)
-    assert scene.told() == [(1, Outcome.READ)]
+    assert scene.told() == [(1, PublicationOutcome.READ)]
 
 
 def test_numbers_that_are_gone_are_stale_whatever_request_they_carry(scene: Scene) -> None:
@@ -423,7 +423,7 @@ def test_of_many_leases_that_end_at_once_each_is_told_the_truth_before_its_turn_
     alone = scene.grant(2)
     scene.clock.pass_by(TIMES.ttl)
     scene.lessor.advance(SLICE)
-    assert leases[0].state is ReadState.EXPIRED
+    assert leases[0].state is LeaseState.EXPIRED
     assert alone.live
     assert scene.lessor.next_deadline() <= scene.clock.now()
     # Not one moment longer than its time, all the same.
@@ -436,7 +436,7 @@ def test_of_many_leases_that_end_at_once_each_is_told_the_truth_before_its_turn_
         scene.lessor.advance(SLICE)
         calls += 1
     assert calls <= 6
-    assert {lease.state for lease in leases} == {ReadState.EXPIRED}
+    assert {lease.state for lease in leases} == {LeaseState.EXPIRED}
 
 
 def test_a_publication_is_over_at_its_time_though_others_are_due_before_it() -> None:

@@ -21,7 +21,7 @@ from kvferry_server.domain.ledger import MAX_SKIPPED, Standing
 from kvferry_server.domain.lessor import Lessor
 from kvferry_server.domain.limits import Limits
 from kvferry_server.domain.offers import GroupBlocks
-from kvferry_server.domain.publications import Outcome, Stage
+from kvferry_server.domain.publications import PublicationOutcome, PublicationStage
 from kvferry_server.domain.reads import Verdict
 from tests.server.parties import FULL, GROUPS, P2, SECRETS, TIMES, E, FakeClock, P, Scene, ask, blocks, key, offer
 
@@ -36,7 +36,7 @@ def test_a_publication_that_nobody_reads_is_released_after_the_hold(scene: Scene
     scene.wait(TIMES.hold - 1)
     assert not scene.told()
     scene.wait(1)
-    assert scene.told() == [(1, Outcome.UNREAD)]
+    assert scene.told() == [(1, PublicationOutcome.UNREAD)]
 
 
 def test_the_hold_does_not_run_while_a_lease_does(scene: Scene) -> None:
@@ -48,7 +48,7 @@ def test_the_hold_does_not_run_while_a_lease_does(scene: Scene) -> None:
     scene.wait(TIMES.ttl + TIMES.hold - 1)
     assert not scene.told()
     scene.wait(1)
-    assert scene.told() == [(1, Outcome.UNREAD)]
+    assert scene.told() == [(1, PublicationOutcome.UNREAD)]
 
 
 def test_the_final_deadline_ends_even_what_is_still_published_to(scene: Scene) -> None:
@@ -57,17 +57,17 @@ def test_the_final_deadline_ends_even_what_is_still_published_to(scene: Scene) -
         scene.wait(TIMES.hold - 20)
         if scene.clock.time < 1000 + TIMES.final:
             scene.publish(step=step, last=False)
-    assert scene.told() == [(1, Outcome.FINAL)]
+    assert scene.told() == [(1, PublicationOutcome.FINAL)]
 
 
 def test_released_is_state_until_it_is_acknowledged(scene: Scene) -> None:
     publication = scene.publish()
     scene.report(scene.grant(), 0)
     assert scene.lessor.released(P) == [publication]
-    assert scene.told() == [(1, Outcome.READ)]
+    assert scene.told() == [(1, PublicationOutcome.READ)]
     # An acknowledgement may have been lost without the Watch being lost.
     scene.wait(TIMES.max_ttl)
-    assert scene.told() == [(1, Outcome.READ)]
+    assert scene.told() == [(1, PublicationOutcome.READ)]
     scene.lessor.acknowledge(P, [1, 1, 7])
     scene.lessor.acknowledge(P, [1])
     assert not scene.lessor.released(P)
@@ -78,7 +78,7 @@ def test_released_is_state_until_it_is_acknowledged(scene: Scene) -> None:
 def test_acknowledging_what_is_not_released_changes_nothing(scene: Scene) -> None:
     publication = scene.publish()
     scene.lessor.acknowledge(P, [1])
-    assert publication.stage is Stage.PUBLISHED
+    assert publication.stage is PublicationStage.PUBLISHED
 
 
 def test_a_publication_has_one_outcome_the_first(scene: Scene) -> None:
@@ -88,14 +88,14 @@ def test_a_publication_has_one_outcome_the_first(scene: Scene) -> None:
     scene.lessor.decline(P, 1, key(1))
     scene.report(lease, 0)
     scene.lessor.abort(P, 1)
-    assert scene.told() == [(1, Outcome.ABORTED)]
+    assert scene.told() == [(1, PublicationOutcome.ABORTED)]
 
 
 def test_decline_releases_at_once_or_with_the_last_live_lease(scene: Scene) -> None:
     scene.publish(1)
     scene.publish(2)
     scene.lessor.decline(P, 1, key(1))
-    assert scene.told() == [(1, Outcome.DECLINED)]
+    assert scene.told() == [(1, PublicationOutcome.DECLINED)]
     lease = scene.grant(2)
     scene.lessor.decline(P, 2, key(2))
     with pytest.raises(PublicationReleased):
@@ -103,7 +103,7 @@ def test_decline_releases_at_once_or_with_the_last_live_lease(scene: Scene) -> N
     assert scene.renew(lease) == TIMES.ttl
     assert not scene.told()
     assert scene.report(lease, 0).verdict is Verdict.VALID
-    assert scene.told() == [(2, Outcome.DECLINED)]
+    assert scene.told() == [(2, PublicationOutcome.DECLINED)]
 
 
 def test_decline_needs_the_key_and_is_idempotent(scene: Scene) -> None:
@@ -114,7 +114,7 @@ def test_decline_needs_the_key_and_is_idempotent(scene: Scene) -> None:
     scene.lessor.decline(P, 1, key(1))
     scene.lessor.acknowledge(P, [1])
     scene.lessor.decline(P, 1, key(1))
-    assert scene.told() == [(1, Outcome.DECLINED)]
+    assert scene.told() == [(1, PublicationOutcome.DECLINED)]
 
 
 def test_a_decline_that_overtakes_the_publication_is_remembered(scene: Scene) -> None:
@@ -124,7 +124,7 @@ def test_a_decline_that_overtakes_the_publication_is_remembered(scene: Scene) ->
     assert not scene.told()
     scene.lessor.decline(P, 2, key(2))
     scene.publish(2)
-    assert scene.told() == [(2, Outcome.DECLINED)]
+    assert scene.told() == [(2, PublicationOutcome.DECLINED)]
 
 
 def test_a_decline_of_what_never_comes_is_forgotten(scene: Scene) -> None:
@@ -136,7 +136,7 @@ def test_a_decline_of_what_never_comes_is_forgotten(scene: Scene) -> None:
 
 def test_an_abort_that_overtakes_the_publication_is_released_and_final(scene: Scene) -> None:
     scene.lessor.abort(P, 1)
-    assert scene.told() == [(1, Outcome.ABORTED)]
+    assert scene.told() == [(1, PublicationOutcome.ABORTED)]
     with pytest.raises(PublicationReleased):
         scene.publish(1)
     scene.lessor.acknowledge(P, [1])
@@ -154,7 +154,7 @@ def test_an_abort_of_what_a_reader_waits_for_waits_for_its_lease(scene: Scene) -
     with pytest.raises(PublicationAborted):
         scene.publish(1)
     scene.wait(TIMES.ttl)
-    assert scene.told() == [(1, Outcome.ABORTED)]
+    assert scene.told() == [(1, PublicationOutcome.ABORTED)]
 
 
 def test_an_aborted_request_is_released_within_max_ttl(scene: Scene) -> None:
@@ -164,7 +164,7 @@ def test_an_aborted_request_is_released_within_max_ttl(scene: Scene) -> None:
     scene.renew(lease)
     scene.lessor.abort(P, 1)
     scene.wait(TIMES.max_ttl)
-    assert scene.told() == [(1, Outcome.ABORTED)]
+    assert scene.told() == [(1, PublicationOutcome.ABORTED)]
 
 
 # Steps.
@@ -183,7 +183,7 @@ def test_a_repeated_step_is_answered_alike_after_its_publication_was_released(sc
     publication = scene.publish()
     scene.report(scene.grant(), 0)
     assert scene.publish() is publication
-    assert publication.stage is Stage.RELEASED
+    assert publication.stage is PublicationStage.RELEASED
 
 
 @pytest.mark.parametrize(
@@ -393,7 +393,7 @@ def test_a_publish_before_the_snapshot_may_be_a_repeated_one(scene: Scene) -> No
     scene.wait(TIMES.max_ttl - 1)
     assert not scene.told()
     scene.wait(1)
-    assert scene.told() == [(1, Outcome.ABORTED)]
+    assert scene.told() == [(1, PublicationOutcome.ABORTED)]
 
 
 def test_what_a_snapshot_does_not_hold_is_not_published(scene: Scene) -> None:
@@ -403,7 +403,7 @@ def test_what_a_snapshot_does_not_hold_is_not_published(scene: Scene) -> None:
     scene.publish(2)
     scene.publish(3)
     scene.lessor.end_snapshot(P, 2)
-    assert scene.told() == [(1, Outcome.ABORTED)]
+    assert scene.told() == [(1, PublicationOutcome.ABORTED)]
     assert scene.grant(2).live
     assert scene.grant(3).live
 
@@ -458,8 +458,8 @@ def test_a_snapshot_may_come_before_the_ranks_and_is_checked_when_they_do() -> N
     bad = lessor.publish(P, offer(2, groups=(blocks(start=FULL.num_blocks),)))
     lessor.end_snapshot(P, 2)
     lessor.set_groups(P, GROUPS)
-    assert good.stage is Stage.PUBLISHED
-    assert bad.stage is Stage.ENDING
+    assert good.stage is PublicationStage.PUBLISHED
+    assert bad.stage is PublicationStage.ENDING
     with pytest.raises(PublicationAborted):
         lessor.grant(ask(2))
 
@@ -471,7 +471,7 @@ def test_a_dead_source_that_comes_back_hears_of_its_releases(scene: Scene) -> No
     scene.publish(1)
     lease = scene.grant(2)
     scene.lessor.end_engine(P, Standing.DEAD)
-    assert scene.told() == [(1, Outcome.ABORTED)]
+    assert scene.told() == [(1, PublicationOutcome.ABORTED)]
     assert lease.live
     scene.lessor.open(P, SECRETS[P])
     assert [publication.number for publication in scene.lessor.released(P)] == [1]

@@ -14,7 +14,7 @@ from kvferry_server.domain.identity import EngineRef
 from kvferry_server.domain.lessor import Lessor
 from kvferry_server.domain.limits import Limits
 from kvferry_server.domain.offers import GroupBlocks
-from kvferry_server.domain.publications import Outcome
+from kvferry_server.domain.publications import PublicationOutcome
 from kvferry_server.domain.reads import Verdict
 from kvferry_server.domain.registry import Registry
 from kvferry_server.domain.shares import Memory, Shares
@@ -241,7 +241,7 @@ def test_an_abort_that_the_home_has_no_room_for_may_be_sent_again() -> None:
     assert refused(lambda: scene.lessor.abort(P, 2)) == "publications"
     scene.lessor.acknowledge(P, [1])
     scene.lessor.abort(P, 2)
-    assert scene.told() == [(1, Outcome.ABORTED), (2, Outcome.ABORTED)]
+    assert scene.told() == [(1, PublicationOutcome.ABORTED), (2, PublicationOutcome.ABORTED)]
 
 
 def test_declines_take_no_room_of_waiting_reads_nor_the_other_way_round() -> None:
@@ -300,10 +300,10 @@ def test_while_a_home_recovers_a_decline_is_kept_until_its_publication_comes() -
     # A new request overtakes the snapshot, by more numbers than a home keeps apart.
     scene.publish(5000)
     scene.lessor.decline(P, 7, key(7))
-    assert scene.publish(7).outcome is Outcome.DECLINED
+    assert scene.publish(7).outcome is PublicationOutcome.DECLINED
     scene.lessor.end_snapshot(P, 5000)
     scene.wait(TIMES.max_ttl)
-    assert scene.told() == [(7, Outcome.DECLINED)]
+    assert scene.told() == [(7, PublicationOutcome.DECLINED)]
 
 
 def test_a_snapshot_that_a_new_request_overtakes_is_complete() -> None:
@@ -338,7 +338,7 @@ def test_what_came_and_is_gone_does_not_come_again_while_a_home_recovers() -> No
     with pytest.raises(PublicationStale):
         scene.publish(1)
     scene.lessor.abort(P, 1)
-    assert scene.told() == [(1, Outcome.ABORTED)]
+    assert scene.told() == [(1, PublicationOutcome.ABORTED)]
 
 
 @pytest.mark.parametrize("early", [1.0, 0.5, 0.001])
@@ -374,5 +374,5 @@ def test_after_a_long_sleep_what_is_over_ends_before_anything_is_granted() -> No
     with pytest.raises(KvferryError):
         scene.grant(1, name="late")
     assert scene.report(lease, 0).verdict is not Verdict.VALID
-    assert publication.outcome is Outcome.FINAL
-    assert scene.told() == [(1, Outcome.FINAL)]
+    assert publication.outcome is PublicationOutcome.FINAL
+    assert scene.told() == [(1, PublicationOutcome.FINAL)]

@@ -27,7 +27,7 @@ from kvferry.errors import (
 )
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry.v1.kv_transfer_pb2_grpc import KVTransferServicer, KVTransferStub, add_KVTransferServicer_to_server
-from kvferry_server.node.guard import CallLimits, Guard, Shares
+from kvferry_server.node.guard import CallLimits, CallShares, Guard
 
 if TYPE_CHECKING:
     from kvferry.v1.kv_transfer_pb2_grpc import KVTransferAsyncStub
@@ -225,7 +225,7 @@ async def test_a_client_that_leaves_ends_its_stream() -> None:
         assert await guard.streams_ended(10)
 
 
-def room(shares: Shares, host: str) -> contextlib.ExitStack:
+def room(shares: CallShares, host: str) -> contextlib.ExitStack:
     """Have room for a call until closed."""
     stack = contextlib.ExitStack()
     stack.enter_context(shares.one(host))
@@ -233,14 +233,14 @@ def room(shares: Shares, host: str) -> contextlib.ExitStack:
 
 
 def test_hosts_share_the_calls_and_the_socket_has_all() -> None:
-    def fill(shares: Shares, host: str) -> list[contextlib.ExitStack]:
+    def fill(shares: CallShares, host: str) -> list[contextlib.ExitStack]:
         held = []
         with contextlib.suppress(LimitReached):
             while True:
                 held.append(room(shares, host))
         return held
 
-    shares = Shares("max_calls", 100)
+    shares = CallShares("max_calls", 100)
     first = fill(shares, "a")
     second = fill(shares, "b")
     third = fill(shares, "c")
@@ -249,7 +249,7 @@ def test_hosts_share_the_calls_and_the_socket_has_all() -> None:
         call.close()
     # What one gives back the others may have.
     assert len(fill(shares, "b")) > 0
-    assert len(fill(Shares("max_calls", 100), "")) == 100
+    assert len(fill(CallShares("max_calls", 100), "")) == 100
 
 
 async def unfinished(channel: Any, count: int) -> list[Any]:

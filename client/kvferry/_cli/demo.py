@@ -12,7 +12,7 @@ import typer
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from kvferry._demo.run import Outcome
+    from kvferry._demo.run import DemoOutcome
     from kvferry.geometry.model import EngineGeometry
     from kvferry.planner.line_rule import Stripe
 
@@ -52,7 +52,7 @@ def demo(
     """
     from rich.console import Console
 
-    from kvferry._demo.run import Reporter, run_demo
+    from kvferry._demo.run import DemoReporter, run_demo
     from kvferry.errors import KvferryError
 
     console = Console(stderr=as_json)
@@ -74,7 +74,7 @@ def demo(
                 bar.tasks[task].total, bar.tasks[task].completed = None, 0
                 bar.update(task, description=text)
 
-            report = Reporter(
+            report = DemoReporter(
                 phase=phase,
                 total=lambda count: bar.update(task, total=count),
                 done=lambda count: bar.update(task, completed=count),
@@ -155,7 +155,7 @@ def _introduce(console: Console, source: EngineGeometry, destination: EngineGeom
         )
 
 
-def _conclude(console: Console, outcome: Outcome) -> None:
+def _conclude(console: Console, outcome: DemoOutcome) -> None:
     from rich.table import Table
 
     table = Table(title="who read what from whom", title_justify="left")
@@ -201,7 +201,7 @@ def _share(stripe: Stripe) -> str:
     return "all" if stripe.whole else f"{stripe.begin}/{stripe.of} to {stripe.end}/{stripe.of}"
 
 
-def _as_json(outcome: Outcome) -> dict[str, object]:
+def _as_json(outcome: DemoOutcome) -> dict[str, object]:
     return {
         "bytes": outcome.total_bytes,
         "first_contact_seconds": outcome.first_contact,

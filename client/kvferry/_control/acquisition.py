@@ -111,7 +111,7 @@ class AcquireRequest:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Granted:
+class Acquired:
     """A lease, and the blocks it covers.
 
     Attributes:
@@ -151,7 +151,7 @@ class Acquirer:
 
     def acquire(
         self, request: AcquireRequest, cancellation: Cancellation, extended: Callable[[float], None]
-    ) -> Granted:
+    ) -> Acquired:
         """Ask until there is an answer that repeating would not change.
 
         Args:
@@ -186,7 +186,7 @@ class Acquirer:
             cancellation.wait(pause)
             backoff = min(2 * backoff, BACKOFF_LAST)
 
-    def _ask(self, request: AcquireRequest, cancellation: Cancellation, extended: Callable[[float], None]) -> Granted:
+    def _ask(self, request: AcquireRequest, cancellation: Cancellation, extended: Callable[[float], None]) -> Acquired:
         """One ReadBlocks call, up to Complete. The stream is then left: losing it ends nothing (PROTOCOL, Leases 5)."""
         left = max(0.001, request.deadline - now())
         sent_at = now()
@@ -244,7 +244,7 @@ class Acquirer:
                         publication=request.reference.publication,
                     )
                 elif kind == "complete" and lease is not None:
-                    return Granted(lease, source, request_id, joined(steps), message.complete.payload)
+                    return Acquired(lease, source, request_id, joined(steps), message.complete.payload)
             raise _timeout(request)
         except Exception as failure:
             if lease is None:

@@ -7,14 +7,14 @@ import logging
 from collections.abc import Callable, Sequence
 
 from kvferry._clock import LONGEST, now
-from kvferry._control.acquisition import Acquirer, AcquireRequest, Cancellation, Granted
+from kvferry._control.acquisition import Acquired, Acquirer, AcquireRequest, Cancellation
 from kvferry._control.batches import read_done
 from kvferry._control.connection import Control
 from kvferry._control.homes import Homes
 from kvferry._control.reader_lease import ReaderLease
 from kvferry._control.renewals import Renewals
 from kvferry._control.reporting import VERDICT_TIMEOUT
-from kvferry._control.teller import Telling
+from kvferry._control.teller import Teller
 from kvferry._forks import OneProcess
 from kvferry._wire.reference import parse_reference
 from kvferry._wire.token import EngineToken
@@ -42,7 +42,7 @@ class LeaseHolder(OneProcess):
         self._homes = homes
         self._renewals = renewals
         self._reader = token.ref()
-        self._telling = Telling(self._reader)
+        self._telling = Teller(self._reader)
         self._acquirer = Acquirer(token, renewals, lambda home, lease, _: self.cancel(home, lease))
 
     def request(
@@ -65,11 +65,11 @@ class LeaseHolder(OneProcess):
         """Raise `BadReference` or `HomeNotAllowed` for what cannot be read; makes no call."""
         self._homes.get(parse_reference(reference).home)
 
-    def acquire(self, request: AcquireRequest, cancellation: Cancellation) -> Granted:
+    def acquire(self, request: AcquireRequest, cancellation: Cancellation) -> Acquired:
         """Wait for the publication. Errors as `Acquirer.acquire`. The lease is renewed until `drop`."""
         return self._acquirer.acquire(request, cancellation, _nothing_to_tell)
 
-    def drop(self, granted: Granted) -> None:
+    def drop(self, granted: Acquired) -> None:
         """Renew it no more: its read has ended."""
         self._renewals.drop(granted.lease)
 
@@ -96,7 +96,7 @@ class LeaseHolder(OneProcess):
         """End a lease at its home, at once if it can be reached, else with its time (PROTOCOL, Leases 7)."""
         self._telling.tell(home, [_cancelled(lease)], lease.deadline)
 
-    def end(self, home: Control, granted: Granted, timeout: float) -> None:
+    def end(self, home: Control, granted: Acquired, timeout: float) -> None:
         """`drop` and `cancel`, and wait until the home has heard it; what fails is logged."""
         self.drop(granted)
         try:

@@ -53,7 +53,7 @@ class _Told:
     pause: float = BACKOFF_FIRST
 
 
-class Telling:
+class Teller:
     """Speaks for one reader. Thread-safe; nothing here waits. Its thread starts with the first notification that has to
     be told again, and sleeps when there is none.
 

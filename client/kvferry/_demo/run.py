@@ -14,7 +14,7 @@ import numpy as np
 from kvferry._client import Client
 from kvferry._control.session import EngineSession, Release
 from kvferry._demo.rank import Moved, Progress, RankJob, Request, Verified
-from kvferry._demo.stage import DemoFailed, RankProcess, Stage, gather
+from kvferry._demo.stage import DemoFailed, DemoProcesses, RankProcess, gather
 from kvferry._engine_spec import EngineSpec
 from kvferry.errors import InvalidField
 from kvferry.geometry.blocks import Blocks
@@ -26,7 +26,7 @@ MEMCPY_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class DemoOutcome:
     """What the demonstration did.
 
     Attributes:
@@ -65,7 +65,7 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True)
-class Reporter:
+class DemoReporter:
     """How the run says where it is: a new phase, the bytes to move, the bytes moved so far."""
 
     phase: Callable[[str], None]
@@ -81,8 +81,8 @@ def run_demo(
     tokens: int,
     ucx_tls: str,
     seed: int,
-    report: Reporter,
-) -> Outcome:
+    report: DemoReporter,
+) -> DemoOutcome:
     """Move `requests` requests of about `tokens` tokens each from one engine to the other.
 
     Raises:
@@ -92,7 +92,7 @@ def run_demo(
     """
     plans = {rank.rank: plan_read(source, destination, rank.rank) for rank in destination.ranks}
     wanted = _requests(source, destination, requests, tokens, seed)
-    with Stage() as stage:
+    with DemoProcesses() as stage:
         report.phase("starting two node servers and the engines' ranks")
         homes = stage.start_server("prefill"), stage.start_server("decode")
         for home in homes:
@@ -120,7 +120,7 @@ def run_demo(
             _ask(destinations, "verify", published)
             verified = {rank.rank: cast("Verified", rank.answer()) for rank in destinations}
             releases = _releases(sessions[0], len(published))
-    return Outcome(plans, by_source, moved, verified, releases, _slowest(first), _slowest(moved), memcpy_rate)
+    return DemoOutcome(plans, by_source, moved, verified, releases, _slowest(first), _slowest(moved), memcpy_rate)
 
 
 def _slowest(moved: dict[int, list[Moved]]) -> float:
@@ -133,7 +133,7 @@ def _spec(geometry: EngineGeometry, role: str) -> EngineSpec:
 
 
 def _start(
-    stage: Stage,
+    stage: DemoProcesses,
     address: str,
     spec: EngineSpec,
     geometry: EngineGeometry,
@@ -158,7 +158,7 @@ def _all_answer(ranks: list[RankProcess], expected: str) -> None:
             raise DemoFailed(f"rank {rank.rank} answered {answer!r}, not {expected!r}")
 
 
-def _move(ranks: list[RankProcess], requests: list[Request], report: Reporter) -> dict[int, list[Moved]]:
+def _move(ranks: list[RankProcess], requests: list[Request], report: DemoReporter) -> dict[int, list[Moved]]:
     done = {rank.rank: 0 for rank in ranks}
 
     def on_progress(progress: Progress) -> None:

@@ -46,7 +46,7 @@ class RankProcess:
             raise DemoFailed(f"rank {self.rank} ended with exit code {self.process.exitcode}") from None
 
 
-class Stage:
+class DemoProcesses:
     """Starts processes and ends them all, whatever happens. A context manager."""
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ class Stage:
         self._servers: list[subprocess.Popen[str]] = []
         self._ranks: list[RankProcess] = []
 
-    def __enter__(self) -> Stage:
+    def __enter__(self) -> DemoProcesses:
         return self
 
     def __exit__(self, *_: object) -> None:

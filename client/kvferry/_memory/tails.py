@@ -11,7 +11,7 @@ from kvferry._memory.summing import Summers
 from kvferry.errors import InvalidField
 from kvferry.geometry.blocks import BlockIds, Blocks
 from kvferry.geometry.model import Group, GroupKind, Plane
-from kvferry.planner.request_blocks import Needed
+from kvferry.planner.request_blocks import GroupRequest
 from kvferry.planner.rows import Int64s
 from kvferry.planner.summed_blocks import AlikeBlocks, StateRun
 from kvferry.planner.token_line import StateLayout
@@ -30,7 +30,7 @@ def clear_tails(
     planes: Iterable[Plane],
     groups: Mapping[str, Group],
     blocks: Mapping[str, Blocks],
-    moved: Mapping[str, Needed],
+    moved: Mapping[str, GroupRequest],
     summers: Summers,
 ) -> None:
     """Clear the tails of a read.

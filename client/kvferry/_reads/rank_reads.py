@@ -21,10 +21,10 @@ from kvferry._forks import OneProcess
 from kvferry._memory.permute import StillCopying
 from kvferry._memory.summing import Summers
 from kvferry._memory.tails import Tails, clear_tails
-from kvferry._reads.source_engines import Peer, Peers
+from kvferry._reads.source_engines import SourceEngine, SourceEngines
 from kvferry._reads.verifier import Arrived, Verifier
 from kvferry._threads import start_thread
-from kvferry._transport.transport import Part, Transfer, TransferState, Transport
+from kvferry._transport.transport import Transfer, TransferPart, TransferState, Transport
 from kvferry.errors import (
     Closed,
     EngineUnknown,
@@ -81,7 +81,7 @@ class RankOrder:
 
     @property
     def source(self) -> tuple[str, str, bytes]:
-        """The source as `Peers` knows it."""
+        """The source as `SourceEngines` knows it."""
         return self.home.address, self.engine_id, self.incarnation
 
 
@@ -99,7 +99,7 @@ class RankRead:
     ended: bool = False
     error: KvferryError | None = None
     _transfer: Transfer | None = None
-    _peer: Peer | None = None
+    _peer: SourceEngine | None = None
     _clearing: bool = False
     """A device may be clearing its tails still, and cannot be asked any more."""
     _cancellation: Cancellation = field(init=False)
@@ -133,7 +133,7 @@ class RankReads(OneProcess):
     def __init__(
         self,
         transport: Transport,
-        peers: Peers,
+        peers: SourceEngines,
         summers: Summers,
         verifier: Verifier | None,
         ended: Callable[[RankRead], None],
@@ -233,7 +233,7 @@ class RankReads(OneProcess):
         else:
             self._queue.put(partial(self._met, order, peer))
 
-    def _met(self, order: RankOrder, peer: Peer) -> None:
+    def _met(self, order: RankOrder, peer: SourceEngine) -> None:
         for read in self._meeting.pop(order.source, ()):
             self._go(read, peer)
 
@@ -248,13 +248,13 @@ class RankReads(OneProcess):
             else:
                 self._end(read, error)
 
-    def _go(self, read: RankRead, peer: Peer) -> None:
+    def _go(self, read: RankRead, peer: SourceEngine) -> None:
         if read.ended:
             return
         order = read.order
         try:
             expansion = peer.plan.expand(order.granted, order.blocks, order.tokens)
-            parts = [Part.of(peer.agents[source.source_rank], source) for source in expansion.sources]
+            parts = [TransferPart.of(peer.agents[source.source_rank], source) for source in expansion.sources]
             transfer = self._transport.start(parts, deadline=None, label=order.read_id)
         except KvferryError as error:
             self._end(read, error)

@@ -13,18 +13,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from kvferry._clock import now
-from kvferry._control.acquisition import Acquirer, AcquireRequest, Granted
+from kvferry._control.acquisition import Acquired, Acquirer, AcquireRequest
 from kvferry._control.batches import read_done
 from kvferry._control.connection import Control
 from kvferry._control.judgement import Judgement, judge
 from kvferry._control.reader_lease import ReaderLease
 from kvferry._control.renewals import Renewals
 from kvferry._control.reporting import Reporter
-from kvferry._control.teller import Telling
+from kvferry._control.teller import Teller
 from kvferry._reads.read import Read, ReadResult
-from kvferry._reads.source_engines import Peer, Peers
+from kvferry._reads.source_engines import SourceEngine, SourceEngines
 from kvferry._reads.verifier import Arrived, Verifier
-from kvferry._transport.transport import Part, Transfer, TransferState, Transport
+from kvferry._transport.transport import Transfer, TransferPart, TransferState, Transport
 from kvferry._wire.token import EngineToken
 from kvferry.errors import (
     EngineUnknown,
@@ -77,7 +77,7 @@ class Reader:
         token: EngineToken,
         rank: int,
         transport: Transport,
-        peers: Peers,
+        peers: SourceEngines,
         renewals: Renewals,
         max_reads: int,
         verifier: Verifier | None = None,
@@ -87,7 +87,7 @@ class Reader:
         self._peers = peers
         self._renewals = renewals
         self._reporter = Reporter(token.ref())
-        self._telling = Telling(token.ref())
+        self._telling = Teller(token.ref())
         self._acquirer = Acquirer(token, renewals, self._gave_up)
         self._lock = threading.Lock()
         self._max_reads = max_reads
@@ -147,7 +147,7 @@ class Reader:
         finally:
             self._renewals.drop(grant.lease)
 
-    def _move(self, request: ReadRequest, read: Read, grant: Granted) -> None:
+    def _move(self, request: ReadRequest, read: Read, grant: Acquired) -> None:
         """From the grant to the end; whatever happens, the home is told."""
         moved = 0
         try:
@@ -202,10 +202,10 @@ class Reader:
         read._end(result, error)
 
     def _transferred(
-        self, request: ReadRequest, read: Read, grant: Granted, peer: Peer, expansion: Expansion
+        self, request: ReadRequest, read: Read, grant: Acquired, peer: SourceEngine, expansion: Expansion
     ) -> Transfer:
         """Move the bytes and wait for the end, at most until the read's own deadline."""
-        parts = [Part.of(peer.agents[source.source_rank], source) for source in expansion.sources]
+        parts = [TransferPart.of(peer.agents[source.source_rank], source) for source in expansion.sources]
         transfer = read._begin(lambda: self._transport.start(parts, deadline=grant.lease.deadline, label=read.read_id))
         # A renewal may have been acknowledged between the two lines above.
         transfer.extend(grant.lease.deadline)
@@ -216,7 +216,7 @@ class Reader:
             raise stuck
         return transfer
 
-    def _ended_well(self, request: ReadRequest, read: Read, grant: Granted, transfer: Transfer) -> float:
+    def _ended_well(self, request: ReadRequest, read: Read, grant: Acquired, transfer: Transfer) -> float:
         """When the transfer's last part ended, within the lease; raises if it did not."""
         if transfer.state is TransferState.DONE:
             ended_at = now() if transfer.ended_at is None else transfer.ended_at
@@ -229,7 +229,7 @@ class Reader:
             self._peers.failed(request.home.address, grant.source.engine_id, grant.source.incarnation)
         raise transfer.error or TransferFailed(f"read {read.read_id} failed", quiet=transfer.quiet)
 
-    def _verified(self, request: ReadRequest, read: Read, grant: Granted, peer: Peer) -> Verification | None:
+    def _verified(self, request: ReadRequest, read: Read, grant: Acquired, peer: SourceEngine) -> Verification | None:
         """What integrity mode says of the bytes; raises `DataLoss`."""
         if self._verifier is None:
             return None
@@ -247,7 +247,7 @@ class Reader:
         return self._verifier.verify(arrived)
 
     def _report(
-        self, request: ReadRequest, grant: Granted, outcome: pb.RankOutcome.ValueType, moved: int
+        self, request: ReadRequest, grant: Acquired, outcome: pb.RankOutcome.ValueType, moved: int
     ) -> pb.Verdict.ValueType | None:
         report = pb.RankReport(rank=self._rank, outcome=outcome, bytes=moved)
         return self._reporter.report(request.home, grant.lease, [report])

@@ -33,7 +33,7 @@ PARTS_KEPT = 256
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Peer:
+class SourceEngine:
     """A source engine, planned.
 
     Attributes:
@@ -64,12 +64,12 @@ class _Slot:
     """One handshake at a time per engine; others wait for its result, and handshakes with other engines go on."""
 
     lock: threading.Lock = field(default_factory=threading.Lock)
-    peer: Peer | None = None
+    peer: SourceEngine | None = None
     breaker: Breaker = field(default_factory=lambda: Breaker(BREAKER_THRESHOLD, BREAKER_FIRST, BREAKER_LAST))
     used_at: float = 0.0
 
 
-class Peers:
+class SourceEngines:
     """The peers of one destination rank. Thread-safe; `get` blocks, so it runs on the thread of a read.
 
     Args:
@@ -90,7 +90,7 @@ class Peers:
         geometry: Callable[[float], EngineGeometry],
         rule: PathRule,
         measure: Callable[[str, AgentInfo, float], PathRule | None],
-        drop: Callable[[Peer], None],
+        drop: Callable[[SourceEngine], None],
     ) -> None:
         self._spec = spec
         self._reader = reader
@@ -102,7 +102,7 @@ class Peers:
         self._lock = threading.Lock()
         self._slots: dict[tuple[str, str, bytes], _Slot] = {}
 
-    def get(self, home: Control, engine_id: str, incarnation: bytes, reference: str, deadline: float) -> Peer:
+    def get(self, home: Control, engine_id: str, incarnation: bytes, reference: str, deadline: float) -> SourceEngine:
         """The peer, handshaken if it is new.
 
         Args:
@@ -137,7 +137,7 @@ class Peers:
         finally:
             slot.lock.release()
 
-    def known(self, home: str, engine_id: str, incarnation: bytes) -> Peer | None:
+    def known(self, home: str, engine_id: str, incarnation: bytes) -> SourceEngine | None:
         """The peer, if nothing has to be waited for."""
         with self._lock:
             slot = self._slots.get((home, engine_id, incarnation))
@@ -185,7 +185,9 @@ class Peers:
         # At its own home only: anybody can have an engine of this name elsewhere.
         self._drop_where(lambda other, _: other[:2] == key[:2] and other[2] != key[2])
 
-    def _handshake(self, home: Control, engine_id: str, incarnation: bytes, reference: str, deadline: float) -> Peer:
+    def _handshake(
+        self, home: Control, engine_id: str, incarnation: bytes, reference: str, deadline: float
+    ) -> SourceEngine:
         destination = self._geometry(deadline)
         mine = next(rank for rank in destination.ranks if rank.rank == self._rank)
         request = pb.HandshakeRequest(
@@ -207,7 +209,7 @@ class Peers:
         if any(choice.measurable for choice in plan.paths):
             rule = self._measure(home.address, agents[plan.source_ranks[0]], deadline)
             plan = plan if rule is None else plan.choose_paths(rule)
-        return Peer(source, agents, plan)
+        return SourceEngine(source, agents, plan)
 
 
 def _agent(engine_id: str, incarnation: bytes, rank: int, agent: geometry_pb2.Agent | None) -> AgentInfo:

@@ -21,7 +21,7 @@ from kvferry.planner.checksum import Sums, places_of, runs_of
 from kvferry.planner.coverage import PlaneRead
 from kvferry.planner.lane import Lane
 from kvferry.planner.plan import ReadPlan
-from kvferry.planner.request_blocks import Needed, needed
+from kvferry.planner.request_blocks import GroupRequest, needed
 from kvferry.planner.rows import Int64s
 from kvferry.planner.summed_blocks import AlikeBlocks, IntegrityOptions, Verification, held_blocks
 from kvferry.v1 import kv_transfer_pb2 as pb
@@ -77,7 +77,7 @@ class _Task:
     """Blocks to compare, and of what they are."""
 
     lane: Lane
-    moved: Needed
+    moved: GroupRequest
     alike: AlikeBlocks
 
 

@@ -15,7 +15,7 @@ from kvferry._clock import now
 from kvferry._memory.permute import StillCopying
 from kvferry._transport.nixl_agent import AgentInfo
 from kvferry._transport.staging_pool import StagingPool
-from kvferry._transport.transport import Part, Transport
+from kvferry._transport.transport import TransferPart, Transport
 from kvferry.geometry.model import MemoryRegion
 from kvferry.planner.descriptors import MemoryPair, RawDescriptors
 from kvferry.planner.path_choice import Costs
@@ -56,7 +56,7 @@ def measure(transport: Transport, peer: AgentInfo, pool: StagingPool, deadline: 
     times: dict[tuple[int, int], list[float]] = {kind: [] for kind in kinds}
     for turn in range(TIMES):
         for kind in kinds:
-            part = Part(peer, (_reads(region, pool, slot, *kind, turn),), spaces=(pool.space,))
+            part = TransferPart(peer, (_reads(region, pool, slot, *kind, turn),), spaces=(pool.space,))
             try:
                 transfer = transport.start([part], deadline=deadline, label="measuring")
             except Exception:

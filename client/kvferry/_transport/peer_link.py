@@ -33,7 +33,7 @@ RATE_FIRST = 1e9
 """Bytes per second that a peer is believed to give before anything was measured."""
 
 
-class Account(Protocol):
+class ChunkOwner(Protocol):
     """The transfer that a share belongs to. Thread-safe; its calls return at once, callbacks of its owner included."""
 
     @property
@@ -69,10 +69,10 @@ class Chunk:
     """What one NIXL handle reads, and whose it is."""
 
     descriptors: Descriptors
-    account: Account
+    account: ChunkOwner
 
 
-class Share:
+class PeerWork:
     """What one transfer reads from one peer.
 
     Attributes:
@@ -85,7 +85,7 @@ class Share:
 
     def __init__(
         self,
-        account: Account,
+        account: ChunkOwner,
         info: AgentInfo,
         descriptors: Sequence[Descriptors],
         since: float,
@@ -131,12 +131,12 @@ def divide(descriptors: Descriptors, options: NixlOptions) -> Iterator[Descripto
         yield from chunks(descriptors, min(options.chunk_bytes, mean * options.chunk_descriptors))
 
 
-class Flight:
+class PostedChunk:
     """A posted chunk that has not been seen DONE."""
 
     __slots__ = ("account", "handle", "lost", "size")
 
-    def __init__(self, handle: ReadHandle, account: Account, size: int) -> None:
+    def __init__(self, handle: ReadHandle, account: ChunkOwner, size: int) -> None:
         self.handle = handle
         self.account = account
         self.size = size
@@ -170,8 +170,8 @@ class Link:
         self.state = LinkState.NEW
         self.leaving = False
         """No new shares; dropped when the ones it has are through."""
-        self.shares: deque[Share] = deque()
-        self.flights: list[Flight] = []
+        self.shares: deque[PeerWork] = deque()
+        self.flights: list[PostedChunk] = []
         self.moved = 0
         self._agent = agent
         self._options = options
@@ -309,7 +309,7 @@ class Link:
         for flight in tuple(self.flights):
             flight.account.settle(now)
 
-    def answer_due(self, share: Share) -> float:
+    def answer_due(self, share: PeerWork) -> float:
         """Until when a share waits for the peer's first answer."""
         return max(share.since, self._opened_at) + self._options.warm_up_timeout
 
@@ -335,7 +335,7 @@ class Link:
         for flight in tuple(self.flights):
             flight.account.fail(error)
 
-    def _post(self, account: Account, chunk: Descriptors, size: int) -> None:
+    def _post(self, account: ChunkOwner, chunk: Descriptors, size: int) -> None:
         try:
             handle = self._agent.make(self.info.name, chunk)
         except Exception as error:
@@ -344,7 +344,7 @@ class Link:
             if isinstance(error, NixlError):
                 self._break(error)
             return
-        flight = Flight(handle, account, size)
+        flight = PostedChunk(handle, account, size)
         if not account.begin():
             self._release(handle)
             return
@@ -366,7 +366,7 @@ class Link:
         else:
             self._lose(flight, self._error("the read failed when it was posted"))
 
-    def _check(self, flight: Flight) -> bool:
+    def _check(self, flight: PostedChunk) -> bool:
         try:
             state = flight.handle.check()
         except NixlError as error:
@@ -385,14 +385,14 @@ class Link:
             self._lose(flight, self._error("the read failed"))
         return True
 
-    def _landed(self, flight: Flight, since: float) -> None:
+    def _landed(self, flight: PostedChunk, since: float) -> None:
         self._release(flight.handle)
         self.moved += flight.size
         took = max(1e-6, self._clock() - since)
         self._rate = 0.7 * self._rate + 0.3 * max(1e6, flight.size / took)
         flight.account.landed(flight.size)
 
-    def _lose(self, flight: Flight, error: KvferryError) -> None:
+    def _lose(self, flight: PostedChunk, error: KvferryError) -> None:
         flight.lost = True
         self.flights.append(flight)
         flight.account.fail(self._failed(error))
@@ -460,6 +460,6 @@ def _called(name: str) -> str:
     return f"rank {parts[-2]} of engine {'/'.join(parts[1:-3])!r}"
 
 
-def _abandoned(flight: Flight, before: float) -> bool:
+def _abandoned(flight: PostedChunk, before: float) -> bool:
     ended_at = flight.account.ended_at
     return ended_at is not None and ended_at < before

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from kvferry._transport.nixl_agent import AgentInfo, NixlError, ReadingAgent
 from kvferry._transport.nixl_options import NixlOptions
-from kvferry._transport.peer_link import Link, LinkState, Share
+from kvferry._transport.peer_link import Link, LinkState, PeerWork
 from kvferry.errors import KvferryError, TransferFailed
 from kvferry.geometry.model import MemoryRegion
 
@@ -66,7 +66,7 @@ class ReadingThread:
         clock: Callable[[], float],
         *,
         may_retire: Callable[[ReadingThread], bool],
-        moved_on: Callable[[Share], None],
+        moved_on: Callable[[PeerWork], None],
         gone: Callable[[ReadingThread, bool], None],
         keep: object = None,
     ) -> None:
@@ -83,16 +83,16 @@ class ReadingThread:
         self._keep = keep
         self._changed = threading.Condition()
         # These are shared with the callers, under the condition.
-        self._inbox: list[Share | AgentInfo | str] = []
+        self._inbox: list[PeerWork | AgentInfo | str] = []
         self._woken = False
         self._accepting = True
         self._refusal: KvferryError | None = None
         """Why it has no agent."""
         self._closing = False
         # All that follows belongs to the thread.
-        self._taken: deque[Share | AgentInfo | str] = deque()
+        self._taken: deque[PeerWork | AgentInfo | str] = deque()
         self._links: dict[str, Link] = {}
-        self._waiting: dict[str, deque[Share]] = {}
+        self._waiting: dict[str, deque[PeerWork]] = {}
         """Shares for a peer that has to be dropped before it can be added again."""
         self._news = False
         """Something changed since `_settle` looked."""
@@ -104,7 +104,7 @@ class ReadingThread:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def submit(self, share: Share) -> bool:
+    def submit(self, share: PeerWork) -> bool:
         """Read this. False: the agent is retired or closed, nothing was done. Where no agent could be made, this
         fails."""
         return self._send(share)
@@ -159,7 +159,7 @@ class ReadingThread:
         """Chunks that are posted and not seen DONE."""
         return sum(len(link.flights) for link in tuple(self._links.values()))
 
-    def _send(self, item: Share | AgentInfo | str) -> bool:
+    def _send(self, item: PeerWork | AgentInfo | str) -> bool:
         with self._changed:
             if self._accepting:
                 self._inbox.append(item)
@@ -168,7 +168,7 @@ class ReadingThread:
         if self._refusal is None:
             return False
         # Another thread would get no agent either, before anything could be given to it, and so on for ever.
-        if isinstance(item, Share):
+        if isinstance(item, PeerWork):
             item.account.fail(self._refusal)
         return True
 
@@ -254,7 +254,7 @@ class ReadingThread:
         while self._taken:
             # Taken off only afterwards: should this fail, so does the share, instead of being forgotten.
             item = self._taken[0]
-            if isinstance(item, Share):
+            if isinstance(item, PeerWork):
                 self._attach(agent, item)
             elif isinstance(item, AgentInfo):
                 if item.name not in self._links:
@@ -264,7 +264,7 @@ class ReadingThread:
             self._taken.popleft()
         return busy
 
-    def _attach(self, agent: ReadingAgent, share: Share) -> None:
+    def _attach(self, agent: ReadingAgent, share: PeerWork) -> None:
         try:
             for space in share.spaces:
                 agent.add_space(space)
@@ -303,7 +303,7 @@ class ReadingThread:
             if given_up:
                 self._retire(given_up, now)
 
-    def _settle_waiting(self, agent: ReadingAgent, name: str, shares: deque[Share], now: float) -> None:
+    def _settle_waiting(self, agent: ReadingAgent, name: str, shares: deque[PeerWork], now: float) -> None:
         """Shares whose peer is being dropped: add it again once that is done."""
         for share in tuple(shares):
             share.account.settle(now)
@@ -336,7 +336,7 @@ class ReadingThread:
             self.retired = True
             self._accepting = False
             items, self._inbox = self._inbox, []
-        shares = [item for item in items if isinstance(item, Share)]
+        shares = [item for item in items if isinstance(item, PeerWork)]
         for link in given_up:
             shares.extend(link.shares)
             link.shares.clear()
@@ -392,7 +392,7 @@ class ReadingThread:
             self._inbox.clear()
         waiting = [share for shares in self._waiting.values() for share in shares]
         self._waiting.clear()
-        for share in [*waiting, *(item for item in items if isinstance(item, Share))]:
+        for share in [*waiting, *(item for item in items if isinstance(item, PeerWork))]:
             share.account.fail(error)
         for link in self._links.values():
             link.fail_all(error)

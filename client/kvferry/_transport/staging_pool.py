@@ -20,7 +20,7 @@ from kvferry._arguments import coerce_integers
 from kvferry._memory.permute import Space, StillCopying
 from kvferry._transport.nixl_agent import AgentInfo
 from kvferry._transport.nixl_options import NixlOptions
-from kvferry._transport.peer_link import Chunk, Share, divide
+from kvferry._transport.peer_link import Chunk, PeerWork, divide
 from kvferry._transport.transfer import Transfer
 from kvferry.errors import InvalidField, KvferryError, TransferFailed
 from kvferry.planner.descriptors import MemoryPair
@@ -151,7 +151,7 @@ class StagingPool:
             return self._slots - len(self._free)
 
 
-class StagedShare(Share):
+class StagedShare(PeerWork):
     """What one transfer reads from one peer through staging memory."""
 
     def __init__(
@@ -177,11 +177,11 @@ class StagedShare(Share):
 
     @property
     def blocked(self) -> bool:
-        """See `Share`."""
+        """See `PeerWork`."""
         return self._blocked
 
     def next(self, options: NixlOptions) -> Chunk | None:
-        """See `Share`."""
+        """See `PeerWork`."""
         self._blocked = False
         if self._parts:
             return self._parts.popleft()
@@ -211,7 +211,7 @@ class StagedShare(Share):
         return self._parts.popleft()
 
     def step_back(self) -> None:
-        """See `Share`."""
+        """See `PeerWork`."""
         if self._blocked:
             self._pool.leave(self)
 

@@ -186,7 +186,7 @@ class Transfer:
                 return
         self._run_callback(callback)
 
-    # What follows is for the reading threads: see `kvferry._transport.peer_link.Account`.
+    # What follows is for the reading threads: see `kvferry._transport.peer_link.ChunkOwner`.
 
     def goes_on(self) -> bool:
         """Something is about to be read, though not into the destination yet."""

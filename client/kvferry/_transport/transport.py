@@ -21,7 +21,7 @@ from kvferry._memory.permute import HostSpace, Space, TorchSpace, device_tensors
 from kvferry._transport.bounds import RegionMap, check_descriptors
 from kvferry._transport.nixl_agent import AgentInfo
 from kvferry._transport.nixl_options import NixlOptions
-from kvferry._transport.peer_link import Share
+from kvferry._transport.peer_link import PeerWork
 from kvferry._transport.reading_thread import ReadingThread
 from kvferry._transport.staging_pool import StagedShare, StagingOptions, StagingPool
 from kvferry._transport.transfer import Transfer, TransferProgress, TransferState
@@ -32,13 +32,13 @@ from kvferry.planner.expansion import SourceDescriptors
 from kvferry.planner.footprint import AT_ONCE, Footprint
 from kvferry.planner.staged_read import StagedRead
 
-__all__ = ["Part", "Transfer", "TransferProgress", "TransferState", "Transport", "TransportGauges"]
+__all__ = ["Transfer", "TransferPart", "TransferProgress", "TransferState", "Transport", "TransportGauges"]
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Part:
+class TransferPart:
     """What a transfer reads from one source rank.
 
     Attributes:
@@ -56,7 +56,7 @@ class Part:
     footprint: Footprint | None = None
 
     @classmethod
-    def of(cls, peer: AgentInfo, planned: SourceDescriptors) -> Part:
+    def of(cls, peer: AgentInfo, planned: SourceDescriptors) -> TransferPart:
         """What a plan reads from the rank of this agent."""
         return cls(peer, planned.descriptors, planned.staged, footprint=planned.footprint)
 
@@ -130,7 +130,7 @@ class Transport:
         self._moved_before = 0
         self._quiesced = 0
 
-    def start(self, parts: Sequence[Part], *, deadline: float | None, label: str) -> Transfer:
+    def start(self, parts: Sequence[TransferPart], *, deadline: float | None, label: str) -> Transfer:
         """Start to read. Returns at once.
 
         Args:
@@ -286,9 +286,9 @@ class Transport:
         if self._closed:
             raise Closed("the transport was closed")
 
-    def _submit_part(self, transfer: Transfer, part: Part, unchecked: Footprint | None) -> None:
+    def _submit_part(self, transfer: Transfer, part: TransferPart, unchecked: Footprint | None) -> None:
         if any(some.count for some in part.descriptors):
-            self._submit(Share(transfer, part.peer, part.descriptors, self._clock(), part.spaces, unchecked))
+            self._submit(PeerWork(transfer, part.peer, part.descriptors, self._clock(), part.spaces, unchecked))
         by_space: dict[tuple[MemoryKind, int], list[StagedRead]] = {}
         for read in part.staged:
             memory = read.lane.memory
@@ -296,7 +296,7 @@ class Transport:
         for space, reads in by_space.items():
             self._submit(StagedShare(transfer, part.peer, reads, self.pool(*space), self._clock(), part.footprint))
 
-    def _submit(self, share: Share) -> None:
+    def _submit(self, share: PeerWork) -> None:
         try:
             while not self._thread_of(share.info.name).submit(share):
                 pass

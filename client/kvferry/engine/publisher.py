@@ -10,7 +10,7 @@ from functools import partial
 
 from kvferry._control.publications import Publication, Release, ReleaseOutcome, Step
 from kvferry._control.session import EngineSession
-from kvferry._work_queue import Desk
+from kvferry._work_queue import WorkQueue
 from kvferry.errors import KvferryError
 from kvferry.geometry.blocks import Blocks
 
@@ -30,7 +30,7 @@ class Publishing:
         self._lock = threading.Lock()
         self._refused: deque[Release] = deque()
         self.published = self.released = self.refused = 0
-        self._desk = Desk(f"kvferry-publish-{session.spec.engine_id}")
+        self._work = WorkQueue(f"kvferry-publish-{session.spec.engine_id}")
 
     def publish(
         self,
@@ -49,7 +49,7 @@ class Publishing:
                 request_id, blocks, last=last, expected_reads=expected_reads, payload=payload, checksums=checksums
             )
             self.published += 1
-            self._desk.do(partial(self._send, publication, step))
+            self._work.do(partial(self._send, publication, step))
         return publication
 
     def publish_more(
@@ -58,11 +58,11 @@ class Publishing:
         """See `SchedulerPort.publish_more`."""
         with self._lock:
             step = self._session.offer_more(publication, blocks, last=last, payload=payload)
-            self._desk.do(partial(self._send, publication, step))
+            self._work.do(partial(self._send, publication, step))
 
     def abort(self, publication: Publication) -> None:
         """See `SchedulerPort.abort`."""
-        self._desk.do(partial(self._abort, publication))
+        self._work.do(partial(self._abort, publication))
 
     def take_released(self) -> list[Release]:
         """What was released since the last call; each publication exactly once."""
@@ -75,7 +75,7 @@ class Publishing:
 
     def close(self, timeout: float) -> None:
         """Tell what is still to be told, then end the thread."""
-        self._desk.close(timeout)
+        self._work.close(timeout)
 
     # What follows runs on the desk's thread.
 

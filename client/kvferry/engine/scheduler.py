@@ -13,7 +13,7 @@ from kvferry._engine_spec import EngineSpec
 from kvferry._forks import OneProcess
 from kvferry._wire.token import EngineToken
 from kvferry.engine.publisher import Publishing
-from kvferry.engine.scheduler_reads import Reads, Stage
+from kvferry.engine.scheduler_reads import Reads, ReadStage
 from kvferry.engine.values import Finished, Grant, Offer, WorkerOutput
 from kvferry.geometry.blocks import Blocks, blocks_by_group
 
@@ -266,11 +266,11 @@ class SchedulerPort(OneProcess):
             expired=counts["expired"],
             not_granted=counts["refused"],
             bytes=self._reads.bytes,
-            waiting=stages[Stage.WAITING],
-            granted=stages[Stage.GRANTED],
-            reading=stages[Stage.READING],
-            judging=stages[Stage.JUDGING],
-            uncertain=stages[Stage.ENDED],
+            waiting=stages[ReadStage.WAITING],
+            granted=stages[ReadStage.GRANTED],
+            reading=stages[ReadStage.READING],
+            judging=stages[ReadStage.JUDGING],
+            uncertain=stages[ReadStage.ENDED],
         )
 
     def close(self, timeout: float = 5.0) -> None:

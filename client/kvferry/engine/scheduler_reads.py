@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from kvferry._clock import now
-from kvferry._control.acquisition import AcquireRequest, Cancellation, Granted
+from kvferry._control.acquisition import Acquired, AcquireRequest, Cancellation
 from kvferry._control.block_use import Writes
 from kvferry._control.judgement import Judgement, judge
 from kvferry._control.lease_holder import LeaseHolder
@@ -27,7 +27,7 @@ from kvferry._control.reader_lease import ReaderLease
 from kvferry._control.reporting import VERDICT_TIMEOUT
 from kvferry._engine_spec import EngineSpec
 from kvferry._threads import start_thread
-from kvferry._work_queue import Desk
+from kvferry._work_queue import WorkQueue
 from kvferry.engine.values import BlockRuns, Finished, Grant, Offer, RankEnd, ReadEnd, WorkerOutput
 from kvferry.errors import (
     Closed,
@@ -57,7 +57,7 @@ LAST_WORD = 1.0
 """Seconds for a home to hear, when the port is closed, that a lease is not needed; else it ends with its time."""
 
 
-class Stage(enum.Enum):
+class ReadStage(enum.Enum):
     """Where a read stands; see the module."""
 
     WAITING = "waiting"
@@ -68,7 +68,7 @@ class Stage(enum.Enum):
     ENDED = "ended"
 
 
-UNDER_WAY = (Stage.GRANTED, Stage.READING, Stage.JUDGING)
+UNDER_WAY = (ReadStage.GRANTED, ReadStage.READING, ReadStage.JUDGING)
 """Stages whose time is looked at."""
 
 
@@ -88,8 +88,8 @@ class _Read:
     request: AcquireRequest
     request_id: str
     cancellation: Cancellation
-    stage: Stage = Stage.WAITING
-    lease: Granted | None = None
+    stage: ReadStage = ReadStage.WAITING
+    acquired: Acquired | None = None
     offer: Offer | None = None
     error: KvferryError | None = None
     lost: dict[str, tuple[int, ...]] = field(default_factory=dict)
@@ -139,7 +139,7 @@ class Reads:
         self.counts: Counter[str] = Counter()
         self.bytes = 0
         self._closed = False
-        self._desk = Desk(f"kvferry-leases-{spec.engine_id}", self._look)
+        self._work = WorkQueue(f"kvferry-leases-{spec.engine_id}", self._look)
 
     def acquire(self, request_id: str, reference: str, expected_reads: int, timeout: float) -> None:
         """See `SchedulerPort.acquire`."""
@@ -156,7 +156,7 @@ class Reads:
                     "`finished` has named it, or give this read another request_id",
                     request_id=request_id,
                 )
-            waiting = self._count(Stage.WAITING)
+            waiting = self._count(ReadStage.WAITING)
             if waiting >= self._max_waiting:
                 raise LimitReached(
                     f"{waiting} reads wait for their publications",
@@ -178,7 +178,7 @@ class Reads:
         """See `SchedulerPort.granted`."""
         with self._lock:
             read = self._find(request_id)
-            if read.stage is Stage.REFUSED and read.error is not None:
+            if read.stage is ReadStage.REFUSED and read.error is not None:
                 self._forget(read)
                 raise read.error
             return None if read.offer is None else replace(read.offer, timeout=self._left(read))
@@ -189,18 +189,18 @@ class Reads:
         """See `SchedulerPort.attach`."""
         with self._lock:
             read = self._find(request_id)
-            if read.stage is Stage.REFUSED and read.error is not None:
+            if read.stage is ReadStage.REFUSED and read.error is not None:
                 self._forget(read)
                 raise read.error
-            if read.stage is not Stage.GRANTED or read.offer is None:
+            if read.stage is not ReadStage.GRANTED or read.offer is None:
                 raise _not_attachable(request_id, read.stage)
             ids = written(self._spec.groups, read.offer.blocks(), blocks, tokens)
             read.written = self._writes.begin(read.read_id, ids, allow_overlap=allow_overlap)
             local = tuple(BlockRuns.of_blocks(name, listed) for name, listed in blocks.items())
-            read.stage = Stage.READING
+            read.stage = ReadStage.READING
             read.lost = {name: tuple(listed.ids.tolist()) for name, listed in blocks.items()}
             grant = read.offer.attached(local, tokens, timeout=self._left(read))
-        self._desk.do(_nothing)
+        self._work.do(_nothing)
         return grant
 
     def decline(self, reference: str) -> None:
@@ -209,11 +209,11 @@ class Reads:
         with self._lock:
             self._check_open()
             reads = [read for read in self._by_id.values() if read.request.text == reference]
-            early = [read for read in reads if read.stage in (Stage.WAITING, Stage.GRANTED)]
-            leases = [read.lease.lease for read in early if read.lease is not None]
+            early = [read for read in reads if read.stage in (ReadStage.WAITING, ReadStage.GRANTED)]
+            leases = [read.acquired.lease for read in early if read.acquired is not None]
             for read in early:
                 self._withdraw(read)
-        self._desk.do(partial(self._holder.decline, reference, leases))
+        self._work.do(partial(self._holder.decline, reference, leases))
 
     def cancel(self, request_id: str) -> bool:
         """See `SchedulerPort.cancel`."""
@@ -221,13 +221,13 @@ class Reads:
             read = self._by_request.get(request_id)
             if read is None:
                 return False
-            if read.stage in (Stage.WAITING, Stage.GRANTED):
+            if read.stage in (ReadStage.WAITING, ReadStage.GRANTED):
                 self._withdraw(read)
-                if read.lease is not None:
-                    self._desk.do(partial(self._holder.cancel, read.request.home, read.lease.lease))
-            elif read.stage is Stage.REFUSED:
+                if read.acquired is not None:
+                    self._work.do(partial(self._holder.cancel, read.request.home, read.acquired.lease))
+            elif read.stage is ReadStage.REFUSED:
                 self._forget(read)
-            elif read.stage is Stage.READING:
+            elif read.stage is ReadStage.READING:
                 self._fail(read, TransferCancelled(f"read {read.read_id} was cancelled", read_id=read.read_id))
             return True
 
@@ -259,7 +259,7 @@ class Reads:
             self._ended, self._quiesced = [], []
         return found
 
-    def stages(self) -> Counter[Stage]:
+    def stages(self) -> Counter[ReadStage]:
         """How many reads stand where; those that ended and are not quiet count as ENDED."""
         with self._lock:
             return Counter(read.stage for read in self._by_id.values())
@@ -273,10 +273,10 @@ class Reads:
                 return
             self._closed = True
             for read in self._by_id.values():
-                self._desk.do(read.cancellation.cancel)
-                if read.lease is not None and read.stage is not Stage.ENDED:
-                    self._desk.do(partial(self._holder.end, read.request.home, read.lease, LAST_WORD))
-        self._desk.close(timeout)
+                self._work.do(read.cancellation.cancel)
+                if read.acquired is not None and read.stage is not ReadStage.ENDED:
+                    self._work.do(partial(self._holder.end, read.request.home, read.acquired, LAST_WORD))
+        self._work.close(timeout)
         with self._lock:
             self._acquired.wait_for(lambda: not self._acquiring, max(0.0, deadline - now()))
         self._holder.close(max(0.0, deadline - now()))
@@ -302,17 +302,17 @@ class Reads:
             error = TransferFailed(f"read {read.read_id}: {failure!r}")
         else:
             with self._lock:
-                wanted = read.stage is Stage.WAITING
+                wanted = read.stage is ReadStage.WAITING
                 if wanted:
-                    read.lease, read.offer, read.stage = granted, _offer(read, granted), Stage.GRANTED
+                    read.acquired, read.offer, read.stage = granted, _offer(read, granted), ReadStage.GRANTED
             if wanted:
-                self._desk.do(_nothing)
+                self._work.do(_nothing)
             else:
                 self._let_go(read, granted)
             return
         with self._lock:
-            if read.stage is Stage.WAITING:
-                read.error, read.stage = error, Stage.REFUSED
+            if read.stage is ReadStage.WAITING:
+                read.error, read.stage = error, ReadStage.REFUSED
                 self.counts["refused"] += 1
 
     # On the desk's thread.
@@ -326,29 +326,29 @@ class Reads:
             return LOOK_EVERY if under_way else None
 
     def _judge_time(self, read: _Read) -> None:
-        if read.lease is None:
+        if read.acquired is None:
             return
         time, read_id = now(), read.read_id
-        if read.stage is Stage.JUDGING:
+        if read.stage is ReadStage.JUDGING:
             if time >= read.ended_at + VERDICT_TIMEOUT + LOOK_EVERY:
                 self._judged(read, None)
             return
         overdue = time >= read.request.deadline
-        if read.error is None and not read.lease.lease.live(time):
+        if read.error is None and not read.acquired.lease.live(time):
             self._fail(read, TransferExpired(f"read {read_id}: its lease ended before its last byte", read_id=read_id))
         elif read.error is None and overdue:
             self._fail(read, self._overdue(read))
-        if read.stage is Stage.GRANTED and read.error is not None:
-            read.stage, read.offer = Stage.REFUSED, None
+        if read.stage is ReadStage.GRANTED and read.error is not None:
+            read.stage, read.offer = ReadStage.REFUSED, None
             self.counts["refused"] += 1
-            self._desk.do(partial(self._let_go, read, read.lease))
-        elif read.stage is Stage.READING and time >= read.request.deadline + WORKERS_GRACE:
+            self._work.do(partial(self._let_go, read, read.acquired))
+        elif read.stage is ReadStage.READING and time >= read.request.deadline + WORKERS_GRACE:
             read.loud.update(set(range(self._spec.num_ranks)) - set(read.ends))
             self._all_ended(read)
 
     def _overdue(self, read: _Read) -> TransferStuck:
         read_id = read.read_id
-        if read.stage is Stage.GRANTED:
+        if read.stage is ReadStage.GRANTED:
             message = f"request {read.request_id!r} was granted, and given no blocks in time: attach it, or cancel it"
             return TransferStuck(message, read_id=read_id)
         silent = ", ".join(str(rank) for rank in range(self._spec.num_ranks) if rank not in read.ends)
@@ -358,7 +358,7 @@ class Reads:
         )
         return TransferStuck(message, quiet=False, read_id=read_id, ranks=silent)
 
-    def _let_go(self, read: _Read, granted: Granted) -> None:
+    def _let_go(self, read: _Read, granted: Acquired) -> None:
         self._holder.drop(granted)
         self._holder.cancel(read.request.home, granted.lease)
 
@@ -382,9 +382,9 @@ class Reads:
 
     def _judged(self, read: _Read, verdict: pb.Verdict.ValueType | None) -> None:
         """The home's verdict, or that there is none, and the reader's own deadline decides."""
-        if read.stage is not Stage.JUDGING or read.lease is None:
+        if read.stage is not ReadStage.JUDGING or read.acquired is None:
             return
-        judgement = judge(read.ended_at, read.lease.lease.deadline, verdict)
+        judgement = judge(read.ended_at, read.acquired.lease.deadline, verdict)
         if judgement is Judgement.EXPIRED:
             read_id = read.read_id
             read.error = TransferExpired(f"read {read_id}: the home says that its lease ended", read_id=read_id)
@@ -400,7 +400,7 @@ class Reads:
             )
         return read
 
-    def _count(self, stage: Stage) -> int:
+    def _count(self, stage: ReadStage) -> int:
         return sum(read.stage is stage for read in self._by_id.values())
 
     def _left(self, read: _Read) -> float:
@@ -414,18 +414,18 @@ class Reads:
 
     def _withdraw(self, read: _Read) -> None:
         """Nobody wants it, and no worker has heard of it."""
-        read.stage = Stage.ENDED
+        read.stage = ReadStage.ENDED
         self.counts["cancelled"] += 1
         self._forget(read)
-        self._desk.do(read.cancellation.cancel)
-        if read.lease is not None:
-            self._desk.do(partial(self._holder.drop, read.lease))
+        self._work.do(read.cancellation.cancel)
+        if read.acquired is not None:
+            self._work.do(partial(self._holder.drop, read.acquired))
 
     def _fail(self, read: _Read, error: KvferryError) -> None:
         """It cannot end well: stop it where it goes on."""
         if read.error is None:
             read.error = error
-            if read.stage is Stage.READING and len(read.ends) < self._spec.num_ranks:
+            if read.stage is ReadStage.READING and len(read.ends) < self._spec.num_ranks:
                 self._cancels.append(read.read_id)
 
     def _rank_ended(self, read: _Read, rank: int, end: RankEnd) -> None:
@@ -434,32 +434,32 @@ class Reads:
             read.loud.discard(rank)
         else:
             read.loud.add(rank)
-        if read.stage is Stage.ENDED:
+        if read.stage is ReadStage.ENDED:
             # It was given up before this rank had said anything.
             self._settle(read)
             return
         error = end.error()
         if error is not None:
             self._fail(read, error)
-        if read.stage is Stage.READING and len(read.ends) == self._spec.num_ranks:
+        if read.stage is ReadStage.READING and len(read.ends) == self._spec.num_ranks:
             self._all_ended(read)
 
     def _all_ended(self, read: _Read) -> None:
-        if read.lease is None:
+        if read.acquired is None:
             return
         read.ended_at = now()
-        if read.error is None and not read.lease.lease.live(read.ended_at):
+        if read.error is None and not read.acquired.lease.live(read.ended_at):
             read.error = TransferExpired(f"read {read.read_id} ended after its lease", read_id=read.read_id)
-        self._desk.do(partial(self._report, read, read.lease.lease))
+        self._work.do(partial(self._report, read, read.acquired.lease))
         if read.error is None:
-            read.stage = Stage.JUDGING
+            read.stage = ReadStage.JUDGING
         else:
             self._end(read, confirmed=False)
 
     def _end(self, read: _Read, *, confirmed: bool) -> None:
-        read.stage = Stage.ENDED
-        if read.lease is not None:
-            self._desk.do(partial(self._holder.drop, read.lease))
+        read.stage = ReadStage.ENDED
+        if read.acquired is not None:
+            self._work.do(partial(self._holder.drop, read.acquired))
         _tell_quiet(read)
         moved = sum(end.bytes for end in read.ends.values())
         self.counts[_kind(read.error)] += 1
@@ -486,7 +486,7 @@ class Reads:
 
     def _settle(self, read: _Read) -> None:
         """A rank became quiet."""
-        if read.stage is not Stage.ENDED or read.loud:
+        if read.stage is not ReadStage.ENDED or read.loud:
             return
         _tell_quiet(read)
         if read.withheld is not None:
@@ -496,8 +496,8 @@ class Reads:
         self._forget(read)
 
 
-def _not_attachable(request_id: str, stage: Stage) -> WrongState:
-    if stage is Stage.WAITING:
+def _not_attachable(request_id: str, stage: ReadStage) -> WrongState:
+    if stage is ReadStage.WAITING:
         message = f"request {request_id!r} is waiting for its source: attach it when granted() has returned its Offer"
     else:
         message = f"request {request_id!r} was given its blocks already: attach each request once"
@@ -514,7 +514,7 @@ def _tell_quiet(read: _Read) -> None:
         read.error.quiet = not read.loud
 
 
-def _offer(read: _Read, granted: Granted) -> Offer:
+def _offer(read: _Read, granted: Acquired) -> Offer:
     reference = read.request.reference
     return Offer(
         request_id=read.request_id,

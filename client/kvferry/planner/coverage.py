@@ -15,7 +15,7 @@ from typing import Any
 from kvferry.errors import Mismatch
 from kvferry.geometry.model import EngineGeometry, GroupKind, Interval, Plane, RankGeometry
 from kvferry.geometry.overlap import check_apart
-from kvferry.planner.line_rule import Holding, Share, Stripe, effort, shares
+from kvferry.planner.line_rule import RankHolding, ReadShare, Stripe, effort, shares
 
 MAX_CELLS = 1 << 20
 """Units times states of a block of one plane: what is enumerated to find its contiguous rows. 128 heads of 8,192 tokens
@@ -96,8 +96,8 @@ class _Named:
         self.kinds = tuple(kinds.values())
         # One object for all names that are held alike: to compare many ranks' holdings plane by plane takes longer than
         # to share them out.
-        holdings = tuple(Holding(rank, plane.units, plane.token_shard) for rank, plane in planes.items())
-        self.holdings: tuple[Holding, ...] = known.setdefault(holdings, holdings)
+        holdings = tuple(RankHolding(rank, plane.units, plane.token_shard) for rank, plane in planes.items())
+        self.holdings: tuple[RankHolding, ...] = known.setdefault(holdings, holdings)
         signatures = tuple(kinds)
         self.signatures: tuple[object, ...] = known.setdefault(signatures, signatures)
 
@@ -136,7 +136,7 @@ class Coverer:
         self._offered = source.named
         self._readers = Indexed(destination).named
         self._fine: set[tuple[int, object]] = set()
-        self._shared: dict[tuple[object, ...], tuple[tuple[Share, ...], tuple[Interval, ...]]] = {}
+        self._shared: dict[tuple[object, ...], tuple[tuple[ReadShare, ...], tuple[Interval, ...]]] = {}
         self._words: dict[int, str] = {}
         self._effort = 0
 
@@ -201,10 +201,10 @@ class Coverer:
 
     def _shares(
         self, offered: _Named, rank: int, plane: Plane
-    ) -> tuple[tuple[Share, ...], tuple[Interval, ...]] | None:
+    ) -> tuple[tuple[ReadShare, ...], tuple[Interval, ...]] | None:
         """See `shares`; None if it takes too long."""
         wanted = self._readers[plane.name].holdings
-        me = Holding(rank, plane.units, plane.token_shard)
+        me = RankHolding(rank, plane.units, plane.token_shard)
         key = (id(offered.holdings), id(wanted), me, plane.units_divide)
         found = self._shared.get(key)
         if found is None:
@@ -282,7 +282,7 @@ def _shard_mismatch(source: Plane, wanted: Plane) -> list[Mismatch]:
     return [Mismatch("granule", wanted.name, "token_shard", str(theirs), str(mine), message)]
 
 
-def _in_words(holdings: Iterable[Holding]) -> str:
+def _in_words(holdings: Iterable[RankHolding]) -> str:
     holders: dict[str, list[str]] = {}
     for holding in holdings:
         holders.setdefault(f"{holding.units} {holding.tokens}", []).append(str(holding.rank))

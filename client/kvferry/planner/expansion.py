@@ -19,7 +19,7 @@ from kvferry.planner.descriptors import Descriptors, Indices, MemoryPair, Prepar
 from kvferry.planner.footprint import Footprint
 from kvferry.planner.lane import Lane
 from kvferry.planner.prepared_tables import LaneTables
-from kvferry.planner.request_blocks import Needed
+from kvferry.planner.request_blocks import GroupRequest
 from kvferry.planner.rows import Int64s
 from kvferry.planner.segments import Segment, segments, span
 from kvferry.planner.staged_read import StagedRead, staged_read
@@ -79,7 +79,7 @@ class Expansion:
 
 
 def expand(
-    lanes: tuple[Lane, ...], tables: LaneTables, staged: frozenset[int], needed: Mapping[str, Needed]
+    lanes: tuple[Lane, ...], tables: LaneTables, staged: frozenset[int], needed: Mapping[str, GroupRequest]
 ) -> Expansion:
     """The descriptors of what is needed, by group; see `ReadPlan.expand`. `staged`: indices of the lanes that go
     through staging memory."""
@@ -117,7 +117,7 @@ class _Collector:
             self.pieces += sum(lane.rows(segment.cut).unfused * len(segment.source) for segment in found)
             self.descriptors += read.count
 
-    def add_stream(self, lane: Lane, needed: Needed) -> bool:
+    def add_stream(self, lane: Lane, needed: GroupRequest) -> bool:
         """Add a linear lane as runs that cross blocks of any size; False if it isn't one or its runs are short."""
         if not lane.linear_bytes:
             return False

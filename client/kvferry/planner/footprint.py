@@ -30,7 +30,7 @@ from kvferry.planner.descriptors import (
     PreparedDescriptors,
     RawDescriptors,
 )
-from kvferry.planner.request_blocks import Needed, NeededBlocks
+from kvferry.planner.request_blocks import GroupRequest, NeededBlocks
 
 Int64s: TypeAlias = npt.NDArray[np.int64]
 Bools: TypeAlias = npt.NDArray[np.bool_]
@@ -256,7 +256,7 @@ class RequestPlaces:
     """
 
     def __init__(
-        self, source_groups: Mapping[str, Group], groups: Mapping[str, Group], needed: Mapping[str, Needed]
+        self, source_groups: Mapping[str, Group], groups: Mapping[str, Group], needed: Mapping[str, GroupRequest]
     ) -> None:
         self.by_group = {
             name: (_places(wanted.source, source_groups[name]), _places(wanted.destination, groups[name]))

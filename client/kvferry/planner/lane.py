@@ -19,7 +19,7 @@ from kvferry.geometry.model import Group, GroupKind, Plane
 from kvferry.planner.coverage import PlaneRead
 from kvferry.planner.descriptors import MemoryPair
 from kvferry.planner.line_rule import Stripe
-from kvferry.planner.rows import AlikePlanes, Cut, Extent, Loop, Rows, alike, extents_of, loops_of, rows_of
+from kvferry.planner.rows import AlikePlanes, Cut, Loop, RowExtent, Rows, alike, extents_of, loops_of, rows_of
 from kvferry.planner.token_line import Line, StateLayout
 
 ROWS_KEPT = 1024
@@ -68,7 +68,7 @@ class Lane:
         return alike(self.reads)
 
     @cached_property
-    def extents(self) -> tuple[Extent, ...]:
+    def extents(self) -> tuple[RowExtent, ...]:
         """The rows of one source block, as they are read into staging memory."""
         return extents_of(self.planes, self.source.held_per_block)
 

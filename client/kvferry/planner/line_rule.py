@@ -38,7 +38,7 @@ class Stripe:
 
 
 @dataclass(frozen=True, slots=True)
-class Holding:
+class RankHolding:
     """What a rank holds of a tensor."""
 
     rank: int
@@ -47,7 +47,7 @@ class Holding:
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class ReadShare:
     """What a reader reads from one rank: a stripe of some units, of the tokens that both hold."""
 
     rank: int
@@ -56,8 +56,8 @@ class Share:
 
 
 def shares(
-    held: tuple[Holding, ...], wanted: tuple[Holding, ...], me: Holding, *, divide: bool, striping: bool
-) -> tuple[tuple[Share, ...], tuple[Interval, ...]]:
+    held: tuple[RankHolding, ...], wanted: tuple[RankHolding, ...], me: RankHolding, *, divide: bool, striping: bool
+) -> tuple[tuple[ReadShare, ...], tuple[Interval, ...]]:
     """The shares of one reader, and the units that nobody can give it.
 
     Args:
@@ -67,7 +67,7 @@ def shares(
         divide: whether single units may be read; else all of the reader's from holders of just these.
         striping: whether to spread reads over replicas; else the line rule chooses one replica for a whole read.
     """
-    found: list[Share] = []
+    found: list[ReadShare] = []
     missing: list[Interval] = []
     for units in _elementary(held, wanted, me) if divide else [me.units]:
         holders = [h for h in held if (h.units.intersect(units) is not None if divide else h.units == units)]
@@ -80,11 +80,11 @@ def shares(
             replicas = sorted(holder.rank for holder in holders if holder.tokens == shard)
             line = sorted(reader.rank for reader in readers if shard in needs[reader.tokens])
             stripes = _stripes(replicas, line.index(me.rank), len(line), striping)
-            found.extend(Share(rank, units, stripe) for rank, stripe in stripes)
+            found.extend(ReadShare(rank, units, stripe) for rank, stripe in stripes)
     return tuple(_joined(found)), tuple(missing)
 
 
-def effort(held: tuple[Holding, ...], wanted: tuple[Holding, ...], me: Holding, *, divide: bool) -> int:
+def effort(held: tuple[RankHolding, ...], wanted: tuple[RankHolding, ...], me: RankHolding, *, divide: bool) -> int:
     """About how many steps `shares` takes."""
     pieces = len(_elementary(held, wanted, me)) if divide else 1
     families = {(holder.tokens.count, holder.tokens.interleave) for holder in held}
@@ -92,7 +92,7 @@ def effort(held: tuple[Holding, ...], wanted: tuple[Holding, ...], me: Holding, 
     return pieces * (len(held) + len(wanted) + asked * sum(count for count, _ in families))
 
 
-def _elementary(held: tuple[Holding, ...], wanted: tuple[Holding, ...], me: Holding) -> list[Interval]:
+def _elementary(held: tuple[RankHolding, ...], wanted: tuple[RankHolding, ...], me: RankHolding) -> list[Interval]:
     """My units, cut at every boundary that any holder or reader declares."""
     cuts = {me.units.begin, me.units.end}
     for holding in (*held, *wanted):
@@ -101,7 +101,7 @@ def _elementary(held: tuple[Holding, ...], wanted: tuple[Holding, ...], me: Hold
     return [Interval(begin, end) for begin, end in pairwise(edges)]
 
 
-def _token_shards(holders: list[Holding], wanted: TokenShard) -> tuple[TokenShard, ...]:
+def _token_shards(holders: list[RankHolding], wanted: TokenShard) -> tuple[TokenShard, ...]:
     """The holders' shards that together hold the wanted tokens, each once; empty if there are none.
 
     Shards of one (count, interleave) are disjoint. Of several complete families the reader's own is taken, which needs
@@ -148,14 +148,14 @@ def _stripes(replicas: list[int], place: int, readers: int, striping: bool) -> l
     return found
 
 
-def _joined(found: list[Share]) -> list[Share]:
+def _joined(found: list[ReadShare]) -> list[ReadShare]:
     """Neighbouring units with the same source and stripe become one share."""
-    joined: list[Share] = []
+    joined: list[ReadShare] = []
     ordered = sorted(found, key=lambda s: (s.rank, s.stripe.of, s.stripe.begin, s.stripe.end, s.units.begin))
     for share in ordered:
         last = joined[-1] if joined else None
         if last and (last.rank, last.stripe, last.units.end) == (share.rank, share.stripe, share.units.begin):
-            joined[-1] = Share(share.rank, Interval(last.units.begin, share.units.end), share.stripe)
+            joined[-1] = ReadShare(share.rank, Interval(last.units.begin, share.units.end), share.stripe)
         else:
             joined.append(share)
     return joined

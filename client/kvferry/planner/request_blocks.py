@@ -37,7 +37,7 @@ class NeededBlocks:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Needed:
+class GroupRequest:
     """What is moved of one group.
 
     Attributes:
@@ -59,7 +59,7 @@ def needed(
     source: Mapping[str, Blocks],
     destination: Mapping[str, Blocks],
     tokens: tuple[int, int] | None,
-) -> dict[str, Needed]:
+) -> dict[str, GroupRequest]:
     """What is moved of each group; groups of which nothing is needed are left out.
 
     Args:
@@ -72,7 +72,7 @@ def needed(
         BadBlock, BlocksShort, InvalidField: see `ReadPlan.expand`.
     """
     asked = token_range(tokens)
-    found: dict[str, Needed] = {}
+    found: dict[str, GroupRequest] = {}
     pools: dict[tuple[bool, str], list[npt.NDArray[np.int64]]] = {}
     for group in groups:
         if group.name not in destination:
@@ -175,18 +175,18 @@ def _perhaps(group: Group, mine: Blocks, asked: tuple[int, int] | None) -> AnyId
     return mine.ids[first:last]
 
 
-def _state(group: Group, theirs: Blocks, mine: Blocks) -> Needed:
+def _state(group: Group, theirs: Blocks, mine: Blocks) -> GroupRequest:
     for side, blocks in (("source", theirs), ("destination", mine)):
         if len(blocks.ids) != 1:
             raise InvalidField(f"number of {side} blocks of state group {group.name!r}", len(blocks.ids), "1")
     if theirs.state_token != mine.state_token:
         raise BlocksShort(group.name, "source", f"a state at token {mine.state_token}", f"one at {theirs.state_token}")
-    return Needed(0, 1, 0, NeededBlocks(_widened(theirs.ids), 0), NeededBlocks(_widened(mine.ids), 0))
+    return GroupRequest(0, 1, 0, NeededBlocks(_widened(theirs.ids), 0), NeededBlocks(_widened(mine.ids), 0))
 
 
 def _tokens(
     group: Group, source_group: Group, theirs: Blocks, mine: Blocks, asked: tuple[int, int] | None
-) -> Needed | None:
+) -> GroupRequest | None:
     for side, blocks in (("source", theirs), ("destination", mine)):
         if max(blocks.first_token, blocks.end_token or 0) >= TOKEN_LIMIT:
             raise InvalidField(
@@ -196,7 +196,7 @@ def _tokens(
     if span is None:
         return None
     begin, end, floor = span
-    return Needed(
+    return GroupRequest(
         begin,
         end,
         floor,

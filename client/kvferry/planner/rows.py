@@ -110,7 +110,7 @@ class AlikePlanes:
 
 
 @dataclass(frozen=True, slots=True)
-class Extent:
+class RowExtent:
     """Contiguous bytes of a source block that hold all that is read of one plane, or of several whose bytes interleave.
 
     Attributes:
@@ -145,10 +145,10 @@ def first_address(plane: Plane, read: PlaneRead) -> int:
     return plane.base + (read.units.begin - plane.units.begin) * plane.unit_stride
 
 
-def extents_of(planes: Sequence[AlikePlanes], states: int) -> tuple[Extent, ...]:
+def extents_of(planes: Sequence[AlikePlanes], states: int) -> tuple[RowExtent, ...]:
     """The extents of a source block of `states` held states. Planes whose bytes interleave share one; planes that only
     touch do not, since they may be registered apart."""
-    found: list[Extent] = []
+    found: list[RowExtent] = []
     places = sorted(
         (base, base + _length(members, states), alike, plane)
         for alike, members in enumerate(planes)
@@ -157,9 +157,9 @@ def extents_of(planes: Sequence[AlikePlanes], states: int) -> tuple[Extent, ...]
     for begin, end, alike, plane in places:
         last = found[-1] if found else None
         if last is not None and begin < last.source + last.length:
-            found[-1] = Extent(last.source, max(last.length, end - last.source), (*last.planes, (alike, plane)))
+            found[-1] = RowExtent(last.source, max(last.length, end - last.source), (*last.planes, (alike, plane)))
         else:
-            found.append(Extent(begin, end - begin, ((alike, plane),)))
+            found.append(RowExtent(begin, end - begin, ((alike, plane),)))
     return tuple(found)
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from kvferry.errors import InvalidField
 from kvferry.geometry.model import GroupKind
 from kvferry.planner.lane import Lane
-from kvferry.planner.request_blocks import Needed, NeededBlocks
+from kvferry.planner.request_blocks import GroupRequest, NeededBlocks
 from kvferry.planner.rows import Cut, Int64s
 
 
@@ -27,7 +27,7 @@ class Segment:
     destination: Int64s
 
 
-def segments(lane: Lane, needed: Needed) -> list[Segment]:
+def segments(lane: Lane, needed: GroupRequest) -> list[Segment]:
     """The segments of a lane.
 
     Raises:
@@ -56,7 +56,7 @@ def segments(lane: Lane, needed: Needed) -> list[Segment]:
     return found
 
 
-def span(lane: Lane, needed: Needed) -> tuple[int, int]:
+def span(lane: Lane, needed: GroupRequest) -> tuple[int, int]:
     """The part ``[begin, end)`` of its line that a lane moves: its stripe of the needed tokens, in whole granules.
 
     Raises:
@@ -85,7 +85,7 @@ def span(lane: Lane, needed: Needed) -> tuple[int, int]:
     return low, -(-end // granule) * granule
 
 
-def _torn(lane: Lane, needed: Needed, tokens: Fraction) -> InvalidField:
+def _torn(lane: Lane, needed: GroupRequest, tokens: Fraction) -> InvalidField:
     what = f"a multiple of {tokens} tokens: group {lane.group.name!r} cannot be cut finer"
     return InvalidField("first token", needed.floor, what)
 
@@ -100,7 +100,7 @@ def _striped(lane: Lane, begin: int, end: int) -> tuple[int, int]:
     return max(begin, (first + low) * step), min(end, (first + high) * step)
 
 
-def _enumerated(lane: Lane, begin: int, end: int, needed: Needed) -> list[Segment]:
+def _enumerated(lane: Lane, begin: int, end: int, needed: GroupRequest) -> list[Segment]:
     """The segments of a short stretch."""
     line = lane.line
     origin = begin // line.period

@@ -1,8 +1,9 @@
 """Reads through staging memory: which rows of the source's blocks, and how they are permuted into the destination's.
 
-A row (`Extent`) is one contiguous range of a source block that holds all that a lane reads of one plane, or of several
-whose bytes interleave. A batch is as many rows as fit a slot of staging memory: plane after plane, each with its blocks
-one behind the other, so that consecutive blocks of the source merge and the permutation has long loops. Pure.
+A row (`RowExtent`) is one contiguous range of a source block that holds all that a lane reads of one plane, or of
+several whose bytes interleave. A batch is as many rows as fit a slot of staging memory: plane after plane, each with
+its blocks one behind the other, so that consecutive blocks of the source merge and the permutation has long loops.
+Pure.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import numpy.typing as npt
 from kvferry.geometry.runs import split_runs
 from kvferry.planner.descriptors import MemoryPair, RawDescriptors
 from kvferry.planner.lane import Lane
-from kvferry.planner.rows import AlikePlanes, Cut, Extent, Int64s
+from kvferry.planner.rows import AlikePlanes, Cut, Int64s, RowExtent
 from kvferry.planner.segments import Segment
 
 Places = npt.NDArray[np.int64]
@@ -104,7 +105,7 @@ class StagedRead:
 class _Rows:
     """Rows of one extent: of the blocks ``[first, end)`` of a read, `offset` bytes into the slot."""
 
-    extent: Extent
+    extent: RowExtent
     first: int
     end: int
     offset: int
@@ -196,7 +197,7 @@ def _within(places: Places, rows: _Rows) -> range:
     return range(int(begin), int(end))
 
 
-def _runs(blocks: Int64s, lane: Lane, extent: Extent) -> tuple[Int64s, Int64s]:
+def _runs(blocks: Int64s, lane: Lane, extent: RowExtent) -> tuple[Int64s, Int64s]:
     """First positions and lengths of the runs of blocks whose rows are contiguous."""
     if extent.length != lane.source.block_stride:
         return np.arange(len(blocks), dtype=np.int64), np.ones(len(blocks), np.int64)

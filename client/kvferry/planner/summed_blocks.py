@@ -32,7 +32,7 @@ from kvferry.geometry.blocks import AnyIds, Blocks
 from kvferry.geometry.model import Group, GroupKind, Plane
 from kvferry.planner.checksum import sampled
 from kvferry.planner.lane import Lane
-from kvferry.planner.request_blocks import Needed
+from kvferry.planner.request_blocks import GroupRequest
 from kvferry.planner.rows import Int64s
 from kvferry.planner.segments import span
 from kvferry.planner.token_line import StateLayout
@@ -164,7 +164,7 @@ class HeldBlocks:
 
 
 def held_blocks(
-    lane: Lane, needed: Needed, source_group: Group, granted: Blocks, publication: int, share: float
+    lane: Lane, needed: GroupRequest, source_group: Group, granted: Blocks, publication: int, share: float
 ) -> Iterator[HeldBlocks]:
     """What a reader holds of a lane's source blocks, a stretch of the request at a time.
 
@@ -185,7 +185,7 @@ def held_blocks(
         yield _held(lane, needed, places[first : first + at_once], moved, published, publication, share)
 
 
-def _moved(lane: Lane, needed: Needed) -> tuple[int, int]:
+def _moved(lane: Lane, needed: GroupRequest) -> tuple[int, int]:
     """The held states of the source that the lane has moved, those aside that the destination does not hold."""
     if lane.group.kind is GroupKind.STATE:
         begin, end = lane.stripe.blocks(1)
@@ -198,7 +198,7 @@ def _moved(lane: Lane, needed: Needed) -> tuple[int, int]:
 
 def _held(
     lane: Lane,
-    needed: Needed,
+    needed: GroupRequest,
     places: Int64s,
     moved: tuple[int, int],
     published: tuple[int, int],
@@ -223,7 +223,7 @@ def _held(
 
 
 def _alike(
-    places: Int64s, there: Int64s, summed: npt.NDArray[np.bool_], lane: Lane, needed: Needed
+    places: Int64s, there: Int64s, summed: npt.NDArray[np.bool_], lane: Lane, needed: GroupRequest
 ) -> Iterator[AlikeBlocks]:
     """Gather source blocks by how their states lie in the destination's blocks.
 

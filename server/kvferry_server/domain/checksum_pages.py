@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from kvferry.errors import InvalidField
 from kvferry.geometry.model import Group, GroupKind, Interval
-from kvferry_server.domain.offers import Extent
+from kvferry_server.domain.offers import PublishedExtent
 
 Places: TypeAlias = npt.NDArray[np.int64]
 
@@ -171,7 +171,7 @@ def answers(query: Query, pages: Iterable[Page]) -> Iterator[Page]:
             yield part
 
 
-def check_places(group: Group, extents: Mapping[str, Extent], page: Page) -> None:
+def check_places(group: Group, extents: Mapping[str, PublishedExtent], page: Page) -> None:
     """Raise `InvalidField` if a page is about blocks that were not published."""
     offered = extents.get(group.name)
     first = end = 0

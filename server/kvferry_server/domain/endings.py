@@ -13,8 +13,14 @@ from kvferry.errors import EngineUnknown
 from kvferry_server.domain.agenda import NEVER, Agenda
 from kvferry_server.domain.identity import EngineRef
 from kvferry_server.domain.ledger import NUMBER_BYTES, Book, Standing
-from kvferry_server.domain.publications import PUBLICATION_BYTES, Lease, Outcome, Publication, Stage
-from kvferry_server.domain.reads import ReadKey, ReadState, RevokeReason
+from kvferry_server.domain.publications import (
+    PUBLICATION_BYTES,
+    Lease,
+    PublicationOutcome,
+    PublicationRecord,
+    PublicationStage,
+)
+from kvferry_server.domain.reads import LeaseState, ReadKey, RevokeReason
 from kvferry_server.domain.shares import Memory, Shares
 from kvferry_server.domain.times import Times
 
@@ -23,14 +29,14 @@ from kvferry_server.domain.times import Times
 class Changed:
     """A publication, or a lease on it, is not what it was: its readers' streams look again."""
 
-    publication: Publication
+    publication: PublicationRecord
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Released:
     """The source is to be told; again, if it has not acknowledged it."""
 
-    publication: Publication
+    publication: PublicationRecord
 
 
 class Endings:
@@ -56,7 +62,7 @@ class Endings:
         self.memory = memory
         self.effects: list[Changed | Released] = []
         self._times = times
-        self._publication_times: Agenda[Publication] = Agenda()
+        self._publication_times: Agenda[PublicationRecord] = Agenda()
         self._lease_times: Agenda[Lease] = Agenda()
 
     def advance(self, now: float, most: int | None = None) -> None:
@@ -65,7 +71,7 @@ class Endings:
         self._lease_times.advance(now, self._on_lease_due, most)
         self._publication_times.advance(now, self._on_publication_due, most)
 
-    def publication(self, book: Book, number: int, now: float) -> Publication | None:
+    def publication(self, book: Book, number: int, now: float) -> PublicationRecord | None:
         """What a book has under a number at this moment, even if `advance` has not come to it yet.
 
         Of its leases some may be over that `advance` has not come to: it is held or pinned for a moment longer then.
@@ -105,17 +111,17 @@ class Endings:
         publication.reads.append(lease)
         self.leases_of.take(publication.source)
         self.memory.take(publication.source, lease.size)
-        if publication.stage is Stage.AWAITED:
+        if publication.stage is PublicationStage.AWAITED:
             book.waiting.take(lease.ask.asker)
         self._lease_times.put(lease)
 
-    def awaited(self, book: Book, number: int) -> Publication:
+    def awaited(self, book: Book, number: int) -> PublicationRecord:
         """A record of a publication that has not come."""
-        publication = book.publications[number] = Publication(book.source, number)
+        publication = book.publications[number] = PublicationRecord(book.source, number)
         self.memory.take(book.source, PUBLICATION_BYTES)
         return publication
 
-    def seen(self, book: Book, publication: Publication, now: float) -> None:
+    def seen(self, book: Book, publication: PublicationRecord, now: float) -> None:
         """An awaited publication came: from now on its number is live, or stale for ever."""
         numbers = book.numbers_size
         book.see(publication.number, now)
@@ -124,28 +130,28 @@ class Endings:
         for lease in publication.leases:
             book.waiting.give(lease.ask.asker)
         publication.first_at = now
-        publication.stage = Stage.PUBLISHING
+        publication.stage = PublicationStage.PUBLISHING
 
-    def reschedule(self, publication: Publication) -> None:
+    def reschedule(self, publication: PublicationRecord) -> None:
         """One of the publication's deadlines may have moved earlier."""
         self._publication_times.put(publication)
 
-    def changed(self, publication: Publication) -> None:
+    def changed(self, publication: PublicationRecord) -> None:
         """Readers' streams have something to see."""
         self.effects.append(Changed(publication))
 
-    def end_lease(self, lease: Lease, state: ReadState, now: float) -> None:
+    def end_lease(self, lease: Lease, state: LeaseState, now: float) -> None:
         """The one end of a lease."""
         publication = lease.publication
         book = self.books[publication.source]
         book.live_leases -= 1
-        if publication.stage is Stage.AWAITED:
+        if publication.stage is PublicationStage.AWAITED:
             book.waiting.give(lease.ask.asker)
         lease.ended_as = state
         lease.forget_at = now + self._times.outcomes
         self._lease_times.put(lease)
         publication.leases.discard(lease)
-        publication.valid_reads += state is ReadState.VALID
+        publication.valid_reads += state is LeaseState.VALID
         if not publication.leases:
             # Back to hold, so that a retry elsewhere finds it.
             publication.hold_until = now + self._times.hold
@@ -153,28 +159,28 @@ class Endings:
         self.end_if_read(publication, now)
         self._settle(publication, now)
 
-    def end_if_read(self, publication: Publication, now: float) -> None:
+    def end_if_read(self, publication: PublicationRecord, now: float) -> None:
         """End a publication that was read as often as it was meant to be."""
         if publication.complete and publication.valid_reads >= publication.expected_reads:
-            self.end(publication, Outcome.READ, now)
+            self.end(publication, PublicationOutcome.READ, now)
 
-    def end(self, publication: Publication, outcome: Outcome, now: float) -> None:
+    def end(self, publication: PublicationRecord, outcome: PublicationOutcome, now: float) -> None:
         """The one end of a publication: no new leases from now on; released with the last live one."""
         if not publication.offered:
             return
-        publication.stage, publication.outcome = Stage.ENDING, outcome
+        publication.stage, publication.outcome = PublicationStage.ENDING, outcome
         self.changed(publication)
         self._settle(publication, now)
 
-    def revoke(self, publication: Publication, reason: RevokeReason) -> None:
+    def revoke(self, publication: PublicationRecord, reason: RevokeReason) -> None:
         """Renew none of its leases any more; they run out as they would have."""
         for lease in publication.leases:
             lease.revoked = lease.revoked or reason
         self.changed(publication)
 
-    def forget(self, publication: Publication) -> None:
+    def forget(self, publication: PublicationRecord) -> None:
         """Take it out of its book."""
-        if publication.stage is Stage.FORGOTTEN:
+        if publication.stage is PublicationStage.FORGOTTEN:
             return
         book = self.books[publication.source]
         del book.publications[publication.number]
@@ -182,13 +188,13 @@ class Endings:
         if book.snapshot is not None:
             book.snapshot.discard(publication.number)
         size = PUBLICATION_BYTES + sum(lease.size for lease in publication.reads if lease.lease_id not in self.leases)
-        if publication.stage is not Stage.AWAITED:
+        if publication.stage is not PublicationStage.AWAITED:
             book.arrived -= 1
-            book.released -= publication.stage is Stage.RELEASED
+            book.released -= publication.stage is PublicationStage.RELEASED
             if book.recovering:
                 book.gone.add(publication.number)
                 size -= NUMBER_BYTES
-        publication.stage = Stage.FORGOTTEN
+        publication.stage = PublicationStage.FORGOTTEN
         self.memory.give(book.source, size)
         self.close_if_empty(book)
 
@@ -214,19 +220,19 @@ class Endings:
             self._on_lease_due(lease, now)
         return self.leases.get(lease.lease_id)
 
-    def _settle(self, publication: Publication, now: float) -> None:
+    def _settle(self, publication: PublicationRecord, now: float) -> None:
         """Release or forget what nothing holds any more."""
-        if publication.leases or publication.stage is Stage.FORGOTTEN:
+        if publication.leases or publication.stage is PublicationStage.FORGOTTEN:
             return
-        if publication.stage is Stage.ENDING and now >= publication.release_floor:
+        if publication.stage is PublicationStage.ENDING and now >= publication.release_floor:
             self._release(publication, now)
-        elif publication.stage is Stage.AWAITED and not publication.declined:
+        elif publication.stage is PublicationStage.AWAITED and not publication.declined:
             self.forget(publication)
         self.reschedule(publication)
 
-    def _release(self, publication: Publication, now: float) -> None:
+    def _release(self, publication: PublicationRecord, now: float) -> None:
         book = self.books[publication.source]
-        publication.stage = Stage.RELEASED
+        publication.stage = PublicationStage.RELEASED
         book.released += 1
         sums = publication.checksums.clear()
         self.memory.give(book.source, publication.size + sums)
@@ -238,14 +244,14 @@ class Endings:
         else:
             self._tell(publication, now)
 
-    def _tell(self, publication: Publication, now: float) -> None:
+    def _tell(self, publication: PublicationRecord, now: float) -> None:
         publication.tell_again_at = now + self._times.max_ttl
         self.effects.append(Released(publication))
 
     def _on_lease_due(self, lease: Lease, now: float) -> None:
         if lease.live:
             # As of its own time, however late the timer is.
-            self.end_lease(lease, ReadState.EXPIRED, lease.expires)
+            self.end_lease(lease, LeaseState.EXPIRED, lease.expires)
         else:
             del self.leases[lease.lease_id]
             del self.reads[lease.ask.read]
@@ -256,16 +262,18 @@ class Endings:
             del found[lease.publication.number, lease.number]
             if not found:
                 del self.leases_by_source[source]
-            if lease.publication.stage is Stage.FORGOTTEN:
+            if lease.publication.stage is PublicationStage.FORGOTTEN:
                 self.memory.give(source, lease.size)
 
-    def _on_publication_due(self, publication: Publication, now: float) -> None:
-        if publication.stage is Stage.RELEASED:
+    def _on_publication_due(self, publication: PublicationRecord, now: float) -> None:
+        if publication.stage is PublicationStage.RELEASED:
             if self.books[publication.source].standing is Standing.LIVE:
                 self._tell(publication, now)
             publication.tell_again_at = now + self._times.max_ttl
         elif publication.offered:
-            self.end(publication, Outcome.FINAL if now >= publication.final_at else Outcome.UNREAD, now)
+            self.end(
+                publication, PublicationOutcome.FINAL if now >= publication.final_at else PublicationOutcome.UNREAD, now
+            )
         else:
             publication.declined = False
             self.books[publication.source].declined.discard(publication)

@@ -11,7 +11,7 @@ from kvferry._wire.authority import engine_key, publication_key
 from kvferry.errors import HomeRecovering, PublicationStale, WrongKey
 from kvferry.geometry.model import Group
 from kvferry_server.domain.identity import EngineRef
-from kvferry_server.domain.publications import Publication
+from kvferry_server.domain.publications import PublicationRecord
 from kvferry_server.domain.shares import Shares
 
 MAX_SKIPPED = 1024
@@ -65,8 +65,8 @@ class Book:
     recovering: bool = True
     standing: Standing = Standing.LIVE
     groups: Mapping[str, Group] | None = None
-    publications: dict[int, Publication] = field(default_factory=dict)
-    declined: set[Publication] = field(default_factory=set)
+    publications: dict[int, PublicationRecord] = field(default_factory=dict)
+    declined: set[PublicationRecord] = field(default_factory=set)
     arrived: int = 0
     released: int = 0
     live_leases: int = 0

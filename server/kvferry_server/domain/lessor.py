@@ -30,23 +30,23 @@ from kvferry_server.domain.endings import Changed, Endings, Released
 from kvferry_server.domain.identity import NOBODY, EngineRef, Names
 from kvferry_server.domain.ledger import Book, Standing
 from kvferry_server.domain.limits import Limits, check_limit
-from kvferry_server.domain.offers import Offer, check_offer
+from kvferry_server.domain.offers import PublicationStep, check_offer
 from kvferry_server.domain.publications import (
     LEASE_BYTES,
     PUBLICATION_BYTES,
     Lease,
-    Outcome,
-    Publication,
-    Stage,
+    PublicationOutcome,
+    PublicationRecord,
+    PublicationStage,
     check_follows,
 )
 from kvferry_server.domain.reads import (
     Ask,
-    Judgement,
+    LeaseState,
     RankOutcome,
     RankReport,
-    ReadState,
     Renewal,
+    ReportAnswer,
     RevokeReason,
     Verdict,
 )
@@ -117,11 +117,11 @@ class Lessor:
         book.standing = standing
         for publication in list(book.publications.values()):
             self._endings.revoke(publication, RevokeReason.SOURCE_LOST)
-            if publication.stage is not Stage.AWAITED:
-                self._endings.end(publication, Outcome.ABORTED, now)
+            if publication.stage is not PublicationStage.AWAITED:
+                self._endings.end(publication, PublicationOutcome.ABORTED, now)
             elif not publication.leases:
                 self._endings.forget(publication)
-            if publication.stage is Stage.RELEASED and standing is Standing.REPLACED:
+            if publication.stage is PublicationStage.RELEASED and standing is Standing.REPLACED:
                 self._endings.forget(publication)
         self._endings.close_if_empty(book)
 
@@ -145,7 +145,7 @@ class Lessor:
 
     # The source.
 
-    def publish(self, source: EngineRef, offer: Offer) -> Publication:
+    def publish(self, source: EngineRef, offer: PublicationStep) -> PublicationRecord:
         """Take a step of a publication. Idempotent by (source, publication, step).
 
         Raises:
@@ -157,19 +157,19 @@ class Lessor:
         now = self.advance(SLICE)
         book = self._endings.book(source)
         publication = self._endings.publication(book, offer.number, now)
-        if publication is None or publication.stage is Stage.AWAITED:
+        if publication is None or publication.stage is PublicationStage.AWAITED:
             book.check_may_come(offer.number, now - self._times.max_ttl)
         elif offer.step < publication.step_count:
             if publication.steps and publication.steps[offer.step] != offer:
                 raise InvalidField("publish.step", offer.step, "the same content as when it was first sent")
             self._touch(book, publication, now)
             return publication
-        elif publication.stage in (Stage.ENDING, Stage.RELEASED):
+        elif publication.stage in (PublicationStage.ENDING, PublicationStage.RELEASED):
             raise publication.refusal()
         self._check_step(book, publication, offer)
         if publication is None:
             publication = self._endings.awaited(book, offer.number)
-        if publication.stage is Stage.AWAITED:
+        if publication.stage is PublicationStage.AWAITED:
             self._arrive(book, publication, offer, now)
         self._append(book, publication, offer, now)
         return publication
@@ -183,7 +183,7 @@ class Lessor:
         now = self.advance(SLICE)
         book = self._endings.book(source)
         publication = self._endings.publication(book, number, now)
-        if publication is None or publication.stage is Stage.AWAITED:
+        if publication is None or publication.stage is PublicationStage.AWAITED:
             try:
                 book.check_may_come(number, now - self._times.max_ttl)
             except PublicationStale:
@@ -201,10 +201,10 @@ class Lessor:
         book = self._endings.book(source)
         for number in numbers:
             publication = book.publications.get(number)
-            if publication is not None and publication.stage is Stage.RELEASED:
+            if publication is not None and publication.stage is PublicationStage.RELEASED:
                 self._endings.forget(publication)
 
-    def offered(self, source: EngineRef, number: int) -> Publication:
+    def offered(self, source: EngineRef, number: int) -> PublicationRecord:
         """A publication that somebody may be reading.
 
         Raises:
@@ -214,13 +214,13 @@ class Lessor:
         now = self.advance(SLICE)
         book = self._endings.book(source)
         publication = self._endings.publication(book, number, now)
-        if publication is None or publication.stage is Stage.AWAITED:
+        if publication is None or publication.stage is PublicationStage.AWAITED:
             if book.recovering:
                 waits = f"this home restarted and waits for the snapshot of {source}"
                 raise HomeRecovering(waits, engine_id=source.engine_id)
             message = f"publication {number} of {source} is gone, or never was"
             raise PublicationStale(message, engine_id=source.engine_id, publication=number)
-        if publication.stage is Stage.RELEASED:
+        if publication.stage is PublicationStage.RELEASED:
             raise publication.refusal()
         return publication
 
@@ -301,7 +301,7 @@ class Lessor:
         if publication is None:
             book.check_refilled()
             book.check_may_come(number, now - self._times.max_ttl)
-        elif publication.stage is Stage.RELEASED:
+        elif publication.stage is PublicationStage.RELEASED:
             raise publication.refusal()
 
     def grant(self, ask: Ask) -> Lease:
@@ -328,7 +328,7 @@ class Lessor:
         book.check_refilled()
         if publication is None:
             book.check_may_come(ask.read.publication, now - self._times.max_ttl)
-        elif publication.stage in (Stage.ENDING, Stage.RELEASED):
+        elif publication.stage in (PublicationStage.ENDING, PublicationStage.RELEASED):
             raise publication.refusal()
         self._check_room_to_read(book, publication, ask)
         if publication is None:
@@ -353,7 +353,7 @@ class Lessor:
         if lease.live and lease.revoked is None and not self._draining:
             publication = lease.publication
             latest = publication.final_at
-            if publication.stage is Stage.AWAITED:
+            if publication.stage is PublicationStage.AWAITED:
                 latest = lease.granted_at + self._times.max_wait
             if self._endings.book(publication.source).standing is Standing.LIVE:
                 lease.expires = max(lease.expires, min(now + self._times.ttl, latest))
@@ -361,7 +361,7 @@ class Lessor:
                 self._endings.revoke(publication, RevokeReason.FINAL_DEADLINE)
         return Renewal(lease.remaining(now), lease.revoked)
 
-    def leased(self, lease_id: bytes, reader: EngineRef, names: Names = NOBODY) -> Publication:
+    def leased(self, lease_id: bytes, reader: EngineRef, names: Names = NOBODY) -> PublicationRecord:
         """What a live lease is on.
 
         Raises:
@@ -378,7 +378,7 @@ class Lessor:
 
     def report(
         self, lease_id: bytes, reader: EngineRef, reports: Iterable[RankReport], names: Names = NOBODY
-    ) -> Judgement:
+    ) -> ReportAnswer:
         """Take reports of ranks that ended their share, and judge them. Replays are answered alike.
 
         Raises:
@@ -388,14 +388,14 @@ class Lessor:
         now = self.advance(SLICE)
         lease = self._lease(lease_id, reader, names, now)
         if lease is None:
-            return Judgement(Verdict.UNKNOWN)
+            return ReportAnswer(Verdict.UNKNOWN)
         before = lease.size
         verdict = lease.add(reports)
         self._memory.take(lease.publication.source, lease.size - before)
         if lease.live and lease.complete:
             done = all(report.outcome is RankOutcome.DONE for report in lease.reports.values())
-            self._endings.end_lease(lease, ReadState.VALID if done else ReadState.FAILED, now)
-        return Judgement(verdict, len(lease.reports), lease.complete)
+            self._endings.end_lease(lease, LeaseState.VALID if done else LeaseState.FAILED, now)
+        return ReportAnswer(verdict, len(lease.reports), lease.complete)
 
     def cancel(self, lease_id: bytes, reader: EngineRef, names: Names = NOBODY) -> None:
         """The reader gives up: the lease ends at once, since reading harms no source (PROTOCOL, Leases 7). Idempotent;
@@ -403,7 +403,7 @@ class Lessor:
         now = self.advance(SLICE)
         lease = self._lease(lease_id, reader, names, now)
         if lease is not None and lease.live:
-            self._endings.end_lease(lease, ReadState.CANCELLED, now)
+            self._endings.end_lease(lease, LeaseState.CANCELLED, now)
 
     def decline(self, source: EngineRef, number: int, key: bytes) -> None:
         """Nobody will read this: released at once, or with the last live lease. Idempotent. Before the publication
@@ -417,8 +417,8 @@ class Lessor:
         book = self._endings.book(source)
         book.check_key(number, key)
         publication = self._endings.publication(book, number, now)
-        if publication is not None and publication.stage is not Stage.AWAITED:
-            self._endings.end(publication, Outcome.DECLINED, now)
+        if publication is not None and publication.stage is not PublicationStage.AWAITED:
+            self._endings.end(publication, PublicationOutcome.DECLINED, now)
             return
         if publication is None:
             try:
@@ -437,20 +437,20 @@ class Lessor:
 
     # What is there.
 
-    def key(self, publication: Publication) -> bytes:
+    def key(self, publication: PublicationRecord) -> bytes:
         """The key in its reference."""
         return self._endings.book(publication.source).key(publication.number)
 
-    def publications(self) -> Iterator[Publication]:
+    def publications(self) -> Iterator[PublicationRecord]:
         """All publications that came, until their release is acknowledged."""
         found = (found for book in self._endings.books.values() for found in book.publications.values())
-        return (publication for publication in found if publication.stage is not Stage.AWAITED)
+        return (publication for publication in found if publication.stage is not PublicationStage.AWAITED)
 
     def leases(self) -> Iterator[Lease]:
         """All leases, ended ones for as long as their outcome is kept."""
         return iter(self._endings.leases.values())
 
-    def shelves_of_publications(self) -> dict[EngineRef, Iterator[tuple[tuple[int, ...], Publication]]]:
+    def shelves_of_publications(self) -> dict[EngineRef, Iterator[tuple[tuple[int, ...], PublicationRecord]]]:
         """`publications` by incarnation and number, for who wants a few of many."""
         books = self._endings.books.items()
         return {source: _shelf_of_publications(book) for source, book in books}
@@ -464,10 +464,10 @@ class Lessor:
         book = self._endings.books.get(source)
         return (book.arrived - book.released, book.live_leases) if book else (0, 0)
 
-    def released(self, source: EngineRef) -> list[Publication]:
+    def released(self, source: EngineRef) -> list[PublicationRecord]:
         """Releases that the source has not acknowledged."""
         found = self._endings.book(source).publications.values()
-        return [publication for publication in found if publication.stage is Stage.RELEASED]
+        return [publication for publication in found if publication.stage is PublicationStage.RELEASED]
 
     def recovering(self, source: EngineRef) -> bool:
         """Whether the source has to send its snapshot."""
@@ -489,14 +489,14 @@ class Lessor:
         lease.check_names(names)
         return lease
 
-    def _check_step(self, book: Book, publication: Publication | None, offer: Offer) -> None:
+    def _check_step(self, book: Book, publication: PublicationRecord | None, offer: PublicationStep) -> None:
         if offer.step == 0:
             if self._draining:
                 raise ServerDraining("this node server is draining: publish again")
             self._check_room(book, offer.number, offer.size)
         else:
             self._memory.check(book.source, offer.size)
-            if book.recovering and (publication is None or publication.stage is Stage.AWAITED):
+            if book.recovering and (publication is None or publication.stage is PublicationStage.AWAITED):
                 # Its first steps are in the snapshot.
                 waits = f"this home restarted and waits for the snapshot of {book.source}"
                 raise HomeRecovering(waits, engine_id=book.source.engine_id)
@@ -512,7 +512,7 @@ class Lessor:
         check_limit("publications", book.arrived, self._limits.publications, self._times.ttl)
         self._memory.check(book.source, PUBLICATION_BYTES + book.passed_over_size(number) + size)
 
-    def _arrive(self, book: Book, publication: Publication, offer: Offer, now: float) -> None:
+    def _arrive(self, book: Book, publication: PublicationRecord, offer: PublicationStep, now: float) -> None:
         """The first step of a publication."""
         # A lease that a waiting reader has is never cut short, not even by a final deadline below the ttl.
         waiting = max((lease.expires for lease in publication.leases), default=0.0)
@@ -520,24 +520,24 @@ class Lessor:
         publication.request_id = offer.request_id
         self._endings.seen(book, publication, now)
 
-    def _append(self, book: Book, publication: Publication, offer: Offer, now: float) -> None:
+    def _append(self, book: Book, publication: PublicationRecord, offer: PublicationStep, now: float) -> None:
         publication.add(offer)
         publication.expected_reads = max(publication.expected_reads, offer.expected_reads)
         publication.hold_until = now + self._times.hold
-        publication.stage = Stage.PUBLISHED if offer.last else Stage.PUBLISHING
+        publication.stage = PublicationStage.PUBLISHED if offer.last else PublicationStage.PUBLISHING
         self._memory.take(book.source, offer.size)
         self._touch(book, publication, now)
         self._endings.reschedule(publication)
         self._endings.changed(publication)
         if publication.declined:
-            self._endings.end(publication, Outcome.DECLINED, now)
+            self._endings.end(publication, PublicationOutcome.DECLINED, now)
         self._endings.end_if_read(publication, now)
 
-    def _abort(self, publication: Publication, now: float) -> None:
+    def _abort(self, publication: PublicationRecord, now: float) -> None:
         self._endings.revoke(publication, RevokeReason.ABORTED)
-        self._endings.end(publication, Outcome.ABORTED, now)
+        self._endings.end(publication, PublicationOutcome.ABORTED, now)
 
-    def _touch(self, book: Book, publication: Publication, now: float) -> None:
+    def _touch(self, book: Book, publication: PublicationRecord, now: float) -> None:
         """Part of a snapshot; and at a home that restarted, readers it does not know may still be inside their
         deadlines."""
         if book.snapshot is not None:
@@ -545,7 +545,7 @@ class Lessor:
         if book.recovering:
             publication.release_floor = max(publication.release_floor, now + self._times.max_ttl)
 
-    def _check_room_to_read(self, book: Book, publication: Publication | None, ask: Ask) -> None:
+    def _check_room_to_read(self, book: Book, publication: PublicationRecord | None, ask: Ask) -> None:
         """Whether there may be one more lease, and a record of what it waits for."""
         retry_after = self._times.ttl
         check_share("leases", self._endings.leases_of, book.source, retry_after)
@@ -554,16 +554,18 @@ class Lessor:
             check_limit("reads", len(publication.reads), self._limits.reads, retry_after)
         else:
             size += PUBLICATION_BYTES
-        if publication is None or publication.stage is Stage.AWAITED:
+        if publication is None or publication.stage is PublicationStage.AWAITED:
             check_share("waiting_reads", book.waiting, ask.asker, retry_after)
         self._memory.check(book.source, size)
 
-    def _expect(self, publication: Publication, ask: Ask) -> None:
+    def _expect(self, publication: PublicationRecord, ask: Ask) -> None:
         """A reader says how many reads there will be, within a bound: what never comes is waited for."""
         expected = min(ask.expected_reads, self._limits.raised_reads)
         publication.expected_reads = max(publication.expected_reads, expected)
 
 
-def _shelf_of_publications(book: Book) -> Iterator[tuple[tuple[int, ...], Publication]]:
+def _shelf_of_publications(book: Book) -> Iterator[tuple[tuple[int, ...], PublicationRecord]]:
     found = book.publications.items()
-    return (((number,), publication) for number, publication in found if publication.stage is not Stage.AWAITED)
+    return (
+        ((number,), publication) for number, publication in found if publication.stage is not PublicationStage.AWAITED
+    )

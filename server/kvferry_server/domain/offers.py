@@ -39,7 +39,7 @@ class GroupBlocks:
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
+class PublicationStep:
     """One step of a publication, as its source sent it. Equal offers are one (PROTOCOL: idempotent by publication,
     step).
 
@@ -71,7 +71,7 @@ class Offer:
 
 
 @dataclass(frozen=True, slots=True)
-class Extent:
+class PublishedExtent:
     """What all steps of a publication hold of one group: the tokens, half-open, and how many blocks."""
 
     first_token: int
@@ -79,7 +79,7 @@ class Extent:
     blocks: int
 
 
-def check_offer(groups: Mapping[str, Group], offer: Offer) -> None:
+def check_offer(groups: Mapping[str, Group], offer: PublicationStep) -> None:
     """Check an offer against the groups of its engine.
 
     Raises:

@@ -18,8 +18,8 @@ from kvferry.errors import (
 from kvferry_server.domain.agenda import NEVER
 from kvferry_server.domain.checksum_pages import Checksums
 from kvferry_server.domain.identity import EngineRef, Names
-from kvferry_server.domain.offers import Extent, Offer
-from kvferry_server.domain.reads import Ask, RankReport, ReadState, RevokeReason, Verdict
+from kvferry_server.domain.offers import PublicationStep, PublishedExtent
+from kvferry_server.domain.reads import Ask, LeaseState, RankReport, RevokeReason, Verdict
 
 PUBLICATION_BYTES = 2048
 """About what a publication takes in memory beside its steps, until it is forgotten."""
@@ -32,7 +32,7 @@ REPORT_BYTES = 160
 """About what a rank's report takes in memory."""
 
 
-class Stage(enum.Enum):
+class PublicationStage(enum.Enum):
     """Where a publication stands. It moves downwards only."""
 
     AWAITED = "awaited"
@@ -49,7 +49,7 @@ class Stage(enum.Enum):
     """No part of any book."""
 
 
-class Outcome(enum.IntEnum):
+class PublicationOutcome(enum.IntEnum):
     """How a publication ended, numbered as in the proto."""
 
     READ = 1
@@ -60,7 +60,7 @@ class Outcome(enum.IntEnum):
 
 
 @dataclass(slots=True, eq=False)
-class Publication:
+class PublicationRecord:
     """A publication at its home.
 
     Attributes:
@@ -89,15 +89,15 @@ class Publication:
 
     source: EngineRef
     number: int
-    stage: Stage = Stage.AWAITED
+    stage: PublicationStage = PublicationStage.AWAITED
     request_id: str = ""
-    steps: list[Offer] = field(default_factory=list)
-    extents: dict[str, Extent] = field(default_factory=dict)
+    steps: list[PublicationStep] = field(default_factory=list)
+    extents: dict[str, PublishedExtent] = field(default_factory=dict)
     step_count: int = 0
     blocks: int = 0
     expected_reads: int = 1
     valid_reads: int = 0
-    outcome: Outcome | None = None
+    outcome: PublicationOutcome | None = None
     first_at: float = NEVER
     final_at: float = NEVER
     hold_until: float = NEVER
@@ -113,7 +113,7 @@ class Publication:
     @property
     def offered(self) -> bool:
         """Whether new readers may have it."""
-        return self.stage in (Stage.PUBLISHING, Stage.PUBLISHED)
+        return self.stage in (PublicationStage.PUBLISHING, PublicationStage.PUBLISHED)
 
     @property
     def complete(self) -> bool:
@@ -131,14 +131,14 @@ class Publication:
         again."""
         return self.release_floor == 0.0 and any(offer.checksums for offer in self.steps)
 
-    def add(self, offer: Offer) -> None:
+    def add(self, offer: PublicationStep) -> None:
         """Take the next step."""
         self.steps.append(offer)
         self.step_count += 1
         for new in offer.groups:
             self.blocks += new.blocks
-            before = self.extents.get(new.group) or Extent(new.first_token, new.end_token, 0)
-            self.extents[new.group] = Extent(
+            before = self.extents.get(new.group) or PublishedExtent(new.first_token, new.end_token, 0)
+            self.extents[new.group] = PublishedExtent(
                 min(before.first_token, new.first_token),
                 max(before.end_token, new.end_token),
                 before.blocks + new.blocks,
@@ -151,20 +151,20 @@ class Publication:
 
     def due(self) -> float:
         """When it ends, is released or forgotten, or its source is told again."""
-        if self.stage is Stage.FORGOTTEN:
+        if self.stage is PublicationStage.FORGOTTEN:
             return NEVER
-        if self.stage is Stage.RELEASED:
+        if self.stage is PublicationStage.RELEASED:
             return self.tell_again_at
         if self.offered:
             return self.final_at if self.leases else min(self.final_at, self.hold_until)
         if self.leases:
             return NEVER
-        return self.release_floor if self.stage is Stage.ENDING else self.awaited_until
+        return self.release_floor if self.stage is PublicationStage.ENDING else self.awaited_until
 
     def refusal(self) -> KvferryError:
         """Why nobody can have it any more: it is ending, or released."""
         engine_id, outcome = self.source.engine_id, self.outcome.name if self.outcome else ""
-        if self.stage is Stage.ENDING and self.outcome is Outcome.ABORTED:
+        if self.stage is PublicationStage.ENDING and self.outcome is PublicationOutcome.ABORTED:
             return PublicationAborted(f"{self} was aborted", engine_id=engine_id, publication=self.number)
         message = f"{self} is released: {outcome}"
         return PublicationReleased(message, engine_id=engine_id, publication=self.number, outcome=outcome)
@@ -194,12 +194,12 @@ class Lease:
     lease_id: bytes = field(repr=False)
     number: int
     ask: Ask
-    publication: Publication
+    publication: PublicationRecord
     granted_at: float
     expires: float
     revoked: RevokeReason | None = None
     reports: dict[int, RankReport] = field(default_factory=dict)
-    ended_as: ReadState | None = None
+    ended_as: LeaseState | None = None
     forget_at: float = NEVER
     scheduled: float = NEVER
     streams: int = 0
@@ -220,11 +220,11 @@ class Lease:
         return len(self.reports) == self.ask.parties
 
     @property
-    def state(self) -> ReadState:
+    def state(self) -> LeaseState:
         """State of the read."""
         if self.ended_as is not None:
             return self.ended_as
-        return ReadState.READING if self.publication.complete else ReadState.WAITING
+        return LeaseState.READING if self.publication.complete else LeaseState.WAITING
 
     def due(self) -> float:
         """When it ends, or its outcome is forgotten."""
@@ -285,7 +285,7 @@ class Lease:
         return f"lease {self.number}"
 
 
-def check_follows(publication: Publication | None, offer: Offer) -> None:
+def check_follows(publication: PublicationRecord | None, offer: PublicationStep) -> None:
     """Check that a step goes on where the ones before it ended; raises `InvalidField`."""
     steps = publication.steps if publication is not None else []
     if offer.step != len(steps):

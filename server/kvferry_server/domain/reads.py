@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from kvferry_server.domain.identity import NOBODY, EngineRef, Names
 
 
-class ReadState(enum.IntEnum):
+class LeaseState(enum.IntEnum):
     """State of a read, numbered as in the proto. The first two are of a live lease."""
 
     WAITING = 1
@@ -99,7 +99,7 @@ class Renewal:
 
 
 @dataclass(frozen=True, slots=True)
-class Judgement:
+class ReportAnswer:
     """The answer to reports: the verdict on them, distinct ranks so far, and whether these are all."""
 
     verdict: Verdict

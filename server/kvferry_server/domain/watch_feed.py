@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from kvferry_server.domain.identity import EngineRef
-from kvferry_server.domain.publications import Publication
+from kvferry_server.domain.publications import PublicationRecord
 
 
 class Role(enum.IntEnum):
@@ -41,7 +41,7 @@ class Process:
 class PublicationReleased:
     """The source may reuse a publication's blocks. State: told in full until acknowledged."""
 
-    publication: Publication
+    publication: PublicationRecord
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from kvferry_server.domain.identity import EngineRef
 from kvferry_server.domain.ledger import Standing
 from kvferry_server.domain.lessor import SLICE, Lessor
 from kvferry_server.domain.limits import Limits
-from kvferry_server.domain.publications import Publication
+from kvferry_server.domain.publications import PublicationRecord
 from kvferry_server.domain.registrations import Registration
 from kvferry_server.domain.registry import Engine, EngineDied, EngineGone, RankDied, Registry
 from kvferry_server.domain.shares import Memory
@@ -192,7 +192,7 @@ class Home:
             ),
         ]
 
-    def reference(self, publication: Publication) -> str:
+    def reference(self, publication: PublicationRecord) -> str:
         """The reference of a publication."""
         return format_reference(
             kv_transfer_pb2.Reference(

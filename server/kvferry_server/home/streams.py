@@ -10,8 +10,8 @@ from typing import TypeAlias
 
 from kvferry.errors import PublicationTimeout, ServerDraining, WatchTakenOver
 from kvferry_server.domain.limits import check_limit
-from kvferry_server.domain.offers import Offer
-from kvferry_server.domain.publications import Lease, Publication, Stage
+from kvferry_server.domain.offers import PublicationStep
+from kvferry_server.domain.publications import Lease, PublicationRecord, PublicationStage
 from kvferry_server.domain.reads import Ask, RevokeReason
 from kvferry_server.domain.watch_feed import Feed, Numbered, Process
 from kvferry_server.home.home import EVENT_BYTES, Home
@@ -42,7 +42,7 @@ class Revoked:
 STREAMS_CUT_OFF = 8
 """Streams of one lease whose readers have gone, as this server has not seen yet."""
 
-ReadMessage: TypeAlias = Accepted | Offer | Completed | Revoked
+ReadMessage: TypeAlias = Accepted | PublicationStep | Completed | Revoked
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,7 @@ async def read_blocks(home: Home, ask: Ask, wait: float) -> AsyncGenerator[ReadM
                 return
             if home.draining:
                 raise ServerDraining("this node server is draining; the lease goes on")
-            left = waits_until - home.clock.now() if publication.stage is Stage.AWAITED else None
+            left = waits_until - home.clock.now() if publication.stage is PublicationStage.AWAITED else None
             if left is not None and left <= 0:
                 raise _timeout(publication, wait)
             await waker.wait(left)
@@ -198,7 +198,7 @@ def _check_holder(feed: Feed, holder: int) -> None:
         raise WatchTakenOver(f"a newer Watch of the same process of {engine_id!r} took over", engine_id=engine_id)
 
 
-def _timeout(publication: Publication, wait: float) -> PublicationTimeout:
+def _timeout(publication: PublicationRecord, wait: float) -> PublicationTimeout:
     return PublicationTimeout(
         f"{publication} did not come within {wait:.3f} s",
         engine_id=publication.source.engine_id,

@@ -50,15 +50,15 @@ class Arrivals:
         self._timer: asyncio.TimerHandle | None = None
 
     @contextlib.asynccontextmanager
-    async def place(self) -> AsyncIterator[Place]:
-        """Have a place, in the order of asking; it is free again at the end, or after `Place.free`."""
+    async def place(self) -> AsyncIterator[ArrivalPlace]:
+        """Have a place, in the order of asking; it is free again at the end, or after `ArrivalPlace.free`."""
         self._wanted += 1
         try:
             self._hurry()
             await self._places.acquire()
         finally:
             self._wanted -= 1
-        place = Place(self)
+        place = ArrivalPlace(self)
         try:
             yield place
         finally:
@@ -108,7 +108,7 @@ class Arrivals:
         self._hurry()
 
 
-class Place:
+class ArrivalPlace:
     """A place among the requests of a host that are read, or worked on if they are large."""
 
     def __init__(self, arrivals: Arrivals) -> None:

@@ -38,7 +38,7 @@ from kvferry.errors import (
 from kvferry_server.domain.hosts import host_of
 from kvferry_server.domain.shares import Shares as Room
 from kvferry_server.domain.shares import check_share
-from kvferry_server.node.arrivals import Arrivals, Place
+from kvferry_server.node.arrivals import ArrivalPlace, Arrivals
 from kvferry_server.node.connections import end_connection
 
 logger = logging.getLogger(__name__)
@@ -101,7 +101,7 @@ class CallLimits:
     """ReadBlocks, Watch, and the streams of health and reflection."""
 
 
-class Shares:
+class CallShares:
     """Room for so many calls. A host gets another one as long as it has fewer than are left: one host alone gets half,
     each of two a third, and there is always one left for a host that has none. Callers on the UNIX socket, which all
     look alike, have all of it."""
@@ -138,8 +138,8 @@ class Guard(grpc.aio.ServerInterceptor):
     """Wraps every handler. Belongs to one event loop."""
 
     def __init__(self, limits: CallLimits) -> None:
-        self._calls = Shares("max_calls", limits.calls)
-        self._room = Shares("max_streams", limits.streams)
+        self._calls = CallShares("max_calls", limits.calls)
+        self._room = CallShares("max_streams", limits.streams)
         self._answers = Room(ANSWERS, 0)
         self._arriving: WeakValueDictionary[tuple[str, bool], Arrivals] = WeakValueDictionary()
         self._streams: set[asyncio.Task[Any]] = set()
@@ -252,7 +252,7 @@ class Guard(grpc.aio.ServerInterceptor):
         return stream
 
     @contextlib.asynccontextmanager
-    async def _request(self, host: str, method: str, context: Context) -> AsyncIterator[tuple[bytes, Place]]:
+    async def _request(self, host: str, method: str, context: Context) -> AsyncIterator[tuple[bytes, ArrivalPlace]]:
         """The bytes of a call's one request, and its place. A small one is let go of at once, for the next of the same
         host to be read; a large one when it was worked on."""
         key = host, method in GEOMETRIES
@@ -294,7 +294,7 @@ async def _drive(answer: AsyncGenerator[Any, None] | Awaitable[None], write: Cal
             await write(message)
 
 
-async def _write_page(context: Context, place: Place, page: Any) -> None:
+async def _write_page(context: Context, place: ArrivalPlace, page: Any) -> None:
     with place.waits_for_peer():
         await _taken(context, context.write(page))
 

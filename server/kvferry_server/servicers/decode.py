@@ -12,7 +12,7 @@ from kvferry.geometry.model import EngineGeometry
 from kvferry.v1 import geometry_pb2
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry_server.domain.identity import EngineRef, Names
-from kvferry_server.domain.offers import MAX_PAYLOAD, GroupBlocks, Offer
+from kvferry_server.domain.offers import MAX_PAYLOAD, GroupBlocks, PublicationStep
 from kvferry_server.domain.reads import Ask, RankOutcome, RankReport, ReadKey
 from kvferry_server.domain.registrations import Agent, Registration
 from kvferry_server.domain.sources import MAX_HEADER_BYTES, MAX_RANK_BYTES, agent_bytes, engine_header, rank_bytes
@@ -122,7 +122,7 @@ def process(request: pb.WatchRequest) -> Process:
     return Process(engine_ref("engine", request.engine), role, request.rank, node)
 
 
-def offer(message: pb.Publish, max_reads: int) -> Offer:
+def offer(message: pb.Publish, max_reads: int) -> PublicationStep:
     """One step of a publication, checked in itself; `check_offer` knows the engine's groups."""
     if len(message.payload) > MAX_PAYLOAD:
         raise InvalidField("publish.payload", f"{len(message.payload)} bytes", f"at most {MAX_PAYLOAD} bytes")
@@ -134,7 +134,7 @@ def offer(message: pb.Publish, max_reads: int) -> Offer:
         raise InvalidField("publish.expected_reads", message.expected_reads, f"at most {max_reads}")
     if message.payload and not message.last:
         raise InvalidField("publish.payload", f"{len(message.payload)} bytes", "none before the last step")
-    return Offer(
+    return PublicationStep(
         number=positive("publish.publication", message.publication),
         request_id=text("publish.request_id", message.request_id),
         step=message.step,

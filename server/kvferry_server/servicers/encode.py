@@ -6,9 +6,9 @@ from kvferry._clock import to_duration
 from kvferry.v1 import introspection_pb2 as ipb
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry_server.domain.identity import EngineRef
-from kvferry_server.domain.offers import GroupBlocks, Offer
-from kvferry_server.domain.publications import Lease, Publication, Stage
-from kvferry_server.domain.reads import RankReport, ReadState, RevokeReason
+from kvferry_server.domain.offers import GroupBlocks, PublicationStep
+from kvferry_server.domain.publications import Lease, PublicationRecord, PublicationStage
+from kvferry_server.domain.reads import LeaseState, RankReport, RevokeReason
 from kvferry_server.domain.registry import MISSING_TOLD, Engine
 from kvferry_server.domain.times import Times
 from kvferry_server.domain.watch_feed import Event, PublicationReleased, RankLost
@@ -27,10 +27,10 @@ MAX_TOLD_READS = 256
 """Reads that are told with a release."""
 
 _STAGES = {
-    Stage.PUBLISHING: ipb.REQUEST_STATE_PUBLISHING,
-    Stage.PUBLISHED: ipb.REQUEST_STATE_PUBLISHED,
-    Stage.ENDING: ipb.REQUEST_STATE_ENDING,
-    Stage.RELEASED: ipb.REQUEST_STATE_RELEASED,
+    PublicationStage.PUBLISHING: ipb.REQUEST_STATE_PUBLISHING,
+    PublicationStage.PUBLISHED: ipb.REQUEST_STATE_PUBLISHED,
+    PublicationStage.ENDING: ipb.REQUEST_STATE_ENDING,
+    PublicationStage.RELEASED: ipb.REQUEST_STATE_RELEASED,
 }
 
 
@@ -55,7 +55,7 @@ def read_message(epoch: bytes, message: ReadMessage, values: Times, now: float) 
     response = pb.ReadBlocksResponse(home_epoch=epoch)
     if isinstance(message, Accepted):
         response.accepted.CopyFrom(_accepted(message.lease, values, now))
-    elif isinstance(message, Offer):
+    elif isinstance(message, PublicationStep):
         groups = [_group_blocks(blocks) for blocks in message.groups]
         response.blocks.CopyFrom(pb.Blocks(step=message.step, groups=groups))
     elif isinstance(message, Completed):
@@ -106,7 +106,7 @@ def engine_summary(engine: Engine, publications: int, leases: int) -> ipb.Engine
     )
 
 
-def request_summary(publication: Publication, now: float) -> ipb.RequestSummary:
+def request_summary(publication: PublicationRecord, now: float) -> ipb.RequestSummary:
     """A line about a publication."""
     return ipb.RequestSummary(
         engine=engine_ref(publication.source),
@@ -167,9 +167,9 @@ def _event(response: pb.WatchResponse, event: Event) -> None:
         response.draining.CopyFrom(pb.Draining())
 
 
-def _released(publication: Publication) -> pb.Released:
+def _released(publication: PublicationRecord) -> pb.Released:
     # Whoever has the reference may read, and fail, as often as he likes: what counts comes first.
-    reads = sorted(publication.reads, key=lambda lease: lease.ended_as is not ReadState.VALID)
+    reads = sorted(publication.reads, key=lambda lease: lease.ended_as is not LeaseState.VALID)
     told = reads[:MAX_TOLD_READS]
     return pb.Released(
         publication=publication.number,

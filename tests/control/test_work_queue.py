@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from kvferry._work_queue import Desk
+from kvferry._work_queue import WorkQueue
 from kvferry.errors import LimitReached
 
 
@@ -24,7 +24,7 @@ def test_work_and_ticks_that_raise_do_not_end_it() -> None:
     def work() -> None:
         raise ValueError("a bug of the work")
 
-    desk = Desk("kvferry-test", tick)
+    desk = WorkQueue("kvferry-test", tick)
     desk.do(work)
     desk.do(work)
     assert done.wait(30)
@@ -37,7 +37,7 @@ def test_work_and_ticks_that_raise_do_not_end_it() -> None:
 
 
 def test_closing_from_its_own_work_ends_it() -> None:
-    desk = Desk("kvferry-test")
+    desk = WorkQueue("kvferry-test")
     desk.do(lambda: desk.close(30))
     desk._thread.join(30)
     assert not desk._thread.is_alive()
@@ -49,5 +49,5 @@ def test_a_thread_that_cannot_be_had_is_typed(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(threading.Thread, "start", refused)
     with pytest.raises(LimitReached) as caught:
-        Desk("kvferry-test")
+        WorkQueue("kvferry-test")
     assert caught.value.values["limit"] == "threads"
