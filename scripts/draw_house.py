@@ -112,6 +112,12 @@ def draw(package: str, top: int) -> tuple[list[str], int, int]:
     return lines, width, top + (max(rows) + 1) * (HEIGHT + GAP)
 
 
+def described() -> str:
+    """The arrows in words."""
+    every = {name: others for package in PACKAGES for name, others in graph(package).items()}
+    return ". ".join(f"{name} imports {', '.join(sorted(others)) or 'none of them'}" for name, others in every.items())
+
+
 def picture() -> str:
     """The picture as SVG."""
     client, width, end = draw("kvferry", 60)
@@ -128,8 +134,10 @@ def picture() -> str:
     )
     wide = max(width, width_server) + 2 * MARGIN
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {wide} {bottom}" font-family="{FONT}" font-size="14">\n'
-        "<title>The folders of kvferry, and what imports what</title>\n"
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {wide} {bottom}" role="img" '
+        f'aria-labelledby="title desc" font-family="{FONT}" font-size="14">\n'
+        '<title id="title">The folders of kvferry, and what imports what</title>\n'
+        f'<desc id="desc">{escape(described())}</desc>\n'
         '<defs><marker id="arrow" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto">'
         '<path d="M0 0 L8 4 L0 8 z" fill="#8a8f98"/></marker></defs>\n'
         f'<rect width="{wide}" height="{bottom}" fill="white"/>\n{body}\n</svg>\n'
