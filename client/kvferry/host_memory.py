@@ -1,8 +1,7 @@
 """Host memory for caches: in huge pages where the system has them, shared if wanted, on one NUMA node if wanted.
 
 UCX copies between processes of a node with process_vm_readv, which pins the source's pages one by one: with pages of
-2 MiB instead of 4 KiB, reads of 64 KiB and more are about twice as fast (docs/nixl.md; `benchmarks/host_memory.py`
-measures it here).
+2 MiB instead of 4 KiB, reads of 64 KiB and more are about twice as fast (docs/nixl.md).
 """
 
 from __future__ import annotations

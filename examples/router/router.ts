@@ -25,6 +25,10 @@ interface Completion {
   [name: string]: unknown;
 }
 
+interface NotifyAnswer {
+  results: { error?: { message: string } | null }[];
+}
+
 /** One engine after the other, beginning where the last request ended. */
 class Pool {
   private next = 0;
@@ -57,9 +61,10 @@ function decline(reference: string): Promise<void> {
   const request = { notifications: [{ decline: { reference } }] };
   const deadline = { deadline: Date.now() + CALL_TIMEOUT_MS };
   return new Promise((resolve) =>
-    client.Notify(request, deadline, (error: grpc.ServiceError | null) => {
-      // Time releases it all the same.
-      if (error) console.error(`decline at ${home}: ${error.message}`);
+    client.Notify(request, deadline, (error: grpc.ServiceError | null, answer?: NotifyAnswer) => {
+      // The call may go well and the decline be refused: WRONG_KEY, HOME_RECOVERING ... Time releases it all the same.
+      const problem = error ?? answer?.results[0]?.error;
+      if (problem) console.error(`decline at ${home}: ${problem.message}`);
       resolve();
     }),
   );
