@@ -50,15 +50,16 @@ $(NODE): tests/node/package.json tests/node/package-lock.json tests/node/.npmrc
 demo: setup ## Move KV cache between two engines on this machine (SOURCE=, DESTINATION=)
 	@.venv/bin/kvferry demo $(if $(SOURCE),--source $(SOURCE)) $(if $(DESTINATION),--destination $(DESTINATION))
 
-# Tests wait more than they compute. A file's tests stay in one process; its sockets need a short path. Those that cut a
+# Tests wait more than they compute, so that two cores have three of them. A file's tests stay in one process; its
+# sockets need a short path. Files start in their own order: by size, those of few and long tests would be last. Those that cut a
 # cable come alone: a cut that the load of others prolongs outlasts UCX's patience, which then ends its process.
-WORKERS ?= 2
+WORKERS ?= 3
 ALONE := tests/faults/test_network.py
 PYTEST := .venv/bin/pytest --basetemp "$$base"
 
 test: setup node ## Run the tests (PYTEST_ARGS=, WORKERS=)
 	@base=$$(mktemp -d) && trap 'rm -rf "$$base"' EXIT && \
-		$(if $(PYTEST_ARGS),$(PYTEST) $(PYTEST_ARGS),$(PYTEST) $(ALONE) && $(PYTEST) -n $(WORKERS) --dist loadfile --ignore $(ALONE))
+		$(if $(PYTEST_ARGS),$(PYTEST) $(PYTEST_ARGS),$(PYTEST) $(ALONE) && $(PYTEST) -n $(WORKERS) --dist loadfile --no-loadscope-reorder --ignore $(ALONE))
 
 # What numpy computes, protobuf encodes and grpcio calls, on the oldest that pyproject.toml allows: numpy 1.26 adds and
 # multiplies by other rules than numpy 2, and the add-ons for protobuf 4 are other ones.
@@ -83,7 +84,7 @@ $(OLDEST_VENV): pyproject.toml tests/oldest.txt
 test-oldest: $(OLDEST_VENV) ## Run what depends on them on the oldest numpy, protobuf and grpcio
 	@base=$$(mktemp -d) && trap 'rm -rf "$$base"' EXIT && \
 		.venv-oldest/bin/python -m pytest --basetemp "$$base" \
-		$(or $(PYTEST_ARGS),-n $(WORKERS) --dist loadfile $(OLDEST_TESTS))
+		$(or $(PYTEST_ARGS),-n $(WORKERS) --dist loadfile --no-loadscope-reorder $(OLDEST_TESTS))
 
 # Beside vLLM, whose pins are its own: in another environment, and not part of `make test`.
 VLLM_VENV := .venv-vllm/.installed

@@ -23,7 +23,7 @@ from kvferry._transport.transfer import Transfer
 from kvferry.engine import SchedulerPort, Tails, WorkerPort
 from kvferry.engine.scheduler_reads import ReadStage
 from kvferry.engine.values import BlockRuns, Grant, RankEnd, WorkerOutput
-from kvferry.errors import Closed, InvalidField, KvferryError, LimitReached, TransferFailed
+from kvferry.errors import Closed, InvalidField, KvferryError, LimitReached, TransferFailed, WrongState
 
 SPEC = EngineSpec("decode", (Group("full", block_tokens=16, num_blocks=32),), 2)
 LOCAL = {"full": Blocks([20, 7], end_token=32)}
@@ -148,10 +148,13 @@ def test_memory_is_registered_once_as_it_is_described(world: World) -> None:
     ((registered),) = world.below.registered
     tensors = registered.pop("tensors")
     assert list(tensors) == ["layers.0"]
-    assert registered == {"spec": SPEC, "rank": 1, "token": "token", "timeout": 3.0, "axes": ("kv",)}
+    said = {name: value for name, value in registered.items() if value is not None}
+    assert said.pop("serve") is True
+    assert said.pop("replicated") is False
+    assert said == {"spec": SPEC, "rank": 1, "token": "token", "timeout": 3.0, "axes": ("kv",)}
     assert world.port.spec is SPEC
     assert world.port.cache is cast(Cache, world.below)
-    with pytest.raises(InvalidField, match="not registered yet"):
+    with pytest.raises(WrongState, match="already registered"):
         world.port.register({})
     assert len(world.below.registered) == 1
     world.port.close()
@@ -163,7 +166,7 @@ def test_a_port_that_could_not_be_registered_is_as_before(world: World) -> None:
     below.refusal = LimitReached("no thread")
     port = WorkerPort(Clients(below), SPEC)
     for call in (lambda: port.cache, lambda: port.start(grant()), port.prepare, lambda: port.warm("reference")):
-        with pytest.raises(InvalidField, match="a registered one"):
+        with pytest.raises(WrongState, match=r"call WorkerPort\.register first"):
             call()
     port.cancel("nobody's")
     port.close()
@@ -201,7 +204,7 @@ def test_a_share_is_what_was_granted_into_what_was_attached(world: World) -> Non
 
 
 def test_what_cannot_be_started_is_refused_and_may_be_tried_again(world: World) -> None:
-    with pytest.raises(InvalidField, match="one that was attached"):
+    with pytest.raises(WrongState, match="attach"):
         world.port.start(grant(local=False))
     with pytest.raises(InvalidField, match=r"grant is .*expected the Grant"):
         world.port.start(cast(Grant, "grant"))
@@ -224,7 +227,7 @@ def test_a_read_is_started_once(world: World) -> None:
     world.port.start(grant())
 
     def refused() -> None:
-        with pytest.raises(InvalidField, match="not started here"):
+        with pytest.raises(WrongState, match="start each grant once"):
             world.port.start(grant())
 
     refused()
@@ -246,7 +249,7 @@ def test_so_many_ended_reads_are_remembered(world: World, monkeypatch: pytest.Mo
         world.end(read_id)
         world.port.finished()
     for read_id in ("two", "three"):
-        with pytest.raises(InvalidField, match="not started here"):
+        with pytest.raises(WrongState, match="start each grant once"):
             world.port.start(grant(read_id))
     # The one that is forgotten is the oldest.
     world.port.start(grant("one"))
@@ -276,7 +279,7 @@ def test_what_is_not_acknowledged_is_said_again(world: World) -> None:
     assert world.port.finished() == later
     assert world.port.finished() == WorkerOutput(1)
     assert world.port._reads == {}
-    with pytest.raises(InvalidField, match="not started here"):
+    with pytest.raises(WrongState, match="start each grant once"):
         world.port.start(grant("two"))
     with pytest.raises(InvalidField, match=r"output is .*expected a WorkerOutput"):
         world.port.acknowledge(cast(WorkerOutput, "output"))

@@ -224,7 +224,7 @@ def test_a_state_is_one_block_at_one_token(call: Call) -> None:
                 call([STATE], theirs, mine)
             if error is InvalidField:
                 side = "source" if theirs["state"] is wrong else "destination"
-                assert str(caught.value).startswith(f"{side} blocks of state group")
+                assert str(caught.value).startswith(f"number of {side} blocks of state group")
     with pytest.raises(BadBlock, match="the null block"):
         call([STATE], right, {"state": Blocks([0], state_token=9)})
 
@@ -292,7 +292,7 @@ def test_tokens_below_the_limit_are_moved_and_no_others(side: str) -> None:
         Blocks([3, 4], last * block, TOKEN_LIMIT),
     ):
         blocks = {"source": fine, "destination": fine, side: wrong}
-        with pytest.raises(InvalidField, match=f"{side} tokens of group 'g'"):
+        with pytest.raises(InvalidField, match=f"first token of the {side} blocks of group 'g'"):
             needed([group], {"g": group}, {"g": blocks["source"]}, {"g": blocks["destination"]}, (0, 0))
 
 

@@ -433,7 +433,8 @@ class Link:
         """The error as the transfer reports it: what says something about input stays what it is."""
         if not isinstance(error, NixlError):
             return error
-        return self._error(f"it cannot be read any more ({error.values['call']}: {error.values['problem']})")
+        call, problem = error.values.get("call", "NIXL"), error.values.get("problem", error.message)
+        return self._error(f"it cannot be read any more ({call}: {problem})")
 
     def _unreadable(self, error: Exception) -> KvferryError:
         if isinstance(error, KvferryError):
