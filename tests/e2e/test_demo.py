@@ -74,7 +74,8 @@ def test_demo_of_an_impossible_pair_says_why_and_starts_nothing(tmp_path: Path) 
 
 def test_interrupted_demo_leaves_nothing_behind(tmp_path: Path) -> None:
     process = subprocess.Popen(
-        command(tmp_path, "--json", "--requests", "1", "--tokens", "64"),
+        # So much that it takes seconds: it must not end before it is interrupted.
+        command(tmp_path, "--json", "--requests", "8"),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import pytest
+
 from kvferry import NixlOptions
 from kvferry.errors import TransferCancelled
 from tests.faults.parties import SOON
@@ -23,6 +25,8 @@ GROWTH = 24 << 20
 would be found, and 10,000 that leaked 3."""
 
 
+# 10,000 requests take a minute and a half on two idle cores.
+@pytest.mark.timeout(400)
 def test_nothing_is_left_of_many_requests(tmp_path: Path) -> None:
     options = NixlOptions()
     world = World(
