@@ -13,21 +13,30 @@ from pathlib import Path
 import psutil
 import pytest
 
+MODEL = {"layers": 2, "kv_heads": 4, "head_dim": 16, "dtype": "bfloat16", "attention": "gqa"}
 GEOMETRY = {
     "tp_size": 2,
     "pp_size": 1,
     "layout": "HND",
     "block_size": 16,
     "num_blocks": 32,
-    "model": {"layers": 2, "kv_heads": 4, "head_dim": 16, "dtype": "bfloat16", "attention": "gqa"},
+    "model": MODEL,
 }
 
 
-def command(tmp_path: Path, *options: str, destination: Mapping[str, object] | None = None) -> list[str]:
+LARGE = {**GEOMETRY, "num_blocks": 2560, "model": {**MODEL, "layers": 8, "kv_heads": 8, "head_dim": 64}}
+
+
+def command(
+    tmp_path: Path,
+    *options: str,
+    geometry: Mapping[str, object] = GEOMETRY,
+    destination: Mapping[str, object] | None = None,
+) -> list[str]:
     files = []
     for name, changes in (("source", {}), ("destination", destination or {})):
         file = tmp_path / f"{name}.json"
-        file.write_text(json.dumps({"engine_id": name, **GEOMETRY, **changes}))
+        file.write_text(json.dumps({"engine_id": name, **geometry, **changes}))
         files += [f"--{name}", str(file)]
     return [sys.executable, "-m", "kvferry._cli", "demo", *files, *options]
 
@@ -75,7 +84,7 @@ def test_demo_of_an_impossible_pair_says_why_and_starts_nothing(tmp_path: Path) 
 def test_interrupted_demo_leaves_nothing_behind(tmp_path: Path) -> None:
     process = subprocess.Popen(
         # So much that it takes seconds: it must not end before it is interrupted.
-        command(tmp_path, "--json", "--requests", "8"),
+        command(tmp_path, "--json", "--requests", "4", "--tokens", "8192", geometry=LARGE),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
