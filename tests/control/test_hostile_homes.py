@@ -17,7 +17,7 @@ from kvferry._clock import now, to_duration
 from kvferry._control.acquisition import GRANT_BYTES, Acquirer, Cancellation
 from kvferry._control.block_use import BlockUse
 from kvferry._control.publications import Publication
-from kvferry._control.reader_lease import LONGEST, ReaderLease
+from kvferry._control.reader_lease import LONGEST_LEASE, ReaderLease
 from kvferry._control.renewals import Renewals
 from kvferry._control.session import EngineSession
 from kvferry._wire.handshake import put_together
@@ -181,11 +181,11 @@ def test_a_handshake_of_too_many_planes_is_refused_before_they_are_made(monkeypa
 
 def test_a_lease_is_believed_for_so_long_and_renewed_meanwhile() -> None:
     lease = ReaderLease(b"l" * 16, 0.0, 1e12, 1e12)
-    assert lease.deadline <= LONGEST
+    assert lease.deadline <= LONGEST_LEASE
     assert lease.next_renewal is not None
     assert lease.next_renewal < lease.deadline
     lease.renewed(10.0, 11.0, 1e12, more=True)
-    assert lease.deadline <= 10.0 + LONGEST
+    assert lease.deadline <= 10.0 + LONGEST_LEASE
 
 
 def test_a_home_that_takes_nothing_leaves_room_for_what_others_have_to_hear(
@@ -212,7 +212,7 @@ def test_a_home_that_takes_nothing_leaves_room_for_what_others_have_to_hear(
         deaf.notify, server.notify = never, once
         for _ in range(8):
             holder.cancel(hostile, ReaderLease(b"h" * 16, now(), 60.0, 20.0))
-        until(lambda: len(holder._telling._waiting) >= 3)
+        until(lambda: len(holder._teller._waiting) >= 3)
         deaf.until(lambda: len(deaf.notified) == 8)
         holder.cancel(control, ReaderLease(b"l" * 16, now(), 60.0, 20.0))
         server.until(lambda: len(server.notified) == 2)

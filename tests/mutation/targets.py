@@ -90,7 +90,7 @@ TARGETS: dict[str, Target] = {
     "server/kvferry_server/domain/lessor.py": Target(LESSOR),
     "server/kvferry_server/domain/endings.py": Target(LESSOR),
     "server/kvferry_server/domain/publications.py": Target(LESSOR),
-    "server/kvferry_server/domain/offers.py": Target(LESSOR),
+    "server/kvferry_server/domain/steps.py": Target(LESSOR),
     "server/kvferry_server/domain/ledger.py": Target(LESSOR, {"Book.live_until: 0.0 -> 1.0": BEFORE_ANY}),
     "server/kvferry_server/domain/registry.py": Target(LESSOR),
     "server/kvferry_server/domain/shares.py": Target((SHARES, MODEL)),

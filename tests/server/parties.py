@@ -12,10 +12,10 @@ from kvferry_server.domain.endings import Released
 from kvferry_server.domain.identity import EngineRef
 from kvferry_server.domain.lessor import Lessor
 from kvferry_server.domain.limits import Limits
-from kvferry_server.domain.offers import GroupBlocks, PublicationStep
 from kvferry_server.domain.publications import Lease, PublicationOutcome, PublicationRecord
 from kvferry_server.domain.reads import Ask, LeaseState, RankOutcome, RankReport, ReadKey, ReportAnswer
 from kvferry_server.domain.registrations import Agent, Registration
+from kvferry_server.domain.steps import GroupBlocks, PublicationStep
 from kvferry_server.domain.times import Times
 
 SECRETS: dict[EngineRef, bytes] = {}

@@ -20,9 +20,9 @@ from kvferry.errors import (
 from kvferry_server.domain.ledger import MAX_SKIPPED, Standing
 from kvferry_server.domain.lessor import Lessor
 from kvferry_server.domain.limits import Limits
-from kvferry_server.domain.offers import GroupBlocks
 from kvferry_server.domain.publications import PublicationOutcome, PublicationStage
 from kvferry_server.domain.reads import Verdict
+from kvferry_server.domain.steps import GroupBlocks
 from tests.server.parties import FULL, GROUPS, P2, SECRETS, TIMES, E, FakeClock, P, Scene, ask, blocks, key, offer
 
 

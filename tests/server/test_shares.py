@@ -13,11 +13,11 @@ from kvferry.errors import KvferryError, LimitReached, PublicationStale
 from kvferry_server.domain.identity import EngineRef
 from kvferry_server.domain.lessor import Lessor
 from kvferry_server.domain.limits import Limits
-from kvferry_server.domain.offers import GroupBlocks
 from kvferry_server.domain.publications import PublicationOutcome
 from kvferry_server.domain.reads import Verdict
 from kvferry_server.domain.registry import Registry
 from kvferry_server.domain.shares import Memory, Shares
+from kvferry_server.domain.steps import GroupBlocks
 from kvferry_server.domain.watch_feed import Process, Role
 from kvferry_server.home.home import Home
 from tests.server.parties import (

@@ -42,7 +42,7 @@ class LeaseHolder(OneProcess):
         self._homes = homes
         self._renewals = renewals
         self._reader = token.ref()
-        self._telling = Teller(self._reader)
+        self._teller = Teller(self._reader)
         self._acquirer = Acquirer(token, renewals, lambda home, lease, _: self.cancel(home, lease))
 
     def request(
@@ -90,11 +90,11 @@ class LeaseHolder(OneProcess):
             ended = result is not None and result.WhichOneof("kind") == "read_ended"
             answered(result.read_ended.verdict if result is not None and ended else None)
 
-        self._telling.tell(home, read_done(lease.lease_id, reports), lease.deadline, on_result, timeout=VERDICT_TIMEOUT)
+        self._teller.tell(home, read_done(lease.lease_id, reports), lease.deadline, on_result, timeout=VERDICT_TIMEOUT)
 
     def cancel(self, home: Control, lease: ReaderLease) -> None:
         """End a lease at its home, at once if it can be reached, else with its time (PROTOCOL, Leases 7)."""
-        self._telling.tell(home, [_cancelled(lease)], lease.deadline)
+        self._teller.tell(home, [_cancelled(lease)], lease.deadline)
 
     def end(self, home: Control, granted: Acquired, timeout: float) -> None:
         """`drop` and `cancel`, and wait until the home has heard it; what fails is logged."""
@@ -114,11 +114,11 @@ class LeaseHolder(OneProcess):
         home = self._homes.get(parse_reference(reference).home)
         cancels = [_cancelled(lease) for lease in leases]
         decline = pb.Notification(decline=pb.Decline(reference=reference))
-        self._telling.tell(home, [*cancels, decline], now() + DECLINE_PATIENCE)
+        self._teller.tell(home, [*cancels, decline], now() + DECLINE_PATIENCE)
 
     def close(self, timeout: float) -> None:
         """Tell nothing again any more, and wait at most `timeout` seconds for what was told already. Idempotent."""
-        self._telling.close(timeout)
+        self._teller.close(timeout)
 
 
 def _cancelled(lease: ReaderLease) -> pb.Notification:

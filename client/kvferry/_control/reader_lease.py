@@ -8,7 +8,7 @@ import threading
 MARGIN_SECONDS = 0.010
 MARGIN_SHARE = 0.01
 
-LONGEST = 3600.0
+LONGEST_LEASE = 3600.0
 """Seconds that a home is believed at once: what waits for the end of a lease ends, whatever the home said."""
 
 
@@ -19,7 +19,7 @@ def deadline_after(sent_at: float, remaining: float) -> float:
         sent_at: reader's clock when the attempt that was answered was sent.
         remaining: seconds that the home said remained when it answered.
     """
-    remaining = min(remaining, LONGEST)
+    remaining = min(remaining, LONGEST_LEASE)
     return sent_at + remaining - max(MARGIN_SECONDS, MARGIN_SHARE * remaining)
 
 
@@ -32,7 +32,7 @@ class ReaderLease:
 
     def __init__(self, lease_id: bytes, sent_at: float, remaining: float, renew_every: float) -> None:
         self._lease_id = lease_id
-        self.renew_every = min(renew_every, LONGEST / 3)
+        self.renew_every = min(renew_every, LONGEST_LEASE / 3)
         self._deadline = deadline_after(sent_at, remaining)
         self._next_renewal = sent_at + self.renew_every
         self._renewable = True

@@ -87,7 +87,7 @@ class Reader:
         self._peers = peers
         self._renewals = renewals
         self._reporter = Reporter(token.ref())
-        self._telling = Teller(token.ref())
+        self._teller = Teller(token.ref())
         self._acquirer = Acquirer(token, renewals, self._gave_up)
         self._lock = threading.Lock()
         self._max_reads = max_reads
@@ -113,7 +113,7 @@ class Reader:
 
     def close(self) -> None:
         """Tell no home again how a read ended. Idempotent."""
-        self._telling.close()
+        self._teller.close()
 
     def running(self) -> tuple[Read, ...]:
         """Reads that have not ended."""
@@ -191,7 +191,7 @@ class Reader:
             # The engine has its result; the source still waits for this, for as long as the lease runs.
             report = pb.RankReport(rank=self._rank, outcome=pb.RANK_OUTCOME_DONE, bytes=moved)
             lease = grant.lease
-            self._telling.tell(request.home, read_done(lease.lease_id, [report]), lease.deadline)
+            self._teller.tell(request.home, read_done(lease.lease_id, [report]), lease.deadline)
 
     def _gave_up(self, home: Control, lease: ReaderLease, outcome: pb.RankOutcome.ValueType) -> None:
         self._reporter.report(home, lease, [pb.RankReport(rank=self._rank, outcome=outcome)])

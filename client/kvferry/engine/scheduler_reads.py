@@ -128,7 +128,7 @@ class Reads:
         self._max_waiting = max_waiting
         self._hold_until_quiet = hold_until_quiet
         self._lock = threading.Lock()
-        self._acquired = threading.Condition(self._lock)
+        self._acquisition_ended = threading.Condition(self._lock)
         self._acquiring = 0
         """Threads of acquisitions, those of forgotten reads included."""
         self._by_request: dict[str, _Read] = {}
@@ -278,7 +278,7 @@ class Reads:
                     self._work.do(partial(self._holder.end, read.request.home, read.acquired, LAST_WORD))
         self._work.close(timeout)
         with self._lock:
-            self._acquired.wait_for(lambda: not self._acquiring, max(0.0, deadline - now()))
+            self._acquisition_ended.wait_for(lambda: not self._acquiring, max(0.0, deadline - now()))
         self._holder.close(max(0.0, deadline - now()))
 
     # On the thread of an acquisition.
@@ -289,7 +289,7 @@ class Reads:
         finally:
             with self._lock:
                 self._acquiring -= 1
-                self._acquired.notify_all()
+                self._acquisition_ended.notify_all()
 
     def _wait_granted(self, read: _Read) -> None:
         error: KvferryError

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from kvferry.errors import InvalidField
 from kvferry.geometry.model import Group, GroupKind, Interval
-from kvferry_server.domain.offers import PublishedExtent
+from kvferry_server.domain.steps import PublishedExtent
 
 Places: TypeAlias = npt.NDArray[np.int64]
 

@@ -30,7 +30,6 @@ from kvferry_server.domain.endings import Changed, Endings, Released
 from kvferry_server.domain.identity import NOBODY, EngineRef, Names
 from kvferry_server.domain.ledger import Book, Standing
 from kvferry_server.domain.limits import Limits, check_limit
-from kvferry_server.domain.offers import PublicationStep, check_offer
 from kvferry_server.domain.publications import (
     LEASE_BYTES,
     PUBLICATION_BYTES,
@@ -51,6 +50,7 @@ from kvferry_server.domain.reads import (
     Verdict,
 )
 from kvferry_server.domain.shares import Memory, Shares, check_share
+from kvferry_server.domain.steps import PublicationStep, check_step
 from kvferry_server.domain.times import Times
 
 SLICE = 256
@@ -135,7 +135,7 @@ class Lessor:
         for publication in list(book.publications.values()):
             try:
                 for offer in publication.steps:
-                    check_offer(book.groups, offer)
+                    check_step(book.groups, offer)
             except KvferryError:
                 self._abort(publication, now)
 
@@ -502,7 +502,7 @@ class Lessor:
                 raise HomeRecovering(waits, engine_id=book.source.engine_id)
         check_follows(publication, offer)
         if book.groups is not None:
-            check_offer(book.groups, offer)
+            check_step(book.groups, offer)
         elif not book.recovering:
             source = f"{book.source} offers blocks of groups that no rank has registered"
             raise EngineIncomplete(source, engine_id=book.source.engine_id, missing_ranks="")

@@ -18,8 +18,8 @@ from kvferry.errors import (
 from kvferry_server.domain.agenda import NEVER
 from kvferry_server.domain.checksum_pages import Checksums
 from kvferry_server.domain.identity import EngineRef, Names
-from kvferry_server.domain.offers import PublicationStep, PublishedExtent
 from kvferry_server.domain.reads import Ask, LeaseState, RankReport, RevokeReason, Verdict
+from kvferry_server.domain.steps import PublicationStep, PublishedExtent
 
 PUBLICATION_BYTES = 2048
 """About what a publication takes in memory beside its steps, until it is forgotten."""

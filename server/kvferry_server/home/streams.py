@@ -10,9 +10,9 @@ from typing import TypeAlias
 
 from kvferry.errors import PublicationTimeout, ServerDraining, WatchTakenOver
 from kvferry_server.domain.limits import check_limit
-from kvferry_server.domain.offers import PublicationStep
 from kvferry_server.domain.publications import Lease, PublicationRecord, PublicationStage
 from kvferry_server.domain.reads import Ask, RevokeReason
+from kvferry_server.domain.steps import PublicationStep
 from kvferry_server.domain.watch_feed import Feed, Numbered, Process
 from kvferry_server.home.home import EVENT_BYTES, Home
 

@@ -12,10 +12,10 @@ from kvferry.geometry.model import EngineGeometry
 from kvferry.v1 import geometry_pb2
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry_server.domain.identity import EngineRef, Names
-from kvferry_server.domain.offers import MAX_PAYLOAD, GroupBlocks, PublicationStep
 from kvferry_server.domain.reads import Ask, RankOutcome, RankReport, ReadKey
 from kvferry_server.domain.registrations import Agent, Registration
 from kvferry_server.domain.sources import MAX_HEADER_BYTES, MAX_RANK_BYTES, agent_bytes, engine_header, rank_bytes
+from kvferry_server.domain.steps import MAX_PAYLOAD, GroupBlocks, PublicationStep
 from kvferry_server.domain.watch_feed import Process, Role
 from kvferry_server.servicers.checks import engine_ref, positive, random_bytes, session_secret, text
 
@@ -123,7 +123,7 @@ def process(request: pb.WatchRequest) -> Process:
 
 
 def offer(message: pb.Publish, max_reads: int) -> PublicationStep:
-    """One step of a publication, checked in itself; `check_offer` knows the engine's groups."""
+    """One step of a publication, checked in itself; `check_step` knows the engine's groups."""
     if len(message.payload) > MAX_PAYLOAD:
         raise InvalidField("publish.payload", f"{len(message.payload)} bytes", f"at most {MAX_PAYLOAD} bytes")
     runs = sum(len(blocks.run_starts) for blocks in message.groups)

@@ -6,10 +6,10 @@ from kvferry._clock import to_duration
 from kvferry.v1 import introspection_pb2 as ipb
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry_server.domain.identity import EngineRef
-from kvferry_server.domain.offers import GroupBlocks, PublicationStep
 from kvferry_server.domain.publications import Lease, PublicationRecord, PublicationStage
 from kvferry_server.domain.reads import LeaseState, RankReport, RevokeReason
 from kvferry_server.domain.registry import MISSING_TOLD, Engine
+from kvferry_server.domain.steps import GroupBlocks, PublicationStep
 from kvferry_server.domain.times import Times
 from kvferry_server.domain.watch_feed import Event, PublicationReleased, RankLost
 from kvferry_server.home.streams import (

@@ -79,7 +79,7 @@ class PublishedExtent:
     blocks: int
 
 
-def check_offer(groups: Mapping[str, Group], offer: PublicationStep) -> None:
+def check_step(groups: Mapping[str, Group], offer: PublicationStep) -> None:
     """Check an offer against the groups of its engine.
 
     Raises:
