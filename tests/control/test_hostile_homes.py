@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from kvferry import Blocks, Client, EngineSpec, Group
+from kvferry._cache import runtime_of
 from kvferry._clock import now, to_duration
 from kvferry._control.acquisition import GRANT_BYTES, Acquirer, Cancellation
 from kvferry._control.block_use import BlockUse
@@ -65,8 +66,8 @@ def test_a_home_speaks_of_its_own_engines_only(tmp_path: Path, what: str) -> Non
         reference = victim.session.publish("request", {"full": Blocks([1])}).reference
         reader.read(reference, {"full": Blocks([2])}).result(30)
         parsed = parse_reference(reference)
-        known = (reader.home(parsed.home).address, name, parsed.incarnation)
-        assert reader._peers.known(*known) is not None
+        known = (runtime_of(reader).homes.get(parsed.home).address, name, parsed.incarnation)
+        assert runtime_of(reader)._peers.known(*known) is not None
         theirs = impostor.session.publish("request", {"full": Blocks([1])}).reference
         if what == "a reference that lies":
             lie = parse_reference(reference)
@@ -75,7 +76,7 @@ def test_a_home_speaks_of_its_own_engines_only(tmp_path: Path, what: str) -> Non
         read = reader.read(theirs, {"full": Blocks([3])}, timeout=10)
         assert (read.exception(30) is None) == (what != "a reference that lies")
         # What was known of the engine at its true home is known still: its next read needs no handshake.
-        assert reader._peers.known(*known) is not None
+        assert runtime_of(reader)._peers.known(*known) is not None
 
 
 @contextmanager

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from kvferry._control.reporting import Reporter
 
 from kvferry import Blocks, Client, EngineSpec, Group, ReleaseOutcome
 from kvferry._clock import now
 from kvferry._control.acquisition import Acquirer, AcquireRequest, Cancellation
 from kvferry._control.connection import Control
 from kvferry._control.renewals import Renewals
-from kvferry._control.reporting import Reporter
 from kvferry._wire.reference import parse_reference
 from kvferry.errors import PeerRestarted, PublicationReleased, PublicationStale
 from kvferry.v1 import kv_transfer_pb2 as pb

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from kvferry import Blocks, Client, EngineSpec, Group, MemoryKind, MemoryRegion
+from kvferry._cache import runtime_of
 from kvferry.engine import SchedulerPort, WorkerPort
 from kvferry.geometry import EngineGeometry, RankGeometry
 from kvferry.geometry.tensors import planes_of
@@ -106,7 +107,7 @@ def test_every_argument_of_a_registration_may_be_changed(node: str, client: Clie
     assert len(cache.rank.planes) == 2
     assert cache.rank.labels == {"tp_rank": 0}
     # Registered anew, as after a restart of the home: the same content, or the home would refuse it.
-    cache.register_again()
+    runtime_of(cache).register_again()
 
 
 def test_tensors_stay_mapped_when_the_caller_forgets_them(client: Client) -> None:

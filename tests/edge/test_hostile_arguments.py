@@ -410,7 +410,6 @@ def methods(node: str, client: Client) -> Iterator[Case]:
         },
     )
     yield Case("decline", client.decline, {}, {"reference": reference})
-    yield Case("lease_holder", client.lease_holder, {}, {"session": [None, "session", spec]})
     wrong_publish = {
         "request_id": [*TEXT, "", "x" * 257],
         "blocks": [*BLOCKS_BY_GROUP, {"full": Blocks([1, 1])}],
@@ -470,7 +469,6 @@ def methods(node: str, client: Client) -> Iterator[Case]:
         {"engine_reference": cache.engine_reference},
         {"engine_reference": TEXT, "timeout": [*SECONDS, 0]},
     )
-    yield Case("home", cache.home, {"address": node}, {"address": [*TEXT, "192.0.2.1:1"]})
     yield Case("close", cache.close, {}, {"timeout": SECONDS})
     scheduler = SchedulerPort(client, EngineSpec(unique_id("ports"), (GROUP,)))
     worker = WorkerPort(client, scheduler.spec)

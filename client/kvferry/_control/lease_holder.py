@@ -13,15 +13,18 @@ from kvferry._control.connection import Control
 from kvferry._control.homes import Homes
 from kvferry._control.reader_lease import ReaderLease
 from kvferry._control.renewals import Renewals
-from kvferry._control.reporting import VERDICT_TIMEOUT
 from kvferry._control.teller import Teller
 from kvferry._forks import OneProcess
+from kvferry._threads import start_thread
 from kvferry._wire.reference import parse_reference
 from kvferry._wire.token import EngineToken
-from kvferry.errors import InvalidField, KvferryError
+from kvferry.errors import InvalidField, KvferryError, TransferFailed
 from kvferry.v1 import kv_transfer_pb2 as pb
 
 logger = logging.getLogger(__name__)
+
+VERDICT_TIMEOUT = 1.0
+"""Seconds for the home's verdict; without one the reader's own deadline decides (PROTOCOL, Endings)."""
 
 DECLINE_PATIENCE = 120.0
 """Seconds for which a decline is told again: after them a publication that nobody reads is released anyway."""
@@ -30,7 +33,7 @@ DECLINE_PATIENCE = 120.0
 class LeaseHolder(OneProcess):
     """The leases of one destination engine.
 
-    Threading: `acquire` and `end` wait; everything else makes a call and returns at once.
+    Threading: nothing but `close` waits. Everything else may make a call, and returns at once.
 
     Args:
         homes: node servers that may be dialled.
@@ -65,9 +68,34 @@ class LeaseHolder(OneProcess):
         """Raise `BadReference` or `HomeNotAllowed` for what cannot be read; makes no call."""
         self._homes.get(parse_reference(reference).home)
 
-    def acquire(self, request: AcquireRequest, cancellation: Cancellation) -> Acquired:
-        """Wait for the publication. Errors as `Acquirer.acquire`. The lease is renewed until `drop`."""
-        return self._acquirer.acquire(request, cancellation, _nothing_to_tell)
+    def acquire(
+        self,
+        request: AcquireRequest,
+        cancellation: Cancellation,
+        renewed: Callable[[float], None],
+        ended: Callable[[Acquired | KvferryError], None],
+    ) -> None:
+        """Wait for the publication; returns at once.
+
+        Args:
+            request: what to read.
+            cancellation: interrupts the wait.
+            renewed: called with the new deadline of the lease after each acknowledged renewal, until `drop`.
+            ended: called once with what was granted, or with why nothing is, see `Acquirer.start`. Both on any thread;
+                neither may block.
+        """
+
+        def run() -> None:
+            try:
+                found: Acquired | KvferryError = self._acquirer.acquire(request, cancellation, renewed)
+            except KvferryError as error:
+                found = error
+            except Exception as error:
+                logger.exception("x")
+                found = TransferFailed(f"{error!r}")
+            ended(found)
+
+        start_thread(run, "kvferry-acquire")
 
     def drop(self, granted: Acquired) -> None:
         """Renew it no more: its read has ended."""
@@ -96,14 +124,6 @@ class LeaseHolder(OneProcess):
         """End a lease at its home, at once if it can be reached, else with its time (PROTOCOL, Leases 7)."""
         self._teller.tell(home, [_cancelled(lease)], lease.deadline)
 
-    def end(self, home: Control, granted: Acquired, timeout: float) -> None:
-        """`drop` and `cancel`, and wait until the home has heard it; what fails is logged."""
-        self.drop(granted)
-        try:
-            home.notify(pb.NotifyRequest(sender=self._reader, notifications=[_cancelled(granted.lease)]), timeout)
-        except KvferryError as error:
-            logger.info("%s was not told of the end: %s", home.address, error)
-
     def decline(self, reference: str, leases: Sequence[ReaderLease] = ()) -> None:
         """Say that nobody will read a publication, and end the leases on it (PROTOCOL, Leases 8). A home that recovers,
         or cannot be reached, is told again for `DECLINE_PATIENCE`; after that the publication is released by time.
@@ -123,7 +143,3 @@ class LeaseHolder(OneProcess):
 
 def _cancelled(lease: ReaderLease) -> pb.Notification:
     return pb.Notification(cancel=pb.CancelRead(lease_id=lease.lease_id))
-
-
-def _nothing_to_tell(_: float) -> None:
-    """Deadlines are looked up when they are needed."""

@@ -77,7 +77,7 @@ class Publishing:
         """Tell what is still to be told, then end the thread."""
         self._work.close(timeout)
 
-    # What follows runs on the desk's thread.
+    # What follows runs on the work queue's thread.
 
     def _send(self, publication: Publication, offered: Step) -> None:
         step = offered.message
