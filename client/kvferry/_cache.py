@@ -10,11 +10,11 @@ from kvferry import _arguments as arguments
 from kvferry._clock import now
 from kvferry._control.acquisition import AcquireRequest
 from kvferry._control.block_use import BlockUse
-from kvferry._control.session import EngineSession
 from kvferry._forks import OneProcess
 from kvferry._reads.cache_reads import Wanted
 from kvferry._reads.read import Read, ReadHandle
 from kvferry._reads.runtime import RankRuntime
+from kvferry._session import EngineSession, home_session_of
 from kvferry._transport.transport import TransportGauges
 from kvferry._wire.reference import parse_reference
 from kvferry.errors import Closed, InvalidField, WrongState
@@ -44,7 +44,7 @@ class Cache(OneProcess):
         self._runtime = runtime
         self._session = session
         # Reads of this rank, beside what this process publishes for all ranks.
-        block_use = BlockUse(self.spec.groups) if session is None else session.block_use
+        block_use = BlockUse(self.spec.groups) if session is None else home_session_of(session).block_use
         self._writes = block_use.writes(self.rank.rank)
         self._closed = False
 

@@ -10,14 +10,15 @@ from kvferry import _arguments as arguments
 from kvferry._cache import OPEN_TIMEOUT, Cache, runtime_of
 from kvferry._clock import now
 from kvferry._control.connection import CALL_TIMEOUT, retrying
+from kvferry._control.home_session import HomeSession
 from kvferry._control.homes import Homes
 from kvferry._control.renewals import Renewals
-from kvferry._control.session import EngineSession
 from kvferry._control.watcher import Watcher
 from kvferry._engine_spec import EngineSpec
 from kvferry._forks import OneProcess
 from kvferry._memory.declared import Declared, memory_of
 from kvferry._reads.runtime import ClientRuntime, RankMemory, RankRuntime
+from kvferry._session import EngineSession, home_session_of
 from kvferry._transport.nixl_options import NixlOptions
 from kvferry._transport.staging_pool import StagingOptions
 from kvferry._wire.channel import TlsConfig, parse_address
@@ -102,7 +103,8 @@ class Client(OneProcess):
         """
         self._check_open()
         arguments.instance("spec", spec, EngineSpec, "an EngineSpec")
-        session = EngineSession(self._homes.own, spec, arguments.seconds("timeout", timeout))
+        opened = HomeSession(self._homes.own, spec, arguments.seconds("timeout", timeout))
+        session = EngineSession(opened)
         with self._lock:
             late = self._closed
             if not late:
@@ -111,7 +113,7 @@ class Client(OneProcess):
             # `close` came meanwhile, and does not know of it.
             session.close()
         self._check_open()
-        self._homes.known_as(session.advertise)
+        self._homes.known_as(opened.advertise)
         return session
 
     def register_cache(
@@ -205,7 +207,7 @@ class Client(OneProcess):
             raise
         cache = Cache(runtime, session, reuse_after)
         if session is not None:
-            session.on_refill(runtime.register_again)
+            home_session_of(session).on_refill(runtime.register_again)
         with self._lock:
             late = self._closed
             if not late:

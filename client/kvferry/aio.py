@@ -13,10 +13,11 @@ from types import TracebackType
 from kvferry._cache import OPEN_TIMEOUT, READ_TIMEOUT, Cache
 from kvferry._client import MAX_READS, Client
 from kvferry._control.connection import CALL_TIMEOUT
-from kvferry._control.session import EngineSession, Publication, Release
+from kvferry._control.publications import Publication, Release
 from kvferry._engine_spec import EngineSpec
 from kvferry._forks import OneProcess
 from kvferry._reads.read import Read
+from kvferry._session import EngineSession
 from kvferry._transport.nixl_options import NixlOptions
 from kvferry._transport.staging_pool import StagingOptions
 from kvferry._transport.transport import TransportGauges

@@ -17,10 +17,11 @@ from kvferry._cache import runtime_of
 from kvferry._clock import now, to_duration
 from kvferry._control.acquisition import GRANT_BYTES, Acquirer, Cancellation
 from kvferry._control.block_use import BlockUse
+from kvferry._control.home_session import HomeSession
 from kvferry._control.publications import Publication
 from kvferry._control.reader_lease import LONGEST_LEASE, ReaderLease
 from kvferry._control.renewals import Renewals
-from kvferry._control.session import EngineSession
+from kvferry._session import EngineSession, home_session_of
 from kvferry._wire.handshake import put_together
 from kvferry._wire.reference import format_reference, parse_reference
 from kvferry._wire.status import from_notification_error, to_notification_error
@@ -151,7 +152,7 @@ def test_a_delay_that_a_home_asks_for_has_a_bound(tmp_path: Path, monkeypatch: p
                 raise ServerDraining("come back in three hundred years", retry_after=1e10)
 
         server.watch = watch
-        session = EngineSession(control, SPEC, 30)
+        session = EngineSession(HomeSession(control, SPEC, 30))
         server.until(lambda: len(server.watched) == 2)
         session.close()
 
@@ -245,7 +246,7 @@ def test_a_refill_that_has_to_wait_is_not_made_again_before(tmp_path: Path) -> N
             return [DONE for _ in request.notifications]
 
         server.notify = notify
-        session = EngineSession(control, SPEC, 30)
+        session = EngineSession(HomeSession(control, SPEC, 30))
         assert len(server.watched) == 2
         assert now() - refused[0] >= 1.5
         session.close()
@@ -262,7 +263,7 @@ def test_blocks_released_while_more_are_published_are_free(tmp_path: Path, monke
             yield released(1, sequence=1)
 
         server.watch = lambda _: events()
-        session = EngineSession(control, SPEC, 30)
+        session = EngineSession(HomeSession(control, SPEC, 30))
         publication = session.publish("request", {"full": Blocks([1])}, last=False)
         taken: list[int] = []
 
@@ -278,10 +279,10 @@ def test_blocks_released_while_more_are_published_are_free(tmp_path: Path, monke
             named(use, *args)  # type: ignore[arg-type]
 
         monkeypatch.setattr(BlockUse, "name", slowly)
-        session.offer_more(publication, {"full": Blocks([2], first_token=16)}, last=True)
+        home_session_of(session).offer_more(publication, {"full": Blocks([2], first_token=16)}, last=True)
         taking.join(30)
         assert taken == [1]
-        session.block_use.writes().begin("read", {"full": np.array([1, 2], np.int32)})
+        home_session_of(session).block_use.writes().begin("read", {"full": np.array([1, 2], np.int32)})
         session.close()
 
 
@@ -295,9 +296,9 @@ def test_an_error_that_is_raised_again_and_again_does_not_grow(tmp_path: Path) -
             raise WatchTakenOver("a newer one", engine_id="engine")
 
         server.watch = lambda _: taken_over()
-        session = EngineSession(control, SPEC, 30)
+        session = EngineSession(HomeSession(control, SPEC, 30))
         over.set()
-        until(lambda: session._watcher.failure is not None)
+        until(lambda: home_session_of(session)._watcher.failure is not None)
         depths = set()
         for _ in range(5):
             with pytest.raises(WatchTakenOver) as caught:
@@ -310,7 +311,7 @@ def test_an_error_that_is_raised_again_and_again_does_not_grow(tmp_path: Path) -
 def test_a_publish_waits_for_another_no_longer_than_it_said(tmp_path: Path) -> None:
     with scripted(tmp_path) as (server, control):
         server.watch = lambda _: iter([opened(), synced()])
-        session = EngineSession(control, SPEC, 30)
+        session = EngineSession(HomeSession(control, SPEC, 30))
         slow, answer = threading.Event(), threading.Event()
 
         def notify(request: pb.NotifyRequest) -> list[pb.NotificationResult]:

@@ -34,6 +34,7 @@ from kvferry import (
     StagingOptions,
     TokenShard,
 )
+from kvferry._session import home_session_of
 from kvferry.engine import Grant, SchedulerPort, WorkerOutput, WorkerPort
 from kvferry.errors import KvferryError
 from kvferry.geometry import formats, sharding
@@ -369,8 +370,8 @@ def methods(node: str, client: Client) -> Iterator[Case]:
     spec = EngineSpec(unique_id("victim"), (GROUP,))
     cache: Cache = client.register_cache(spec, tensors={"l": array()}, axes=AXES)
     session: EngineSession = cache.session
-    publication, step = session.offer("offered", {"full": Blocks([60])})
-    session.send(step)
+    publication, step = home_session_of(session).offer("offered", {"full": Blocks([60])})
+    home_session_of(session).send(step)
     more = session.publish("more", {"full": Blocks([61])}, last=False)
     reference: list[Any] = [None, 1, b"kvf1.", publication, "", "kvf1.", "text", "kvf1." + "A" * 5000]
     publications: list[Any] = [None, 1, publication.number, publication.reference, "offered"]
@@ -435,7 +436,6 @@ def methods(node: str, client: Client) -> Iterator[Case]:
     )
     yield Case("abort", session.abort, {"publication": more}, {"publication": publications, "timeout": [*SECONDS, 0]})
     yield Case("released", session.released, {}, {"timeout": SECONDS})
-    yield Case("on_refill", session.on_refill, {}, {"refill": [None, 1]})
     yield Case(
         "read",
         cache.read,

@@ -328,7 +328,8 @@ class Scheduler:
         self.reads, self.publishing, self.session = Recorder(), Recorder(), Recorder()
         self.made: list[tuple[Any, ...]] = []
         writes = SimpleNamespace(writes=lambda: "writes")
-        vars(self.session).update(token="token", engine_reference="engine", block_use=writes)
+        home_session = SimpleNamespace(block_use=writes)
+        vars(self.session).update(token="token", engine_reference="engine", _session=home_session)
 
         def made(*arguments: Any, **options: Any) -> Recorder:
             self.made.append((*arguments, options))

@@ -51,14 +51,15 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
 }
 FACES = {
-    "_cache": {*MAY_IMPORT, "_reads"},
-    "_client": {*MAY_IMPORT, "_reads", "_cache"},
+    "_session": {*MAY_IMPORT},
+    "_cache": {*MAY_IMPORT, "_session"},
+    "_client": {*MAY_IMPORT, "_session", "_cache"},
     "_embed": {"errors", "_forks"},
-    "aio": {*MAY_IMPORT, "_cache", "_client"},
-    "engine": {*MAY_IMPORT, "_cache", "_client"},
-    "integrations": {*MAY_IMPORT, "_cache", "_client", "engine"},
-    "_demo": {*MAY_IMPORT, "_cache", "_client", "engine"},
-    "_cli": {*MAY_IMPORT, "_cache", "_client", "engine", "_demo"},
+    "aio": {*MAY_IMPORT, "_session", "_cache", "_client"},
+    "engine": {*MAY_IMPORT, "_session", "_cache", "_client"},
+    "integrations": {*MAY_IMPORT, "_session", "_cache", "_client", "engine"},
+    "_demo": {*MAY_IMPORT, "_session", "_cache", "_client", "engine"},
+    "_cli": {*MAY_IMPORT, "_session", "_cache", "_client", "engine", "_demo"},
 }
 RULES = {**MAY_IMPORT, **FACES}
 HEAVY = {"grpc", "nixl", "torch", "asyncio", "threading", "google"}

@@ -12,6 +12,7 @@ from kvferry._control.publications import Publication, Release
 from kvferry._engine_spec import EngineSpec
 from kvferry._forks import OneProcess
 from kvferry._reads.leased_reads import ReadStage
+from kvferry._session import home_session_of
 from kvferry._wire.token import EngineToken
 from kvferry.engine.publisher import Publishing
 from kvferry.engine.scheduler_reads import Reads
@@ -82,11 +83,12 @@ class SchedulerPort(OneProcess):
         arguments.flag("hold_until_quiet", hold_until_quiet)
         self.spec = spec
         self._session = client.open_engine(spec, timeout=timeout)
-        self._publishing = Publishing(self._session)
+        home_session = home_session_of(self._session)
+        self._publishing = Publishing(home_session)
         self._reads = Reads(
             spec,
             client_runtime_of(client).lease_holder(self._session.token),
-            self._session.block_use.writes(),
+            home_session.block_use.writes(),
             max_waiting,
             hold_until_quiet=hold_until_quiet,
         )
