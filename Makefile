@@ -65,10 +65,10 @@ test: setup node ## Run the tests (PYTEST_ARGS=, WORKERS=)
 # What numpy computes, protobuf encodes and grpcio calls, on the oldest that pyproject.toml allows: numpy 1.26 adds and
 # multiplies by other rules than numpy 2, and the add-ons for protobuf 4 are other ones.
 OLDEST_VENV := .venv-oldest/.installed
-OLDEST_TESTS := $(addprefix tests/planner/test_,oracle.py large_caches.py footprint.py floor.py statements.py) \
-	tests/transport/test_defence.py tests/transport/test_large_reads.py tests/memory/test_permute.py tests/wire/test_geometry_over_the_wire.py \
-	tests/geometry/test_blocks.py tests/planner/test_descriptors.py tests/api/test_copies.py tests/e2e/test_reads.py \
-	tests/server/servicers/test_kv_transfer.py tests/wire/test_status.py
+OLDEST_TESTS := $(addprefix tests/planner/test_,oracle.py large_caches.py footprint.py floor.py statements.py descriptors.py) \
+	tests/geometry/test_blocks.py tests/memory/test_permute.py tests/transport/test_defence.py \
+	tests/transport/test_large_reads.py tests/wire/test_geometry_over_the_wire.py \
+	tests/wire/test_status.py tests/api/test_copies.py tests/e2e/test_reads.py tests/server/servicers/test_kv_transfer.py
 
 # numpy 1.26 has wheels for Python 3.10 to 3.12.
 OLDEST_PYTHON ?= $(PYTHON)

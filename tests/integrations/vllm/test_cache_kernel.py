@@ -13,6 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
+from vllm import _custom_ops as ops
+from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+from vllm.v1.attention.backends.mla.cpu_mla import CPUMLAImpl
 
 from kvferry import Blocks, EngineGeometry, Group, Interval, RankGeometry, plan_read
 from kvferry._memory.permute import HostSpace
@@ -22,9 +25,6 @@ from kvferry.geometry.tensors import Holding
 from kvferry.planner import Path, PathRule
 from kvferry.planner.descriptors import Descriptors
 from tests.support.simulated_memories import copies
-from vllm import _custom_ops as ops
-from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
-from vllm.v1.attention.backends.mla.cpu_mla import CPUMLAImpl
 
 LAYERS = ("layers.0", "layers.1")
 NUM_BLOCKS = 12
