@@ -1,5 +1,5 @@
 # Every target sets up what it needs by itself, in .venv, .venv-docs, .venv-oldest, .venv-proto
-# and tests/node/node_modules.
+# and tests/support/nodejs/node_modules.
 
 SHELL := bash
 .DEFAULT_GOAL := help
@@ -14,7 +14,7 @@ TORCH ?= torch==2.13.0
 PIP := .venv/bin/python -m pip --disable-pip-version-check -qq
 CODE := $(wildcard client server tests benchmarks examples scripts)
 VENV := .venv/.installed
-NODE := tests/node/node_modules/.installed
+NODE := tests/support/nodejs/node_modules/.installed
 
 .PHONY: help setup node demo test test-oldest test-vllm lint format reliability house soak mutate proto proto-check bench
 .PHONY: bench-vllm docs clean
@@ -41,10 +41,10 @@ node:
 		echo "npm is not installed: the tests that use buf or the JavaScript client will be skipped" >&2; \
 	fi
 
-$(NODE): tests/node/package.json tests/node/package-lock.json tests/node/.npmrc
+$(NODE): tests/support/nodejs/package.json tests/support/nodejs/package-lock.json tests/support/nodejs/.npmrc
 	@command -v npm >/dev/null || { echo "buf comes from npm, which is not installed: install Node.js" >&2; exit 1; }
-	@echo "Setting up tests/node"
-	@npm --prefix tests/node ci --loglevel=error >/dev/null
+	@echo "Setting up tests/support/nodejs"
+	@npm --prefix tests/support/nodejs ci --loglevel=error >/dev/null
 	@touch $@
 
 demo: setup ## Move KV cache between two engines on this machine (SOURCE=, DESTINATION=)
@@ -65,10 +65,10 @@ test: setup node ## Run the tests (PYTEST_ARGS=, WORKERS=)
 # What numpy computes, protobuf encodes and grpcio calls, on the oldest that pyproject.toml allows: numpy 1.26 adds and
 # multiplies by other rules than numpy 2, and the add-ons for protobuf 4 are other ones.
 OLDEST_VENV := .venv-oldest/.installed
-OLDEST_TESTS := $(addprefix tests/plan/test_,oracle.py large_caches.py footprint.py floor.py statements.py) \
-	$(addprefix tests/data_plane/test_,defence.py large_caches.py permute.py) tests/geometry/test_geometry_over_the_wire.py \
-	tests/unit/test_blocks.py tests/unit/test_descriptors.py tests/edge/test_copies.py tests/e2e/test_reads.py \
-	tests/server/test_kv_transfer.py tests/server/test_shell_status.py
+OLDEST_TESTS := $(addprefix tests/planner/test_,oracle.py large_caches.py footprint.py floor.py statements.py descriptors.py) \
+	tests/geometry/test_blocks.py tests/memory/test_permute.py tests/transport/test_defence.py \
+	tests/transport/test_large_reads.py tests/wire/test_geometry_over_the_wire.py \
+	tests/wire/test_status.py tests/api/test_copies.py tests/e2e/test_reads.py tests/server/servicers/test_kv_transfer.py
 
 # numpy 1.26 has wheels for Python 3.10 to 3.12.
 OLDEST_PYTHON ?= $(PYTHON)
@@ -97,7 +97,7 @@ $(VLLM_VENV): pyproject.toml scripts/setup_vllm.sh
 
 # Warnings are those of vLLM and its dependencies.
 test-vllm: $(VLLM_VENV) ## Run the tests that need a real vLLM (PYTEST_ARGS=)
-	@.venv-vllm/bin/python -m pytest -W ignore tests/vllm $(PYTEST_ARGS)
+	@.venv-vllm/bin/python -m pytest -W ignore tests/integrations/vllm $(PYTEST_ARGS)
 
 reliability: setup ## Write the table of faults into docs/reliability.md
 	@.venv/bin/python -m tests.faults.table
@@ -115,7 +115,7 @@ lint: setup $(NODE) proto-check ## Check style, types, the protos and the genera
 	.venv/bin/ruff check
 	.venv/bin/ruff format --check
 	.venv/bin/mypy --strict $(CODE)
-	tests/node/node_modules/.bin/buf lint
+	tests/support/nodejs/node_modules/.bin/buf lint
 
 format: setup ## Format the code and apply safe fixes
 	.venv/bin/ruff check --fix-only
@@ -146,6 +146,6 @@ docs: $(DOCS_VENV) ## Build the documentation as a site in build/site
 	@NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict --quiet
 
 clean: ## Remove everything that make has set up or left
-	rm -rf .venv .venv-docs .venv-oldest .venv-proto .venv-vllm tests/node/node_modules build dist
+	rm -rf .venv .venv-docs .venv-oldest .venv-proto .venv-vllm tests/support/nodejs/node_modules build dist
 	rm -rf .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find client server tests -name __pycache__ -type d -prune -exec rm -rf {} +

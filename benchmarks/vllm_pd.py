@@ -15,9 +15,9 @@ from typing import Any
 import kvferry
 from benchmarks.tables import Table
 from kvferry_server.node.guard import Guard
-from tests.e2e.servers import free_port
-from tests.vllm.nodes import PREFILL, Node, make_model, prompt, request
-from tests.vllm.nodes import kvferry as our_connector
+from tests.support.node_servers import free_port
+from tests.support.vllm_engines import PREFILL, Node, make_model, prompt, request
+from tests.support.vllm_engines import kvferry as our_connector
 
 LENGTHS = (64, 512, 1536)
 REPEATS = 8

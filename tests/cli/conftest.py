@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import hashlib
-import io
 import os
 import secrets
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, redirect_stderr, redirect_stdout
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import grpc
 import pytest
 
-from kvferry._cli import main
 from kvferry._wire.authority import incarnation_of, new_session_secret
 from kvferry._wire.channel import connect
 from kvferry.v1 import geometry_pb2, kv_transfer_pb2
 from kvferry.v1.kv_transfer_pb2_grpc import KVTransferStub
-from tests.server.shell import Kvferryd, environment
+from tests.support.command_line import run_kvferry
+from tests.support.node_servers import Kvferryd
 
 SOURCE, READER = "prefill", "decode"
 BLOCKS, BLOCK_TOKENS, UNITS, STATE_BYTES = 32, 16, 4, 256
@@ -99,23 +96,6 @@ def kvferry(stage: Stage) -> Run:
         return run_kvferry(*arguments, KVFERRY_SERVER=env.pop("KVFERRY_SERVER", stage.server.address), **env)
 
     return run
-
-
-def run_kvferry(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
-    """Run the command in this process, which is quicker than a new one."""
-    out, err, code = io.StringIO(), io.StringIO(), 0
-    variables = {**environment(**env), "NO_COLOR": "1", "COLUMNS": "200"}
-    with (
-        mock.patch.dict(os.environ, variables, clear=True),
-        mock.patch.object(sys, "argv", ["kvferry", *arguments]),
-        redirect_stdout(out),
-        redirect_stderr(err),
-    ):
-        try:
-            main()
-        except SystemExit as end:
-            code = end.code if isinstance(end.code, int) else 0
-    return subprocess.CompletedProcess(["kvferry", *arguments], code, out.getvalue(), err.getvalue())
 
 
 def open_engine(stub: KVTransferStub, engine_id: str, secret: bytes) -> kv_transfer_pb2.EngineRef:

@@ -11,8 +11,8 @@ import pytest
 import kvferry
 from kvferry._cli.render import duration, enum_name, ranges, safe
 from kvferry.v1 import kv_transfer_pb2 as pb
-from tests.cli.conftest import run_kvferry
-from tests.server.shell import environment
+from tests.support.command_line import run_kvferry
+from tests.support.node_servers import environment
 
 
 def test_help_lists_the_commands() -> None:

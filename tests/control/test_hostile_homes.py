@@ -38,10 +38,11 @@ from kvferry.errors import (
 )
 from kvferry.v1 import geometry_pb2
 from kvferry.v1 import kv_transfer_pb2 as pb
+from tests.control.holding import DONE, READER, accepted, acquire, holding
 from tests.control.scripted import EPOCH, opened, released, scripted, synced
-from tests.control.test_telling import DONE, READER, accepted, acquire, holding
-from tests.e2e.servers import NodeServerProcess
-from tests.e2e.world import unique_id, until
+from tests.support.identifiers import unique_id
+from tests.support.node_servers import NodeServerProcess
+from tests.support.waiting import until
 
 SPEC = EngineSpec("engine", (Group("full", block_tokens=16, num_blocks=8),))
 AXES = ("kv", "block", "head", "token", "content")

@@ -19,8 +19,9 @@ from kvferry._control.renewals import Renewals
 from kvferry.errors import InvalidField
 from kvferry.v1 import kv_transfer_pb2 as pb
 from tests.control.scripted import scripted
-from tests.e2e.servers import NodeServerProcess
-from tests.e2e.world import unique_id, until
+from tests.support.identifiers import unique_id
+from tests.support.node_servers import NodeServerProcess
+from tests.support.waiting import until
 
 TTL = 4.0
 PER_PUBLICATION = 700

@@ -20,8 +20,8 @@ from kvferry._session import home_session_of
 from kvferry._wire.channel import MAX_MESSAGE_BYTES
 from kvferry.errors import MessageTooLarge
 from kvferry.v1 import kv_transfer_pb2 as pb
-from tests.e2e.servers import NodeServerProcess
-from tests.e2e.world import unique_id
+from tests.support.identifiers import unique_id
+from tests.support.node_servers import NodeServerProcess
 
 AXES = ("kv", "block", "head", "token", "content")
 GROUP = Group("full", block_tokens=16, num_blocks=8)

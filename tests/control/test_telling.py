@@ -5,22 +5,16 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from kvferry._clock import now, to_duration
-from kvferry._control.acquisition import Acquired, Acquirer, AcquireRequest, Cancellation
-from kvferry._control.connection import Control, retrying
-from kvferry._control.homes import Homes
-from kvferry._control.lease_holder import LeaseHolder
+from kvferry._control.acquisition import Acquired, Acquirer, Cancellation
+from kvferry._control.connection import retrying
 from kvferry._control.reader_lease import ReaderLease
 from kvferry._control.renewals import Renewals
-from kvferry._wire.authority import publication_key
-from kvferry._wire.reference import format_reference
 from kvferry._wire.status import to_notification_error
-from kvferry._wire.token import EngineToken
 from kvferry.errors import (
     Closed,
     HomeRecovering,
@@ -34,37 +28,9 @@ from kvferry.errors import (
     Unreachable,
 )
 from kvferry.v1 import kv_transfer_pb2 as pb
+from tests.control.holding import DONE, LEASE, READER, accepted, acquire, holding, reference
 from tests.control.scripted import EPOCH, Scripted, scripted
-from tests.e2e.world import until
-
-READER = EngineToken("reader", b"r" * 32, "home:1")
-LEASE = b"l" * 16
-DONE = pb.NotificationResult(done=pb.Acknowledged())
-
-
-def reference(home: str) -> str:
-    return format_reference(
-        pb.Reference(
-            home=home,
-            engine_id="source",
-            incarnation=b"i" * 16,
-            publication=1,
-            request_id="request",
-            key=publication_key(b"s" * 32, 1),
-        )
-    )
-
-
-@contextmanager
-def holding(control: Control) -> Iterator[LeaseHolder]:
-    homes, renewals = Homes(control.address, None, ()), Renewals()
-    holder = LeaseHolder(homes, renewals, READER)
-    try:
-        yield holder
-    finally:
-        holder.close(0)
-        renewals.close()
-        homes.close()
+from tests.support.waiting import until
 
 
 def kinds(server: Scripted) -> list[str | None]:
@@ -135,26 +101,6 @@ def test_a_report_is_told_until_it_is_answered(tmp_path: Path, ranks: int) -> No
         assert [report.rank for done in said for report in done.reports] == list(range(ranks))
 
 
-def acquire(
-    acquirer: Acquirer, control: Control, cancellation: Cancellation, expected: int = 0
-) -> tuple[threading.Thread, list[object]]:
-    """Acquire on a thread; what came of it."""
-    text = reference(control.address)
-    found: list[object] = []
-    parsed = pb.Reference(home=control.address, engine_id="source", publication=1)
-    request = AcquireRequest(control, parsed, text, "read", 1, expected, now() + 60)
-
-    def run() -> None:
-        try:
-            found.append(acquirer.acquire(request, cancellation, lambda _: None))
-        except Exception as error:
-            found.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    return thread, found
-
-
 def test_a_cancel_does_not_wait_for_the_end_of_a_pause(tmp_path: Path) -> None:
     with scripted(tmp_path) as (server, control):
         asked = threading.Event()
@@ -175,11 +121,6 @@ def test_a_cancel_does_not_wait_for_the_end_of_a_pause(tmp_path: Path) -> None:
         thread.join(30)
         assert isinstance(found[0], TransferCancelled)
         assert now() - began < 10
-
-
-def accepted(renew_every: float = 20.0) -> pb.ReadBlocksResponse:
-    lease = pb.Accepted(lease_id=LEASE, remaining=to_duration(60), renew_every=to_duration(renew_every))
-    return pb.ReadBlocksResponse(home_epoch=EPOCH, accepted=lease)
 
 
 def malformed() -> Iterator[pb.ReadBlocksResponse]:

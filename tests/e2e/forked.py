@@ -26,7 +26,8 @@ from kvferry._client import client_runtime_of
 from kvferry._embed import EmbeddedServer
 from kvferry.engine import SchedulerPort, WorkerPort
 from kvferry.errors import ForkedClient
-from tests.e2e.world import Model, unique_id
+from tests.support.caches import Model
+from tests.support.identifiers import unique_id
 
 MODEL = Model()
 UNITS = Interval(0, MODEL.heads)

@@ -21,12 +21,12 @@ from grpc_health.v1 import health_pb2
 
 from kvferry import Blocks, ReleaseOutcome
 from kvferry.v1 import introspection_pb2, kv_transfer_pb2
-from tests.e2e.conftest import Engine
-from tests.e2e.servers import free_port
-from tests.e2e.world import Model, shards
+from tests.support.caches import Model, shards
+from tests.support.engines import Engine
+from tests.support.node_servers import free_port
+from tests.support.repository import ROOT
 
-ROOT = Path(__file__).parents[2]
-MODULES = ROOT / "tests" / "node" / "node_modules"
+MODULES = ROOT / "tests" / "support" / "nodejs" / "node_modules"
 
 
 def test_readme_shows_the_example_that_runs() -> None:
@@ -106,7 +106,7 @@ def answering() -> Iterator[Callable[[Callable[[Any], Any]], Answering]]:
         server.close()
 
 
-@pytest.mark.skipif(not MODULES.exists(), reason="tests/node is not installed: npm was missing at set-up")
+@pytest.mark.skipif(not MODULES.exists(), reason="tests/support/nodejs is not installed: npm was missing at set-up")
 def test_router_compiles_routes_and_declines(
     homes: tuple[str, str],
     engine: Callable[..., Engine],

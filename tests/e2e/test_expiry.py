@@ -11,11 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvferry import Blocks, Cache, Client, EngineSpec, Interval, MemoryKind, MemoryRegion, NixlOptions, Read, ReadState
+from kvferry import Blocks, Client, Interval, NixlOptions, Read, ReadState
 from kvferry.errors import TransferCancelled, TransferExpired, TransferStuck
-from tests.e2e.conftest import Engine
-from tests.e2e.servers import NodeServerProcess
-from tests.e2e.world import POISON, Model, expect, kv, shards, unique_id, write
+from tests.support.caches import POISON, Model, expect, kv, shards, write
+from tests.support.engines import Engine, reader_of
+from tests.support.node_servers import NodeServerProcess
 
 MakeEngine = Callable[..., Engine]
 MODEL = Model(num_blocks=64)
@@ -39,17 +39,6 @@ def cells() -> np.ndarray:
     return np.full(MODEL.rank_bytes(Interval(0, 4)), POISON, np.uint8)
 
 
-def reader_of(client: Client, cells: np.ndarray) -> Cache:
-    """A destination in this process, so that a read can be looked at while it runs."""
-    return client.register_cache(
-        EngineSpec(unique_id("reader"), (MODEL.group(),), identity={"model": "tiny"}),
-        planes=MODEL.planes(Interval(0, 4), cells.ctypes.data),
-        regions=[MemoryRegion(MemoryKind.DRAM, 0, cells.ctypes.data, cells.nbytes)],
-        keep=cells,
-        serve=False,
-    )
-
-
 def reading(read: Read) -> None:
     """Wait until its bytes are under way."""
     while read.state is not ReadState.READING:
@@ -67,7 +56,7 @@ def test_read_whose_lease_ran_out_is_expired_and_its_blocks_are_uncertain_until_
         source = engine(server.address, MODEL, shards(4, 1), ucx_tls="tcp").ready()
         request = kv(MODEL, 20, 32)
         write(source.memories[0], request, [3, 4])
-        cache = reader_of(client, cells)
+        cache = reader_of(client, MODEL, cells)
         first = source.session.publish("first", {"full": Blocks([3, 4])})
         cache.read(first.reference, {"full": Blocks([1, 2])}).result(20)
         publication = source.session.publish("second", {"full": Blocks([3, 4])})
@@ -97,7 +86,7 @@ def test_read_that_does_not_end_fails_by_its_own_timeout(tmp_path: Path, engine:
         Client(server.address, options=NixlOptions(ucx_tls="tcp")) as client,
     ):
         source = engine(server.address, MODEL, shards(4, 1), ucx_tls="tcp").ready()
-        cache = reader_of(client, cells)
+        cache = reader_of(client, MODEL, cells)
         first = source.session.publish("first", {"full": Blocks([3])})
         cache.read(first.reference, {"full": Blocks([1])}).result(20)
         publication = source.session.publish("second", {"full": Blocks([3])})

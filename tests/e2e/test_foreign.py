@@ -6,21 +6,22 @@ from __future__ import annotations
 import json
 import subprocess
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 from google.protobuf.json_format import MessageToDict
 
 from kvferry import Blocks, Interval, RankGeometry
 from kvferry._wire.geometry_codec import group_to_proto, rank_to_proto
-from tests.e2e.conftest import Engine
-from tests.e2e.world import Model, shards
+from tests.support.caches import Model, shards
+from tests.support.engines import Engine
+from tests.support.repository import ROOT
 
-ROOT = Path(__file__).parents[2]
-NODE = ROOT / "tests" / "node"
+NODE = ROOT / "tests" / "support" / "nodejs"
 BUF = NODE / "node_modules" / ".bin" / "buf"
 
-pytestmark = pytest.mark.skipif(not BUF.exists(), reason="tests/node is not installed: npm was missing at set-up")
+pytestmark = pytest.mark.skipif(
+    not BUF.exists(), reason="tests/support/nodejs is not installed: npm was missing at set-up"
+)
 
 MakeEngine = Callable[..., Engine]
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+from tests.support.repository import ROOT
 
 
 def test_every_method_in_a_child_while_the_parent_reads_on(homes: tuple[str, str]) -> None:

@@ -30,9 +30,10 @@ from kvferry.errors import (
 from kvferry.geometry import RankGeometry
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry.v1.kv_transfer_pb2_grpc import KVTransferStub
-from tests.e2e.conftest import Engine
-from tests.e2e.servers import NodeServerProcess
-from tests.e2e.world import Model, shards, unique_id
+from tests.support.caches import Model, shards
+from tests.support.engines import Engine
+from tests.support.identifiers import unique_id
+from tests.support.node_servers import NodeServerProcess
 
 MakeEngine = Callable[..., Engine]
 Homes = tuple[str, str]

@@ -15,9 +15,9 @@ from kvferry._control.connection import BREAKER_THRESHOLD, Control
 from kvferry._wire.reference import format_reference, parse_reference
 from kvferry.errors import EngineUnknown, HomeRecovering, KvferryError, Unreachable
 from kvferry.v1 import kv_transfer_pb2 as pb
-from tests.e2e.conftest import Engine
-from tests.e2e.servers import NodeServerProcess, free_port
-from tests.e2e.world import unique_id
+from tests.support.engines import Engine
+from tests.support.identifiers import unique_id
+from tests.support.node_servers import NodeServerProcess, free_port
 
 HANDSHAKE = pb.HandshakeRequest(engine_id="nobody", reader=pb.EngineRef(engine_id="me", incarnation=b"i" * 16))
 

@@ -8,8 +8,8 @@ import pytest
 
 from kvferry.geometry import EngineGeometry, GroupKind, Plane
 from kvferry.geometry.file import parse
-from tests.e2e import pairwise
-from tests.e2e.pairwise import FACTORS, INFEASIBLE, Row
+from tests.support import pairwise
+from tests.support.pairwise import FACTORS, INFEASIBLE, Row
 
 ROWS = pairwise.rows()
 

@@ -14,8 +14,8 @@ import pytest
 
 from kvferry import Client, EngineSpec, Group, Interval
 from kvferry.geometry.tensors import Holding
-from tests.e2e.servers import NodeServerProcess
-from tests.e2e.world import unique_id
+from tests.support.identifiers import unique_id
+from tests.support.node_servers import NodeServerProcess
 
 HEADS, TOKENS, BLOCKS, CONTENT = 6, 16, 8, 8
 

@@ -19,13 +19,14 @@ from kvferry.errors import Closed
 from kvferry.v1 import introspection_pb2 as ipb
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry.v1.introspection_pb2_grpc import IntrospectionStub
-from tests.e2e.conftest import Engine
-from tests.e2e.servers import NodeServerProcess
-from tests.e2e.world import Model, expect, kv, shards, unique_id, write
+from tests.support.caches import Model, expect, kv, shards, write
+from tests.support.engines import Engine
+from tests.support.identifiers import unique_id
+from tests.support.node_servers import NodeServerProcess
+from tests.support.repository import ROOT
 
 MakeEngine = Callable[..., Engine]
 MODEL = Model()
-ROOT = Path(__file__).parents[2]
 IDLE_SECONDS = 10.0
 IDLE_SHARE = 0.01
 
@@ -35,7 +36,8 @@ import os, sys
 import numpy as np
 from kvferry import Blocks, Client, EngineSpec, Interval, MemoryKind, MemoryRegion
 from kvferry.errors import ForkedClient
-from tests.e2e.world import Model, unique_id
+from tests.support.caches import Model
+from tests.support.identifiers import unique_id
 
 model = Model()
 memory = np.zeros(model.rank_bytes(Interval(0, 4)), np.uint8)

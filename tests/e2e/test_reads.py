@@ -17,8 +17,8 @@ from kvferry.errors import (
     PublicationTimeout,
     WrongKey,
 )
-from tests.e2e.conftest import Engine
-from tests.e2e.world import Model, expect, kv, shards, write
+from tests.support.caches import Model, expect, kv, shards, write
+from tests.support.engines import Engine
 
 MakeEngine = Callable[..., Engine]
 Homes = tuple[str, str]

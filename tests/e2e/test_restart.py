@@ -18,9 +18,11 @@ from kvferry._control.renewals import Renewals
 from kvferry._wire.reference import parse_reference
 from kvferry.errors import PeerRestarted, PublicationReleased, PublicationStale
 from kvferry.v1 import kv_transfer_pb2 as pb
-from tests.e2e.conftest import Engine
-from tests.e2e.servers import NodeServerProcess
-from tests.e2e.world import POISON, Model, expect, kv, shards, unique_id, until, write
+from tests.support.caches import POISON, Model, expect, kv, shards, write
+from tests.support.engines import Engine
+from tests.support.identifiers import unique_id
+from tests.support.node_servers import NodeServerProcess
+from tests.support.waiting import until
 
 MakeEngine = Callable[..., Engine]
 MODEL = Model()

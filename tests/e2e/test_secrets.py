@@ -24,10 +24,10 @@ from kvferry.v1 import introspection_pb2 as ipb
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry.v1.introspection_pb2_grpc import IntrospectionStub
 from kvferry.v1.kv_transfer_pb2_grpc import KVTransferStub
-from tests.cli.conftest import run_kvferry
 from tests.e2e.secrets_in import forms, found
-from tests.e2e.servers import NodeServerProcess
-from tests.e2e.world import until
+from tests.support.command_line import run_kvferry
+from tests.support.node_servers import NodeServerProcess
+from tests.support.waiting import until
 
 GROUP = Group("full", block_tokens=16, num_blocks=8)
 AXES = ("kv", "block", "head", "token", "content")

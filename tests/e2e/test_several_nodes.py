@@ -17,8 +17,10 @@ from kvferry._wire.geometry_codec import group_to_proto, rank_to_proto
 from kvferry.errors import EngineIncomplete, InvalidField, PeerRestarted, RelayLoop, Unreachable
 from kvferry.geometry import RankGeometry
 from kvferry.v1 import kv_transfer_pb2 as pb
-from tests.e2e.servers import NodeServerProcess, free_port
-from tests.e2e.world import Memory, Model, RankProcess, expect, kv, shards, unique_id, write
+from tests.support.caches import Memory, Model, expect, kv, shards, write
+from tests.support.engines import RankProcess
+from tests.support.identifiers import unique_id
+from tests.support.node_servers import NodeServerProcess, free_port
 
 MODEL = Model()
 TOKENS = 40

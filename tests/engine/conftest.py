@@ -9,17 +9,16 @@ from typing import Any
 import pytest
 
 from kvferry import Interval
-from tests.e2e.servers import NodeServerProcess
-from tests.e2e.world import POISON, Model, shards
-from tests.engine.world import PortEngine
+from tests.engine.port_engines import PortEngine
+from tests.support.caches import POISON, Model, shards
+from tests.support.engines import two_homes
 
 
 @pytest.fixture(scope="session")
 def homes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
-    """The addresses of two node servers: the source's and the destination's."""
-    folder = tmp_path_factory.mktemp("port-homes")
-    with NodeServerProcess(folder / "p", tcp=True) as source, NodeServerProcess(folder / "d") as destination:
-        yield source.address, destination.address
+    """The addresses of two node servers: the source's on TCP, the destination's on a UNIX socket."""
+    with two_homes(tmp_path_factory.mktemp("homes")) as addresses:
+        yield addresses
 
 
 @pytest.fixture

@@ -18,8 +18,9 @@ from msgspec import msgpack
 
 from kvferry import Blocks, Client, EngineSpec
 from kvferry.engine import SchedulerPort, WorkerOutput
-from tests.e2e.world import Memory, Model, expect, kv, shards, unique_id, write
-from tests.engine.world import work
+from tests.engine.port_engines import work
+from tests.support.caches import Memory, Model, expect, kv, shards, write
+from tests.support.identifiers import unique_id
 
 MODEL = Model()
 SOURCE_IDS, IDS, TOKENS = [3, 4, 9], [20, 7, 8], 40

@@ -34,11 +34,12 @@ from kvferry.errors import (
     TransferStuck,
     WrongState,
 )
-from tests.e2e.servers import NodeServerProcess
-from tests.e2e.world import POISON, Model, expect, kv, shards, unique_id, write
-from tests.engine.world import PortEngine
+from tests.engine.port_engines import PortEngine
+from tests.support.caches import POISON, Model, expect, kv, shards, write
+from tests.support.identifiers import unique_id
+from tests.support.node_servers import NodeServerProcess
+from tests.support.repository import ROOT
 
-ROOT = Path(__file__).parents[2]
 Pair = tuple[PortEngine, PortEngine]
 SOURCE_IDS, IDS, TOKENS = [3, 4, 9], [20, 7, 8], 40
 

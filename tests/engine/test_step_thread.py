@@ -16,9 +16,10 @@ import pytest
 
 from kvferry import Blocks, Client, EngineSpec, Interval, MemoryKind, MemoryRegion
 from kvferry.engine import ReadEnd, SchedulerPort, Tails, WorkerPort
-from tests.e2e.servers import NodeServerProcess
-from tests.e2e.world import Model, shards, unique_id
-from tests.engine.world import PortEngine
+from tests.engine.port_engines import PortEngine
+from tests.support.caches import Model, shards
+from tests.support.identifiers import unique_id
+from tests.support.node_servers import NodeServerProcess
 
 MODEL = Model(layers=8, heads=8, head_dim=128, block_tokens=64, num_blocks=256)
 """Half a GiB."""

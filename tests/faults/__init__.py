@@ -1,4 +1,4 @@
 """Faults, with real processes and real NIXL: who is killed, stopped, cut off or repeated, and what each side sees.
 
-`scenarios.py` is the list, and the table in docs/reliability.md is made of it (`make reliability`).
+`tests/support/faults/scenarios.py` is the list; docs/reliability.md has a table of it (`make reliability`).
 """

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.faults.world import World
+from tests.support.faults.fault_world import World
 
 
 class Keeper:

@@ -10,7 +10,7 @@ from typing import Any
 
 import grpc
 
-from tests.faults.parties import Node
+from tests.support.faults.processes import Node
 
 STREAMS = tuple(f"/kvferry.v1.KVTransfer/{name}" for name in ("Handshake", "ReadBlocks", "Watch"))
 

@@ -6,14 +6,14 @@ python -m tests.faults.table
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from kvferry import KvferryError
-from tests.faults.scenario import Bound, Expected, Good, Row
-from tests.faults.scenarios import ROWS
+from tests.support.faults.scenario import Bound, Expected, Good, Row
+from tests.support.faults.scenarios import ROWS
+from tests.support.repository import ROOT
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "reliability.md"
-BEGIN = "<!-- The table below is written by `make reliability` from tests/faults/scenarios.py. -->\n"
+DOCUMENT = ROOT / "docs" / "reliability.md"
+BEGIN = "<!-- The table below is written by `make reliability` from tests/support/faults/scenarios.py. -->\n"
 END = "<!-- End of the table. -->\n"
 HEADER = ("Fault", "When", "The destination sees", "within", "The source sees", "within", "The request is")
 

@@ -8,15 +8,14 @@ from pathlib import Path
 import pytest
 
 from kvferry import NixlOptions
-from kvferry.errors import TransferCancelled
-from tests.faults.parties import SOON
-from tests.faults.playing import PATIENT, nothing_left, until
-from tests.faults.process import Held
-from tests.faults.world import Reading, World
+from tests.support.faults.fault_world import World
+from tests.support.faults.load import AT_ONCE, serve_mixed
+from tests.support.faults.playing import nothing_left
+from tests.support.faults.processes import SOON
+from tests.support.faults.reports import Held
+from tests.support.waiting import until
 
 REQUESTS = int(os.environ.get("KVFERRY_LEAK_REQUESTS", "10000"))
-AT_ONCE = 10
-BLOCKS = 4
 CHANCE = 10
 """Threads, files, or objects of one type that may come and go while nothing is asked. Of a leak there would be one for
 each request, or for each tenth."""
@@ -43,32 +42,6 @@ def test_nothing_is_left_of_many_requests(tmp_path: Path) -> None:
             assert held.resident - before[name].resident < GROWTH, name
     finally:
         world.close()
-
-
-def serve_mixed(world: World, count: int) -> None:
-    """Requests, ten at once: seven are read, one is cancelled, one declined, one taken back. Who cancelled declines, or
-    another reader would be waited for."""
-    for _ in range(count // AT_ONCE):
-        requests = [world.source.publish(BLOCKS) for _ in range(AT_ONCE)]
-        declined, taken_back, *read = requests
-        world.reader.process.call("decline", declined.publication.reference)
-        world.source.scheduler.call("abort", taken_back.publication.number)
-        readings = [world.reader.read(request, timeout=PATIENT) for request in read]
-        world.reader.process.call("cancel", readings[0].number)
-        for reading in readings:
-            _end(reading, may_fail=reading is readings[0])
-        world.reader.process.call("decline", read[0].publication.reference)
-        for request in requests:
-            world.source.released(request, SOON)
-            assert len(request.releases) == 1
-            del world.source.requests[request.publication.number]
-        assert world.reader.right()
-
-
-def _end(reading: Reading, *, may_fail: bool) -> None:
-    seen = reading.outcome(PATIENT)
-    assert seen.error is None or (may_fail and isinstance(seen.error, TransferCancelled)), seen.error
-    assert reading.wait_quiet(SOON)
 
 
 def _held(world: World) -> dict[str, Held]:

@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 
 from kvferry_server.domain.times import Times
-from tests.faults.network import Cable, missing
-from tests.faults.parties import SOON
-from tests.faults.playing import PATIENT, judge_read, judge_release, moving, nothing_left, refused, serve, works
-from tests.faults.scenario import Term
-from tests.faults.scenarios import (
+from tests.faults.cable import Cable, missing
+from tests.support.faults.fault_world import World
+from tests.support.faults.playing import PATIENT, judge_read, judge_release, moving, nothing_left, refused, serve, works
+from tests.support.faults.processes import SOON
+from tests.support.faults.scenario import Term
+from tests.support.faults.scenarios import (
     CUT_IDLE,
     CUT_TOO_LONG,
     CUT_TOO_LONG_TO_ASK,
@@ -21,7 +22,6 @@ from tests.faults.scenarios import (
     HEALED_IN_TIME,
     HEALED_WHILE_IT_WAITS,
 )
-from tests.faults.world import World
 
 
 @pytest.fixture(scope="module")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from tests.faults.playing import play
-from tests.faults.scenario import Scenario
-from tests.faults.scenarios import PROCESSES
-from tests.faults.world import World
+from tests.support.faults.fault_world import World
+from tests.support.faults.playing import play
+from tests.support.faults.scenario import Scenario
+from tests.support.faults.scenarios import PROCESSES
 
 
 @pytest.mark.parametrize("scenario", PROCESSES, ids=[scenario.name for scenario in PROCESSES])

@@ -8,15 +8,16 @@ import pytest
 
 from kvferry import ReleaseOutcome
 from kvferry_server.domain.times import Times
-from tests.e2e.servers import free_port
 from tests.faults.doubling import DoublingNode
-from tests.faults.parties import SOON
-from tests.faults.playing import PATIENT, judge_read, judge_release, moving, nothing_left, refused, until, works
-from tests.faults.scenario import Term
-from tests.faults.scenarios import DUPLICATES, HOME_GONE, NOBODY_CAME, OVERWRITTEN, STOPPED_FOR_GOOD, STRANGER
-from tests.faults.world import TIMES, Reader, Source, World
-from tests.fuzz import http2
-from tests.fuzz.http2 import Connection
+from tests.support import http2
+from tests.support.faults.fault_world import TIMES, Reader, Source, World
+from tests.support.faults.playing import PATIENT, judge_read, judge_release, moving, nothing_left, refused, works
+from tests.support.faults.processes import SOON
+from tests.support.faults.scenario import Term
+from tests.support.faults.scenarios import DUPLICATES, HOME_GONE, NOBODY_CAME, OVERWRITTEN, STOPPED_FOR_GOOD, STRANGER
+from tests.support.http2 import Connection
+from tests.support.node_servers import free_port
+from tests.support.waiting import until
 
 
 @pytest.mark.parametrize("ucx_tls", ["", "tcp"], ids=["ucx-default", "ucx-tcp"])

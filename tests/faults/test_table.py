@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from tests.faults.scenarios import ROWS
 from tests.faults.table import DOCUMENT, written
+from tests.support.faults.scenarios import ROWS
 
 
 def test_the_document_has_the_table_of_the_scenarios() -> None:

@@ -14,7 +14,7 @@ from grpc_reflection.v1alpha import reflection_pb2
 from hypothesis import strategies as st
 
 from tests.fuzz.methods import Method
-from tests.fuzz.target import Party
+from tests.support.raw_parties import Party
 
 DEPTH = 5
 """How deep fields are looked for: EngineGeometry, ranks, planes, token_shard and its fields."""

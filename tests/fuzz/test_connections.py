@@ -1,5 +1,5 @@
 """R9 below the messages: peers that speak HTTP/2 and gRPC wrongly, halfway, or far too much of it. Frames that are no
-HTTP/2 at all are in tests/server/test_shell_frames.py."""
+HTTP/2 at all are in tests/server/node/test_frames.py."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from kvferry._wire.channel import MAX_MESSAGE_BYTES
-from tests.fuzz import http2
 from tests.fuzz.conftest import EXAMPLES
-from tests.fuzz.http2 import Connection, data, frame, message, request_headers
 from tests.fuzz.messages import seed
 from tests.fuzz.methods import METHODS, Method
 from tests.fuzz.target import Target, encoded
+from tests.support import http2
+from tests.support.http2 import Connection, data, frame, message, request_headers
 
 CPU_PER_CONNECTION = 5.0
 """Seconds of the server's CPU; it takes a tenth of that for the worst of them."""

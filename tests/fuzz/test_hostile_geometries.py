@@ -26,12 +26,12 @@ from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry_server.servicers import introspection
 from tests.fuzz.bounded import bounded
 from tests.fuzz.conftest import FUZZ
-from tests.fuzz.hostile import CASES, MAX_RANKS
+from tests.fuzz.hostile_geometries import CASES, MAX_RANKS
 from tests.fuzz.messages import edit
 from tests.fuzz.methods import METHODS
 from tests.fuzz.target import CPU_PER_LARGE_MESSAGE, Target, encoded
-from tests.plan.strategies import World, worlds
-from tests.server.node import TIMEOUT, raised, running
+from tests.support.drawn_worlds import World, worlds
+from tests.support.node_in_process import TIMEOUT, raised, running
 
 TOKENS = 1000
 every_case = pytest.mark.parametrize("case", CASES)

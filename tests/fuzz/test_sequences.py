@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.servers import NodeServerProcess
 from tests.fuzz.peer import HostilePeer
 from tests.fuzz.victims import Victims
+from tests.support.node_servers import NodeServerProcess
 
 ROUNDS = int(os.environ.get("FUZZ_ROUNDS", "5"))
 SEED = int(os.environ.get("FUZZ_SEED", "1"))

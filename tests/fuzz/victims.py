@@ -22,7 +22,8 @@ from kvferry._wire.reference import parse_reference
 from kvferry.errors import KvferryError
 from kvferry.v1 import introspection_pb2 as ipb
 from kvferry.v1.introspection_pb2_grpc import IntrospectionStub
-from tests.e2e.world import POISON, Model, unique_id
+from tests.support.caches import POISON, Model
+from tests.support.identifiers import unique_id
 
 MODEL = Model(layers=2, heads=4, head_dim=16, num_blocks=128)
 BLOCKS = 8

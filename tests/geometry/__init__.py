@@ -1,1 +1,1 @@
-"""Geometry: from tensors, from files, and over the wire."""
+"""Geometry: from tensors and from files."""

@@ -1,7 +1,6 @@
 """Geometry files: what they say is what the engine has, and what they must not say is refused by name."""
 
 import copy
-import json
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -15,25 +14,8 @@ from kvferry.errors import BadGeometry, Incompatible
 from kvferry.geometry import EngineGeometry, GroupKind, Interval, MemoryKind, Plane, RankGeometry, TokenShard
 from kvferry.geometry import file as geometry_file
 from kvferry.planner import plan_read
-from tests.geometry.hurry import unhurried
-
-EXAMPLES = Path(__file__).parents[2] / "examples" / "geometry"
-FILES = sorted(EXAMPLES.glob("*.json"))
-LLAMA: dict[str, Any] = json.loads((EXAMPLES / "llama3-8b-tp4.json").read_text())
-MAMBA: dict[str, Any] = json.loads((EXAMPLES / "mamba-hybrid-tp2.json").read_text())
-
-
-def document(**changes: Any) -> dict[str, Any]:
-    """Llama-3-8B's file with some fields changed; None leaves one out."""
-    changed = {**copy.deepcopy(LLAMA), **changes}
-    return {name: value for name, value in changed.items() if value is not None}
-
-
-def small(**changes: Any) -> dict[str, Any]:
-    """A file whose planes a test can visit byte by byte."""
-    model = {"layers": 2, "kv_heads": 4, "head_dim": 3, "dtype": "float16", "attention": "gqa"}
-    base = {"engine_id": "small", "tp_size": 2, "block_size": 4, "num_blocks": 3, "model": model}
-    return {**base, **changes}
+from tests.geometry.documents import FILES, MAMBA, document, small
+from tests.support.repository import EXAMPLES
 
 
 def cells(plane: Plane) -> np.ndarray[Any, Any]:
@@ -148,7 +130,6 @@ def test_words_for_layouts_mean_the_tensors_that_engines_have() -> None:
         assert address(engine, "layers.1/value", 2, 1, 3) == expected, (layout, kv, tensors)
 
 
-@unhurried
 @given(heads=st.integers(1, 12), tp_size=st.integers(1, 12))
 def test_heads_are_divided_by_the_rule_unless_the_file_says_how(heads: int, tp_size: int) -> None:
     model = {"layers": 1, "kv_heads": heads, "head_dim": 1, "dtype": "int8"}

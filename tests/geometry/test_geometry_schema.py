@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from kvferry.errors import BadGeometry, InvalidField
 from kvferry.geometry import file as geometry_file
 from kvferry.geometry.file.components import DTYPE_BYTES
-from tests.geometry.hurry import unhurried
-from tests.geometry.test_geometry_files import FILES, LLAMA
-from tests.geometry.test_geometry_mistakes import MISTAKES, junk
+from tests.geometry.documents import FILES, LLAMA
+from tests.geometry.mistakes import MISTAKES, junk
+from tests.support.repository import ROOT
 
-SCHEMA = json.loads((Path(__file__).parents[2] / "docs" / "geometry.schema.json").read_text())
+SCHEMA = json.loads((ROOT / "docs" / "geometry.schema.json").read_text())
 VALIDATOR = jsonschema.Draft202012Validator(SCHEMA)
 DOCUMENTS = [json.loads(path.read_text()) for path in FILES]
 
@@ -110,7 +110,7 @@ LISTS = (
 values = st.sampled_from((*WORDS, *NUMBERS, *LISTS, "layers.{}.x", "rows_first", "bfloat16", {"count": 2}, {"a": "b"}))
 
 
-@settings(unhurried, max_examples=400)
+@settings(max_examples=400)
 @given(data=st.data())
 def test_what_the_loader_takes_fits_the_schema(data: st.DataObject) -> None:
     document = copy.deepcopy(data.draw(st.sampled_from([LLAMA, *DOCUMENTS])))

@@ -6,7 +6,6 @@ from hypothesis import given
 
 from kvferry.geometry import Group, MemoryKind, MemoryRegion, RankGeometry, check_regions
 from kvferry.geometry.tensors import TensorView, planes_of, regions_of
-from tests.geometry.hurry import unhurried
 from tests.geometry.memory import Laid, laid
 
 
@@ -14,7 +13,6 @@ def view(address: int, length: int, storage: tuple[int, int] = (0, 0), device: i
     return TensorView(address, (length,), (1,), 1, "uint8", MemoryKind.VRAM, device, storage)
 
 
-@unhurried
 @given(tensor=laid(("kv", "block", "token", "unit", "content"), kv=2))
 def test_planes_of_a_tensor_lie_in_its_region(tensor: Laid) -> None:
     group = Group("full", block_tokens=tensor.size("token"), num_blocks=tensor.size("block"))

@@ -6,12 +6,10 @@ from hypothesis import strategies as st
 
 from kvferry.errors import BadGeometry
 from kvferry.geometry import Interval, TokenShard, shard, shards, token_shard
-from tests.geometry.hurry import unhurried
 
 sizes = st.integers(1, 200)
 
 
-@unhurried
 @given(count=sizes, size=sizes)
 def test_shards_are_disjoint_and_cover_the_axis(count: int, size: int) -> None:
     held = [unit for part in shards(count, size) for unit in range(part.begin, part.end)]
@@ -20,7 +18,6 @@ def test_shards_are_disjoint_and_cover_the_axis(count: int, size: int) -> None:
         assert len(held) == size
 
 
-@unhurried
 @given(count=sizes, size=sizes)
 def test_shards_differ_in_size_by_at_most_one(count: int, size: int) -> None:
     lengths = {len(part) for part in shards(count, size)}
@@ -28,7 +25,6 @@ def test_shards_differ_in_size_by_at_most_one(count: int, size: int) -> None:
     assert min(lengths) >= 1
 
 
-@unhurried
 @given(replicas=st.integers(1, 16), heads=st.integers(1, 16))
 def test_replicas_are_neighbours_as_in_vllm(replicas: int, heads: int) -> None:
     for rank, part in enumerate(shards(heads * replicas, heads)):

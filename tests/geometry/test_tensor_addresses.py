@@ -23,7 +23,6 @@ from kvferry.geometry.tensors import (
     regions_of,
     view_of,
 )
-from tests.geometry.hurry import unhurried
 from tests.geometry.memory import Laid, cell, laid
 
 
@@ -39,7 +38,6 @@ def check(laid_out: Laid, plane: Plane, pages: int = 1, **fixed: int) -> None:
                 assert cell(plane, block, unit, state) == expected
 
 
-@unhurried
 @given(tensor=laid(("kv", "block", "token", "unit", "content"), kv=2), first=st.integers(0, 5))
 def test_keys_and_values_in_any_order_of_axes(tensor: Laid, first: int) -> None:
     group = Group("full", block_tokens=tensor.size("token"), num_blocks=tensor.size("block"))
@@ -53,7 +51,6 @@ def test_keys_and_values_in_any_order_of_axes(tensor: Laid, first: int) -> None:
         check(tensor, plane, kv=kv)
 
 
-@unhurried
 @given(tensor=laid(("layer", "block", "token", "unit", "content"), layer=3), split=st.data())
 def test_packed_content_of_a_cross_layer_tensor(tensor: Laid, split: st.DataObject) -> None:
     width = tensor.size("content")
@@ -72,7 +69,6 @@ def test_packed_content_of_a_cross_layer_tensor(tensor: Laid, split: st.DataObje
                     assert cell(plane, block, unit, token) == row[begin * 4 : end * 4]
 
 
-@unhurried
 @given(tensor=laid(("block", "token", "unit", "content"), block=6), pages=st.sampled_from((1, 2, 3)))
 def test_several_pages_per_block(tensor: Laid, pages: int) -> None:
     group = Group("full", block_tokens=tensor.size("token") * pages, num_blocks=6 // pages)
@@ -81,7 +77,6 @@ def test_several_pages_per_block(tensor: Laid, pages: int) -> None:
     check(tensor, plane, pages)
 
 
-@unhurried
 @given(tensor=laid(("block", "page", "token", "unit", "content"), page=2))
 def test_pages_with_an_axis_of_their_own(tensor: Laid) -> None:
     group = Group("full", block_tokens=tensor.size("token") * 2, num_blocks=tensor.size("block"))
@@ -94,7 +89,6 @@ def test_pages_with_an_axis_of_their_own(tensor: Laid) -> None:
                 assert cell(plane, block, unit, state) == expected
 
 
-@unhurried
 @given(tensor=laid(("slot", "unit", "content"), slot=12), block_tokens=st.sampled_from((1, 3, 4, 5)))
 def test_token_slots_without_a_block_axis(tensor: Laid, block_tokens: int) -> None:
     group = Group("full", block_tokens=block_tokens, num_blocks=12 // block_tokens)
@@ -105,7 +99,6 @@ def test_token_slots_without_a_block_axis(tensor: Laid, block_tokens: int) -> No
                 assert cell(plane, block, unit, token) == tensor.at(slot=block * block_tokens + token, unit=unit)
 
 
-@unhurried
 @given(tensor=laid(("block", "token", "unit"), unit=10))
 def test_convolution_state_as_sub_projections_in_either_row_order(tensor: Laid) -> None:
     group = Group("mamba", GroupKind.STATE, num_blocks=tensor.size("block"))

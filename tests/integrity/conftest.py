@@ -9,16 +9,13 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
-import numpy as np
 import pytest
 
-from kvferry import Blocks, Cache, Client, EngineSpec, IntegrityOptions, MemoryKind, MemoryRegion, NixlOptions
-from kvferry._demo.pattern import POISON, Bytes, blocks_view, expected
-from kvferry.geometry import EngineGeometry, RankGeometry
-from kvferry.geometry.file import rank_bytes, rebase
-from tests.e2e.servers import NodeServerProcess
-from tests.e2e.test_geometries import allocate, numbers
-from tests.e2e.world import unique_id
+from kvferry import Blocks, IntegrityOptions
+from kvferry._demo.pattern import blocks_view
+from kvferry.geometry import EngineGeometry
+from tests.support.held_ranks import HeldRanks, allocate
+from tests.support.node_servers import NodeServerProcess
 
 
 @dataclass(frozen=True)
@@ -45,40 +42,8 @@ class Order:
     ucx_tls: str = ""
 
 
-class Held:
-    """All ranks of an engine in one process."""
-
-    def __init__(
-        self, address: str, engine: EngineGeometry, integrity: IntegrityOptions | None, ucx_tls: str, *, serve: bool
-    ) -> None:
-        self.engine = engine
-        self.client = Client(address, options=NixlOptions(ucx_tls=ucx_tls), integrity=integrity)
-        self.spec = EngineSpec(unique_id("engine"), engine.groups, len(engine.ranks))
-        self.session = self.client.open_engine(self.spec)
-        self.ranks: list[tuple[Cache, Bytes, RankGeometry]] = []
-        for rank in engine.ranks:
-            cells = np.full(rank_bytes(rank), POISON, np.uint8)
-            placed = rebase(rank, cells.ctypes.data)
-            region = MemoryRegion(MemoryKind.DRAM, 0, cells.ctypes.data, cells.nbytes)
-            cache = self.client.register_cache(
-                self.spec,
-                rank.rank,
-                planes=placed.planes,
-                regions=[region],
-                replicated=True,
-                keep=cells,
-                labels=rank.labels,
-                serve=serve,
-            )
-            self.ranks.append((cache, cells, placed))
-
-    def fill(self, blocks: dict[str, Blocks]) -> None:
-        """Write a request's bytes."""
-        for _, cells, rank in self.ranks:
-            for plane in rank.planes:
-                listed = blocks[plane.group]
-                which = numbers(self.engine.group(plane.group), listed)
-                blocks_view(cells, cells.ctypes.data, plane)[listed.ids] = expected("request", plane, which)
+class Held(HeldRanks):
+    """All ranks of an engine in one process, whose bytes can be damaged."""
 
     def damage(self, blocks: dict[str, Blocks], what: tuple[int, str, int, int, int, int]) -> int:
         """Overwrite a byte; returns the id of the block it is in."""
@@ -108,9 +73,9 @@ def hold_source(address: str, pipe: Connection) -> None:
             order: Order = pipe.recv()
         except EOFError:
             return
-        held = Held(address, order.engine, order.integrity, order.ucx_tls, serve=True)
+        held = Held(address, order.engine, order.ucx_tls, serve=True, integrity=order.integrity)
         blocks = allocate(order.engine, order.tokens, 0, 1)
-        held.fill(blocks)
+        held.fill("request", blocks)
         publication = held.session.publish("request", blocks, checksums=order.announce)
         chosen = range(len(held.ranks)) if order.sum_ranks is None else order.sum_ranks
         if order.late:
@@ -146,7 +111,7 @@ class Sources:
     @contextmanager
     def destination(self, engine: EngineGeometry, integrity: IntegrityOptions | None, **options: Any) -> Iterator[Held]:
         """A destination in this process."""
-        held = Held(self.server.address, engine, integrity, options.get("ucx_tls", ""), serve=False)
+        held = Held(self.server.address, engine, options.get("ucx_tls", ""), serve=False, integrity=integrity)
         try:
             yield held
         finally:

@@ -20,8 +20,8 @@ from kvferry.planner import ReadPlan, plan_read
 from kvferry.planner.request_blocks import needed
 from kvferry.planner.summed_blocks import held_blocks, source_blocks
 from tests.integrity.definition import sum_of
-from tests.plan.simulation import POISON, Memory, address, execute, global_state, source_memories, wanted
-from tests.plan.strategies import World, worlds
+from tests.support.drawn_worlds import World, worlds
+from tests.support.simulated_memories import POISON, Memory, address, execute, global_state, source_memories, wanted
 
 PUBLICATION = 7
 Place = tuple[int, str, int, int]

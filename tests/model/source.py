@@ -22,7 +22,7 @@ from kvferry_server.domain.registrations import Registration
 from tests.model.clocks import PartyClock, Violation
 from tests.model.host import ADVERTISE, Host, Pulled
 from tests.model.network import Call, Network, Pipe
-from tests.server.parties import BLOCK, registration
+from tests.support.parties import BLOCK, registration
 
 ENGINE_ID = "prefill"
 BLOCKS = 6

@@ -23,8 +23,7 @@ from pathlib import Path
 
 from tests.mutation.mutants import Mutant, mutants
 from tests.mutation.targets import TARGETS, Target
-
-ROOT = Path(__file__).parents[2]
+from tests.support.repository import ROOT
 
 
 @dataclass

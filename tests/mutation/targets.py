@@ -6,41 +6,41 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 PLAN = (
-    "tests/plan/test_held_states.py",
-    "tests/plan/test_planner_decisions.py",
-    "tests/plan/test_line_rule.py",
-    "tests/plan/test_requests.py",
-    "tests/plan/test_selections.py",
+    "tests/planner/test_held_states.py",
+    "tests/planner/test_planner_decisions.py",
+    "tests/planner/test_line_rule.py",
+    "tests/planner/test_requests.py",
+    "tests/planner/test_selections.py",
 )
-NEEDED = ("tests/plan/test_needed.py",)
-ROWS = ("tests/plan/test_rows.py",)
-SEGMENTS = ("tests/plan/test_segments.py",)
-REFUSALS = ("tests/plan/test_refusals.py", "tests/plan/test_overlaps.py", "tests/plan/test_statements.py")
-ORACLE = ("tests/plan/test_oracle.py", "tests/plan/test_sweep.py")
+NEEDED = ("tests/planner/test_needed.py",)
+ROWS = ("tests/planner/test_rows.py",)
+SEGMENTS = ("tests/planner/test_segments.py",)
+REFUSALS = ("tests/planner/test_refusals.py", "tests/planner/test_overlaps.py", "tests/planner/test_statements.py")
+ORACLE = ("tests/planner/test_oracle.py", "tests/planner/test_sweep.py")
 HOME = (
-    "tests/server/test_leases.py",
-    "tests/server/test_publications.py",
-    "tests/server/test_engines.py",
-    "tests/server/test_home.py",
-    "tests/server/test_decisions.py",
-    "tests/server/test_authority.py",
+    "tests/server/domain/test_leases.py",
+    "tests/server/domain/test_publications.py",
+    "tests/server/domain/test_engines.py",
+    "tests/server/home/test_home.py",
+    "tests/server/domain/test_decisions.py",
+    "tests/server/servicers/test_authority.py",
 )
-SHARES = ("tests/server/test_shares.py",)
-FEEDS = ("tests/server/test_feeds.py", "tests/server/test_kv_transfer.py")
+SHARES = ("tests/server/domain/test_shares.py",)
+FEEDS = ("tests/server/domain/test_feeds.py", "tests/server/servicers/test_kv_transfer.py")
 MODEL = ("tests/model/test_model.py",)
-DEFENCE = ("tests/data_plane/test_defence.py",)
-FOOTPRINT = ("tests/plan/test_footprint.py", "tests/plan/test_large_caches.py")
-LINKS = ("tests/data_plane/test_link_decisions.py",)
-OFFERS = ("tests/unit/test_offers.py", "tests/unit/test_offer_decisions.py")
-RANK = ("tests/data_plane/test_rank_decisions.py",)
+DEFENCE = ("tests/transport/test_defence.py",)
+FOOTPRINT = ("tests/planner/test_footprint.py", "tests/planner/test_large_caches.py")
+LINKS = ("tests/transport/test_link_decisions.py",)
+OFFERS = ("tests/control/test_offers.py", "tests/control/test_offer_decisions.py")
+RANK = ("tests/reads/test_rank_decisions.py",)
 ENGINE_READS = ("tests/engine/test_read_decisions.py",)
-BLOCK_USE = ("tests/unit/test_block_use.py", "tests/edge/test_blocks_in_use.py")
-CONTROL = ("tests/control/test_renewals.py", "tests/control/test_shares.py", "tests/control/test_telling.py")
+BLOCK_USE = ("tests/control/test_block_use.py", "tests/api/test_blocks_in_use.py")
+CONTROL = ("tests/control/test_renewals.py", "tests/reads/test_rank_shares.py", "tests/control/test_telling.py")
 RENEWALS = ("tests/control/test_renewal_decisions.py",)
-SLOTS = ("tests/data_plane/test_staging_decisions.py",)
-READING = ("tests/data_plane/test_reading_decisions.py",)
-STAGING = ("tests/data_plane/test_staging.py",)
-READS = ("tests/data_plane/test_reads.py", "tests/data_plane/test_faults.py", "tests/data_plane/test_agents.py")
+SLOTS = ("tests/transport/test_staging_decisions.py",)
+READING = ("tests/transport/test_reading_decisions.py",)
+STAGING = ("tests/transport/test_staging.py",)
+READS = ("tests/transport/test_raw_reads.py", "tests/transport/test_faults.py", "tests/transport/test_agents.py")
 PORT = ("tests/engine/test_port_decisions.py",)
 PORTS = ("tests/engine/test_ports.py", "tests/engine/test_step_thread.py")
 
@@ -60,7 +60,7 @@ class Target:
 
 PLANNER = (PLAN, REFUSALS, ORACLE)
 LESSOR = (HOME, MODEL)
-LEASE = ("tests/unit/test_leases.py", "tests/unit/test_lease_decisions.py")
+LEASE = ("tests/control/test_reader_leases.py", "tests/control/test_lease_decisions.py")
 
 MILLIONS = "one more or less of a limit of millions"
 ONE_SHARD = "with one shard every state is held, whatever its interleave"
@@ -122,7 +122,7 @@ TARGETS: dict[str, Target] = {
             "_Places._by_id: 2 -> 3": "one more id that is nobody's",
         },
     ),
-    "client/kvferry/_transport/transfer.py": Target((("tests/data_plane/test_tracking.py",), READS)),
+    "client/kvferry/_transport/transfer.py": Target((("tests/transport/test_tracking.py",), READS)),
     "client/kvferry/_transport/peer_link.py": Target(
         (LINKS, READS),
         {

@@ -1,0 +1,1 @@
+"""The node server, folder by folder."""

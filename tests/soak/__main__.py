@@ -21,16 +21,16 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from kvferry._clock import now
-from tests.e2e import pairwise
-from tests.e2e.geometry_cases import CASES, Case
-from tests.e2e.servers import NodeServerProcess
-from tests.e2e.test_geometries import hold_sources, move
-from tests.faults.playing import nothing_left, play
-from tests.faults.scenarios import PROCESSES
-from tests.faults.test_leaks import serve_mixed
-from tests.faults.world import World
 from tests.soak.gauges import Gauges, left, left_here
-from tests.soak.hostile import Hostile
+from tests.soak.hostile_peer import Hostile
+from tests.support import pairwise
+from tests.support.faults.fault_world import World
+from tests.support.faults.load import serve_mixed
+from tests.support.faults.playing import nothing_left, play
+from tests.support.faults.scenarios import PROCESSES
+from tests.support.geometry_cases import CASES, Case
+from tests.support.held_ranks import hold_sources, move
+from tests.support.node_servers import NodeServerProcess
 
 
 class Soak:

@@ -1,0 +1,162 @@
+"""What somebody who writes an engine for the first time gets wrong: told at once, where it is, and what to do."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+import kvferry
+from kvferry import Blocks, Client, EngineSpec, Group
+from kvferry._cli import app
+from kvferry._clock import now
+from kvferry._transport.peer_link import _called
+from kvferry.engine import Grant, SchedulerPort, WorkerOutput, WorkerPort
+from kvferry.errors import BadAgentMetadata, BadGeometry, InvalidField, KvferryError, WrongState
+from kvferry.geometry import file as geometry_file
+from kvferry.geometry.tensors import planes_of
+from tests.api.conftest import AXES, BLOCKS, TOKENS, array
+from tests.support.identifiers import unique_id
+
+GROUP = Group("full", block_tokens=TOKENS, num_blocks=BLOCKS)
+
+
+@pytest.mark.parametrize("address", ["http://127.0.0.1:50051", "grpc://node:1", "node", "node:port", "unix:socket", ""])
+def test_addresses_that_are_none_are_refused_when_the_client_is_made(address: str) -> None:
+    with pytest.raises(InvalidField, match="unix:/absolute/path or host:port"):
+        Client(address)
+
+
+def test_the_scheme_that_is_too_much_is_named() -> None:
+    with pytest.raises(InvalidField, match="without http://"):
+        Client("http://127.0.0.1:50051")
+
+
+def test_a_rank_that_this_process_has_registered_already(client: Client) -> None:
+    spec = EngineSpec(unique_id("engine"), (GROUP,))
+    first = client.register_cache(spec, tensors={"l": array()}, axes=AXES)
+    with pytest.raises(WrongState, match=r"rank 0 of engine '.*' is already registered by this process: use the Cache"):
+        client.register_cache(spec, tensors={"l": array()}, axes=AXES)
+    # Nothing happened to the first one.
+    first.session.publish("request", {"full": Blocks([1])})
+
+
+def test_axes_in_another_order_than_the_tensor_has_them() -> None:
+    with pytest.raises(BadGeometry, match=r"axis 'block' has 64, axis 'token' has 2 where a block has 16"):
+        planes_of({"l": array()}, ("kv", "block", "token", "head", "content"), GROUP)
+
+
+def test_axes_that_nobody_named() -> None:
+    with pytest.raises(BadGeometry, match=r"its axes are not named, so axis 0 is taken for the blocks: it has 2, and"):
+        planes_of({"l": array()}, None, GROUP)
+
+
+def test_axes_in_one_string() -> None:
+    with pytest.raises(InvalidField, match="expected several strings"):
+        planes_of({"l": array()}, "kv,block,head,token,content", GROUP)
+
+
+def test_a_source_that_serves_nothing(client: Client) -> None:
+    source = client.register_cache(
+        EngineSpec(unique_id("source"), (GROUP,)), tensors={"l": array()}, axes=AXES, serve=False
+    )
+    reader = client.register_cache(EngineSpec(unique_id("reader"), (GROUP,)), tensors={"l": array()}, axes=AXES)
+    publication = source.session.publish("request", {"full": Blocks([1])})
+    with pytest.raises(BadAgentMetadata, match="registered with serve=False"):
+        reader.read(publication.reference, {"full": Blocks([1])}).result(60)
+
+
+@pytest.mark.parametrize("call", [lambda client, spec: client.open_engine(spec, timeout=3.0)], ids=["open"])
+def test_who_waits_for_a_node_server_that_is_not_there_is_told_after_a_second(
+    call: Callable[[Client, EngineSpec], Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    with Client(address) as client, caplog.at_level(logging.WARNING), pytest.raises(KvferryError):
+        call(client, EngineSpec(unique_id("engine"), (GROUP,)))
+    assert any(
+        "still waiting for" in record.getMessage() and address in record.getMessage() for record in caplog.records
+    )
+
+
+def test_a_read_whose_home_is_away_says_what_it_waits_for(client: Client, caplog: pytest.LogCaptureFixture) -> None:
+    cache = client.register_cache(EngineSpec(unique_id("reader"), (GROUP,)), tensors={"l": array()}, axes=AXES)
+    with kvferry.serve() as away, Client(away.address) as there:
+        source = there.register_cache(EngineSpec(unique_id("source"), (GROUP,)), tensors={"l": array()}, axes=AXES)
+        reference = source.session.publish("request", {"full": Blocks([1])}).reference
+        address = away.advertise
+    with caplog.at_level(logging.WARNING):
+        read = cache.read(reference, {"full": Blocks([1])}, timeout=4.0)
+        assert isinstance(read.exception(60), KvferryError)
+    said = [
+        record.getMessage() for record in caplog.records if "still waiting for publication 1" in record.getMessage()
+    ]
+    assert len(said) == 1
+    assert address in said[0]
+
+
+@pytest.mark.parametrize(
+    "plain",
+    [None, 7, {}, [], {"granted": [1]}, {"granted": [], "local": []}, {"ended": 5}, {"ended": [], "failed": []}],
+)
+def test_what_no_port_sent_is_refused_where_it_is_read(plain: Any) -> None:
+    for kind in (Grant, WorkerOutput):
+        with pytest.raises(InvalidField):
+            kind.of(plain)
+
+
+def test_peers_are_called_what_their_engineers_call_them() -> None:
+    assert _called("kvferry/prefill/ab12/1/serving") == "rank 1 of engine 'prefill'"
+    assert _called("kvferry/team/a/prefill/ab12/0/serving") == "rank 0 of engine 'team/a/prefill'"
+    assert _called("another") == "peer 'another'"
+
+
+def test_a_worker_that_closes_is_not_said_to_have_died(caplog: pytest.LogCaptureFixture) -> None:
+    with kvferry.serve(engine_ttl=1.0) as server, Client(server.address) as client:
+        scheduler = SchedulerPort(client, EngineSpec(unique_id("engine"), (GROUP,)))
+        with Client(server.address) as other, caplog.at_level(logging.WARNING):
+            worker = WorkerPort(other, scheduler.spec, token=scheduler.token)
+            worker.register({"l": array()}, axes=AXES)
+            worker.close()
+        until, pause = now() + 60, threading.Event()
+        while "rank 0 is gone" not in caplog.text and now() < until:
+            pause.wait(0.05)
+        assert "rank 0 is gone: its process has ended, or has closed its client" in caplog.text
+        scheduler.close()
+
+
+def test_a_node_server_that_logs_errors_alone_is_ready_without_an_error() -> None:
+    command = [sys.executable, "-m", "kvferry_server.node.main", "--listen", "127.0.0.1:0", "--log-level", "error"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        line = process.stderr.readline()
+        process.terminate()
+        process.communicate(timeout=60)
+    assert "INFO kvferryd: kvferryd" in line
+    assert "ready: listens on" in line
+
+
+def test_a_geometry_file_that_is_wrong_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "prefill.json"
+    file.write_text('{"engine_id": "prefill"}')
+    with pytest.raises(InvalidField) as raised:
+        geometry_file.load(file)
+    assert str(raised.value).startswith(f"{file}: ")
+    assert raised.value.values["file"] == str(file)
+    result = CliRunner().invoke(app, ["plan", "--source", str(file), "--destination", str(file)])
+    assert result.exit_code == 2
+    assert str(file) in result.output
+
+
+def test_arrays_are_tensors() -> None:
+    assert len(planes_of({"l": np.zeros((2, BLOCKS, 2, TOKENS, 4), np.uint8)}, AXES, GROUP)) == 2

@@ -1,1 +1,0 @@
-"""The data plane alone: real NIXL between real processes, without gRPC."""

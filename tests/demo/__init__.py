@@ -1,0 +1,1 @@
+"""The demo: two engines of one machine."""

@@ -1,0 +1,1 @@
+"""The connector for vLLM, in a real vLLM: `make test-vllm`."""

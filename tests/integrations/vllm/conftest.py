@@ -1,0 +1,14 @@
+"""These tests need vLLM, which is in an environment of its own: `make test-vllm`."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import pytest
+
+collect_ignore_glob = [] if find_spec("vllm") else ["test_*.py"]
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    """Say why nothing is collected."""
+    return "" if find_spec("vllm") else "tests/integrations/vllm: left out, vLLM is not installed here (make test-vllm)"

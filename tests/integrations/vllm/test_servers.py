@@ -1,0 +1,56 @@
+"""Two ``vllm serve``, and what the usual proxies for prefill and decode do between them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.node_servers import NodeServerProcess, free_port
+from tests.support.vllm_engines import PREFILL, Server, kvferry, make_model, prompt
+
+pytestmark = pytest.mark.timeout(600)
+
+
+def counter(server: Server, name: str) -> float:
+    """A counter at ``/metrics``, over all labels."""
+    return sum(float(line.rpartition(" ")[2]) for line in server.metrics().splitlines() if line.startswith(name))
+
+
+def test_the_flow_of_the_usual_proxies(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model", kv_heads=4)
+    with NodeServerProcess(tmp_path / "home", tcp=True) as home:
+        servers = [
+            Server(model, tmp_path / f"{role}.log", free_port(), kvferry(role, home.address))
+            for role in ("kv_producer", "kv_consumer")
+        ]
+        try:
+            prefill, decode = (server.ready() for server in servers)
+            for seed in range(3):
+                body: dict[str, Any] = {
+                    "model": str(model),
+                    "prompt": prompt(200 + seed, 90),
+                    "temperature": 0,
+                    "max_tokens": 12,
+                    "ignore_eos": True,
+                    "return_token_ids": True,
+                }
+                alone = decode.complete({**body, "cache_salt": "another"})["choices"][0]["token_ids"]
+                # vLLM's toy proxy sends these, as for its own connector.
+                asked = {
+                    **PREFILL,
+                    "remote_engine_id": None,
+                    "remote_block_ids": None,
+                    "remote_host": None,
+                    "remote_port": None,
+                }
+                first = prefill.complete({**body, "max_tokens": 1, "kv_transfer_params": asked})
+                params = first["kv_transfer_params"]
+                answer = decode.complete({**body, "kv_transfer_params": params})
+                assert answer["choices"][0]["token_ids"] == alone
+            assert counter(decode, "vllm:kvferry_read_total") == 3
+            assert counter(prefill, "vllm:kvferry_published_total") == 3
+        finally:
+            for server in servers:
+                server.close()

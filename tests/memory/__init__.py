@@ -1,0 +1,1 @@
+"""Copies within the memory of one process."""

@@ -1,0 +1,200 @@
+"""Copies out of staging memory do what their definition says, with numpy and with torch."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvferry._memory.permute import HostSpace, Space, TorchSpace
+from kvferry._transport.nixl_agent import AgentInfo
+from kvferry._transport.nixl_options import NixlOptions
+from kvferry._transport.staging_pool import StagedShare, StagingPool
+from kvferry._transport.transfer import Transfer, TransferState
+from kvferry.errors import InvalidField, TransferFailed
+from kvferry.geometry import Blocks
+from kvferry.planner import Path
+from kvferry.planner.staged_read import Copy
+from tests.support import large_caches as worlds
+
+SIZE = 1 << 16
+
+
+@st.composite
+def copies(draw: st.DrawFn) -> tuple[int, int, Copy]:
+    """A copy between places that do not overlap, at offsets into the staging memory and into the destination."""
+    cell = draw(st.sampled_from([1, 2, 3, 4, 6, 8, 16, 24, 56]))
+    counts = draw(st.lists(st.integers(1, 4), max_size=2))
+    spans, sides = [], []
+    for _ in range(2):
+        # Each side nests the axes in an order of its own, with padding of its own.
+        span, strides = cell, [0] * len(counts)
+        for axis in draw(st.permutations(range(len(counts)))):
+            strides[axis] = span + draw(st.integers(0, 5)) * draw(st.sampled_from([1, 8]))
+            span += strides[axis] * (counts[axis] - 1)
+        spans.append(span)
+        sides.append(strides)
+    axes = tuple(zip(counts, *sides, strict=True))
+    places = sorted(draw(st.sets(st.integers(0, 12), min_size=1, max_size=6)))
+    ids = draw(st.permutations(range(12)))[: len(places)]
+    stride, own_stride = (span + draw(st.integers(0, 9)) for span in spans)
+    offset, own_offset = draw(st.integers(0, 64)), draw(st.integers(0, 64))
+    copy = Copy(
+        offset,
+        stride,
+        np.array(places, np.int64),
+        own_offset,
+        own_stride,
+        np.array(ids, np.int64),
+        axes,
+        cell,
+    )
+    return offset, own_offset, copy
+
+
+def moved(copy: Copy, source: np.ndarray, destination: np.ndarray) -> None:
+    """The definition, cell by cell; addresses are offsets."""
+    for place, block in zip(copy.places.tolist(), copy.ids.tolist(), strict=True):
+        for step in itertools.product(*(range(count) for count, _, _ in copy.axes)):
+            theirs = copy.source + place * copy.source_stride
+            theirs += sum(at * stride for at, (_, stride, _) in zip(step, copy.axes, strict=True))
+            mine = copy.destination + block * copy.destination_stride
+            mine += sum(at * stride for at, (_, _, stride) in zip(step, copy.axes, strict=True))
+            destination[mine : mine + copy.cell] = source[theirs : theirs + copy.cell]
+
+
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+@settings(max_examples=300, deadline=None)
+@given(drawn=copies())
+def test_every_cell_goes_to_its_place(library: str, drawn: tuple[int, int, Copy]) -> None:
+    offset, own_offset, copy = drawn
+    # torch's own memory on both sides; numpy takes any address.
+    memory = torch.full((SIZE,), 0xA5, dtype=torch.uint8)
+    space: Space = HostSpace(SIZE) if library == "numpy" else TorchSpace(SIZE, "cpu", [memory])
+    staging = np.frombuffer((bytearray(range(251)) * (SIZE // 251 + 1))[:SIZE], np.uint8)
+    source = np.ctypeslib.as_array((ctypes.c_uint8 * SIZE).from_address(space.region.base))
+    source[:] = staging
+    expected = memory.numpy().copy()
+    moved(copy, staging, expected)
+    placed = Copy(
+        space.region.base + offset,
+        copy.source_stride,
+        copy.places,
+        memory.data_ptr() + own_offset,
+        copy.destination_stride,
+        copy.ids,
+        copy.axes,
+        copy.cell,
+    )
+    space.copy([placed])
+    assert np.array_equal(memory.numpy(), expected)
+
+
+def test_memory_of_no_tensor_is_refused() -> None:
+    space = TorchSpace(4096, "cpu", [torch.zeros(16)])
+    elsewhere = np.zeros(4096, np.uint8)
+    places, ids = np.zeros(1, np.int64), np.zeros(1, np.int64)
+    copy = Copy(space.region.base, 64, places, elsewhere.ctypes.data, 64, ids, (), 64)
+    with pytest.raises(InvalidField, match="a tensor on cpu"):
+        space.copy([copy])
+
+
+class Device:
+    """torch as a device would have it, on the CPU: what is queued runs when the stream is waited for.
+
+    There is no GPU here. What this stands in for is `torch.cuda`'s stream, and the order of calls on it.
+    """
+
+    type = "cuda"
+    index = 0
+
+    def __init__(self, *, lost: bool = False) -> None:
+        self.waited = 0
+        self.lost = lost
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(torch, name)
+
+    def device(self, _: str) -> Device:
+        return self
+
+    @property
+    def cuda(self) -> Device:
+        return self
+
+    def current_stream(self, device: Device) -> Device:
+        assert device is self
+        return self
+
+    def synchronize(self) -> None:
+        self.waited += 1
+        if self.lost:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+
+@pytest.fixture
+def space_on() -> Callable[[Device], TorchSpace]:
+    def make(device: Device) -> TorchSpace:
+        space = TorchSpace(1 << 14, "cpu", [torch.zeros(1 << 14, dtype=torch.uint8)])
+        space._torch, space._device = device, device
+        return space
+
+    return make
+
+
+@pytest.mark.parametrize("failing", [False, True])
+def test_a_device_is_waited_for_also_when_a_copy_fails(
+    failing: bool, space_on: Callable[[Device], TorchSpace], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = Device()
+    space = space_on(device)
+    made: list[int] = []
+
+    def copies() -> Iterator[Copy]:
+        for _ in range(3):
+            yield Copy(0, 64, np.zeros(1, np.int64), 0, 64, np.zeros(1, np.int64), (), 64)
+            if failing:
+                raise RuntimeError("CUDA out of memory")
+
+    def queued(_: Copy) -> None:
+        # A kernel is queued, never run before the device is waited for.
+        assert device.waited == 0
+        made.append(1)
+
+    monkeypatch.setattr(space, "_copy", queued)
+    if failing:
+        with pytest.raises(RuntimeError, match="out of memory"):
+            space.copy(copies())
+    else:
+        space.copy(copies())
+    assert len(made) == (1 if failing else 3)
+    assert device.waited == 1
+
+
+def test_a_device_that_cannot_be_waited_for_leaves_the_transfer_unquiet_and_the_slot_in_use(
+    space_on: Callable[[Device], TorchSpace], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    space = space_on(Device(lost=True))
+    monkeypatch.setattr(space, "_copy", lambda _: None)
+    pool = StagingPool(space, 1 << 14, lambda: None)
+    source, destination = (worlds.plane(base, heads_first=first) for base, first in ((1 << 36, False), (1 << 40, True)))
+    expansion = worlds.planned(source, destination, Path.STAGED).expand({"full": Blocks([1])}, {"full": Blocks([2])})
+    (read,) = expansion.sources
+    transfer = Transfer("t", expansion.total_bytes, 1, None, lambda: 0.0, lambda: None)
+    info = AgentInfo("source", b"", b"", ())
+    chunk = StagedShare(transfer, info, read.staged, pool, 0.0, read.footprint).next(NixlOptions())
+    assert chunk is not None
+    assert chunk.account.begin()
+    assert transfer.quiet == transfer.state.final
+    chunk.account.landed(chunk.descriptors.total_bytes)
+    assert transfer.state is TransferState.FAILED
+    assert not transfer.quiet
+    assert isinstance(transfer.error, TransferFailed)
+    assert not transfer.error.quiet
+    assert pool.in_use == 1

@@ -1,0 +1,156 @@
+"""How many descriptors: fused over planes, merged over blocks, raw or prepared by the length of runs."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvferry.geometry import Blocks, EngineGeometry, Group, GroupKind
+from kvferry.planner import Path, PathRule, plan_read, prepared_tables
+from kvferry.planner.descriptors import PreparedDescriptors, RawDescriptors
+from kvferry.planner.expansion import Expansion
+from tests.support.geometries import (
+    BLOCKS_FIRST,
+    CROSS_LAYER,
+    HND,
+    NHD,
+    PACKED,
+    Engine,
+    Layout,
+    Tensor,
+    engine,
+    tensors,
+    tp_ranks,
+)
+
+LAYERS = 4
+MODEL = tensors(layers=LAYERS, axis=4)
+LATENT = tensors(layers=LAYERS, components=["latent"], axis=1)
+SCATTERED = np.random.default_rng(7).permutation(200)[:96]
+
+
+def moved(
+    source: EngineGeometry, destination: EngineGeometry, ids: object, own: object = None, path: Path = Path.DIRECT
+) -> Expansion:
+    mine = ids if own is None else own
+    return plan_read(source, destination, 0, rule=PathRule(path)).expand({"full": Blocks(ids)}, {"full": Blocks(mine)})  # type: ignore[arg-type]
+
+
+def made(layout: Layout, tp: int = 1, model: list[Tensor] = MODEL, block_tokens: int = 16) -> EngineGeometry:
+    return engine("x", model, tp, layout=layout, block_tokens=block_tokens, num_blocks=200).geometry()
+
+
+def test_a_cross_layer_tensor_at_equal_tp_is_one_descriptor_per_run_of_blocks() -> None:
+    expansion = moved(made(CROSS_LAYER), made(CROSS_LAYER), [*range(10, 50), *range(90, 130)])
+    assert (expansion.descriptors, expansion.pieces) == (2, 80 * LAYERS * 2)
+
+
+@pytest.mark.parametrize(
+    ("layout", "per_run"),
+    [(HND, LAYERS * 2), (NHD, LAYERS * 2), (BLOCKS_FIRST, LAYERS), (PACKED, LAYERS), (CROSS_LAYER, 1)],
+)
+def test_one_descriptor_per_storage_and_run(layout: Layout, per_run: int) -> None:
+    expansion = moved(made(layout), made(layout), [*range(10, 50), *range(90, 130)])
+    assert expansion.descriptors == 2 * per_run
+    assert isinstance(expansion.sources[0].descriptors[0], RawDescriptors)
+
+
+@pytest.mark.parametrize("layout", [HND, NHD, BLOCKS_FIRST, CROSS_LAYER])
+def test_runs_break_where_either_side_jumps(layout: Layout) -> None:
+    per_run = moved(made(layout), made(layout), range(64)).descriptors
+    expansion = moved(made(layout), made(layout), range(64), [*range(100, 116), *range(120, 168)])
+    assert expansion.descriptors == 2 * per_run
+
+
+def test_a_head_slice_is_one_descriptor_per_plane_and_block() -> None:
+    # TP 1 to 2: the slice of a block is contiguous; blocks are not.
+    expansion = moved(made(HND), made(HND, 2), range(64))
+    assert expansion.descriptors == 64 * LAYERS * 2
+    (part,) = expansion.sources[0].descriptors
+    assert isinstance(part, PreparedDescriptors)
+    assert len(part.table.source) == LAYERS * 2
+    assert part.table.source[0, 3] == 2 * part.table.destination[0, 3]
+
+
+def test_scattered_blocks_are_indices_into_prepared_rows() -> None:
+    expansion = moved(made(HND), made(HND), SCATTERED)
+    (part,) = expansion.sources[0].descriptors
+    assert isinstance(part, PreparedDescriptors)
+    assert (part.count, len(part.table.source)) == (96 * LAYERS * 2, LAYERS * 2)
+    assert part.source.dtype == part.destination.dtype == np.int32
+
+
+def test_the_mean_run_decides() -> None:
+    runs_of = {run: [start + i for start in range(0, 192, 12) for i in range(run)] for run in (3, 4)}
+    kinds = {run: type(moved(made(HND), made(HND), ids).sources[0].descriptors[0]) for run, ids in runs_of.items()}
+    assert kinds == {3: PreparedDescriptors, 4: RawDescriptors}
+
+
+def test_few_short_descriptors_are_not_worth_a_table() -> None:
+    expansion = moved(made(HND), made(HND), [5, 3, 9])
+    assert isinstance(expansion.sources[0].descriptors[0], RawDescriptors)
+
+
+@pytest.mark.parametrize(("theirs", "ours"), [(16, 64), (64, 16), (48, 32)])
+def test_contiguous_bytes_stay_one_descriptor_whatever_the_block_sizes(theirs: int, ours: int) -> None:
+    source, destination = made(HND, 1, LATENT, theirs), made(HND, 1, LATENT, ours)
+    tokens = 192 * 8
+    expansion = moved(source, destination, range(tokens // theirs), range(tokens // ours))
+    assert expansion.descriptors == LAYERS
+
+
+def test_a_block_size_change_is_a_few_rows_per_plane() -> None:
+    expansion = moved(made(HND, block_tokens=48), made(HND, block_tokens=32), range(64), range(96))
+    # Heads lie apart: each of the 128 pieces (two thirds of 32 tokens, the others of 16) is one per head.
+    assert expansion.descriptors == 128 * 4 * LAYERS * 2
+    lengths = sorted(part.table.entry_bytes for part in expansion.sources[0].descriptors)  # type: ignore[union-attr]
+    assert lengths == [16 * 4, 32 * 4]
+
+
+@pytest.mark.parametrize(("layout", "pieces"), [(NHD, 16 * 4), (HND, 4)])
+def test_staging_reads_whole_rows_and_merges_them_over_blocks(layout: Layout, pieces: int) -> None:
+    ids, own = [*range(10, 50), *range(90, 130)], SCATTERED[:80]
+    source = made(layout)
+    expansion = moved(source, made(HND), ids, own, Path.STAGED)
+    # Two runs of source blocks per plane; that the destination's are scattered makes no difference.
+    assert expansion.descriptors == 2 * LAYERS * 2
+    assert expansion.pieces == 80 * LAYERS * 2 * (1 if layout is HND else pieces)
+    assert expansion.total_bytes == moved(source, made(HND), ids, own).total_bytes
+
+
+def test_planes_of_one_block_are_not_fused_since_they_may_be_tensors_of_their_own() -> None:
+    # With one block two planes can touch by accident, and no descriptor spans two of NIXL's regions.
+    model = [Tensor(f"layers.{i}", "ssm", axis=2, state_rows=1) for i in range(2)]
+
+    def geometry(blocks: int) -> EngineGeometry:
+        group = Group("full", GroupKind.STATE, num_blocks=blocks)
+        return Engine("x", (group,), tp_ranks(model, 1), {"": CROSS_LAYER}).geometry()
+
+    assert [moved(geometry(blocks), geometry(blocks), [0]).descriptors for blocks in (1, 2)] == [2, 1]
+
+
+def test_tables_stay_below_what_an_index_can_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prepared_tables, "TABLE_LIMIT", 3 * 200 + 1)
+    plan = plan_read(made(HND), made(HND), 0)
+    assert [len(table.source) for table in plan.tables.tables] == [3, 3, 2]
+    expansion = plan.expand({"full": Blocks(SCATTERED)}, {"full": Blocks(SCATTERED)})
+    assert expansion.descriptors == 96 * LAYERS * 2
+    assert len(expansion.sources[0].descriptors) == 3
+
+
+def test_rows_that_fit_no_table_are_read_raw(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prepared_tables, "RECURRING_LIMIT", 0)
+    expansion = moved(made(HND), made(HND), SCATTERED)
+    assert [type(part) for part in expansion.sources[0].descriptors] == [RawDescriptors]
+    assert expansion.descriptors == 96 * LAYERS * 2
+
+
+def test_ever_new_token_ranges_do_not_fill_our_memory() -> None:
+    from kvferry.planner import lane as lanes
+
+    geometry = engine("x", [Tensor("layers.0", "key", axis=2)], block_tokens=64, num_blocks=4).geometry()
+    plan = plan_read(geometry, geometry, 0)
+    for begin in range(64):
+        for end in range(begin + 1, 64, 2):
+            plan.expand({"full": Blocks([1])}, {"full": Blocks([2])}, (begin, end))
+    assert len(plan.lanes[0]._rows) <= lanes.ROWS_KEPT

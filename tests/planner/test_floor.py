@@ -1,0 +1,40 @@
+"""Nothing is written below the first wanted token, however the token shards of both sides lie."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from kvferry.errors import InvalidField
+from kvferry.geometry import Blocks, EngineGeometry, Group, RankGeometry, TokenShard
+from kvferry.planner import Path, PathRule, plan_read
+from tests.support.large_caches import BLOCKS, plane
+from tests.support.simulated_memories import copies
+
+GROUP = Group("full", block_tokens=16, num_blocks=BLOCKS)
+GRANULE = 4
+
+
+def ranks(shards: int, base: int) -> tuple[RankGeometry, ...]:
+    """Ranks that hold every so many-th granule of tokens."""
+    whole = plane(base, tokens=16 // shards)
+    return tuple(
+        RankGeometry(rank, (replace(whole, token_granule=GRANULE, token_shard=TokenShard(rank, shards, GRANULE)),))
+        for rank in range(shards)
+    )
+
+
+@pytest.mark.parametrize(("theirs", "mine"), [(1, 1), (2, 2), (2, 1), (1, 2), (4, 2), (2, 4)])
+def test_a_first_token_inside_a_granule_is_refused(theirs: int, mine: int) -> None:
+    source = EngineGeometry("p", (GROUP,), ranks(theirs, 1 << 36))
+    destination = EngineGeometry("d", (GROUP,), ranks(mine, 1 << 40))
+    plan = plan_read(source, destination, 0, rule=PathRule(Path.DIRECT, slot_bytes=1 << 20))
+    blocks = {"full": Blocks(list(range(8)))}
+    # The granule of token 32 is that of rank 0 on all sides.
+    with pytest.raises(InvalidField, match=r"first token is '?34'?, expected a multiple of [48] tokens"):
+        plan.expand(blocks, blocks, (34, 128))
+    expansion = plan.expand(blocks, blocks, (32, 128))
+    first = plan.rank.planes[0]
+    floor = min(mine for read in expansion.sources for part in read.descriptors for _, mine, _ in copies(part))
+    assert floor >= first.base + 2 * first.block_stride

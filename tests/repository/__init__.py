@@ -1,0 +1,1 @@
+"""The repository itself: imports, documents, exports, and these tests."""

@@ -1,0 +1,180 @@
+"""Folders are layers (DESIGN §7): what may import what, and what must stay pure."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+from tests.support.repository import ROOT
+
+CLIENT = ROOT / "client" / "kvferry"
+SERVER = ROOT / "server" / "kvferry_server"
+
+SMALL = {"errors", "_arguments", "_clock", "_threads", "_forks", "_work_queue", "_engine_spec", "host_memory"}
+"""Single modules, each with its rule in `MAY_IMPORT`."""
+
+BASE = {"errors", "_arguments", "_clock", "_threads", "_forks"}
+PURE = {"errors", "_arguments", "geometry", "planner", "_engine_spec"}
+MAY_IMPORT: dict[str, set[str]] = {
+    "v1": set(),
+    "errors": set(),
+    "_clock": {"errors"},
+    "_arguments": {"errors"},
+    "_threads": {"errors"},
+    "_forks": {"errors"},
+    "_work_queue": {"errors", "_clock", "_threads"},
+    "geometry": {"errors", "_arguments"},
+    "_engine_spec": {"errors", "_arguments", "geometry"},
+    "host_memory": {"errors", "_arguments", "geometry"},
+    "planner": {"errors", "_arguments", "geometry"},
+    "_memory": {"errors", "_arguments", "_engine_spec", "geometry", "planner"},
+    "_transport": {*BASE, "geometry", "planner", "_memory"},
+    "_wire": {*BASE, "geometry", "planner", "v1"},
+    "_control": {*BASE, "_work_queue", "geometry", "_engine_spec", "_wire", "v1"},
+    "_reads": {
+        *BASE,
+        "_work_queue",
+        "geometry",
+        "planner",
+        "_engine_spec",
+        "_memory",
+        "_transport",
+        "_wire",
+        "_control",
+        "v1",
+    },
+}
+FACES = {
+    "_session": {*MAY_IMPORT},
+    "_cache": {*MAY_IMPORT, "_session"},
+    "_client": {*MAY_IMPORT, "_session", "_cache"},
+    "_embed": {"errors", "_forks"},
+    "aio": {*MAY_IMPORT, "_session", "_cache", "_client"},
+    "engine": {*MAY_IMPORT, "_session", "_cache", "_client"},
+    "integrations": {*MAY_IMPORT, "_session", "_cache", "_client", "engine"},
+    "_demo": {*MAY_IMPORT, "_session", "_cache", "_client", "engine"},
+    "_cli": {*MAY_IMPORT, "_session", "_cache", "_client", "engine", "_demo"},
+}
+RULES = {**MAY_IMPORT, **FACES}
+HEAVY = {"grpc", "nixl", "torch", "asyncio", "threading", "google"}
+OF_THE_SDK = {"errors", "geometry", "planner", "_wire", "_clock", "v1"}
+"""What the server may use of it."""
+SERVER_RULES = {
+    "domain": set[str](),
+    "home": {"domain"},
+    "servicers": {"domain", "home"},
+    "node": {"domain", "home", "servicers"},
+}
+
+
+def imports(path: Path, package: Path) -> Iterator[str]:
+    """Modules that a file imports, those that are only for types included."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            for alias in node.names:
+                whole = f"{node.module}.{alias.name}"
+                inside = package.parent.joinpath(*whole.split("."))
+                yield whole if inside.is_dir() or inside.with_suffix(".py").is_file() else node.module
+
+
+def files(package: Path) -> Iterator[tuple[str, Path]]:
+    """The files of a package, with the folder or single module that each belongs to."""
+    for path in sorted(package.rglob("*.py")):
+        top = path.relative_to(package).parts[0].removesuffix(".py")
+        if top not in ("__init__", "v1"):
+            yield top, path
+
+
+def folders(package: Path) -> set[str]:
+    return {top for top, _ in files(package)}
+
+
+def test_every_folder_has_a_rule() -> None:
+    assert folders(CLIENT) | {"v1"} == set(RULES)
+    assert folders(SERVER) == set(SERVER_RULES)
+
+
+@pytest.mark.parametrize("folder", sorted(set(RULES) - {"v1"}))
+def test_imports_point_downwards(folder: str) -> None:
+    for top, path in files(CLIENT):
+        if top != folder:
+            continue
+        for name in imports(path, CLIENT):
+            package, _, rest = name.partition(".")
+            assert package != "kvferry_server" or folder == "_embed", f"{path} imports {name}"
+            if package == "kvferry" and rest:
+                target = rest.split(".")[0]
+                assert target == folder or target in RULES[folder], f"{path} imports {name}"
+
+
+@pytest.mark.parametrize("folder", sorted(SERVER_RULES))
+def test_imports_of_the_server_point_downwards(folder: str) -> None:
+    for top, path in files(SERVER):
+        if top != folder:
+            continue
+        for name in imports(path, SERVER):
+            package, _, rest = name.partition(".")
+            target = rest.split(".")[0]
+            if package == "kvferry_server" and rest:
+                assert target == folder or target in SERVER_RULES[folder], f"{path} imports {name}"
+            if package == "kvferry" and rest:
+                assert target in OF_THE_SDK, f"{path} imports {name}"
+
+
+@pytest.mark.parametrize("package", [CLIENT, SERVER], ids=["client", "server"])
+def test_no_module_imports_itself_by_way_of_others(package: Path) -> None:
+    graph: dict[str, set[str]] = {}
+    for _, path in files(package):
+        name = ".".join(path.relative_to(package.parent).with_suffix("").parts).removesuffix(".__init__")
+        graph[name] = {found for found in imports(path, package) if found.startswith(f"{package.name}.")} - {name}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(" -> ".join(error.args[1]))
+
+
+@pytest.mark.parametrize("folder", sorted(PURE))
+def test_pure_folders_know_neither_grpc_nor_nixl_nor_torch(folder: str) -> None:
+    for top, path in files(CLIENT):
+        if top == folder:
+            assert not {name.split(".")[0] for name in imports(path, CLIENT)} & HEAVY, path
+
+
+def test_domain_of_the_server_knows_neither_grpc_nor_asyncio() -> None:
+    for top, path in files(SERVER):
+        if top == "domain":
+            assert not {name.split(".")[0] for name in imports(path, SERVER)} & (HEAVY - {"google"}), path
+
+
+def test_nixl_is_imported_in_one_file() -> None:
+    """Also not by name: what a file hands to import_module counts."""
+    loads = re.compile(r"""^\s*(import|from) nixl|import_module\([^)]*["']nixl""", re.MULTILINE)
+    sources = [*CLIENT.rglob("*.py"), *SERVER.rglob("*.py")]
+    assert [path.name for path in sources if loads.search(path.read_text())] == ["nixl_agent.py"]
+
+
+def test_nobody_imports_grpc_tools() -> None:
+    for folder in ("client", "server", "tests", "benchmarks", "examples"):
+        for path in (ROOT / folder).rglob("*.py"):
+            if "node_modules" not in path.parts:
+                assert not any(name.startswith("grpc_tools") for name in imports(path, CLIENT)), path
+
+
+@pytest.mark.parametrize(
+    "statement",
+    ["import kvferry", "from kvferry import Client", "import kvferry._cli", "import kvferry.planner"],
+)
+def test_importing_the_sdk_needs_neither_torch_nor_nixl(statement: str) -> None:
+    heavy = "('torch', 'nixl', 'nixl_cu12', 'nixl_cu13')"
+    code = f"{statement}\nimport sys\nprint([name for name in sys.modules if name.split('.')[0] in {heavy}])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,1 @@
+"""The rules of a home, on a clock that tests turn: no gRPC, no asyncio."""

@@ -1,0 +1,140 @@
+"""Decisions of the home that mutation testing found untested (`make mutate`)."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvferry.errors import EngineUnknown, LeaseEnded, LimitReached, PublicationStale
+from kvferry.v1 import kv_transfer_pb2 as pb
+from kvferry_server.domain.endings import Changed
+from kvferry_server.domain.ledger import Standing
+from kvferry_server.domain.limits import Limits
+from kvferry_server.domain.publications import PublicationOutcome
+from kvferry_server.domain.reads import LeaseState, RankOutcome, RevokeReason, Verdict
+from tests.support.parties import D, E, P, Scene
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        (LeaseState, pb.ReadState),
+        (RankOutcome, pb.RankOutcome),
+        (Verdict, pb.Verdict),
+        (RevokeReason, pb.RevokeReason),
+        (PublicationOutcome, pb.ReleaseOutcome),
+    ],
+)
+def test_numbers_are_those_of_the_contract(ours: type[LeaseState], theirs: type[pb.ReadState]) -> None:
+    named = {name.rpartition(f"{_prefix(theirs.keys())}_")[2]: number for name, number in theirs.items() if number}
+    assert {one.name: one.value for one in ours} == named
+
+
+def _prefix(names: list[str]) -> str:
+    """What the names of a proto's enum have in common."""
+    return names[0].removesuffix("_UNSPECIFIED")
+
+
+def test_what_a_lease_is_on_is_told_while_it_lives_and_no_longer() -> None:
+    scene = Scene()
+    publication = scene.publish()
+    lease = scene.grant()
+    assert scene.lessor.leased(lease.lease_id, D) is publication
+    with pytest.raises(LeaseEnded):
+        scene.lessor.leased(lease.lease_id, E)
+    scene.clock.pass_by(scene.times.ttl)
+    with pytest.raises(LeaseEnded):
+        scene.lessor.leased(lease.lease_id, D)
+
+
+def test_what_has_not_come_is_not_offered() -> None:
+    scene = Scene()
+    scene.grant(2)
+    with pytest.raises(PublicationStale):
+        scene.lessor.offered(P, 2)
+    publication = scene.publish(2)
+    assert scene.lessor.offered(P, 2) is publication
+
+
+def test_reads_announced_by_a_waiting_reader_are_waited_for() -> None:
+    scene = Scene()
+    first = scene.grant(expected_reads=2)
+    publication = scene.publish(expected_reads=1)
+    scene.report(first, 0)
+    assert scene.told() == []
+    scene.report(scene.grant(name="second"), 0)
+    assert scene.told() == [(publication.number, PublicationOutcome.READ)]
+
+
+def test_the_stream_of_a_lease_that_ends_by_its_time_is_woken() -> None:
+    scene = Scene()
+    publication = scene.publish()
+    scene.grant()
+    scene.lessor.take_effects()
+    scene.wait(scene.times.ttl)
+    woken = [effect.publication for effect in scene.lessor.take_effects() if isinstance(effect, Changed)]
+    assert publication in woken
+
+
+def test_a_read_whose_outcome_is_forgotten_is_a_new_read() -> None:
+    scene = Scene()
+    scene.publish(expected_reads=2)
+    old = scene.grant()
+    scene.report(old, 0)
+    with pytest.raises(LeaseEnded):
+        scene.grant()
+    scene.wait(scene.times.outcomes + 1)
+    new = scene.grant()
+    assert new.live
+    assert new.lease_id != old.lease_id
+
+
+def test_a_number_that_was_just_passed_over_may_come() -> None:
+    scene = Scene()
+    scene.publish(1)
+    scene.publish(3)
+    assert scene.publish(2).number == 2
+
+
+def test_after_a_snapshot_no_number_up_to_its_high_water_comes() -> None:
+    scene = Scene()
+    scene.publish(1)
+    scene.publish(4)
+    scene.lessor.begin_snapshot(P)
+    scene.publish(1)
+    scene.lessor.end_snapshot(P, 2)
+    with pytest.raises(PublicationStale):
+        scene.publish(2)
+    assert scene.publish(3).number == 3
+
+
+def test_every_read_that_waits_counts_against_the_limit() -> None:
+    scene = Scene(limits=Limits(waiting_reads=3))
+    # Each reader gets as many as stay free: two of three are the most.
+    scene.grant(1, name="one")
+    scene.grant(1, name="two", reader=E)
+    with pytest.raises(LimitReached):
+        scene.grant(2, name="three")
+
+
+def test_nothing_told_again_is_released_before_a_max_ttl() -> None:
+    """At a restarted home, readers that it does not know may still be reading (R2)."""
+    scene = Scene(recovering=True)
+    scene.lessor.begin_snapshot(P)
+    scene.publish()
+    scene.lessor.abort(P, 1)
+    scene.lessor.end_snapshot(P, 1)
+    scene.wait(scene.times.max_ttl - 0.001)
+    assert scene.told() == []
+    scene.wait(0.001)
+    assert scene.told() == [(1, PublicationOutcome.ABORTED)]
+
+
+def test_of_a_replaced_incarnation_nothing_is_kept_after_its_last_lease() -> None:
+    scene = Scene()
+    scene.publish()
+    scene.grant()
+    scene.lessor.end_engine(P, Standing.REPLACED)
+    assert not scene.lessor.recovering(P)
+    scene.wait(scene.times.ttl)
+    with pytest.raises(EngineUnknown):
+        scene.lessor.recovering(P)

@@ -1,0 +1,387 @@
+"""PROTOCOL, Identities; Watch, liveness: who is an engine, until when, and what its ranks may say."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import pytest
+
+from kvferry.errors import (
+    BadAgentMetadata,
+    BadGeometry,
+    CacheDiffers,
+    EngineIdInUse,
+    EngineIncomplete,
+    EngineUnknown,
+    HomeRecovering,
+    InvalidField,
+    LimitReached,
+    PeerRestarted,
+    WrongSession,
+)
+from kvferry_server.domain.identity import EngineRef
+from kvferry_server.domain.limits import Limits
+from kvferry_server.domain.registrations import MAX_REGION_CHECKS, Registration
+from kvferry_server.domain.registry import EngineDied, EngineGone, RankDied, Registry
+from tests.support.parties import (
+    BASE,
+    FULL,
+    P2,
+    SECRETS,
+    TIMES,
+    FakeClock,
+    P,
+    agent_of,
+    rank_geometry,
+    registration,
+    start,
+)
+
+P3 = start("prefill", "R")
+
+
+class Scene:
+    """A registry that has been up for long."""
+
+    def __init__(self, limits: Limits | None = None) -> None:
+        self.clock = FakeClock()
+        self.registry = Registry(self.clock, TIMES, limits or Limits())
+        self.clock.pass_by(1000)
+
+    def open(self, ref: EngineRef = P) -> bytes:
+        self.registry.open_engine(ref, SECRETS[ref])
+        return SECRETS[ref]
+
+    def wait(self, seconds: float) -> list[object]:
+        self.clock.pass_by(seconds)
+        self.registry.advance()
+        return list(self.registry.take_effects())
+
+
+@pytest.fixture
+def scene() -> Scene:
+    return Scene()
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_only_the_secret_of_an_incarnation_speaks_for_it_whoever_comes_first(scene: Scene, known: bool) -> None:
+    if known:
+        scene.open()
+    own = SECRETS[P]
+    for wrong in (b"", b"s" * 32, own[:-1], own + b"x", SECRETS[P2], P.incarnation):
+        calls: tuple[Callable[[], object], ...] = (
+            lambda wrong=wrong: scene.registry.open_engine(P, wrong),  # type: ignore[misc]
+            lambda wrong=wrong: scene.registry.check_session(P, wrong),  # type: ignore[misc]
+            lambda wrong=wrong: scene.registry.open_rank(P, wrong, 0),  # type: ignore[misc]
+            lambda wrong=wrong: scene.registry.register(registration(), wrong),  # type: ignore[misc]
+        )
+        for call in calls:
+            with pytest.raises(WrongSession):
+                call()
+    scene.open()
+    assert scene.registry.check_session(P, own).ref == P
+
+
+def test_another_incarnation_is_refused_while_a_watch_lives_or_its_ttl_runs(scene: Scene) -> None:
+    scene.open()
+    with pytest.raises(EngineIdInUse) as caught:
+        scene.open(P2)
+    assert "registers with its token (token=...)" in str(caught.value)
+    assert caught.value.retry_after == TIMES.engine_ttl
+    scene.registry.close_engine(P)
+    scene.wait(4)
+    with pytest.raises(EngineIdInUse) as caught:
+        scene.open(P2)
+    assert caught.value.retry_after == TIMES.engine_ttl - 4
+    assert caught.value.values["incarnation"] == P.incarnation.hex()
+    assert scene.wait(TIMES.engine_ttl - 4) == [EngineDied(P)]
+    scene.open(P2)
+    assert scene.wait(0) == [EngineGone(P)]
+
+
+def test_a_retired_incarnation_is_refused_so_that_it_cannot_evict_the_living(scene: Scene) -> None:
+    secret = scene.open()
+    scene.registry.close_engine(P)
+    scene.wait(TIMES.engine_ttl)
+    scene.open(P2)
+    calls: tuple[Callable[[], object], ...] = (
+        lambda: scene.registry.open_engine(P, SECRETS[P]),
+        lambda: scene.registry.check_session(P, secret),
+        lambda: scene.registry.register(registration(), secret),
+        lambda: scene.registry.find_live(P.engine_id, P.incarnation),
+    )
+    for call in calls:
+        with pytest.raises(PeerRestarted) as caught:
+            call()
+        assert caught.value.values["current"] == P2.incarnation.hex()
+    # Also once its successor is dead.
+    scene.registry.close_engine(P2)
+    scene.wait(TIMES.engine_ttl)
+    with pytest.raises(PeerRestarted):
+        scene.open(P)
+    scene.open(P3)
+
+
+def test_retirement_ends(scene: Scene) -> None:
+    scene.open()
+    scene.registry.close_engine(P)
+    scene.wait(TIMES.engine_ttl)
+    scene.open(P2)
+    scene.registry.close_engine(P2)
+    scene.wait(TIMES.retire)
+    scene.open(P)
+
+
+def test_a_watch_that_comes_back_in_time_changes_nothing(scene: Scene) -> None:
+    scene.open()
+    scene.registry.close_engine(P)
+    scene.wait(TIMES.engine_ttl - 1)
+    scene.registry.open_engine(P, SECRETS[P])
+    assert scene.wait(100) == []
+
+
+def test_a_dead_engine_may_come_back_until_it_is_replaced_or_forgotten(scene: Scene) -> None:
+    secret = scene.open()
+    scene.registry.register(registration(), secret)
+    scene.registry.close_engine(P)
+    assert scene.wait(TIMES.engine_ttl) == [EngineDied(P)]
+    with pytest.raises(EngineUnknown):
+        scene.registry.find_live(P.engine_id)
+    with pytest.raises(EngineIncomplete):
+        scene.registry.check_session(P, secret)
+    assert not list(scene.registry.engines())
+    engine = scene.registry.open_engine(P, SECRETS[P])
+    scene.registry.check_readable(engine)
+    scene.registry.close_engine(P)
+    assert scene.wait(TIMES.engine_ttl) == [EngineDied(P)]
+    assert scene.wait(TIMES.retire) == [EngineGone(P)]
+    with pytest.raises(EngineUnknown):
+        scene.registry.find(P)
+
+
+def test_an_unknown_engine_is_awaited_while_a_home_is_new() -> None:
+    clock = FakeClock()
+    registry = Registry(clock, TIMES, Limits())
+    with pytest.raises(HomeRecovering):
+        registry.find(P)
+    with pytest.raises(HomeRecovering):
+        registry.check_session(P, SECRETS[P])
+    clock.pass_by(TIMES.engine_ttl)
+    with pytest.raises(EngineUnknown):
+        registry.find(P)
+
+
+def test_engines_are_limited() -> None:
+    scene = Scene(Limits(engines=1))
+    scene.open()
+    with pytest.raises(LimitReached):
+        scene.open(start("another", "A"))
+
+
+# Ranks.
+
+
+def test_an_engine_is_readable_once_all_ranks_are_in(scene: Scene) -> None:
+    secret = scene.open()
+    engine = scene.registry.find(P)
+    with pytest.raises(EngineIncomplete):
+        scene.registry.check_readable(engine)
+    for rank in (2, 0):
+        scene.registry.register(registration(rank=rank, ranks=4), secret)
+    with pytest.raises(EngineIncomplete) as caught:
+        scene.registry.check_readable(engine)
+    assert caught.value.values["missing_ranks"] == "1,3"
+    for rank in (1, 3):
+        scene.registry.register(registration(rank=rank, ranks=4), secret)
+    scene.registry.check_readable(engine)
+    assert [rank for rank, _ in scene.registry.check_readable(engine).ranks()] == [0, 1, 2, 3]
+    scene.registry.close_engine(P)
+    with pytest.raises(EngineIncomplete):
+        scene.registry.check_readable(engine)
+
+
+def test_registering_the_same_content_again_changes_nothing(scene: Scene) -> None:
+    secret = scene.open()
+    first = scene.registry.register(registration(), secret)
+    source = first.source
+    assert scene.registry.register(registration(), secret).source is source
+
+
+def _with_plane(**changes: object) -> Callable[[Registration], Registration]:
+    def change(given: Registration) -> Registration:
+        planes = (dataclasses.replace(given.geometry.planes[0], **changes), *given.geometry.planes[1:])  # type: ignore[arg-type]
+        return dataclasses.replace(given, geometry=dataclasses.replace(given.geometry, planes=planes))
+
+    return change
+
+
+def _with_other_base(given: Registration) -> Registration:
+    geometry = rank_geometry(0, 2, base=2 * BASE)
+    assert given.agent is not None
+    return dataclasses.replace(given, geometry=geometry, agent=agent_of(geometry, given.agent.name))
+
+
+def _with_agent(name: str) -> Callable[[Registration], Registration]:
+    return lambda given: dataclasses.replace(given, agent=agent_of(given.geometry, name))
+
+
+@pytest.mark.parametrize(
+    ("field", "change"),
+    [
+        ("num_ranks", lambda given: dataclasses.replace(given, num_ranks=3)),
+        ("identity[model]", lambda given: dataclasses.replace(given, identity={"model": "other"})),
+        ("identity[rope]", lambda given: dataclasses.replace(given, identity={"model": "m", "rope": "x"})),
+        (
+            "groups",
+            lambda given: dataclasses.replace(given, groups=(*given.groups, dataclasses.replace(FULL, name="x"))),
+        ),
+        (
+            "groups[full].null_block",
+            lambda given: dataclasses.replace(given, groups=(dataclasses.replace(FULL, null_block=1),)),
+        ),
+        (
+            "rank.labels",
+            lambda given: dataclasses.replace(given, geometry=dataclasses.replace(given.geometry, labels={})),
+        ),
+        (
+            "rank.planes",
+            lambda given: dataclasses.replace(
+                given, geometry=dataclasses.replace(given.geometry, planes=given.geometry.planes[:1])
+            ),
+        ),
+        ("rank.planes[layers.0/key].dtype", _with_plane(dtype="float16")),
+        ("rank.planes[layers.0/key].base", _with_other_base),
+        ("agent.name", _with_agent("another")),
+        ("agent", lambda given: dataclasses.replace(given, agent=None)),
+    ],
+)
+def test_another_content_for_a_rank_names_the_field(
+    scene: Scene, field: str, change: Callable[[Registration], Registration]
+) -> None:
+    secret = scene.open()
+    given = registration(ranks=2)
+    scene.registry.register(given, secret)
+    with pytest.raises(CacheDiffers) as caught:
+        scene.registry.register(change(given), secret)
+    assert caught.value.values["field"] == field
+    assert scene.registry.find(P).ranks[0] == given
+
+
+def test_ranks_agree_about_their_engine(scene: Scene) -> None:
+    secret = scene.open()
+    scene.registry.register(registration(ranks=2), secret)
+    for wrong, field in (
+        (registration(rank=1, ranks=3), "num_ranks"),
+        (registration(rank=1, ranks=2, identity={"model": "other"}), "identity[model]"),
+        (registration(rank=1, ranks=2, groups=(dataclasses.replace(FULL, pool="p"),)), "groups[full].pool"),
+    ):
+        with pytest.raises(CacheDiffers) as caught:
+            scene.registry.register(wrong, secret)
+        assert caught.value.values["field"] == field
+
+
+def test_agents_of_an_engine_have_names_of_their_own(scene: Scene) -> None:
+    secret = scene.open()
+    first, second = registration(ranks=2), registration(rank=1, ranks=2)
+    scene.registry.register(first, secret)
+    assert first.agent is not None
+    with pytest.raises(InvalidField):
+        scene.registry.register(_with_agent(first.agent.name)(second), secret)
+
+
+def test_a_registration_that_contradicts_itself_cannot_be_made() -> None:
+    given = registration()
+    assert given.agent is not None
+    with pytest.raises(BadAgentMetadata):
+        dataclasses.replace(given, agent=dataclasses.replace(given.agent, metadata=b"damaged"))
+    with pytest.raises(BadGeometry):
+        dataclasses.replace(given, agent=dataclasses.replace(given.agent, regions=()))
+    with pytest.raises(BadGeometry):
+        dataclasses.replace(given, groups=())
+    with pytest.raises(BadGeometry):
+        dataclasses.replace(given, groups=(FULL, FULL))
+    with pytest.raises(InvalidField):
+        dataclasses.replace(registration(rank=1, ranks=2), num_ranks=1)
+    many = given.agent.regions * (MAX_REGION_CHECKS // len(given.geometry.planes) + 1)
+    with pytest.raises(InvalidField):
+        dataclasses.replace(given, agent=dataclasses.replace(given.agent, regions=many))
+
+
+def test_an_engine_has_not_too_many_ranks() -> None:
+    scene = Scene(Limits(ranks=8))
+    secret = scene.open()
+    with pytest.raises(InvalidField):
+        scene.registry.register(dataclasses.replace(registration(), num_ranks=9), secret)
+
+
+def test_a_rank_whose_watch_is_lost_makes_the_engine_unreadable(scene: Scene) -> None:
+    secret = scene.open()
+    engine = scene.registry.open_rank(P, secret, 1)
+    for rank in range(2):
+        scene.registry.register(registration(rank=rank, ranks=2), secret)
+    scene.registry.close_rank(P, 1)
+    assert scene.wait(TIMES.engine_ttl - 1) == []
+    scene.registry.check_readable(engine)
+    assert scene.wait(1) == [RankDied(P, 1, "", node_lost=False)]
+    with pytest.raises(EngineIncomplete) as caught:
+        scene.registry.check_readable(engine)
+    assert caught.value.values["missing_ranks"] == "1"
+    # Another process with the same token is not the rank that died: its memory is another.
+    with pytest.raises(CacheDiffers):
+        scene.registry.register(_with_agent("another")(registration(rank=1, ranks=2)), secret)
+    scene.registry.register(registration(rank=1, ranks=2), secret)
+    scene.registry.check_readable(engine)
+    # Without a Watch it ends after one ttl.
+    assert scene.wait(TIMES.engine_ttl) == [RankDied(P, 1, "", node_lost=False)]
+
+
+def test_a_rank_that_comes_back_in_time_is_not_lost(scene: Scene) -> None:
+    secret = scene.open()
+    scene.registry.open_rank(P, secret, 0)
+    scene.registry.register(registration(), secret)
+    scene.registry.close_rank(P, 0)
+    scene.wait(TIMES.engine_ttl - 1)
+    scene.registry.open_rank(P, secret, 0)
+    assert scene.wait(100) == []
+
+
+def test_a_rank_that_the_engine_does_not_have_has_no_watch(scene: Scene) -> None:
+    secret = scene.open()
+    with pytest.raises(InvalidField):
+        scene.registry.open_rank(P, secret, Limits().ranks)
+    scene.registry.register(registration(ranks=2), secret)
+    with pytest.raises(InvalidField):
+        scene.registry.open_rank(P, secret, 2)
+
+
+def test_who_is_refused_a_name_retires_nobody() -> None:
+    clock = FakeClock()
+    registry = Registry(clock, TIMES, Limits())
+    # In a new home both live; then one of them is lost for long.
+    for ref in (P, P2):
+        registry.open_engine(ref, SECRETS[ref])
+    registry.close_engine(P)
+    clock.pass_by(TIMES.engine_ttl + 1)
+    registry.advance()
+    with pytest.raises(EngineIdInUse):
+        registry.open_engine(P3, SECRETS[P3])
+    assert registry.open_engine(P, SECRETS[P]).ref == P
+
+
+def test_a_successor_takes_the_place_of_its_predecessor_in_a_full_home() -> None:
+    clock = FakeClock()
+    registry = Registry(clock, TIMES, Limits(engines=4))
+    clock.pass_by(1000)
+    other = start("other", "o")
+    for ref in (P, other):
+        registry.open_engine(ref, SECRETS[ref], "192.0.2.1")
+    registry.close_engine(P)
+    clock.pass_by(TIMES.engine_ttl + 1)
+    for letter in "xy":
+        ref = start(letter, letter)
+        registry.open_engine(ref, SECRETS[ref], f"192.0.2.{ord(letter)}")
+    stranger = start("z", "z")
+    with pytest.raises(LimitReached):
+        registry.open_engine(stranger, SECRETS[stranger], "192.0.2.9")
+    assert registry.open_engine(P2, SECRETS[P2], "192.0.2.1").ref == P2

@@ -1,0 +1,51 @@
+"""What a Watch is told: numbered, bounded, resumable."""
+
+from __future__ import annotations
+
+import sys
+
+from kvferry_server.domain.publications import PublicationRecord
+from kvferry_server.domain.watch_feed import Feed, Process, PublicationReleased, RankLost, Role
+from tests.support.parties import P
+
+
+def feed_with(events: int, kept: int = 4) -> Feed:
+    feed = Feed(Process(P, Role.SCHEDULER), kept)
+    for rank in range(events):
+        feed.push(RankLost(rank))
+    return feed
+
+
+def test_sequences_rise_from_one() -> None:
+    assert [numbered.sequence for numbered in feed_with(3).after(0)] == [1, 2, 3]
+
+
+def test_what_was_seen_is_not_told_again() -> None:
+    feed = feed_with(3)
+    assert [numbered.sequence for numbered in feed.after(2)] == [3]
+    assert feed.after(3) == []
+    assert feed.dropped_after(3) == 0
+
+
+def test_events_are_bounded_and_a_gap_is_counted() -> None:
+    feed = feed_with(10)
+    assert feed.dropped_after(0) == 6
+    assert feed.dropped_after(5) == 1
+    assert feed.dropped_after(6) == 0
+    assert [numbered.sequence for numbered in feed.after(6)] == [7, 8, 9, 10]
+
+
+def test_a_sequence_that_never_was_cannot_be_resumed() -> None:
+    assert feed_with(3).dropped_after(4) is None
+
+
+def test_a_release_that_is_acknowledged_is_held_no_longer_and_leaves_no_gap() -> None:
+    publication = PublicationRecord(P, 7)
+    feed = feed_with(1)
+    feed.push(PublicationReleased(publication))
+    feed.push(RankLost(1))
+    held = sys.getrefcount(publication)
+    feed.acknowledged({7})
+    assert sys.getrefcount(publication) == held - 1
+    assert [numbered.sequence for numbered in feed.after(0)] == [1, 3]
+    assert feed.dropped_after(0) == 0

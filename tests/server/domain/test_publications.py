@@ -1,0 +1,538 @@
+"""PROTOCOL, Endings, Home restart, and what a source may publish: R3, and R7 at the home."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvferry.errors import (
+    BadBlock,
+    EngineIncomplete,
+    HomeRecovering,
+    InvalidField,
+    LimitReached,
+    PublicationAborted,
+    PublicationReleased,
+    PublicationStale,
+    WrongKey,
+)
+from kvferry_server.domain.ledger import MAX_SKIPPED, Standing
+from kvferry_server.domain.lessor import Lessor
+from kvferry_server.domain.limits import Limits
+from kvferry_server.domain.publications import PublicationOutcome, PublicationStage
+from kvferry_server.domain.reads import Verdict
+from kvferry_server.domain.steps import GroupBlocks
+from tests.support.parties import FULL, GROUPS, P2, SECRETS, TIMES, E, FakeClock, P, Scene, ask, blocks, key, offer
+
+
+@pytest.fixture
+def scene() -> Scene:
+    return Scene()
+
+
+def test_a_publication_that_nobody_reads_is_released_after_the_hold(scene: Scene) -> None:
+    scene.publish()
+    scene.wait(TIMES.hold - 1)
+    assert not scene.told()
+    scene.wait(1)
+    assert scene.told() == [(1, PublicationOutcome.UNREAD)]
+
+
+def test_the_hold_does_not_run_while_a_lease_does(scene: Scene) -> None:
+    scene.publish()
+    scene.wait(TIMES.hold - 1)
+    lease = scene.grant()
+    scene.wait(TIMES.ttl - 1)
+    scene.renew(lease)
+    scene.wait(TIMES.ttl + TIMES.hold - 1)
+    assert not scene.told()
+    scene.wait(1)
+    assert scene.told() == [(1, PublicationOutcome.UNREAD)]
+
+
+def test_the_final_deadline_ends_even_what_is_still_published_to(scene: Scene) -> None:
+    scene.publish(last=False)
+    for step in range(1, 7):
+        scene.wait(TIMES.hold - 20)
+        if scene.clock.time < 1000 + TIMES.final:
+            scene.publish(step=step, last=False)
+    assert scene.told() == [(1, PublicationOutcome.FINAL)]
+
+
+def test_released_is_state_until_it_is_acknowledged(scene: Scene) -> None:
+    publication = scene.publish()
+    scene.report(scene.grant(), 0)
+    assert scene.lessor.released(P) == [publication]
+    assert scene.told() == [(1, PublicationOutcome.READ)]
+    # An acknowledgement may have been lost without the Watch being lost.
+    scene.wait(TIMES.max_ttl)
+    assert scene.told() == [(1, PublicationOutcome.READ)]
+    scene.lessor.acknowledge(P, [1, 1, 7])
+    scene.lessor.acknowledge(P, [1])
+    assert not scene.lessor.released(P)
+    scene.wait(TIMES.final)
+    assert not scene.told()
+
+
+def test_acknowledging_what_is_not_released_changes_nothing(scene: Scene) -> None:
+    publication = scene.publish()
+    scene.lessor.acknowledge(P, [1])
+    assert publication.stage is PublicationStage.PUBLISHED
+
+
+def test_a_publication_has_one_outcome_the_first(scene: Scene) -> None:
+    scene.publish()
+    lease = scene.grant()
+    scene.lessor.abort(P, 1)
+    scene.lessor.decline(P, 1, key(1))
+    scene.report(lease, 0)
+    scene.lessor.abort(P, 1)
+    assert scene.told() == [(1, PublicationOutcome.ABORTED)]
+
+
+def test_decline_releases_at_once_or_with_the_last_live_lease(scene: Scene) -> None:
+    scene.publish(1)
+    scene.publish(2)
+    scene.lessor.decline(P, 1, key(1))
+    assert scene.told() == [(1, PublicationOutcome.DECLINED)]
+    lease = scene.grant(2)
+    scene.lessor.decline(P, 2, key(2))
+    with pytest.raises(PublicationReleased):
+        scene.grant(2, reader=E)
+    assert scene.renew(lease) == TIMES.ttl
+    assert not scene.told()
+    assert scene.report(lease, 0).verdict is Verdict.VALID
+    assert scene.told() == [(2, PublicationOutcome.DECLINED)]
+
+
+def test_decline_needs_the_key_and_is_idempotent(scene: Scene) -> None:
+    scene.publish()
+    with pytest.raises(WrongKey):
+        scene.lessor.decline(P, 1, b"x" * 16)
+    scene.lessor.decline(P, 1, key(1))
+    scene.lessor.decline(P, 1, key(1))
+    scene.lessor.acknowledge(P, [1])
+    scene.lessor.decline(P, 1, key(1))
+    assert scene.told() == [(1, PublicationOutcome.DECLINED)]
+
+
+def test_a_decline_that_overtakes_the_publication_is_remembered(scene: Scene) -> None:
+    with pytest.raises(WrongKey):
+        scene.lessor.decline(P, 1, b"x" * 16)
+    scene.publish(1)
+    assert not scene.told()
+    scene.lessor.decline(P, 2, key(2))
+    scene.publish(2)
+    assert scene.told() == [(2, PublicationOutcome.DECLINED)]
+
+
+def test_a_decline_of_what_never_comes_is_forgotten(scene: Scene) -> None:
+    scene.lessor.decline(P, 1, key(1))
+    scene.wait(TIMES.max_wait)
+    scene.publish(1)
+    assert not scene.told()
+
+
+def test_an_abort_that_overtakes_the_publication_is_released_and_final(scene: Scene) -> None:
+    scene.lessor.abort(P, 1)
+    assert scene.told() == [(1, PublicationOutcome.ABORTED)]
+    with pytest.raises(PublicationReleased):
+        scene.publish(1)
+    scene.lessor.acknowledge(P, [1])
+    with pytest.raises(PublicationStale):
+        scene.publish(1)
+    scene.lessor.abort(P, 1)
+    assert not scene.told()
+
+
+def test_an_abort_of_what_a_reader_waits_for_waits_for_its_lease(scene: Scene) -> None:
+    lease = scene.grant()
+    scene.lessor.abort(P, 1)
+    assert not scene.told()
+    assert lease.revoked is not None
+    with pytest.raises(PublicationAborted):
+        scene.publish(1)
+    scene.wait(TIMES.ttl)
+    assert scene.told() == [(1, PublicationOutcome.ABORTED)]
+
+
+def test_an_aborted_request_is_released_within_max_ttl(scene: Scene) -> None:
+    scene.publish()
+    lease = scene.grant()
+    scene.wait(20)
+    scene.renew(lease)
+    scene.lessor.abort(P, 1)
+    scene.wait(TIMES.max_ttl)
+    assert scene.told() == [(1, PublicationOutcome.ABORTED)]
+
+
+# Steps.
+
+
+def test_steps_are_idempotent(scene: Scene) -> None:
+    publication = scene.publish(last=False)
+    assert scene.publish(last=False) is publication
+    scene.publish(step=1)
+    scene.publish(step=1)
+    assert len(publication.steps) == 2
+    assert publication.blocks == 8
+
+
+def test_a_repeated_step_is_answered_alike_after_its_publication_was_released(scene: Scene) -> None:
+    publication = scene.publish()
+    scene.report(scene.grant(), 0)
+    assert scene.publish() is publication
+    assert publication.stage is PublicationStage.RELEASED
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"last": True},
+        {"groups": (blocks(count=5),)},
+        {"request_id": "other"},
+        {"expected_reads": 2},
+    ],
+)
+def test_a_repeated_step_with_another_content_is_refused(scene: Scene, changes: dict[str, Any]) -> None:
+    publication = scene.publish(last=False)
+    with pytest.raises(InvalidField):
+        scene.publish(**{"last": False, **changes})
+    assert publication.steps == [offer(last=False)]
+
+
+def test_steps_have_no_gaps_and_end_with_the_last(scene: Scene) -> None:
+    with pytest.raises(InvalidField):
+        scene.publish(step=1)
+    scene.publish(last=False)
+    with pytest.raises(InvalidField):
+        scene.publish(step=2)
+    scene.publish(step=1)
+    with pytest.raises(InvalidField):
+        scene.publish(step=2)
+
+
+@pytest.mark.parametrize("changes", [{"request_id": "other"}, {"groups": (blocks(5, start=5),)}])
+def test_a_step_goes_on_where_the_one_before_ended(scene: Scene, changes: dict[str, Any]) -> None:
+    publication = scene.publish(last=False)
+    with pytest.raises(InvalidField):
+        scene.publish(step=1, **changes)
+    assert publication.step_count == 1
+
+
+def test_a_group_may_begin_in_a_later_step(scene: Scene) -> None:
+    scene.publish(last=False)
+    window = GroupBlocks("window", 40, 128, 0, (7,), (6,))
+    state = GroupBlocks("state", state_token=128, starts=(3,), counts=(1,))
+    publication = scene.publish(step=1, groups=(blocks(4, start=5), window, state))
+    assert publication.blocks == 15
+
+
+# Blocks (R7).
+
+
+@pytest.mark.parametrize(
+    ("start", "count", "problem"),
+    [
+        (FULL.num_blocks, 1, "out of range"),
+        (FULL.num_blocks - 1, 2, "out of range"),
+        (2**31 - 1, 1, "out of range"),
+        (0, 1, "null block"),
+    ],
+)
+def test_block_ids_are_those_of_the_group(scene: Scene, start: int, count: int, problem: str) -> None:
+    with pytest.raises(BadBlock, match=problem):
+        scene.publish(groups=(blocks(start=start, count=count),))
+    assert not list(scene.lessor.publications())
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        GroupBlocks("unknown", 0, 16, 0, (1,), (1,)),
+        GroupBlocks("full", 0, 17, 0, (1,), (1,)),
+        GroupBlocks("full", 0, 16, 0, (1,), (2,)),
+        GroupBlocks("full", 0, 0, 0, (1,), (1,)),
+        GroupBlocks("full", 15, 17, 0, (1,), (1,)),
+        GroupBlocks("full", 0, 16, 5, (1,), (1,)),
+        GroupBlocks("state", 0, 16, 0, (1,), (1,)),
+        GroupBlocks("full", 0, 2**61, 0, (1,), (900,)),
+    ],
+)
+def test_blocks_that_do_not_fit_their_tokens_are_refused(scene: Scene, bad: GroupBlocks) -> None:
+    with pytest.raises(InvalidField):
+        scene.publish(groups=(bad,))
+    assert not list(scene.lessor.publications())
+
+
+def test_a_group_comes_once_per_step(scene: Scene) -> None:
+    with pytest.raises(InvalidField):
+        scene.publish(groups=(blocks(), blocks(4)))
+
+
+@pytest.mark.parametrize(
+    "early",
+    [
+        GroupBlocks("full", 0, 17, 0, (1,), (2,)),
+        GroupBlocks("window", 0, 16, 0, (1,), (1,)),
+        GroupBlocks("state", state_token=3, starts=(1,), counts=(1,)),
+    ],
+)
+def test_what_may_still_be_written_to_comes_with_the_last_step(scene: Scene, early: GroupBlocks) -> None:
+    with pytest.raises(InvalidField):
+        scene.publish(groups=(early,), last=False)
+    scene.publish(groups=(early,))
+
+
+def test_blocks_of_groups_that_nobody_registered_are_not_taken() -> None:
+    lessor = Lessor(FakeClock(), TIMES, Limits())
+    lessor.open(P, SECRETS[P])
+    lessor.begin_snapshot(P)
+    lessor.end_snapshot(P, 0)
+    with pytest.raises(EngineIncomplete):
+        lessor.publish(P, offer())
+
+
+# Numbers.
+
+
+def test_publishers_overtake_each_other_by_a_little(scene: Scene) -> None:
+    waits = scene.grant(2)
+    scene.publish(5)
+    scene.publish(3)
+    scene.publish(2)
+    assert waits.live
+    scene.wait(TIMES.max_ttl)
+    with pytest.raises(PublicationStale):
+        scene.publish(4)
+    with pytest.raises(PublicationStale):
+        scene.grant(4)
+
+
+def test_what_came_late_and_is_gone_does_not_come_again(scene: Scene) -> None:
+    scene.publish(5)
+    scene.publish(3)
+    scene.lessor.decline(P, 3, key(3))
+    scene.lessor.acknowledge(P, [3])
+    with pytest.raises(PublicationStale):
+        scene.publish(3)
+
+
+def test_a_jump_of_numbers_costs_nothing(scene: Scene) -> None:
+    scene.publish(2**63)
+    with pytest.raises(PublicationStale):
+        scene.publish(2**63 - MAX_SKIPPED - 1)
+    scene.publish(2**63 - MAX_SKIPPED)
+
+
+def test_publications_and_their_bytes_are_limited() -> None:
+    scene = Scene(limits=Limits(publications=2, memory=0, engine_memory=12_000))
+    scene.publish(1, payload=b"x" * 4000)
+    with pytest.raises(LimitReached) as caught:
+        scene.publish(2, payload=b"x" * 4000)
+    assert caught.value.values["limit"] == "memory"
+    scene.publish(2)
+    with pytest.raises(LimitReached) as caught:
+        scene.publish(3)
+    assert caught.value.values["limit"] == "publications"
+    for number in (1, 2):
+        scene.lessor.decline(P, number, key(number))
+    with pytest.raises(LimitReached):
+        scene.publish(3)  # Released, but its source has not said that it knows.
+    scene.lessor.acknowledge(P, [1, 2])
+    scene.publish(3, payload=b"x" * 4000)
+
+
+# A home that restarted.
+
+
+def test_nothing_is_granted_until_the_snapshot_is_complete() -> None:
+    scene = Scene(recovering=True)
+    scene.lessor.begin_snapshot(P)
+    scene.publish(3)
+    with pytest.raises(HomeRecovering):
+        scene.grant(3)
+    with pytest.raises(HomeRecovering):
+        scene.grant(2)
+    scene.lessor.end_snapshot(P, 5)
+    assert scene.grant(3).live
+    with pytest.raises(PublicationStale):
+        scene.grant(2)
+    with pytest.raises(PublicationStale):
+        scene.publish(5)
+    assert scene.grant(6).live
+
+
+@pytest.mark.parametrize("end", ["read", "abort", "decline", "lease"])
+def test_what_was_published_again_is_not_released_within_max_ttl(end: str) -> None:
+    scene = Scene(recovering=True)
+    scene.lessor.begin_snapshot(P)
+    scene.publish(1)
+    scene.lessor.end_snapshot(P, 1)
+    scene.wait(1)
+    if end == "read":
+        scene.report(scene.grant(), 0)
+    elif end == "abort":
+        scene.lessor.abort(P, 1)
+    elif end == "decline":
+        scene.lessor.decline(P, 1, key(1))
+    else:
+        scene.cancel(scene.grant())
+        scene.lessor.abort(P, 1)
+    scene.wait(TIMES.max_ttl - 2)
+    assert not scene.told()
+    scene.wait(1)
+    assert len(scene.told()) == 1
+
+
+def test_a_publish_before_the_snapshot_may_be_a_repeated_one(scene: Scene) -> None:
+    scene = Scene(recovering=True)
+    scene.publish(1)
+    scene.lessor.abort(P, 1)
+    scene.wait(TIMES.max_ttl - 1)
+    assert not scene.told()
+    scene.wait(1)
+    assert scene.told() == [(1, PublicationOutcome.ABORTED)]
+
+
+def test_what_a_snapshot_does_not_hold_is_not_published(scene: Scene) -> None:
+    scene.publish(1)
+    scene.publish(2)
+    scene.lessor.begin_snapshot(P)
+    scene.publish(2)
+    scene.publish(3)
+    scene.lessor.end_snapshot(P, 2)
+    assert scene.told() == [(1, PublicationOutcome.ABORTED)]
+    assert scene.grant(2).live
+    assert scene.grant(3).live
+
+
+def test_a_snapshot_that_is_delivered_again_ends_nothing_newer(scene: Scene) -> None:
+    for _ in range(2):
+        scene.lessor.begin_snapshot(P)
+        scene.publish(1)
+        scene.lessor.end_snapshot(P, 1)
+        scene.publish(2)
+    assert not scene.told()
+
+
+def test_a_late_end_of_an_earlier_snapshot_ends_nothing_in_a_later_one(scene: Scene) -> None:
+    scene.publish(1)
+    scene.lessor.begin_snapshot(P, b"given up")
+    scene.lessor.begin_snapshot(P, b"later")
+    with pytest.raises(InvalidField):
+        scene.lessor.end_snapshot(P, 1, b"given up")
+    assert not scene.told()
+    scene.publish(1)
+    scene.lessor.end_snapshot(P, 1, b"later")
+    assert not scene.told()
+    assert scene.grant(1).live
+
+
+def test_a_decline_keeps_no_door_open_for_what_the_snapshot_did_not_hold() -> None:
+    scene = Scene(recovering=True)
+    scene.lessor.decline(P, 3, key(3))
+    scene.lessor.begin_snapshot(P)
+    scene.lessor.end_snapshot(P, 5)
+    with pytest.raises(PublicationStale):
+        scene.publish(3)
+    scene.lessor.abort(P, 3)
+    assert not scene.told()
+
+
+def test_the_end_of_a_snapshot_that_another_home_saw_begin_is_refused() -> None:
+    scene = Scene(recovering=True)
+    with pytest.raises(InvalidField):
+        scene.lessor.end_snapshot(P, 5)
+    with pytest.raises(HomeRecovering):
+        scene.grant(1)
+
+
+def test_a_snapshot_may_come_before_the_ranks_and_is_checked_when_they_do() -> None:
+    clock = FakeClock()
+    lessor = Lessor(clock, TIMES, Limits())
+    lessor.open(P, SECRETS[P])
+    lessor.begin_snapshot(P)
+    good = lessor.publish(P, offer(1))
+    bad = lessor.publish(P, offer(2, groups=(blocks(start=FULL.num_blocks),)))
+    lessor.end_snapshot(P, 2)
+    lessor.set_groups(P, GROUPS)
+    assert good.stage is PublicationStage.PUBLISHED
+    assert bad.stage is PublicationStage.ENDING
+    with pytest.raises(PublicationAborted):
+        lessor.grant(ask(2))
+
+
+# The source's end.
+
+
+def test_a_dead_source_that_comes_back_hears_of_its_releases(scene: Scene) -> None:
+    scene.publish(1)
+    lease = scene.grant(2)
+    scene.lessor.end_engine(P, Standing.DEAD)
+    assert scene.told() == [(1, PublicationOutcome.ABORTED)]
+    assert lease.live
+    scene.lessor.open(P, SECRETS[P])
+    assert [publication.number for publication in scene.lessor.released(P)] == [1]
+    scene.wait(TIMES.ttl)
+    scene.publish(2)
+
+
+def test_nobody_is_told_of_the_releases_of_a_replaced_incarnation(scene: Scene) -> None:
+    scene.publish(1)
+    scene.publish(2)
+    scene.report(scene.grant(2), 0)
+    scene.publish(3)
+    lease = scene.grant(3)
+    scene.told()
+    scene.lessor.end_engine(P, Standing.REPLACED)
+    scene.lessor.open(P2, SECRETS[P2])
+    assert scene.lessor.others_until(P2) == lease.expires
+    assert [publication.number for publication in scene.lessor.publications()] == [3]
+    assert scene.report(lease, 0).verdict is Verdict.VALID
+    assert not list(scene.lessor.publications())
+    assert not scene.told()
+    assert scene.lessor.others_until(P2) == 0
+
+
+def test_incarnations_do_not_share_numbers(scene: Scene) -> None:
+    scene.publish(7)
+    scene.lessor.end_engine(P, Standing.DEAD)
+    scene.lessor.open(P2, SECRETS[P2])
+    scene.lessor.begin_snapshot(P2)
+    scene.lessor.end_snapshot(P2, 0)
+    scene.lessor.set_groups(P2, GROUPS)
+    scene.publish(1, source=P2)
+    assert scene.lessor.grant(ask(1, source=P2)).live
+
+
+# Bounds.
+
+
+def test_after_many_requests_nothing_is_left(scene: Scene) -> None:
+    for number in range(1, 500):
+        scene.publish(number)
+        lease = scene.grant(number, name=f"r{number}")
+        if number % 3:
+            scene.report(lease, 0)
+        else:
+            scene.cancel(lease)
+        scene.lessor.decline(P, number, key(number))
+        scene.lessor.acknowledge(P, [found for found, _ in scene.told()])
+        scene.wait(0.1)
+    scene.wait(TIMES.final)
+    assert not list(scene.lessor.publications())
+    assert not list(scene.lessor.leases())
+    assert scene.lessor.next_deadline() == float("inf")
+
+
+def test_a_later_step_waits_for_the_snapshot_that_holds_the_first() -> None:
+    scene = Scene(recovering=True)
+    later = offer(step=1)
+    for _ in range(2):
+        with pytest.raises(HomeRecovering):
+            scene.lessor.publish(P, later)
+        scene.lessor.begin_snapshot(P)
+    scene.lessor.publish(P, offer(last=False))
+    assert scene.lessor.publish(P, later).step_count == 2

@@ -1,0 +1,1 @@
+"""kvferryd as a process: settings, addresses, TLS, strangers, and its end."""

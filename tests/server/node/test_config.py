@@ -1,0 +1,155 @@
+"""Settings: where they come from, which source wins, and what is said about a wrong one."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from kvferry_server.domain.times import Times
+from kvferry_server.node.config import BadConfig, NodeConfig, add_flags, config_file, configure, load
+from tests.support.node_servers import command, environment
+
+
+@pytest.fixture(autouse=True)
+def no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in NodeConfig.model_fields:
+        monkeypatch.delenv(f"KVFERRY_{name.upper()}", raising=False)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "node.toml"
+    path.write_text('ttl = 4.0\nhold = 40\nfinal = 400\nadvertise = "from-file"\n')
+    return path
+
+
+def test_flags_win_over_the_environment_over_the_file_over_the_defaults(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVFERRY_HOLD", "30")
+    monkeypatch.setenv("KVFERRY_FINAL", "300")
+    loaded = load({"final": "200"}, file)
+    config = loaded.config
+    assert (config.final, config.hold, config.ttl, config.engine_ttl) == (200, 30, 4, Times().engine_ttl)
+    assert {name: loaded.origins[name] for name in ("final", "hold", "ttl", "engine_ttl")} == {
+        "final": "--final",
+        "hold": "KVFERRY_HOLD",
+        "ttl": str(file),
+        "engine_ttl": "default",
+    }
+
+
+def test_settings_of_others_in_the_environment_are_nothing_to_us(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVFERRY_SERVER", "unix:/run/kvferry/node.sock")
+    assert load({}).config == configure()
+
+
+def test_a_program_that_configures_a_server_reads_no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVFERRY_TTL", "7")
+    assert configure(unix="").ttl == Times().ttl
+
+
+def test_every_duration_of_a_home_is_a_setting_with_the_same_default() -> None:
+    assert configure().times == Times()
+    changed = {field.name: getattr(Times(), field.name) - 0.5 for field in fields(Times)}
+    assert configure(**changed).times == Times(**changed)
+
+
+def test_every_setting_has_a_flag_with_help_and_its_name_in_the_environment() -> None:
+    parser = argparse.ArgumentParser()
+    add_flags(parser)
+    text = parser.format_help()
+    for name, field in NodeConfig.model_fields.items():
+        assert f"--{name.replace('_', '-')}" in text
+        assert f"KVFERRY_{name.upper()}" in text
+        assert field.description
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ({"ttl": "soon"}, ["ttl is 'soon' (from --ttl)", "number"]),
+        ({"ttl": "0"}, ["ttl is '0' (from --ttl)", "positive"]),
+        ({"ttl": "nan"}, ["ttl is 'nan' (from --ttl)", "positive"]),
+        ({"ttl": "31"}, ["ttl is '31' (from --ttl)", "max_ttl"]),
+        ({"max_calls": "0"}, ["max_calls is '0' (from --max-calls)"]),
+        ({"log_level": "loud"}, ["log_level is 'loud' (from --log-level)", "'info'"]),
+        ({"listen": "here"}, ["listen is 'here' (from --listen)", "host:port"]),
+        ({"tls_key": "x"}, ["tls_cert is None (from default)", "tls_key"]),
+        ({"drain": "-1", "max_streams": "x"}, ["drain is '-1'", "max_streams is 'x'"]),
+    ],
+)
+def test_an_error_names_the_setting_its_value_and_where_it_came_from(flags: dict[str, str], says: list[str]) -> None:
+    with pytest.raises(BadConfig) as caught:
+        load(flags)
+    assert all(part in str(caught.value) for part in says)
+
+
+def test_an_error_names_the_variable_or_the_file(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVFERRY_RETIRE", "never")
+    with pytest.raises(BadConfig, match=r"retire is 'never' \(from KVFERRY_RETIRE\)"):
+        load({}, file)
+    monkeypatch.delenv("KVFERRY_RETIRE")
+    file.write_text("hodl = 3\n")
+    with pytest.raises(BadConfig) as caught:
+        load({}, file)
+    assert f"hodl is 3 (from {file}): no such setting; did you mean hold?" in str(caught.value)
+
+
+@pytest.mark.parametrize("content", ["ttl =", "\x00", None])
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, content: str | None) -> None:
+    path = tmp_path / "node.toml"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(BadConfig, match=str(path)):
+        load({}, path)
+
+
+def test_the_file_can_be_named_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVFERRY_CONFIG", "/etc/kvferry.toml")
+    assert config_file(None) == Path("/etc/kvferry.toml")
+    assert config_file("other.toml") == Path("other.toml")
+    monkeypatch.delenv("KVFERRY_CONFIG")
+    assert config_file(None) is None
+
+
+def test_the_effective_configuration_is_a_configuration_file(file: Path, tmp_path: Path) -> None:
+    loaded = load({"unix": "/tmp/x.sock", "insecure": True}, file)
+    again = tmp_path / "again.toml"
+    again.write_text(loaded.describe())
+    assert load({}, again).config == loaded.config
+    assert f"# {file}" in loaded.describe()
+    assert "# --insecure" in loaded.describe()
+
+
+def test_check_config_prints_it_and_starts_nothing(file: Path) -> None:
+    done = subprocess.run(
+        command("--check-config", "--config", str(file), "--no-insecure"),
+        capture_output=True,
+        text=True,
+        env=environment(KVFERRY_HOLD="41"),
+        check=True,
+    )
+    assert "hold = 41.0" in done.stdout
+    assert "# KVFERRY_HOLD" in done.stdout
+    assert done.stderr == ""
+
+
+def test_wrong_flags_end_with_usage() -> None:
+    done = subprocess.run(command("--lisen", "x"), capture_output=True, text=True, env=environment(), check=False)
+    assert done.returncode == 2
+    assert "--lisen" in done.stderr
+
+
+def test_a_server_without_its_extra_says_how_to_get_it(tmp_path: Path) -> None:
+    (tmp_path / "uvloop.py").write_text("raise ModuleNotFoundError(\"No module named 'uvloop'\", name='uvloop')\n")
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from kvferry_server.node.main import main; main()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment(), check=False)
+    assert done.returncode == 1
+    assert "pip install 'kvferry[server]'" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,518 @@
+"""Strangers who can reach a node server, and what they cannot do to those who are on it: requests that end grpcio's
+server, floods, and connections without end."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+import signal
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from kvferry._wire.channel import connect, parse_address
+from kvferry._wire.status import from_rpc_error
+from kvferry.errors import InvalidField, LimitReached, Unreachable
+from kvferry.geometry import RankGeometry
+from kvferry.v1 import introspection_pb2 as ipb
+from kvferry.v1 import kv_transfer_pb2 as pb
+from kvferry.v1.introspection_pb2_grpc import IntrospectionStub
+from kvferry.v1.kv_transfer_pb2_grpc import KVTransferStub
+from kvferry_server.domain.hosts import host_of
+from kvferry_server.node.config import configure
+from kvferry_server.node.connections import Doorkeeper, connections_each
+from kvferry_server.node.grpc_server import _CAN_MEND
+from kvferry_server.node.server import NodeServer
+from tests.support import http2
+from tests.support.certificates import Authority, tls_flags
+from tests.support.http2 import Connection, data, frame, message, request_headers
+from tests.support.node_in_process import proto, register_request
+from tests.support.node_servers import Kvferryd, serves
+from tests.support.parties import SECRETS, P, rank_geometry
+from tests.support.raw_parties import Party
+
+LIST_ENGINES = "/kvferry.v1.Introspection/ListEngines"
+WATCH = "/kvferry.v1.KVTransfer/Watch"
+NOTIFY = "/kvferry.v1.KVTransfer/Notify"
+HANDSHAKE = "/kvferry.v1.KVTransfer/Handshake"
+ATTACKS = 100
+
+UNMENDED = """
+import functools, sys
+from kvferry_server.node import server
+server.make_server = functools.partial(server.make_server, mended=False)
+from kvferry_server.node.main import run
+sys.exit(run(sys.argv[1:]))
+"""
+"""kvferryd with grpcio's server as it is."""
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kvferryd]:
+    path = tmp_path_factory.mktemp("strangers") / "node.sock"
+    with Kvferryd("--unix", str(path), "--listen", "127.0.0.1:0") as running:
+        yield running
+
+
+def request(stream: int, path: str, body: bytes | None = b"", /, **changed: bytes | None) -> bytes:
+    """A call; without an end if there is no body."""
+    head = frame(http2.HEADERS, http2.END_HEADERS, stream, request_headers(path, **changed))
+    return head if body is None else head + b"".join(data(stream, message(body)))
+
+
+def end_of_grpcio(address: str) -> None:
+    """138 bytes that end grpcio's server."""
+    with Connection(address) as peer:
+        peer.send(request(1, "/", path=b"/\xff"))
+        assert peer.ended(1)
+
+
+@contextmanager
+def party(address: str, name: str) -> Iterator[Party]:
+    with connect(address) as channel:
+        victim = Party(channel, name)
+        victim.live()
+        try:
+            yield victim
+        finally:
+            victim.close()
+
+
+def test_a_path_that_is_no_text_is_refused_and_cuts_nobody(server: Kvferryd) -> None:
+    address = server.addresses[1]
+    with party(server.address, "local") as local, party(address, "remote") as remote:
+        for _ in range(ATTACKS):
+            end_of_grpcio(address)
+        for victim in (local, remote):
+            # The stream from before.
+            assert victim._watch.is_active()
+            victim.works()
+    assert server.running
+    assert "another one takes its place" not in server.log
+
+
+@pytest.mark.skipif(not _CAN_MEND, reason="this grpcio decodes no path where all calls are taken")
+def test_grpcs_server_is_replaced_and_the_home_lives_on(tmp_path: Path) -> None:
+    """grpcio as it is: each attack ends its server, and every stream with it."""
+    path = tmp_path / "node.sock"
+    with Kvferryd(
+        "--unix", str(path), "--listen", "127.0.0.1:0", "--engine-ttl", "60", program=("-c", UNMENDED)
+    ) as running:
+        address = running.addresses[1]
+        with connect(address) as channel:
+            victim = Party(channel, "victim")
+            victim.live()
+            lease = victim.read()
+            for _ in range(ATTACKS // 5):
+                end_of_grpcio(address)
+                eventually(lambda: serves(address))
+                # Its own, so that nothing was cut here.
+                assert serves(running.address)
+            (ended,) = victim.notify_reader(
+                pb.Notification(
+                    read_done=pb.ReadDone(
+                        lease_id=lease, reports=[pb.RankReport(rank=0, outcome=pb.RANK_OUTCOME_DONE, bytes=7)]
+                    )
+                )
+            )
+            assert ended.read_ended.verdict == pb.VERDICT_VALID
+            engines = IntrospectionStub(channel).ListEngines(ipb.ListEnginesRequest(), timeout=10)
+            assert engines.home_epoch.hex().startswith(running.epoch)
+            victim.close()
+        assert "another one takes its place" in running.log
+        assert running.log.count("another one takes its place") < 5
+        running.signal()
+        assert running.wait() == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+async def test_a_replaced_socket_keeps_its_path_mode_and_lock(tmp_path: Path) -> None:
+    path = tmp_path / "node.sock"
+    node = NodeServer(configure(unix=str(path), listen=""))
+    await node.start()
+    try:
+        before, mode = path.stat().st_ino, path.stat().st_mode
+        lock = path.with_name("node.sock.lock").stat().st_ino
+        serving = node._servings[0]
+        first: Any = serving._server
+        first._server.ended.set_result(RuntimeError("for the test"))
+        await asyncio.wait_for(until(lambda: serving._server not in (None, first)), 10)
+        assert await asyncio.to_thread(serves, node.addresses[0])
+        assert path.stat().st_ino != before
+        assert path.stat().st_mode == mode
+        assert path.with_name("node.sock.lock").stat().st_ino == lock
+    finally:
+        await node.stop(0)
+    assert not path.exists()
+
+
+async def test_a_port_is_nobody_elses_between_two_servers() -> None:
+    node = NodeServer(configure(unix="", listen="127.0.0.1:0"))
+    await node.start()
+    address = parse_address(node.addresses[0])
+    serving = node._servings[0]
+    first: Any = serving._server
+    # As the end of one server and the start of the next are, but with a pause between them.
+    await first.stop(0)
+    with socket.socket() as thief, pytest.raises(OSError, match="in use"):
+        thief.bind((address.host, address.port))
+    # Older versions of grpcio say by themselves that it ended.
+    if not first._server.ended.done():
+        first._server.ended.set_result(RuntimeError("for the test"))
+    await asyncio.wait_for(until(lambda: serving._server not in (None, first)), 10)
+    assert await asyncio.to_thread(serves, node.addresses[0])
+    await node.stop(0)
+    with socket.socket() as next_one:
+        next_one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        next_one.bind((address.host, address.port))
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():  # noqa: ASYNC110
+        await asyncio.sleep(0.005)
+
+
+def eventually(succeeds: Callable[[], bool], within: float = 20.0) -> None:
+    """Repeat what fails until it succeeds."""
+    given_up = threading.Event()
+    timer = threading.Timer(within, given_up.set)
+    timer.start()
+    try:
+        while True:
+            try:
+                assert succeeds()
+                return
+            except (grpc.RpcError, AssertionError):
+                if given_up.is_set():
+                    raise
+    finally:
+        timer.cancel()
+
+
+def outcome(call: Any) -> str:
+    """How a call ended: OK, LIMIT, or the code of what has no type."""
+    try:
+        call.result(30) if hasattr(call, "result") else list(call)
+    except grpc.RpcError as error:
+        typed = from_rpc_error(error, "server")
+        if isinstance(typed, LimitReached) and typed.retry_after is not None:
+            return "LIMIT"
+        return str(error.code())
+    return "OK"
+
+
+@pytest.mark.parametrize("kind", [0, 1], ids=["unix", "tcp"])
+def test_thousands_of_calls_are_answered_or_refused_typed(server: Kvferryd, kind: int) -> None:
+    with ExitStack() as stack:
+        # Connections of their own: channels of one process share theirs otherwise.
+        channels = [
+            stack.enter_context(
+                grpc.insecure_channel(server.addresses[kind], options=[("grpc.use_local_subchannel_pool", 1)])
+            )
+            for _ in range(4)
+        ]
+        stubs = [IntrospectionStub(channel) for channel in channels]
+        calls = [stubs[n % 4].ListEngines.future(ipb.ListEnginesRequest(), timeout=30) for n in range(3000)]
+        ended = Counter(outcome(call) for call in calls)
+    # Older versions of grpcio have one queue for all, which is short: what does not fit is dropped.
+    assert set(ended) <= {"OK", "LIMIT"} | (set() if _CAN_MEND else {str(grpc.StatusCode.CANCELLED)}), ended
+    assert ended["OK"] > 500
+
+
+def test_thousands_of_streams_are_open_or_refused_typed(tmp_path: Path) -> None:
+    """And who has none gets one, although another host has as many as he may."""
+    with (
+        Kvferryd("--unix", "", "--listen", "127.0.0.1:0", "--max-streams", "1000") as node,
+        ExitStack() as stack,
+    ):
+        port = node.addresses[0].rpartition(":")[2]
+        channels = [
+            stack.enter_context(
+                grpc.insecure_channel(f"127.0.0.1:{port}", options=[("grpc.use_local_subchannel_pool", 1)])
+            )
+            for _ in range(4)
+        ]
+        stubs: list[Any] = [health_pb2_grpc.HealthStub(channel) for channel in channels]
+        streams = [stubs[n % 4].Watch(health_pb2.HealthCheckRequest()) for n in range(2000)]
+        ended: Counter[str] = Counter()
+        for stream in streams:
+            try:
+                next(stream)
+                ended["open"] += 1
+            except grpc.RpcError as error:
+                typed = from_rpc_error(error, "server")
+                ended["LIMIT" if isinstance(typed, LimitReached) and typed.retry_after else str(error.code())] += 1
+        dropped = 0 if _CAN_MEND else ended.pop(str(grpc.StatusCode.CANCELLED), 0)
+        assert ended == {"open": 500, "LIMIT": 1500 - dropped}
+        # The loopback network is 127.0.0.0/8: another host, as far as the server can see.
+        with Connection(f"127.0.0.1:{port}", source="127.0.0.2") as other:
+            other.send(request(1, "/grpc.health.v1.Health/Watch"))
+            assert other.answered(1)
+        for stream in streams:
+            stream.cancel()
+
+
+@contextmanager
+def flood_of_resets(address: str, path: str) -> Iterator[None]:
+    stop = threading.Event()
+
+    def flood() -> None:
+        body = b"".join(data(1, message(b"")))[9:]
+        while not stop.is_set():
+            with Connection(address, source="127.0.0.9") as peer:
+                for stream in range(1, 20_000, 2):
+                    if stop.is_set() or peer.closed:
+                        break
+                    peer.send(
+                        request(stream, path, None)
+                        + frame(http2.DATA, http2.END_STREAM, stream, body)
+                        + frame(http2.RST, 0, stream, b"\0\0\0\x08")
+                    )
+
+    with ThreadPoolExecutor(1) as pool:
+        flooding = pool.submit(flood)
+        try:
+            yield
+        finally:
+            stop.set()
+        flooding.result(30)
+
+
+def test_a_flood_of_resets_harms_only_its_own(server: Kvferryd) -> None:
+    if not _CAN_MEND:
+        pytest.skip("this grpcio has one queue for all methods: see the next test")
+    address = server.addresses[1]
+    with party(address, "flooded") as victim, flood_of_resets(address, LIST_ENGINES):
+        for _ in range(30):
+            victim.works()
+        assert victim._watch.is_active()
+
+
+def test_a_flood_of_resets_of_renewals_delays_none_beyond_its_lease(server: Kvferryd) -> None:
+    """gRPC has one queue for all calls of a method, the flood's and the victim's. Repeated, as the SDK does."""
+    address = server.addresses[1]
+    with party(address, "renewing") as victim, flood_of_resets(address, NOTIFY):
+        took: list[float] = []
+        while len(took) < 6 and min(took, default=60) > 10:
+            since = time.monotonic()
+            eventually(lambda: bool(victim.notify_reader(pb.Notification(renew=pb.Renew(lease_id=b"l" * 16)))), 60)
+            took.append(time.monotonic() - since)
+        # A renewal has two thirds of a lease. On a machine with nothing else to do all take 1 to 4 s.
+        assert min(took) < 20
+        assert victim._watch.is_active()
+
+
+def test_requests_that_never_end_hold_nobody_up(server: Kvferryd) -> None:
+    """Bodies without an end, as many as may be read at once, and many more."""
+    with ExitStack() as stack:
+        for _ in range(10):
+            peer = stack.enter_context(Connection(server.addresses[1]))
+            for stream in range(1, 101, 2):
+                peer.send(request(stream, HANDSHAKE, None), frame(http2.DATA, 0, stream, message(b"x", length=4 << 20)))
+        with party(server.address, "unhurried") as victim:
+            victim.works()
+
+
+def test_the_request_of_a_stream_is_short(server: Kvferryd) -> None:
+    with connect(server.address) as channel:
+        watch: Any = channel.unary_stream(WATCH)
+        with pytest.raises(grpc.RpcError) as caught:
+            list(watch(b"\0" * (65 * 1024), timeout=10))
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+LIMITED = """
+import resource, sys
+resource.setrlimit(resource.RLIMIT_NOFILE, (128, 400))
+from kvferry_server.node.main import run
+sys.exit(run(sys.argv[1:]))
+"""
+
+
+def test_silent_connections_keep_nobody_out(tmp_path: Path) -> None:
+    """As 1,100 do with 1,024 files: 400 with 400."""
+    authority = Authority.make(tmp_path, "fleet")
+    tls = authority.issue("node")
+    path = tmp_path / "run" / "node.sock"
+    arguments = ["--unix", str(path), "--listen", "127.0.0.1:0", *tls_flags(tls)]
+    with Kvferryd(*arguments, program=("-c", LIMITED)) as node, ExitStack() as stack:
+        assert "open files: 400 instead of 128" in node.log
+        address = parse_address(node.addresses[1])
+        for _ in range(400):
+            try:
+                stack.enter_context(socket.create_connection((address.host, address.port), 5))
+            except OSError:
+                break
+        # The socket has its own; who has a certificate gets in when the handshakes of the silent ones were given up.
+        with party(node.address, "local") as local:
+            local.works()
+            eventually(lambda: serves(f"localhost:{address.port}", tls))
+            local.works()
+
+
+def test_who_has_the_most_connections_loses_them() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening, ExitStack() as stack:
+        port = listening.getsockname()[1]
+        keeper = Doorkeeper(port, 40)
+
+        def connected(source: str, count: int) -> list[tuple[socket.socket, socket.socket]]:
+            pairs = []
+            for _ in range(count):
+                client = stack.enter_context(socket.create_connection(("127.0.0.1", port), 5, (source, 0)))
+                served, _ = listening.accept()
+                served.setblocking(False)
+                pairs.append((client, stack.enter_context(served)))
+            return pairs
+
+        first = connected("127.0.0.2", 5)
+        quiet = connected("127.0.0.1", 10)
+        assert keeper.look() == 0
+        greedy = connected("127.0.0.2", 25)
+        assert keeper.look() == 10
+        assert keeper.look() == 10  # Nobody has closed what was shut down: the same again.
+        for client, _ in (*quiet, *first):
+            client.setblocking(False)
+            with pytest.raises(BlockingIOError):
+                client.recv(1)
+        ended = 0
+        for client, _ in greedy:
+            client.setblocking(False)
+            with suppress(BlockingIOError):
+                ended += client.recv(1) == b""
+        assert ended == 10
+
+
+def test_sockets_of_an_engine_are_left_as_they_are() -> None:
+    """Its process may hold more files than a server has connections, and have a default timeout."""
+    with socket.create_server(("127.0.0.1", 0)) as listening, ExitStack() as stack:
+        port = listening.getsockname()[1]
+        stack.enter_context(socket.create_connection(("127.0.0.1", port), 5))
+        engines, _ = listening.accept()
+        stack.enter_context(engines)
+        engines.settimeout(None)
+        before = socket.getdefaulttimeout()
+        socket.setdefaulttimeout(5)
+        try:
+            Doorkeeper(port, 40).look()
+        finally:
+            socket.setdefaulttimeout(before)
+        assert os.get_blocking(engines.fileno())
+
+
+@pytest.mark.parametrize(
+    ("peer", "host"),
+    [
+        ("unix:", ""),
+        ("unix:/run/x", ""),
+        ("ipv4:10.0.0.7:5555", "10.0.0.7"),
+        ("ipv6:%5Bfd00:1:2:3:4:5:6:7%5D:99", "fd00:1:2:3::/64"),
+        ("ipv6:[::ffff:10.0.0.7]:99", "10.0.0.7"),
+        ("ipv6:%5Bfe80::1%25eth0%5D:99", "fe80::/64"),
+    ],
+)
+def test_who_a_peer_counts_as(peer: str, host: str) -> None:
+    assert host_of(peer) == host
+
+
+def test_listeners_share_the_files() -> None:
+    assert connections_each(4096, 2, 20_000) == 4096
+    assert connections_each(4096, 2, 1024) == 352
+    assert connections_each(4096, 1, 64) == 8
+
+
+def test_sighup_is_heard_and_ends_nothing(tmp_path: Path) -> None:
+    with Kvferryd("--unix", str(tmp_path / "node.sock"), "--listen", "") as node, party(node.address, "p") as victim:
+        node.signal(signal.SIGHUP)
+        eventually(lambda: "SIGHUP: nothing is reloaded" in node.log)
+        victim.works()
+        assert victim._watch.is_active()
+        node.signal()
+        assert node.wait() == 0
+
+
+def relayed(address: str, home: str) -> Exception:
+    """How a registration for this home ends."""
+    with party(address, "relayed") as rank:
+        wanted = rank.registration()
+        wanted.home = home
+        with pytest.raises(grpc.RpcError) as caught:
+            rank.kv.RegisterCache(wanted, timeout=20)
+    return from_rpc_error(caught.value, "server")
+
+
+@pytest.mark.parametrize("home", ["10.255.255.1:1", "127.example.org:80", "metadata.internal:80", "[fd00::1]:1"])
+def test_a_home_off_this_host_is_not_dialled_for_a_stranger(server: Kvferryd, home: str) -> None:
+    assert isinstance(relayed(server.address, home), InvalidField)
+
+
+def test_a_socket_of_this_host_is_not_dialled_for_a_stranger(server: Kvferryd, tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as service:
+        service.bind(str(tmp_path / "service"))
+        service.listen()
+        service.setblocking(False)
+        assert isinstance(relayed(server.address, f"unix:{tmp_path}/service"), InvalidField)
+        with pytest.raises(BlockingIOError):
+            service.accept()
+
+
+def test_only_named_homes_are_dialled(tmp_path: Path) -> None:
+    arguments = ["--unix", str(tmp_path / "node.sock"), "--listen", "", "--relay-homes", "node*:7423, 127.0.0.1:9"]
+    with Kvferryd(*arguments) as node:
+        assert isinstance(relayed(node.address, "127.0.0.1:10"), InvalidField)
+        # It is dialled, and nobody is there.
+        assert isinstance(relayed(node.address, "127.0.0.1:9"), Unreachable)
+
+
+def test_answers_that_nobody_takes_are_bounded() -> None:
+    with (
+        Kvferryd("--listen", "127.0.0.1:0", "--unix", "", "--drain", "0") as server,
+        connect(server.advertise) as channel,
+    ):
+        stub: Any = KVTransferStub(channel)
+        watch = stub.Watch(pb.WatchRequest(engine=proto(P), session_secret=SECRETS[P], role=pb.WATCH_ROLE_SCHEDULER))
+        while next(watch).WhichOneof("event") != "synced":
+            pass
+        first = rank_geometry().planes[0]
+        planes = tuple(
+            dataclasses.replace(first, layer=f"{number}".rjust(250, "x"), base=first.base + (number << 32))
+            for number in range(8000)
+        )
+        registered = register_request(geometry=RankGeometry(0, planes))
+        registered.ClearField("agent")
+        stub.RegisterCache(registered, timeout=60)
+        asked = ipb.GetEngineRequest(engine_id=P.engine_id)
+        assert IntrospectionStub(channel).GetEngine(asked, timeout=60).ByteSize() > 2 << 20
+        calls = 60
+        with Connection(server.advertise) as stranger:
+            # He opens no window, and so takes nothing.
+            stranger.send(http2.settings({4: 0}))
+            for stream in range(1, 2 * calls, 2):
+                head = request_headers("/kvferry.v1.Introspection/GetEngine", grpc_timeout=None)
+                stranger.send(frame(http2.HEADERS, http2.END_HEADERS, stream, head))
+                stranger.send(*data(stream, message(asked.SerializeToString())))
+            # Answers of this size are made one after another. The last is refused, long before he loses his connection.
+            assert stranger.ended(2 * calls - 1)
+            assert not stranger.closed
+            # Small answers are not refused, and who takes nothing loses his connection.
+            assert IntrospectionStub(channel).ListEngines(ipb.ListEnginesRequest(), timeout=20).engines
+            assert stranger.ended(1)
+            assert stranger.closed
+        # What gRPC kept for him is free again.
+        deadline = time.monotonic() + 20
+        while time.monotonic() < deadline:
+            with suppress(grpc.RpcError):
+                IntrospectionStub(channel).GetEngine(asked, timeout=60)
+                break
+        assert time.monotonic() < deadline
+        watch.cancel()

@@ -1,0 +1,1 @@
+"""What each RPC answers, over a real gRPC server in this process."""

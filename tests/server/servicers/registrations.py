@@ -1,0 +1,29 @@
+"""Registrations that take exactly so many bytes."""
+
+from __future__ import annotations
+
+from kvferry.v1 import kv_transfer_pb2 as pb
+from kvferry_server.domain.sources import agent_bytes, rank_bytes
+from kvferry_server.servicers import decode
+from tests.support.node_in_process import (
+    register_request,
+)
+from tests.support.parties import rank_geometry
+
+
+def size_of(request: pb.RegisterCacheRequest) -> int:
+    """Bytes of a rank and its agent as they are told."""
+    made = decode.registration(request)
+    return len(rank_bytes(made)) + len(agent_bytes(made.agent))
+
+
+def of_size(size: int, rank: int = 0, ranks: int = 1) -> pb.RegisterCacheRequest:
+    """A registration whose rank and agent take exactly so many bytes, by the length of a label's name."""
+    request = register_request(rank, ranks, geometry=rank_geometry(rank, ranks, heads=max(8, ranks)))
+    request.rank.labels["x" * max(1, size - size_of(request) - 20)] = 1
+    for _ in range(4):
+        label = next(name for name in request.rank.labels if name.startswith("x"))
+        length = len(label) + size - request.rank.ByteSize() - request.agent.ByteSize()
+        del request.rank.labels[label]
+        request.rank.labels["x" * length] = 1
+    return request

@@ -1,0 +1,231 @@
+"""Who is told the agents of an engine, which are access to its memory, and who is not (PROTOCOL, Authority)."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from kvferry._clock import now
+from kvferry._control.connection import Control
+from kvferry._engine_spec import EngineSpec
+from kvferry._reads.source_engines import SourceEngines
+from kvferry._wire.authority import KEY_BYTES
+from kvferry._wire.channel import TlsConfig, connect
+from kvferry._wire.reference import format_engine_reference, parse_engine_reference
+from kvferry.errors import (
+    AgentsWithheld,
+    BadReference,
+    HomeRecovering,
+    InvalidField,
+    KvferryError,
+    PeerRestarted,
+    PublicationReleased,
+    PublicationStale,
+    WrongKey,
+)
+from kvferry.geometry import EngineGeometry
+from kvferry.planner import PathRule
+from kvferry.v1 import introspection_pb2 as ipb
+from kvferry.v1 import kv_transfer_pb2 as pb
+from kvferry.v1.introspection_pb2_grpc import IntrospectionStub
+from kvferry.v1.kv_transfer_pb2_grpc import KVTransferStub
+from tests.support.certificates import Authority, tls_flags
+from tests.support.node_in_process import (
+    ADVERTISE,
+    TIMEOUT,
+    Node,
+    Watch,
+    engine_reference,
+    handshake_request,
+    proto,
+    publish_notification,
+    raised,
+    read_done,
+    reference,
+    register_request,
+    running,
+    snapshot,
+)
+from tests.support.node_servers import Kvferryd
+from tests.support.parties import FULL, P2, SECRETS, TIMES, D, P, key, rank_geometry, start
+
+METADATA = register_request().agent.metadata
+
+
+@pytest_asyncio.fixture
+async def ready(tmp_path: Path) -> AsyncIterator[Node]:
+    async with running(tmp_path) as node:
+        await node.open_engine()
+        await node.register()
+        yield node
+
+
+async def told(node: Node, given: str) -> bool:
+    """Whether who shows this is told the agents; the geometry it is told anyhow."""
+    found = await node.handshake(reference=given)
+    assert len(found.geometry.ranks) == 1
+    assert found.agents_told == bool(found.agents)
+    return found.agents_told and found.agents[0].metadata == METADATA
+
+
+def engine_reference_with(**changes: Any) -> str:
+    given = {"home": ADVERTISE, "engine_id": P.engine_id, "incarnation": P.incarnation, "key": b"g" * KEY_BYTES}
+    return format_engine_reference(pb.EngineReference(**{**given, **changes}))
+
+
+async def test_a_stranger_is_told_the_geometry_alone(ready: Node) -> None:
+    assert not await told(ready, "")
+    messages = [message async for message in ready.kv.Handshake(handshake_request(reference=""), timeout=TIMEOUT)]
+    assert all(METADATA not in message.SerializeToString() for message in messages)
+
+
+async def test_who_shows_a_good_reference_is_told_the_agents(ready: Node) -> None:
+    assert await told(ready, engine_reference())
+    # One that has not come, and nobody waits for.
+    assert await told(ready, reference(7))
+    await ready.publish(1)
+    assert await told(ready, reference(1))
+    waiting = ready.read(9)
+    await waiting.next()
+    assert await told(ready, reference(9))
+
+
+async def test_a_reference_is_good_until_its_publication_is_released(ready: Node) -> None:
+    await ready.publish(1)
+    stream = ready.read(1)
+    lease_id = (await stream.next()).accepted.lease_id
+    # Its reader may still have to reach the memory.
+    await ready.source(pb.Notification(abort=pb.Abort(publication=1)))
+    assert await told(ready, reference(1))
+    await ready.reader(read_done(lease_id, 0))
+    assert isinstance(await raised(ready.handshake(reference=reference(1))), PublicationReleased)
+    await ready.publish(2)
+    await ready.reader(pb.Notification(decline=pb.Decline(reference=reference(2))))
+    assert isinstance(await raised(ready.handshake(reference=reference(2))), PublicationReleased)
+    await ready.source(pb.Notification(released_ack=pb.ReleasedAck(publications=[2])))
+    assert isinstance(await raised(ready.handshake(reference=reference(2))), PublicationStale)
+    assert await told(ready, engine_reference())
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (engine_reference_with(), WrongKey),
+        (engine_reference_with(key=key(1)), WrongKey),
+        (reference(1, wrong=b"g" * KEY_BYTES), WrongKey),
+        (reference(7, wrong=key(8)), WrongKey),
+        (reference(7, wrong=parse_engine_reference(engine_reference()).key), WrongKey),
+        (engine_reference(D), InvalidField),
+        (reference(1, D), InvalidField),
+        (engine_reference(P2), PeerRestarted),
+        (reference(1, P2), PeerRestarted),
+        (engine_reference_with(key=b"short"), BadReference),
+        (engine_reference_with(incarnation=b"short"), BadReference),
+        (engine_reference_with(home=""), BadReference),
+        (engine_reference_with(home="h" * 5000), BadReference),
+        ("kvf1e.?", BadReference),
+        ("kvf2.AA", BadReference),
+    ],
+)
+async def test_who_shows_a_bad_one_is_refused(ready: Node, given: str, expected: type[KvferryError]) -> None:
+    await ready.publish(1)
+    error = await raised(ready.handshake(reference=given))
+    assert isinstance(error, expected)
+    assert parse_engine_reference(engine_reference()).key.hex() not in str(error.values)
+    if expected is WrongKey:
+        assert error.code == "PERMISSION_DENIED"
+
+
+async def test_the_incarnation_that_is_asked_for_is_that_of_the_reference(ready: Node) -> None:
+    error = await raised(ready.handshake(incarnation=P2.incarnation))
+    assert isinstance(error, PeerRestarted)
+
+
+async def test_an_engine_is_never_told_its_own_agents(ready: Node) -> None:
+    own = pb.HandshakeRequest(engine_id=P.engine_id, reader=proto(P), reference=engine_reference())
+    found = await ready.handshake(own)
+    assert (len(found.geometry.ranks), found.agents_told) == (1, False)
+
+
+async def test_what_cannot_be_read_is_refused_whatever_is_shown(ready: Node) -> None:
+    error = await raised(ready.handshake(identity={"model": "other"}, reference=engine_reference()))
+    assert error.reason == "INCOMPATIBLE"
+
+
+async def test_references_outlive_their_home(tmp_path: Path) -> None:
+    async with running(tmp_path, new=True) as node:
+        assert isinstance(await raised(node.handshake(reference=reference(1))), HomeRecovering)
+        watch = Watch(node)
+        assert await watch.kinds(2) == ["opened", "synced"]
+        await node.register()
+        assert await told(node, engine_reference())
+        # It may have been released by the home before.
+        assert isinstance(await raised(node.handshake(reference=reference(4))), HomeRecovering)
+        await node.source(*snapshot(publish_notification(4), high_water=5))
+        assert await told(node, reference(4))
+        assert await told(node, reference(6))
+        assert isinstance(await raised(node.handshake(reference=reference(5))), PublicationStale)
+        node.pass_by(TIMES.max_ttl)
+
+
+# From outside.
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Kvferryd, Authority]]:
+    """On mutual TLS and on a UNIX socket."""
+    ours = Authority.make(tmp_path_factory.mktemp("ours"), "ours")
+    path = tmp_path_factory.mktemp("mutual") / "node.sock"
+    flags = ["--listen", "0.0.0.0:0", "--advertise", "127.0.0.1", "--unix", str(path), *tls_flags(ours.issue("node"))]
+    with Kvferryd(*flags) as running:
+        yield running, ours
+
+
+@pytest.fixture(scope="module")
+def plain() -> Iterator[Kvferryd]:
+    with Kvferryd("--listen", "127.0.0.1:0", "--unix", "") as running:
+        yield running
+
+
+@pytest.mark.parametrize("way", ["mtls", "unix", "tcp"])
+def test_whatever_way_a_stranger_comes(server: tuple[Kvferryd, Authority], plain: Kvferryd, way: str) -> None:
+    mutual, ours = server
+    address = {"mtls": mutual.advertise, "unix": mutual.address, "tcp": plain.address}[way]
+    tls: TlsConfig | None = ours.issue("stranger") if way == "mtls" else None
+    source = start(f"source-{way}", "S")
+    with connect(address, ours.issue("engine") if way == "mtls" else None) as channel:
+        engine: Any = KVTransferStub(channel)
+        watch = engine.Watch(
+            pb.WatchRequest(engine=proto(source), session_secret=SECRETS[source], role=pb.WATCH_ROLE_SCHEDULER)
+        )
+        next(watch)
+        registration = register_request(ref=source)
+        engine.RegisterCache(registration, timeout=TIMEOUT)
+        with connect(address, tls) as strange:
+            listed: Any = IntrospectionStub(strange)
+            answers = [
+                listed.ListEngines(ipb.ListEnginesRequest(), timeout=TIMEOUT),
+                listed.GetEngine(ipb.GetEngineRequest(engine_id=source.engine_id), timeout=TIMEOUT),
+            ]
+            assert all(registration.agent.metadata not in answer.SerializeToString() for answer in answers)
+        home = Control(address, tls)
+        asked = handshake_request(engine_id=source.engine_id, incarnation=source.incarnation, reference="")
+        found = home.handshake(asked, TIMEOUT)
+        assert (len(found.geometry.ranks), found.agents, found.agents_told) == (1, {}, False)
+        asked.reference = engine_reference_with(engine_id=source.engine_id, incarnation=source.incarnation)
+        with pytest.raises(WrongKey):
+            home.handshake(asked, TIMEOUT)
+        # Who needs agents is told what is missing.
+        geometry = EngineGeometry("decode", (FULL,), (rank_geometry(),), {"model": "m"})
+        spec = EngineSpec("decode", (FULL,), identity={"model": "m"})
+        peers = SourceEngines(spec, proto(D), 0, lambda _: geometry, PathRule(), lambda *_: None, lambda _: None)
+        with pytest.raises(AgentsWithheld) as caught:
+            peers.get(home, source.engine_id, source.incarnation, "", now() + TIMEOUT)
+        assert caught.value.values == {"engine_id": source.engine_id, "missing": "reference"}
+        assert peers.get(home, source.engine_id, source.incarnation, engine_reference(source), now() + TIMEOUT).agents
+        home.close()
+        watch.cancel()

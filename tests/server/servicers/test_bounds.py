@@ -1,0 +1,519 @@
+"""What a peer can make grow is bounded in bytes: the largest input that is accepted gives an answer that arrives."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import itertools
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import grpc.aio
+import pytest
+from google.protobuf.wrappers_pb2 import BytesValue
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvferry._wire.authority import incarnation_of
+from kvferry._wire.channel import MAX_MESSAGE_BYTES
+from kvferry._wire.status import NOTIFICATION_ERROR_BYTES, from_rpc_error
+from kvferry.errors import BadReference, InvalidField, KvferryError, LimitReached, PeerRestarted
+from kvferry.v1 import introspection_pb2 as ipb
+from kvferry.v1 import kv_transfer_pb2 as pb
+from kvferry.v1.kv_transfer_pb2_grpc import KVTransferStub
+from kvferry_server.domain.identity import EngineRef
+from kvferry_server.domain.limits import Limits
+from kvferry_server.domain.publications import LEASE_BYTES
+from kvferry_server.domain.watch_feed import Process, Role
+from kvferry_server.home.streams import STREAMS_CUT_OFF
+from kvferry_server.servicers import checks, turns
+from kvferry_server.servicers.decode import MAX_GROUPS, MAX_RUNS
+from kvferry_server.servicers.encode import MAX_TOLD_READS
+from kvferry_server.servicers.notify import MAX_NOTIFICATIONS
+from kvferry_server.servicers.paging import page
+from tests.support.node_in_process import (
+    TIMEOUT,
+    Node,
+    Stream,
+    Watch,
+    handshake_request,
+    proto,
+    publish_notification,
+    raised,
+    read_done,
+    read_request,
+    reference,
+    register_request,
+    running,
+)
+from tests.support.parties import P2, SECRETS, TIMES, D, E, P, read_id, start
+
+LONGEST = "\N{PILE OF POO}" * 64
+"""256 bytes; three times as many where a header's bytes are written in hexadecimal."""
+
+STRANGER = start(LONGEST, "?")
+
+SCATTERED = pb.GroupBlocks(
+    group="full",
+    end_token=16 * MAX_RUNS,
+    run_starts=[1 + 2 * (index % 499) for index in range(MAX_RUNS)],
+    run_counts=[1] * MAX_RUNS,
+)
+"""As many runs as a step may have."""
+
+
+async def ready(node: Node) -> Watch:
+    watch = await node.open_engine()
+    await node.register()
+    return watch
+
+
+async def test_the_largest_step_and_payload_reach_a_reader(tmp_path: Path) -> None:
+    async with running(tmp_path) as node:
+        await ready(node)
+        answer = await node.publish(1, groups=[SCATTERED], payload=b"x" * 65536)
+        assert answer.WhichOneof("kind") == "published", answer
+        stream = node.read(1)
+        accepted, blocks, complete = [await stream.next() for _ in range(3)]
+        assert accepted.accepted.lease_id
+        assert list(blocks.blocks.groups[0].run_starts) == list(SCATTERED.run_starts)
+        assert len(complete.complete.payload) == 65536
+
+
+@pytest.mark.parametrize("beyond", ["runs", "groups", "payload", "expected_reads"])
+async def test_a_step_beyond_a_limit_is_refused_and_changes_nothing(tmp_path: Path, beyond: str) -> None:
+    async with running(tmp_path) as node:
+        await ready(node)
+        more = pb.GroupBlocks()
+        more.CopyFrom(SCATTERED)
+        more.run_starts.append(1)
+        more.run_counts.append(1)
+        changes: dict[str, dict[str, Any]] = {
+            "runs": {"groups": [more]},
+            "groups": {"groups": [pb.GroupBlocks(group=f"g{index}") for index in range(MAX_GROUPS + 1)]},
+            "payload": {"payload": b"x" * 65537},
+            "expected_reads": {"expected_reads": Limits().reads + 1},
+        }
+        answer = await node.publish(1, **changes[beyond])
+        assert answer.error.metadata["field"].startswith("publish.")
+        assert (await node.publish(1)).WhichOneof("kind") == "published"
+
+
+def errors() -> dict[str, Callable[[int], pb.Notification]]:
+    """Notifications that fail, each with as much of its sender's in the error as can be."""
+    stranger = proto(STRANGER)
+    name = LONGEST
+    return {
+        "decline": lambda number: pb.Notification(decline=pb.Decline(reference=reference(number + 1, STRANGER))),
+        "wrong key": lambda number: pb.Notification(decline=pb.Decline(reference=reference(1, P, wrong=b"x" * 16))),
+        "unknown group": lambda number: publish_notification(number + 1, groups=[pb.GroupBlocks(group=name)]),
+        "group twice": lambda number: publish_notification(
+            number + 1, groups=[pb.GroupBlocks(group=name[:-1] + chr(0x1F600 + index)) for index in range(MAX_GROUPS)]
+        ),
+        "request_id": lambda number: publish_notification(number + 1, request_id=name * 4),
+        "step": lambda number: publish_notification(number + 1, step=2**32 - 1),
+        "number": lambda number: pb.Notification(abort=pb.Abort(publication=0)),
+        "plane": lambda number: pb.Notification(
+            checksums=pb.PublishChecksums(publication=1, checksums=[pb.Checksums(plane=name, unit_end=2**64 - 1)])
+        ),
+        "lease": lambda number: pb.Notification(renew=pb.Renew(lease_id=stranger.incarnation)),
+    }
+
+
+@pytest.mark.parametrize("kind", errors())
+async def test_a_full_batch_is_answered_whatever_its_errors_repeat(tmp_path: Path, kind: str) -> None:
+    async with running(tmp_path) as node:
+        await ready(node)
+        await node.publish(1)
+        make = errors()[kind]
+        count = MAX_NOTIFICATIONS if kind != "group twice" else 50
+        results = await node.source(*(make(number) for number in range(count)))
+        assert len(results) == count
+        assert {result.WhichOneof("kind") for result in results} == {"error"}
+        assert max(result.ByteSize() for result in results) <= NOTIFICATION_ERROR_BYTES
+
+
+def test_a_full_batch_of_the_largest_errors_fits_a_message() -> None:
+    assert MAX_NOTIFICATIONS * (NOTIFICATION_ERROR_BYTES + 6) + 1024 <= MAX_MESSAGE_BYTES
+
+
+async def test_a_full_batch_of_publications_is_answered(tmp_path: Path) -> None:
+    async with running(tmp_path) as node:
+        await ready(node)
+        batch = (publish_notification(number, request_id=LONGEST) for number in range(1, MAX_NOTIFICATIONS + 1))
+        results = await node.source(*batch)
+        assert {result.WhichOneof("kind") for result in results} == {"published"}
+
+
+@pytest.mark.parametrize(
+    "named", [LONGEST, "\x00" * 256, "%" * 256, "\x7f" * 256], ids=["emoji", "nul", "percent", "del"]
+)
+async def test_an_error_arrives_whatever_it_repeats(tmp_path: Path, named: str) -> None:
+    secret = b"!" * 32
+    stranger = EngineRef(named, incarnation_of(secret))
+    SECRETS[stranger] = secret
+    async with running(tmp_path) as node:
+        await ready(node)
+        who, kv, look = proto(stranger), node.kv, node.introspection
+        calls: list[Any] = [
+            kv.RegisterCache(register_request(ref=stranger), timeout=TIMEOUT),
+            node.handshake(engine_id=named, incarnation=b"", reader=who, reference=""),
+            Stream(kv.ReadBlocks(read_request(reference=reference(1, stranger)), timeout=TIMEOUT)).next(),
+            Stream(kv.ReadBlocks(read_request(reference="kvf1." + named), timeout=TIMEOUT)).next(),
+            kv.Notify(
+                pb.NotifyRequest(sender=who, session_secret=secret, notifications=[publish_notification()]),
+                timeout=TIMEOUT,
+            ),
+            kv.ReadChecksums(pb.ReadChecksumsRequest(reader=who, lease_id=b"x" * 16), timeout=TIMEOUT),
+            Watch(node, stranger, role=pb.WATCH_ROLE_RANK).next(),
+            look.GetEngine(ipb.GetEngineRequest(engine_id=named), timeout=TIMEOUT),
+            look.ListEngines(ipb.ListEnginesRequest(page_token=named * 8), timeout=TIMEOUT),
+            look.PlanRead(ipb.PlanReadRequest(source_engine_id=named, destination_engine_id=named), timeout=TIMEOUT),
+        ]
+        for call in calls:
+            error = await raised(call)
+            assert error.reason, error
+            assert isinstance(error, BadReference) or error.values or error.reason == "LEASE_ENDED", error
+
+
+async def test_a_release_tells_as_many_reads_as_a_message_holds_the_valid_ones_first(tmp_path: Path) -> None:
+    async with running(tmp_path) as node:
+        watch = await ready(node)
+        await node.publish(1)
+        reads = Limits().reads
+        for number in range(reads):
+            stream = node.read(1, reader=STRANGER, read_id=read_id(str(number)), parties=1)
+            lease_id = (await stream.next()).accepted.lease_id
+            stream.cancel()
+            outcome = pb.RANK_OUTCOME_DONE if number == reads - 1 else pb.RANK_OUTCOME_FAILED
+            await node.reader(read_done(lease_id, 0, outcome=outcome), ref=STRANGER)
+        released = (await watch.next()).released
+        assert len(released.reads) == MAX_TOLD_READS
+        assert released.reads_left_out == reads - MAX_TOLD_READS
+        assert released.reads[0].state == pb.READ_STATE_VALID
+        assert released.outcome == pb.RELEASE_OUTCOME_READ
+
+
+async def test_transfers_of_many_ranks_are_listed_in_pages_that_arrive(tmp_path: Path) -> None:
+    async with running(tmp_path, Limits(memory=1 << 31)) as node:
+        await ready(node)
+        await node.publish(1)
+        leases, ranks = 60, Limits().ranks
+        for number in range(leases):
+            stream = node.read(1, read_id=read_id(str(number)), parties=ranks)
+            lease_id = (await stream.next()).accepted.lease_id
+            stream.cancel()
+            reports = [
+                pb.RankReport(rank=rank, outcome=pb.RANK_OUTCOME_DONE, bytes=2**64 - 1) for rank in range(ranks - 1)
+            ]
+            await node.reader(pb.Notification(read_done=pb.ReadDone(lease_id=lease_id, reports=reports)))
+        token, pages = "", []
+        while True:
+            request = ipb.ListTransfersRequest(page_size=1000, page_token=token)
+            answer = await node.introspection.ListTransfers(request, timeout=TIMEOUT)
+            pages.append([transfer.read.lease_number for transfer in answer.transfers])
+            token = answer.next_page_token
+            if not token:
+                break
+        assert len(pages) > 1
+        found = list(itertools.chain.from_iterable(pages))
+        assert found == sorted(set(found))
+        assert len(found) == leases
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    shelves=st.dictionaries(
+        st.sampled_from("abcd"), st.dictionaries(st.integers(0, 2**64 - 1), st.integers(0, 1 << 21), max_size=8)
+    ),
+    size=st.integers(0, 5),
+)
+def test_pages_hold_everything_once_in_order_and_none_is_larger_than_a_message(
+    shelves: dict[str, dict[int, int]], size: int
+) -> None:
+    by_ref = {
+        start(name, name): [((number,), length) for number, length in held.items()] for name, held in shelves.items()
+    }
+    token, found = "", list[int]()
+    for _ in range(100):
+        entries, token = page(by_ref, lambda length: BytesValue(value=b"x" * length), size, token)
+        assert sum(entry.ByteSize() for entry in entries) < MAX_MESSAGE_BYTES
+        assert len(entries) <= (size or 100)
+        found += [len(entry.value) for entry in entries]
+        if not token:
+            break
+    assert found == [length for name in sorted(shelves) for _, length in sorted(shelves[name].items())]
+
+
+async def test_sums_that_no_answer_holds_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running(tmp_path) as node:
+        await ready(node)
+        await node.publish(1, checksums=True)
+        part = pb.Checksums(plane="layers.0/key", unit_end=8, place_starts=[0], place_counts=[4], sums=list(range(32)))
+        [answer] = await node.source(
+            pb.Notification(checksums=pb.PublishChecksums(publication=1, checksums=[part], last=True))
+        )
+        assert answer.WhichOneof("kind") == "done", answer
+        lease_id = (await node.read(1).next()).accepted.lease_id
+        query = pb.ChecksumQuery(planes=[part.plane], unit_end=8, place_starts=[0], place_counts=[4])
+        request = pb.ReadChecksumsRequest(reader=proto(D), lease_id=lease_id, queries=[query])
+        assert list((await node.kv.ReadChecksums(request, timeout=TIMEOUT)).checksums[0].sums) == list(range(32))
+        monkeypatch.setattr(checks, "MAX_ANSWER_BYTES", 100)
+        assert isinstance(await raised(node.kv.ReadChecksums(request, timeout=TIMEOUT)), InvalidField)
+
+
+async def test_a_page_of_sums_in_very_many_parts_is_refused_at_once(tmp_path: Path) -> None:
+    async with running(tmp_path) as node:
+        await ready(node)
+        await node.publish(1, checksums=True)
+        parts = [
+            pb.Checksums(plane="layers.0/key", unit_end=1, place_starts=[index], place_counts=[1], sums=[0])
+            for index in range(100_000)
+        ]
+        [answer] = await node.source(pb.Notification(checksums=pb.PublishChecksums(publication=1, checksums=parts)))
+        assert answer.error.metadata["field"] == "checksums"
+
+
+@pytest.mark.parametrize("asked", ["blocks", "handshake"])
+async def test_readers_that_do_not_take_what_they_asked_for_hold_up_a_share_of_their_own(
+    tmp_path: Path, asked: str
+) -> None:
+    budget = 64 << 20
+    async with running(tmp_path, Limits(memory=budget, engine_memory=1 << 20)) as node:
+        await node.open_engine()
+        request = register_request()
+        request.agent.metadata = b"m" * (2 << 20)
+        request.agent.metadata_sha256 = hashlib.sha256(request.agent.metadata).digest()
+        await node.kv.RegisterCache(request, timeout=TIMEOUT)
+        await node.publish(1, groups=[SCATTERED])
+        held, used = node.home.memory.held(P), node.home.memory.used
+        # Little is taken: gRPC itself reads ahead by little.
+        options = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 4096)]
+        channel = grpc.aio.insecure_channel(f"unix:{tmp_path / 's'}", options=options)
+        kv: Any = KVTransferStub(channel)
+        # They call themselves like their victim.
+        if asked == "blocks":
+            answers = [
+                Stream(kv.ReadBlocks(read_request(reader=P, read_id=read_id(str(number))), timeout=TIMEOUT))
+                for number in range(100)
+            ]
+        else:
+            reader = pb.EngineRef(engine_id="reader", incarnation=P.incarnation)
+            answers = [Stream(kv.Handshake(handshake_request(reader=reader), timeout=TIMEOUT)) for _ in range(100)]
+        found = await asyncio.gather(*(raised_or_none(stream) for stream in answers))
+        # The server writes until it may not: nothing tells when that is.
+        for _ in range(int(TIMEOUT / 0.01)):
+            if node.home.memory.used >= used + (4 << 20):
+                break
+            await asyncio.sleep(0.01)
+        assert used + (4 << 20) <= node.home.memory.used <= budget
+        # The leases are the victim's, and nothing else: it goes on, and so does another.
+        assert node.home.memory.held(P) <= held + 100 * LEASE_BYTES
+        await node.open_engine(E)
+        await node.register(ref=E)
+        for victim, number in ((P, 2), (E, 1)):
+            [answer] = await node.source(publish_notification(number, payload=b"x" * 65536), ref=victim)
+            assert answer.WhichOneof("kind") == "published", answer
+            stream = Stream(node.kv.ReadBlocks(read_request(reference=reference(number, victim)), timeout=TIMEOUT))
+            for kind in ("accepted", "blocks"):
+                assert (await stream.next()).WhichOneof("message") == kind
+        # Who was refused is told when to come again.
+        late = await asyncio.gather(*(raised_or_end(stream) for stream in answers))
+        errors_of = [error for error in (*found, *late) if isinstance(error, LimitReached)]
+        assert errors_of
+        assert all(error.retry_after for error in errors_of)
+        await channel.close()
+
+
+async def test_a_watch_is_not_refused_its_full_state_when_others_have_taken_the_room(tmp_path: Path) -> None:
+    async with running(tmp_path, Limits(memory=1 << 22, engine_memory=1 << 10)) as node:
+        watch = await ready(node)
+        for number in range(1, 101):
+            await node.publish(number, payload=b"x" * 8192)
+        await node.source(*(pb.Notification(abort=pb.Abort(publication=number)) for number in range(1, 51)))
+        # Strangers come, and less stays free than the engine holds.
+        node.home.memory.take(E, (1 << 22) - node.home.memory.used - 10_000)
+        await node.leaves(watch)
+        again = Watch(node)
+        kinds = await again.kinds(52)
+        assert kinds == ["opened", *["released"] * 50, "synced"]
+
+
+async def test_a_lease_has_few_more_streams_than_parties(tmp_path: Path) -> None:
+    async with running(tmp_path) as node:
+        await ready(node)
+        streams = [node.read(1, parties=2) for _ in range(2 + STREAMS_CUT_OFF)]
+        for stream in streams:
+            await stream.next()
+        error = await raised(node.read(1, parties=2).next())
+        assert isinstance(error, LimitReached)
+        assert error.values["limit"] == "streams"
+        streams[0].cancel()
+        for _ in range(100):
+            stream = node.read(1, parties=2)
+            if not isinstance(await raised_or_none(stream), LimitReached):
+                break
+            await asyncio.sleep(0.05)
+        else:
+            raise AssertionError("no room after one had left")
+
+
+async def raised_or_end(stream: Stream) -> KvferryError | None:
+    """The error that a stream ends with, if one comes at once."""
+    try:
+        while await asyncio.wait_for(stream.call.read(), 0.2) is not grpc.aio.EOF:
+            pass
+    except grpc.aio.AioRpcError as error:
+        return from_rpc_error(error, "test")
+    except asyncio.TimeoutError:
+        pass
+    return None
+
+
+async def raised_or_none(stream: Stream) -> KvferryError | None:
+    try:
+        await stream.next()
+    except KvferryError as error:
+        return error
+    return None
+
+
+async def test_acknowledgements_and_reports_have_limits(tmp_path: Path) -> None:
+    async with running(tmp_path) as node:
+        await ready(node)
+        [answer] = await node.source(pb.Notification(released_ack=pb.ReleasedAck(publications=range(65_537))))
+        assert answer.error.metadata["field"] == "released_ack.publications"
+        reports = [pb.RankReport(rank=rank, outcome=pb.RANK_OUTCOME_DONE) for rank in range(Limits().ranks + 1)]
+        [answer] = await node.reader(pb.Notification(read_done=pb.ReadDone(lease_id=b"x" * 16, reports=reports)))
+        assert answer.error.metadata["field"] == "read_done.reports"
+
+
+async def test_a_heavy_batch_lets_others_have_their_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # However fast the machine: every notification is work enough for a turn.
+    monkeypatch.setattr(turns, "TURN_SECONDS", 0.0)
+    async with running(tmp_path) as node:
+        await ready(node)
+        await node.publish(1)
+        stream = node.read(1)
+        lease_id = (await stream.next()).accepted.lease_id
+        small = pb.GroupBlocks(group="full", end_token=16 * 4096, run_starts=[1, 3] * 2048, run_counts=[1] * 4096)
+        heavy = node.source(*(publish_notification(number, groups=[small]) for number in range(2, 300)))
+        task = asyncio.create_task(heavy)
+        renewals = 0
+        while not task.done():
+            [answer] = await node.reader(pb.Notification(renew=pb.Renew(lease_id=lease_id)))
+            assert answer.WhichOneof("kind") == "renewed"
+            renewals += 1
+        assert {result.WhichOneof("kind") for result in await task} == {"published"}
+        assert renewals > 3
+
+
+@pytest.mark.parametrize("parts", ["in one another", "apart", "of other units"])
+async def test_a_page_of_sums_in_many_parts_lets_others_have_their_turn(tmp_path: Path, parts: str) -> None:
+    async with running(tmp_path) as node:
+        await ready(node)
+        await node.publish(
+            1, groups=[pb.GroupBlocks(group="full", end_token=16 * 900, run_starts=[1], run_counts=[900])]
+        )
+
+        def part(plane: str, number: int) -> pb.Checksums:
+            asked = pb.Checksums(plane=plane, unit_end=1, place_starts=[number], place_counts=[1], sums=[number])
+            if parts == "in one another":
+                asked.place_starts.append(500 + number)
+                asked.place_counts.append(1)
+                asked.sums.append(number)
+            elif parts == "of other units":
+                asked.unit_begin, asked.unit_end, asked.place_starts[:] = number % 8, number % 8 + 1, [number // 8]
+            return asked
+
+        sums = [
+            part(f"layers.{layer}/{component}", number)
+            for layer in range(2)
+            for component in ("key", "value")
+            for number in range(256)
+        ]
+        page = pb.Notification(checksums=pb.PublishChecksums(publication=1, checksums=sums))
+        task, longest = asyncio.create_task(node.source(page, page, page)), 0.0
+        while not task.done():
+            began = time.monotonic()
+            await asyncio.sleep(0.001)
+            longest = max(longest, time.monotonic() - began)
+        assert [result.WhichOneof("kind") for result in await task] == ["done"] * 3
+        assert longest < 0.25
+
+
+async def test_a_step_after_very_many_costs_no_more_than_one_after_few(tmp_path: Path) -> None:
+    async with running(tmp_path) as node:
+        watch = Watch(node)
+        await watch.kinds(2)
+        # Until a rank has registered, groups have any name; before the snapshot's end that is no error.
+        groups = [pb.GroupBlocks(group=f"g{number}") for number in range(MAX_GROUPS)]
+        steps = [publish_notification(1, step, last=False, groups=groups) for step in range(1200)]
+
+        async def took(first: int, end: int) -> float:
+            began = time.process_time()
+            for result in await node.source(*steps[first:end]):
+                assert result.WhichOneof("kind") == "published", result
+            return time.process_time() - began
+
+        early = await took(0, 100)
+        for first in range(100, 1100, 500):
+            await took(first, first + 500)
+        assert await took(1100, 1200) < 4 * early
+
+
+async def test_a_batch_of_an_engine_that_was_replaced_meanwhile_does_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(turns, "TURN_SECONDS", 0.0)
+    async with running(tmp_path) as node:
+        watch = await ready(node)
+        await node.publish(1)
+        # A lease keeps what the home knows of the engine.
+        await node.read(1).next()
+        batch = [publish_notification(number) for number in range(2, 500)]
+        task = asyncio.create_task(raised(node.source(*batch)))
+        for _ in range(100_000):
+            if len(list(node.home.lessor.publications())) >= 10:
+                break
+            await asyncio.sleep(0)
+        watch.cancel()
+        with node.home.turn():
+            node.home.engines.close_engine(P)
+        node.pass_by(TIMES.engine_ttl + 1)
+        with node.home.turn():
+            node.home.open_watch(Process(P2, Role.SCHEDULER), SECRETS[P2])
+        assert isinstance(await task, PeerRestarted)
+        assert len(list(node.home.lessor.publications())) <= 1
+
+
+async def test_a_flood_by_three_engines_refuses_them_and_nobody_else(tmp_path: Path) -> None:
+    budget = 16 << 20
+    async with running(tmp_path, Limits(memory=budget, engine_memory=256 << 10)) as node:
+        for letter in "abc":
+            flood = start(f"flood-{letter}", letter)
+            await node.open_engine(flood)
+            await node.register(ref=flood)
+            number, refused = 1, False
+            while not refused:
+                batch = [publish_notification(number + index, payload=b"x" * 65536) for index in range(32)]
+                aborts = [pb.Notification(abort=pb.Abort(publication=number + 100 + index)) for index in range(100)]
+                results = await node.source(*batch, *aborts, ref=flood)
+                errors_of = [result.error for result in results if result.WhichOneof("kind") == "error"]
+                refused = any(
+                    error.metadata["limit"] == "memory" and error.HasField("retry_after") for error in errors_of
+                )
+                number += 300
+        assert node.home.memory.used <= budget
+        watch = await ready(node)
+        for number in range(1, 30):
+            assert (await node.publish(number, payload=b"x" * 4096)).WhichOneof("kind") == "published"
+            lease_id = (await node.read(number).next()).accepted.lease_id
+            [renewed] = await node.reader(pb.Notification(renew=pb.Renew(lease_id=lease_id)))
+            assert renewed.renewed.remaining.seconds > 0
+            [ended] = await node.reader(read_done(lease_id, 0))
+            assert ended.read_ended.verdict == pb.VERDICT_VALID
+            assert (await watch.next()).released.publication == number
+            await node.source(pb.Notification(released_ack=pb.ReleasedAck(publications=[number])))

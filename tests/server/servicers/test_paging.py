@@ -1,0 +1,31 @@
+"""Pages of a list: whole by count and by bytes."""
+
+from __future__ import annotations
+
+from kvferry.v1 import introspection_pb2 as ipb
+from kvferry_server.servicers.paging import PAGE_BYTES, page
+from tests.support.parties import P
+
+
+def listed(sizes: dict[int, int], page_size: int) -> list[list[int]]:
+    """The numbers on each page, for entries of so many bytes each."""
+
+    def encode(number: int) -> ipb.RequestSummary:
+        return ipb.RequestSummary(publication=number, request_id="x" * sizes[number])
+
+    pages, token = [], ""
+    while True:
+        found, token = page({P: [((number,), number) for number in sizes]}, encode, page_size, token)
+        assert sum(message.ByteSize() for message in found) <= PAGE_BYTES or len(found) == 1
+        pages.append([message.publication for message in found])
+        if not token:
+            return pages
+
+
+def test_a_page_is_limited_by_count_and_by_bytes_and_nothing_is_skipped() -> None:
+    assert listed({}, 2) == [[]]
+    assert listed(dict.fromkeys(range(1, 6), 10), 2) == [[1, 2], [3, 4], [5]]
+    third = PAGE_BYTES // 3 - 2000
+    assert listed(dict.fromkeys(range(1, 6), third), 1000) == [[1, 2, 3], [4, 5]]
+    # One that is too large by itself still comes.
+    assert listed({1: 10, 2: PAGE_BYTES + 1, 3: 10}, 1000) == [[1], [2], [3]]

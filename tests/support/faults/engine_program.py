@@ -1,0 +1,169 @@
+"""The program of an engine's process: does what it is told over a pipe, and says what it saw.
+
+python -m tests.support.faults.engine_program FD
+"""
+
+from __future__ import annotations
+
+import itertools
+import mmap
+import os
+import signal
+import sys
+import threading
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+
+from tests.support.faults.reports import Held, Job, Seen, die_with_parent, held
+
+
+class Engine:
+    """One process of an engine. Its public methods are the commands."""
+
+    def __init__(self, job: Job) -> None:
+        from kvferry import Client, EngineSpec, Interval, MemoryKind, MemoryRegion, NixlOptions
+
+        with job.memory.open("r+b") as file:
+            mapped = mmap.mmap(file.fileno(), 0)
+        cells = np.frombuffer(mapped, np.uint8)
+        base = cells.ctypes.data
+        spec = EngineSpec(job.engine_id, (job.model.group(),), job.num_ranks, {"model": "tiny"})
+        self._client = Client(job.address, allowed_homes=["10.*"], options=NixlOptions(**job.options))
+        self._session = None if job.token else self._client.open_engine(spec)
+        self._cache = self._client.register_cache(
+            spec,
+            job.rank,
+            planes=job.model.planes(Interval(*job.units), base),
+            regions=[MemoryRegion(MemoryKind.DRAM, 0, base, len(cells))],
+            replicated=True,
+            keep=mapped,
+            token=job.token or None,
+            serve=job.serve,
+        )
+        self._reads: dict[int, Any] = {}
+        self._numbers = itertools.count()
+        self._publications: dict[int, Any] = {}
+
+    # The source's commands.
+
+    def token(self) -> str:
+        """For the engine's other processes."""
+        return str(self._cache.session.token)
+
+    def publish(self, request_id: str, ids: list[int], **options: Any) -> Any:
+        """Offer blocks."""
+        from kvferry import Blocks
+
+        publication = self._cache.session.publish(request_id, {"full": Blocks(ids)}, **options)
+        self._publications[publication.number] = publication
+        return publication
+
+    def abort(self, number: int) -> None:
+        """Take a publication back."""
+        self._cache.session.abort(self._publications[number])
+
+    def released(self, timeout: float = 0.0) -> list[Any]:
+        """What was released since the last call, having waited for the first."""
+        found = self._cache.session.released(timeout)
+        for release in found:
+            self._publications.pop(release.publication, None)
+        return found
+
+    def unreleased(self) -> list[int]:
+        """Numbers of what is still pinned."""
+        return [publication.number for publication in self._cache.session.unreleased()]
+
+    # The destination's.
+
+    def read(self, reference: str, ids: list[int], **options: Any) -> int:
+        """Begin a read; gives it a number."""
+        from kvferry import Blocks
+
+        number = next(self._numbers)
+        self._reads[number] = self._cache.read(reference, {"full": Blocks(ids)}, **options)
+        return number
+
+    def read_until_moving(self, reference: str, ids: list[int], stop: list[int], **options: Any) -> tuple[int, bool]:
+        """Begin a read and stop processes as soon as some of its bytes have arrived. 0 is this process.
+
+        Returns:
+            The read's number, and whether it was stopped under way: some bytes had arrived and some had not.
+        """
+        number = self.read(reference, ids, **options)
+        read = self._reads[number]
+        while not read.done():
+            progress = read.progress()
+            if 0 < progress.done < progress.total:
+                for pid in stop:
+                    os.kill(pid or os.getpid(), signal.SIGSTOP)
+                progress = read.progress()
+                return number, progress.done < progress.total
+            threading.Event().wait(0.0002)
+        return number, False
+
+    def wait_moved(self, number: int) -> None:
+        """Wait until a read's last byte has arrived, or it has ended otherwise."""
+        read = self._reads[number]
+        while not read.done() and read.progress().done < read.progress().total:
+            threading.Event().wait(0.0002)
+
+    def outcome(self, number: int, timeout: float) -> Seen:
+        """Wait for a read's end."""
+        read = self._reads[number]
+        error = read.exception(timeout)
+        if error is not None:
+            return Seen(error)
+        result = read.result(0)
+        return Seen(None, result.confirmed, result.bytes)
+
+    def wait_quiet(self, number: int, timeout: float) -> bool:
+        """Wait until a read's blocks may be reused; forgets the read then."""
+        quiet = bool(self._reads[number].wait_quiet(timeout))
+        if quiet:
+            del self._reads[number]
+        return quiet
+
+    def cancel(self, number: int) -> None:
+        """Cancel a read."""
+        self._reads[number].cancel()
+
+    def decline(self, reference: str) -> None:
+        """Say that nobody will read a publication."""
+        self._client.decline(reference)
+
+    def gauges(self) -> Any:
+        """Of the transport."""
+        return self._cache.gauges()
+
+    def held(self) -> Held:
+        """What this process holds."""
+        return held()
+
+    def close(self) -> None:
+        """End the engine as it should be ended."""
+        self._client.close()
+
+
+def main(descriptor: int) -> None:
+    die_with_parent()
+    # NIXL's package imports torch to ask for its CUDA version, a second per process that no test needs.
+    sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
+    pipe = Connection(descriptor)
+    engine = Engine(pipe.recv())
+    pipe.send("ready")
+    while True:
+        try:
+            command, arguments, options = pipe.recv()
+        except EOFError:
+            return
+        try:
+            answer = getattr(engine, command)(*arguments, **options)
+        except Exception as error:
+            answer = error
+        pipe.send(answer)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

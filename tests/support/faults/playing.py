@@ -1,0 +1,178 @@
+"""Plays a scenario and judges what each side saw."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvferry.errors import KvferryError, PeerRestarted
+from tests.support.faults.fault_world import Reading, Request, World
+from tests.support.faults.processes import SOON, EngineProcess, Node, Party
+from tests.support.faults.reports import Seen
+from tests.support.faults.scenario import Expected, Fate, Fault, Good, Moment, Scenario, Target, Until, seconds
+from tests.support.faults.scenarios import GONE
+from tests.support.waiting import until
+
+PATIENT = 60.0
+"""Seconds that a read may take which is expected to end by itself."""
+
+
+def play(world: World, scenario: Scenario) -> None:
+    """One scenario, from a world that works to a world that works."""
+    world.sound = False
+    request, reading = _begin(world, scenario)
+    if scenario.until is Until.AT_ONCE:
+        _restore(world, scenario)
+    if scenario.until is Until.RELEASE:
+        judge_release(world, request, scenario.expected)
+        _restore(world, scenario)
+    if reading is not None:
+        judge_read(reading, scenario.expected)
+    if scenario.until is Until.END:
+        _restore(world, scenario)
+    if reading is not None and reading.reader is world.reader:
+        assert reading.wait_quiet(SOON), "the destination's blocks never became quiet"
+    if scenario.expected.fate is Fate.READ_AGAIN:
+        serve(world, request)
+    if scenario.expected.source:
+        judge_release(world, request, scenario.expected)
+    if scenario.fault is Fault.KILLED and scenario.target in (Target.SOURCE_RANK, Target.SOURCE_ENGINE):
+        # Not before: the scheduler that lived on had a release to hear.
+        world.restart_source()
+    if scenario.expected.fate is Fate.RECOMPUTED:
+        refused(world, request)
+    works(world)
+    nothing_left(world)
+    world.sound = True
+
+
+def serve(world: World, request: Request) -> None:
+    """A request is read, and its bytes are good."""
+    reading = world.reader.read(request, timeout=PATIENT)
+    seen = reading.outcome(PATIENT)
+    assert seen.error is None, seen.error
+    assert world.reader.right(), "wrong bytes were handed over as good"
+    assert reading.wait_quiet(SOON)
+
+
+def refused(world: World, request: Request) -> None:
+    """A request cannot be read any more."""
+    reading = world.reader.read(request, timeout=PATIENT)
+    assert isinstance(reading.outcome(PATIENT).error, (PeerRestarted, *GONE))
+    assert reading.wait_quiet(SOON)
+
+
+def works(world: World) -> None:
+    """The next request is served as if nothing had been."""
+    request = world.source.publish()
+    serve(world, request)
+    assert world.source.released(request, SOON).outcome.name == "READ"
+
+
+def nothing_left(world: World) -> None:
+    """No publication, no lease, no read, no agent that was given up; and every release came once."""
+    for reader in (world.reader, world.spare.ready()):
+        until(reader.idle)
+    for node in (world.home, world.node):
+        until(node.idle)
+    assert world.source.scheduler.call("unreleased") == []
+    assert world.source.collect() == []
+    assert all(len(request.releases) == 1 for request in world.source.requests.values())
+    assert world.reader.right(), "bytes changed that nobody read"
+
+
+def moving(world: World, stop: Sequence[EngineProcess], timeout: float) -> tuple[Request, Reading]:
+    """A read under way; some of its bytes have arrived, some have not, and these processes are stopped."""
+    while True:
+        request = world.source.publish()
+        reading, found = world.reader.read_until_moving(request, stop, timeout=timeout)
+        if found:
+            return request, reading
+        # It was over already, which is rare, and no reason to judge anything.
+        for process in stop:
+            process.resume()
+        assert reading.outcome(PATIENT).error is None
+        assert reading.wait_quiet(SOON)
+        world.source.released(request, SOON)
+
+
+def _begin(world: World, scenario: Scenario) -> tuple[Request, Reading | None]:
+    """Begin a read and inject the fault, in the order that the scenario says. None: there is no read to wait for."""
+    timeout = PATIENT if scenario.timeout is None else scenario.timeout.here
+    killed_reader = scenario.target is Target.READER and scenario.fault is Fault.KILLED
+    if scenario.moment is Moment.DURING:
+        engine = [party for party in parties(world, scenario.target) if isinstance(party, EngineProcess)]
+        itself = scenario.fault is Fault.STOPPED and bool(engine)
+        request, reading = moving(world, engine if itself else [world.source.second], timeout)
+        if not itself:
+            _inject(world, scenario)
+            if not scenario.still:
+                world.source.second.resume()
+        return request, None if killed_reader else reading
+    request = world.source.publish()
+    if scenario.moment is Moment.AFTER:
+        serve(world, request)
+        _inject(world, scenario)
+        return request, None
+    _inject(world, scenario)
+    if scenario.target is not Target.READER:
+        return request, world.reader.read(request, timeout=timeout)
+    return request, None if killed_reader else world.reader.send_read(request, timeout=timeout)
+
+
+def parties(world: World, target: Target) -> Sequence[Party]:
+    """The processes of a target."""
+    found: dict[Target, Sequence[Party]] = {
+        Target.SOURCE_RANK: [world.source.second],
+        Target.SOURCE_ENGINE: world.source.processes,
+        Target.READER: [world.reader.process],
+        Target.HOME: [world.home],
+        Target.NODE: [world.node],
+    }
+    return found[target]
+
+
+def _inject(world: World, scenario: Scenario) -> None:
+    for party in parties(world, scenario.target):
+        if scenario.fault is Fault.STOPPED:
+            party.stop()
+        elif scenario.fault is Fault.RESTARTED:
+            assert isinstance(party, Node)
+            party.drain()
+        else:
+            party.kill()
+
+
+def _restore(world: World, scenario: Scenario) -> None:
+    """End the fault."""
+    if scenario.still:
+        world.source.second.resume()
+    for party in parties(world, scenario.target):
+        if scenario.fault is Fault.STOPPED:
+            party.resume()
+        elif isinstance(party, Node):
+            party.start().ready()
+    if scenario.fault is Fault.KILLED and scenario.target is Target.READER:
+        world.replace_reader()
+
+
+def judge_read(reading: Reading, expected: Expected) -> Seen:
+    """How the read ended, within its bound."""
+    if reading.number < 0:
+        answer = reading.reader.process.answer(SOON)
+        reading.number = answer[0] if isinstance(answer, tuple) else answer
+    seen = reading.outcome(seconds(expected.destination_bound))
+    assert any(fits(seen, outcome) for outcome in expected.destination), seen
+    return seen
+
+
+def fits(seen: Seen, outcome: Good | type[KvferryError]) -> bool:
+    """Whether a read ended as it may."""
+    if isinstance(outcome, Good):
+        return seen.error is None and outcome.confirmed in (None, seen.confirmed)
+    return isinstance(seen.error, outcome)
+
+
+def judge_release(world: World, request: Request, expected: Expected) -> None:
+    """How the publication ended, within its bound."""
+    release = world.source.released(request, seconds(expected.source_bound))
+    assert release.outcome in expected.source, release

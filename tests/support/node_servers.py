@@ -1,0 +1,253 @@
+"""Node servers in processes of their own: one that can be started again at its place, and one whose log is read."""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from kvferry._wire.channel import TlsConfig, connect
+from kvferry._wire.status import from_rpc_error
+from kvferry.errors import EngineUnknown
+from kvferry.v1.introspection_pb2 import GetEngineRequest
+from kvferry.v1.introspection_pb2_grpc import IntrospectionStub
+
+READY = re.compile(r"ready: listens on (.+), advertises (\S+), epoch ([0-9a-f]+)")
+START_TIMEOUT = 30.0
+STOP_TIMEOUT = 30.0
+
+
+def free_port() -> int:
+    """A TCP port that nobody has at the moment."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def wait_serving(address: str, alive: Callable[[], bool]) -> bool:
+    """Wait until the health service at an address says SERVING, as long as its process is alive; whether it does."""
+    deadline = time.monotonic() + START_TIMEOUT
+    with grpc.insecure_channel(address) as channel:
+        # The health service's stubs have no types.
+        stub: Any = health_pb2_grpc.HealthStub(channel)
+        while alive() and time.monotonic() < deadline:
+            try:
+                answer = stub.Check(health_pb2.HealthCheckRequest(), timeout=1.0, wait_for_ready=True)
+            except grpc.RpcError:
+                continue
+            if answer.status == health_pb2.HealthCheckResponse.SERVING:
+                return True
+    return False
+
+
+def environment(**more: str) -> dict[str, str]:
+    """This process's environment without settings of kvferry."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("KVFERRY_")}
+    return {**kept, **more}
+
+
+class NodeServerProcess:
+    """kvferryd on a socket or a free port of its own, until the end of the block.
+
+    Args:
+        folder: for its socket and log.
+        tcp: on a TCP port of loopback; else on a UNIX socket.
+        settings: more of kvferryd's flags, by name.
+    """
+
+    def __init__(self, folder: Path, *, tcp: bool = False, **settings: object) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder = folder
+        self.address = f"127.0.0.1:{free_port()}" if tcp else f"unix:{folder / 'node.sock'}"
+        self._listen = ["--listen", self.address, "--unix", ""] if tcp else ["--listen", "", "--unix", self.address[5:]]
+        self._flags = [part for key, value in settings.items() for part in (f"--{key.replace('_', '-')}", str(value))]
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        if self._process is None:
+            raise RuntimeError("the server is not running")
+        return self._process.pid
+
+    def start(self) -> NodeServerProcess:
+        """Start it, and wait until its health service says SERVING."""
+        with (self.folder / "log").open("ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "kvferry_server.node.main", *self._listen, *self._flags],
+                stdout=log,
+                stderr=log,
+                env=environment(),
+            )
+        process = self._process
+        if wait_serving(self.address, lambda: process.poll() is None):
+            return self
+        raise RuntimeError(f"kvferryd did not start:\n{(self.folder / 'log').read_text()}")
+
+    def settled(self) -> None:
+        """Wait until it does not wait for the engines of a predecessor any more; until then it takes every incarnation
+        of an engine_id. Give it a short `engine_ttl`."""
+        deadline = time.monotonic() + START_TIMEOUT
+        with grpc.insecure_channel(self.address) as channel:
+            stub = IntrospectionStub(channel)
+            while time.monotonic() < deadline:
+                with pytest.raises(grpc.RpcError) as caught:
+                    stub.GetEngine(GetEngineRequest(engine_id="nobody"), timeout=5.0)
+                if isinstance(from_rpc_error(caught.value, self.address), EngineUnknown):
+                    return
+        raise RuntimeError("kvferryd goes on waiting for engines")
+
+    def stop(self, how: signal.Signals = signal.SIGTERM) -> int:
+        """End it; its exit code."""
+        if self._process is None:
+            raise RuntimeError("the server is not running")
+        self._process.send_signal(how)
+        code = self._process.wait(30)
+        self._process = None
+        return code
+
+    def ended(self) -> int:
+        """Wait until it ends by itself; its exit code."""
+        if self._process is None:
+            raise RuntimeError("the server is not running")
+        code = self._process.wait(START_TIMEOUT)
+        self._process = None
+        return code
+
+    def __enter__(self) -> NodeServerProcess:
+        return self.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._process is not None:
+            self.stop()
+
+
+def command(*arguments: str) -> list[str]:
+    """The command line of a server."""
+    return [sys.executable, "-m", "kvferry_server.node.main", *arguments]
+
+
+def refused(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run a server that must end by itself."""
+    return subprocess.run(
+        command(*arguments), capture_output=True, text=True, env=environment(), timeout=START_TIMEOUT, check=False
+    )
+
+
+class Kvferryd:
+    """A running server. A context manager, which ends it; `log` is what it has written so far.
+
+    Args:
+        arguments: flags of kvferryd.
+        env: more of the environment.
+        program: arguments of Python that run kvferryd.
+    """
+
+    def __init__(
+        self,
+        *arguments: str,
+        env: Mapping[str, str] | None = None,
+        program: Sequence[str] = ("-m", "kvferry_server.node.main"),
+    ) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, *program, *arguments],
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment(**(env or {})),
+        )
+        self._lines: list[str] = []
+        self._ready = threading.Event()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+        self._ready.wait(START_TIMEOUT)
+        started = READY.search(self.log)
+        if started is None:
+            self.end()
+            raise RuntimeError(f"kvferryd did not start:\n{self.log}")
+        self.addresses = started[1].split(" and ")
+        self.advertise, self.epoch = started[2], started[3]
+
+    @property
+    def address(self) -> str:
+        """The first address: the UNIX socket if there is one."""
+        return self.addresses[0]
+
+    @property
+    def log(self) -> str:
+        return "".join(self._lines)
+
+    @property
+    def running(self) -> bool:
+        return self._process.poll() is None
+
+    def resident(self) -> int:
+        """Bytes of memory that it has."""
+        fields = Path(f"/proc/{self._process.pid}/statm").read_text().split()
+        return int(fields[1]) * resource.getpagesize()
+
+    def signal(self, number: signal.Signals = signal.SIGTERM) -> None:
+        self._process.send_signal(number)
+
+    def wait(self) -> int:
+        """Its exit code."""
+        code = self._process.wait(STOP_TIMEOUT)
+        self._reader.join(STOP_TIMEOUT)
+        return code
+
+    def kill(self) -> None:
+        """As the kernel would: nothing is cleaned up."""
+        self._process.kill()
+        self.wait()
+
+    def end(self) -> None:
+        if self.running:
+            self.signal()
+        try:
+            self.wait()
+        except subprocess.TimeoutExpired:
+            self.kill()
+            raise
+        finally:
+            if self._process.stderr is not None:
+                self._process.stderr.close()
+
+    def __enter__(self) -> Kvferryd:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.end()
+
+    def _read(self) -> None:
+        if self._process.stderr is None:
+            return
+        for line in self._process.stderr:
+            self._lines.append(line)
+            if READY.search(line):
+                self._ready.set()
+        self._ready.set()
+
+
+def serves(address: str, tls: TlsConfig | None = None) -> bool:
+    """Whether a server answers that it serves."""
+    with connect(address, tls) as channel:
+        stub: Any = health_pb2_grpc.HealthStub(channel)
+        answer = stub.Check(health_pb2.HealthCheckRequest(), timeout=10)
+    return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)

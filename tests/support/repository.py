@@ -1,0 +1,9 @@
+"""Where the repository is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples" / "geometry"
+"""Geometry files."""

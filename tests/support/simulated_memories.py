@@ -1,0 +1,309 @@
+"""Memories, their contents by definition, and NIXL as numpy copies.
+
+The oracle: every address here comes from the formula of a plane, one state at a time; nothing comes from the planner.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+
+import numpy as np
+import numpy.typing as npt
+
+from kvferry.geometry import Blocks, EngineGeometry, Group, GroupKind, Plane
+from kvferry.planner import ReadPlan
+from kvferry.planner.descriptors import Descriptors, PreparedDescriptors, RawDescriptors
+from kvferry.planner.expansion import Expansion
+from kvferry.planner.footprint import Footprint
+from kvferry.planner.staged_read import StagedRead
+from tests.support.geometries import Engine
+
+Bytes = npt.NDArray[np.uint8]
+
+SLOT = 1 << 30
+"""Address of the staging memory: below every rank's."""
+SLOT_ROOM = 100
+"""Bytes by which a slot is longer than the longest row, so that batches hold several rows, but not many."""
+POISON = 0xA5
+JUNK = 0x3C
+
+
+def content(plane: Plane, states: int) -> Bytes:
+    """The model's tensor, ``[units, states, bytes]``: each byte tells layer, component, unit, state and place."""
+    name = sum((index + 1) * ord(char) for index, char in enumerate(plane.name))
+    unit, state, byte = np.ogrid[: plane.axis_size, :states, : plane.state_bytes]
+    mixed = (name * 2654435761 + unit * 40503 + state * 69069 + byte * 30011 + unit * state * 7 + 12345) & 0xFFFFFFFF
+    values: Bytes = ((mixed ^ (mixed >> 13) ^ (mixed >> 7)) & 0xFF).astype(np.uint8)
+    return values
+
+
+def global_state(plane: Plane, block: int, x: int) -> int:
+    """Which state of the request is the `x`-th that a rank holds in its `block`-th block."""
+    shard = plane.token_shard
+    held = block * plane.block_states + x
+    if shard.count == 1:
+        return held
+    interleave = Fraction(shard.interleave) / plane.tokens_per_state
+    assert interleave.denominator == 1
+    turn, within = divmod(held, int(interleave))
+    return (turn * shard.count + shard.index) * int(interleave) + within
+
+
+def address(plane: Plane, block_id: int, unit: int, x: int) -> int:
+    """The formula of DESIGN §5."""
+    return (
+        plane.base
+        + block_id * plane.block_stride
+        + (x // plane.page_tokens) * plane.page_stride
+        + (unit - plane.units.begin) * plane.unit_stride
+        + (x % plane.page_tokens) * plane.token_stride
+    )
+
+
+@dataclass
+class Memory:
+    """A rank's memory."""
+
+    base: int
+    data: Bytes
+
+    @classmethod
+    def filled(cls, base: int, size: int, value: int) -> Memory:
+        return cls(base, np.full(size, value, np.uint8))
+
+    def at(self, where: int, length: int) -> Bytes:
+        offset = where - self.base
+        assert 0 <= offset <= offset + length <= len(self.data), f"{length} bytes at {where:#x} are outside the memory"
+        return self.data[offset : offset + length]
+
+
+def states_of(tokens: int, plane: Plane) -> int:
+    """States that `tokens` tokens have begun."""
+    return -int(-tokens // plane.tokens_per_state)
+
+
+def source_memories(
+    engine: Engine, blocks: Mapping[str, Blocks], tokens: int
+) -> tuple[EngineGeometry, list[Memory], dict[str, Bytes]]:
+    """The source's ranks, filled with a request of `tokens` tokens; and the model's tensors by plane name."""
+    geometry, sizes = engine.build()
+    memories = [Memory.filled(engine.base(rank), size, JUNK) for rank, size in enumerate(sizes)]
+    model: dict[str, Bytes] = {}
+    for rank, plane in geometry.planes():
+        group = geometry.group(plane.group)
+        is_state = group.kind is GroupKind.STATE
+        total = plane.block_states if is_state else states_of(tokens, plane)
+        tensor = model.setdefault(plane.name, content(plane, total))
+        mine = blocks[group.name]
+        first = 0 if is_state else mine.first_token // group.block_tokens
+        for place, block_id in enumerate(mine.ids.tolist()):
+            for x in range(plane.block_states):
+                state = x if is_state else global_state(plane, first + place, x)
+                if state >= total:
+                    continue
+                for unit in range(plane.units.begin, plane.units.end):
+                    where = address(plane, block_id, unit, x)
+                    memories[rank.rank].at(where, plane.state_bytes)[:] = tensor[unit, state]
+    return geometry, memories, model
+
+
+def copies(descriptors: Descriptors) -> list[tuple[int, int, int]]:
+    """Descriptors as (source, destination, length), prepared ones looked up as NIXL does."""
+    if isinstance(descriptors, RawDescriptors):
+        columns = (descriptors.source, descriptors.destination, descriptors.length)
+        return list(zip(*(column.tolist() for column in columns), strict=True))
+    assert isinstance(descriptors, PreparedDescriptors)
+    table = descriptors.table
+    assert descriptors.source.dtype == descriptors.destination.dtype == np.int32
+    source = _entries(table.source, table.source_first, descriptors.source)
+    destination = _entries(table.destination, table.destination_first, descriptors.destination)
+    return [(theirs, mine, table.entry_bytes) for theirs, mine in zip(source, destination, strict=True)]
+
+
+def _entries(rows: npt.NDArray[np.uint64], first: npt.NDArray[np.int64], flat: npt.NDArray[np.int32]) -> list[int]:
+    counts = [int(row[4]) for row in rows]
+    starts = [sum(counts[:index]) for index in range(len(counts))]
+    assert first.tolist() == starts
+    assert sum(counts) < 2**31
+    found = []
+    for index in flat.tolist():
+        assert 0 <= index < sum(counts)
+        row = next(r for r in range(len(counts) - 1, -1, -1) if starts[r] <= index)
+        found.append(int(rows[row][0]) + (index - starts[row]) * int(rows[row][3]))
+    return found
+
+
+def execute(expansion: Expansion, sources: list[Memory], destination: Memory) -> None:
+    """Move the bytes; no destination byte may be written twice."""
+    written = np.zeros(len(destination.data), np.uint8)
+    counted = 0
+    for source in expansion.sources:
+        assert source.footprint is not None
+        for descriptors in source.descriptors:
+            source.footprint.check(descriptors)
+            moves = copies(descriptors)
+            assert len(moves) == descriptors.count
+            assert descriptors.total_bytes == sum(length for _, _, length in moves)
+            counted += len(moves)
+            for theirs, mine, length in moves:
+                assert length > 0
+                destination.at(mine, length)[:] = sources[source.source_rank].at(theirs, length)
+                written[mine - destination.base : mine - destination.base + length] += 1
+        for read in source.staged:
+            counted += read.count
+            _execute_staged(read, source.footprint, sources[source.source_rank], destination, written)
+    assert counted == expansion.descriptors <= expansion.pieces
+    assert written.max(initial=0) <= 1, "a destination byte is written twice"
+    assert int(written.sum()) == expansion.total_bytes
+
+
+def _execute_staged(
+    read: StagedRead, footprint: Footprint, source: Memory, destination: Memory, written: npt.NDArray[np.uint8]
+) -> None:
+    """Batch after batch through one slot of staging memory, as DESIGN §5 describes it: rows in, then a permutation."""
+    slot_bytes = max(extent.length for extent in read.lane.extents) + SLOT_ROOM
+    moved = descriptors = 0
+    for batch in read.batches(slot_bytes):
+        slot = Memory.filled(SLOT, slot_bytes, POISON)
+        raw = batch.descriptors(SLOT, read.lane.memory)
+        descriptors += raw.count
+        footprint.check_source(raw)
+        for theirs, mine, length in copies(raw):
+            assert mine + length <= SLOT + batch.staged_bytes <= SLOT + slot_bytes
+            slot.at(mine, length)[:] = source.at(theirs, length)
+        before = moved
+        for copy in batch.copies(SLOT):
+            for place, block_id in zip(copy.places.tolist(), copy.ids.tolist(), strict=True):
+                for step in itertools.product(*(range(count) for count, _, _ in copy.axes)):
+                    theirs = copy.source + place * copy.source_stride
+                    theirs += sum(at * stride for at, (_, stride, _) in zip(step, copy.axes, strict=True))
+                    mine = copy.destination + block_id * copy.destination_stride
+                    mine += sum(at * stride for at, (_, _, stride) in zip(step, copy.axes, strict=True))
+                    destination.at(mine, copy.cell)[:] = slot.at(theirs, copy.cell)
+                    written[mine - destination.base : mine - destination.base + copy.cell] += 1
+                    moved += copy.cell
+        assert moved - before == batch.total_bytes
+    assert moved == read.total_bytes
+    assert descriptors >= read.count
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a request asks of one group: tokens ``[begin, end)``, and the first token that may be written at all."""
+
+    begin: int
+    end: int
+    floor: int
+
+
+def wanted(
+    group: Group, source: Blocks, mine: Blocks, source_group: Group, tokens: tuple[int, int] | None
+) -> Wanted | None:
+    """From the words of DESIGN §5, Tokens; None for state groups."""
+    if group.kind is GroupKind.STATE:
+        return None
+    floor = mine.first_token if tokens is None else max(mine.first_token, tokens[0])
+    if tokens is not None:
+        end = tokens[1]
+    elif mine.end_token is not None:
+        end = mine.end_token
+    elif source.end_token is not None:
+        end = source.end_token
+    else:
+        end = (source.first_token // source_group.block_tokens + len(source.ids)) * source_group.block_tokens
+    begin = floor
+    if group.kind is GroupKind.WINDOW:
+        # The next token attends to itself and the window_tokens - 1 before it.
+        begin = max(begin, end - group.window_tokens + 1)
+    return Wanted(begin, end, floor)
+
+
+def check(
+    plan: ReadPlan,
+    destination: Memory,
+    before: Bytes,
+    model: Mapping[str, Bytes],
+    source: Mapping[str, Blocks],
+    blocks: Mapping[str, Blocks],
+    tokens: tuple[int, int] | None,
+) -> int:
+    """Compare every byte of a destination rank; returns how many states were wanted.
+
+    A granule that holds a wanted state is read whole, whatever its bytes mean; that may reach past the end, and, for a
+    window, below its begin, but not below what was asked. All other bytes stay as they were.
+    """
+    expected = before.copy()
+    count = 0
+    for plane in plan.rank.planes:
+        if plane.name in plan.uncovered:
+            continue
+        group = plan.destination.group(plane.group)
+        mine = blocks[group.name]
+        ask = wanted(group, source[group.name], mine, plan.source.group(group.name), tokens)
+        first = 0 if ask is None else mine.first_token // group.block_tokens
+        per_state = plane.tokens_per_state
+        for place, block_id in enumerate(mine.ids.tolist()):
+            states = [x if ask is None else global_state(plane, first + place, x) for x in range(plane.block_states)]
+            want = [
+                ask is None or ((s + 1) * per_state > ask.begin and s * per_state < ask.end and ask.begin < ask.end)
+                for s in states
+            ]
+            for cell in range(0, plane.block_states, plane.token_granule):
+                inside = range(cell, cell + plane.token_granule)
+                if not any(want[x] for x in inside):
+                    continue
+                for x in inside:
+                    for unit in range(plane.units.begin, plane.units.end):
+                        where = address(plane, block_id, unit, x) - destination.base
+                        here = slice(where, where + plane.state_bytes)
+                        count += want[x]
+                        assert want[x] or (ask is not None and states[x] * per_state >= ask.floor)
+                        known = states[x] < model[plane.name].shape[1]
+                        expected[here] = model[plane.name][unit, states[x]] if known else JUNK
+    wrong = np.flatnonzero(expected != destination.data)
+    if len(wrong):
+        untouched = expected[wrong] == before[wrong]
+        raise AssertionError(
+            f"{len(wrong)} bytes are wrong, {int(untouched.sum())} of them should not have been touched; "
+            f"the first at {destination.base + int(wrong[0]):#x}, of {_owner(plan, destination, int(wrong[0]))}"
+        )
+    return count
+
+
+def _owner(plan: ReadPlan, destination: Memory, offset: int) -> str:
+    """Where a byte lies, for messages."""
+    at = destination.base + offset
+    for plane in plan.rank.planes:
+        for block_id in range(plane.num_blocks):
+            for x in range(plane.block_states):
+                for unit in range(plane.units.begin, plane.units.end):
+                    begin = address(plane, block_id, unit, x)
+                    if begin <= at < begin + plane.state_bytes:
+                        return f"{plane.name} block {block_id} unit {unit} state {x}"
+    return "no plane"
+
+
+def move(
+    plans: list[ReadPlan],
+    source: Engine,
+    destination: Engine,
+    source_blocks: Mapping[str, Blocks],
+    destination_blocks: Mapping[str, Blocks],
+    length: int,
+    tokens: tuple[int, int] | None = None,
+) -> int:
+    """Fill, expand, move and check a request of `length` tokens for each plan's rank; returns the states checked."""
+    _, memories, model = source_memories(source, source_blocks, length)
+    _, sizes = destination.build()
+    count = 0
+    for plan in plans:
+        memory = Memory.filled(destination.base(plan.rank.rank), sizes[plan.rank.rank], POISON)
+        before = memory.data.copy()
+        mine = {group.name: destination_blocks[group.name] for group in plan.groups}
+        expansion = plan.expand(source_blocks, mine, tokens)
+        execute(expansion, memories, memory)
+        count += check(plan, memory, before, model, source_blocks, destination_blocks, tokens)
+    return count

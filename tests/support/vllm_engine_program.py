@@ -1,0 +1,82 @@
+"""One vLLM engine in a process: requests as JSON lines in, answers out. Started by `tests.support.vllm_engines`.
+
+python -m tests.support.vllm_engine_program '{"model": …, "tensor_parallel_size": …, …}'
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import Any
+
+
+def main() -> None:
+    # vLLM writes to stdout; the answers go where it cannot.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    from vllm import LLM, SamplingParams
+    from vllm.config import KVTransferConfig
+
+    settings = json.loads(sys.argv[1])
+    transfer = settings.pop("kv_transfer", None)
+    engine = LLM(
+        **settings,
+        kv_transfer_config=KVTransferConfig(**transfer) if transfer else None,
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+        disable_log_stats=False,
+    )
+
+    def say(answer: Any) -> None:
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
+
+    def sampling(request: Any) -> Any:
+        return SamplingParams(
+            temperature=0,
+            max_tokens=request["max_tokens"],
+            ignore_eos=True,
+            detokenize=False,
+            extra_args={"kv_transfer_params": request["params"]} if request["params"] else None,
+        )
+
+    def generate(*requests: Any) -> Any:
+        prompts = [{"prompt_token_ids": request["prompt"]} for request in requests]
+        outputs = engine.generate(prompts, [sampling(request) for request in requests], use_tqdm=False)
+        return [
+            {
+                "tokens": list(output.outputs[0].token_ids),
+                "finish": output.outputs[0].finish_reason,
+                "cached": output.num_cached_tokens,
+                "params": output.kv_transfer_params,
+            }
+            for output in outputs
+        ]
+
+    def abort(request: Any, steps: int) -> Any:
+        """Take a request, make some steps, abort it, and step until nothing is left of it."""
+        inner = engine.llm_engine
+        inner.add_request("aborted", {"prompt_token_ids": request["prompt"]}, sampling(request))
+        for _ in range(steps):
+            inner.step()
+        inner.abort_request(["aborted"])
+        while inner.has_unfinished_requests():
+            inner.step()
+
+    def metric(name: str) -> float:
+        """The sum of a counter over its labels."""
+        return float(sum(found.value for found in engine.get_metrics() if found.name == name))
+
+    commands = {"generate": generate, "abort": abort, "metric": metric}
+    say("ready")
+    for line in sys.stdin:
+        command, *arguments = json.loads(line)
+        try:
+            say(commands[command](*arguments))
+        except Exception as error:
+            say({"error": repr(error)})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,14 @@
+"""Waiting for what other processes and threads do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kvferry._clock import now
+
+
+def until(condition: Callable[[], bool], within: float = 30.0) -> None:
+    """Wait for something that another process or thread does."""
+    end = now() + within
+    while not condition():
+        assert now() < end, "it did not come about"

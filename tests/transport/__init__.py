@@ -1,0 +1,1 @@
+"""Transfers alone: real NIXL between real processes, without gRPC."""

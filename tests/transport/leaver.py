@@ -1,0 +1,30 @@
+"""A process that exits in the middle of a read, closing nothing. Its standard input says from whom it reads."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+
+import numpy as np
+
+from kvferry._transport.nixl_options import NixlOptions
+from kvferry._transport.transport import TransferPart, Transport
+from tests.transport.sources import Memory, raw
+
+
+def main(ucx_tls: str) -> None:
+    # Torch is not needed, see sources.py.
+    sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
+    info = pickle.load(sys.stdin.buffer)
+    memory = Memory(info.regions[0].length)
+    pieces = np.arange(0, info.regions[0].length, 256, dtype=np.uint64)
+    whole = raw(pieces + np.uint64(info.regions[0].base), pieces + np.uint64(memory.base), np.full_like(pieces, 256))
+    transport = Transport([memory.region], NixlOptions(ucx_tls=ucx_tls, chunk_descriptors=1), keep=memory)
+    transfer = transport.start([TransferPart(info, [whole])], deadline=None, label="left behind")
+    while transfer.progress().chunks < 5 and not transfer.state.final:
+        transfer.wait(0.001)
+    print(transfer.state.value)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

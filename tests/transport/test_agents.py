@@ -1,0 +1,102 @@
+"""The wrappers around NIXL: what would crash it raises instead."""
+
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from kvferry._clock import now
+from kvferry._transport.nixl_agent import HandleState, NixlOptions, ReadHandle, ReadingAgent, ServingAgent, WrongThread
+from kvferry.errors import Closed, InvalidField
+from kvferry.geometry import MemoryKind, MemoryRegion
+from tests.transport.sources import SOON, Memory, Source
+
+
+def wait_for(handle: ReadHandle, state: HandleState) -> HandleState:
+    until = now() + SOON
+    while state is HandleState.MOVING and now() < until:
+        state = handle.check()
+    return state
+
+
+def test_a_handle_is_useless_after_its_release_and_after_its_agents_end(
+    ucx_tls: str, source: Source, memory: Memory
+) -> None:
+    agent = ReadingAgent(f"handles-{ucx_tls}", [memory.region], NixlOptions(ucx_tls=ucx_tls))
+    agent.add_peer(source.info)
+    handle = agent.warm_up(source.name)
+    assert wait_for(handle, handle.post()) is HandleState.DONE
+    handle.release()
+    handle.release()
+    for use in (handle.post, handle.check):
+        with pytest.raises(Closed):
+            use()
+    kept = agent.make(source.name, memory.all_of(source))
+    assert wait_for(kept, kept.post()) is HandleState.DONE
+    assert agent.destroy()
+    for use in (kept.post, kept.check):
+        with pytest.raises(Closed):
+            use()
+    with pytest.raises(Closed):
+        agent.destroy()
+    kept.release()
+    assert memory.right()
+
+
+def test_a_reading_agent_refuses_other_threads(source: Source, memory: Memory) -> None:
+    agent = ReadingAgent("owned", [memory.region], NixlOptions())
+    errors: list[BaseException] = []
+
+    def use() -> None:
+        for call in (lambda: agent.add_peer(source.info), agent.destroy, lambda: agent.warm_up("x")):
+            try:
+                call()
+            except WrongThread as error:
+                errors.append(error)
+
+    thread = threading.Thread(target=use)
+    thread.start()
+    thread.join()
+    assert len(errors) == 3
+    assert agent.destroy()
+
+
+def test_a_serving_agent_announces_what_it_registered(memory: Memory) -> None:
+    agent = ServingAgent("announced", [memory.region])
+    agent.info.check()
+    assert agent.info.regions == (memory.region,)
+    agent.close()
+    agent.close()
+
+
+def test_a_serving_agent_needs_memory() -> None:
+    with pytest.raises(InvalidField):
+        ServingAgent("nothing", [])
+
+
+@pytest.mark.parametrize("options", [{"ucx_tls": "tcp,cma"}, {"chunk_bytes": 0}, {"fence_time": -1.0}])
+def test_options_that_make_no_sense_are_refused(options: dict[str, object]) -> None:
+    with pytest.raises(InvalidField):
+        NixlOptions(**options)  # type: ignore[arg-type]
+
+
+def test_without_nixl_the_error_says_what_to_install() -> None:
+    code = """
+import sys
+sys.modules["nixl"] = None
+import kvferry
+from kvferry._transport.nixl_agent import NixlMissing, ServingAgent
+from kvferry.geometry import MemoryKind, MemoryRegion
+try:
+    ServingAgent("x", [MemoryRegion(MemoryKind.DRAM, 0, 4096, 4096)])
+except NixlMissing as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "pip install 'kvferry[nixl]'" in done.stdout
+
+
+def test_registering_needs_no_mapped_memory_but_a_sane_region() -> None:
+    with pytest.raises(ValueError, match="memory region"):
+        MemoryRegion(MemoryKind.DRAM, 0, 4096, 0)

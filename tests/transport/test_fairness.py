@@ -1,0 +1,89 @@
+"""One huge request starves no small one, and one stopped source takes no room from others (R10)."""
+
+from __future__ import annotations
+
+from kvferry._clock import now
+from kvferry._transport.transport import Transfer, TransferPart, TransferState, Transport
+from tests.transport.conftest import MakeSource, MakeTransport
+from tests.transport.sources import SOON, Memory, Source
+
+CHUNK = 64 << 10
+TRIES = 10
+"""On a busy machine this process may see the small read's end late. One that is not overtaken never is."""
+
+
+def huge(read: Transport, source: Source, memory: Memory) -> Transfer:
+    return read.start([TransferPart(source.info, [memory.all_of(source)])], deadline=now() + SOON, label="huge")
+
+
+def small(read: Transport, source: Source, memory: Memory) -> Transfer:
+    pieces = memory.pieces(source, [(0, source.size, 4096)])
+    return read.start([TransferPart(source.info, [pieces])], deadline=now() + SOON, label="small")
+
+
+def overtaken(read: Transport, sources: tuple[Source, Source], memory: Memory) -> bool:
+    """Whether a huge read had not come far when a small one, begun after it, had ended."""
+    first = huge(read, sources[0], memory)
+    done(small(read, sources[1], memory))
+    found = first.progress().bytes_done < sources[0].size // 2
+    done(first)
+    return found
+
+
+def done(transfer: Transfer) -> None:
+    assert transfer.wait(SOON)
+    assert transfer.state is TransferState.DONE, transfer.error
+
+
+def test_a_small_read_overtakes_a_huge_one_from_the_same_source(
+    ucx_tls: str, source: Source, memory: Memory, transport: MakeTransport
+) -> None:
+    read = transport(ucx_tls, chunk_bytes=CHUNK, bytes_in_flight=2 * CHUNK)
+    done(small(read, source, memory))
+    # It has to wait for a chunk or two, not for all 128.
+    assert any(overtaken(read, (source, source), memory) for _ in range(TRIES))
+    assert memory.right()
+
+
+def test_a_small_read_overtakes_a_huge_one_from_another_source_when_there_is_room_for_one(
+    ucx_tls: str, source: Source, new_source: MakeSource, memory: Memory, transport: MakeTransport
+) -> None:
+    other = new_source(ucx_tls)
+    read = transport(ucx_tls, chunk_bytes=CHUNK, bytes_in_flight=2 * CHUNK, bytes_in_flight_total=CHUNK)
+    done(small(read, source, memory))
+    done(small(read, other, memory))
+    assert any(overtaken(read, (source, other), memory) for _ in range(TRIES))
+
+
+def test_what_is_in_flight_to_a_destination_is_bounded(
+    source: Source, new_source: MakeSource, memory: Memory, transport: MakeTransport
+) -> None:
+    other = new_source("tcp")
+    slow = new_source("tcp")
+    read = transport("tcp", chunk_bytes=CHUNK, bytes_in_flight=8 * CHUNK, bytes_in_flight_total=4 * CHUNK)
+    for each in (other, slow):
+        done(small(read, each, memory))
+    transfers = [huge(read, each, memory) for each in (other, slow)]
+    most = 0
+    while not all(transfer.state.final for transfer in transfers):
+        most = max(most, read.gauges().chunks_in_flight)
+    assert 1 <= most <= 4
+    for transfer in transfers:
+        done(transfer)
+
+
+def test_a_stopped_source_takes_no_room_from_others(
+    new_source: MakeSource, memory: Memory, transport: MakeTransport
+) -> None:
+    stopped, healthy = new_source("tcp"), new_source("tcp")
+    read = transport("tcp", chunk_bytes=CHUNK, bytes_in_flight=8 * CHUNK, bytes_in_flight_total=2 * CHUNK)
+    for each in (stopped, healthy):
+        done(small(read, each, memory))
+    stopped.stop()
+    stuck = huge(read, stopped, memory)
+    while read.gauges().chunks_in_flight == 0:
+        assert not stuck.state.final
+    done(huge(read, healthy, memory))
+    assert not stuck.state.final
+    stopped.resume()
+    done(stuck)

@@ -1,0 +1,198 @@
+"""What is read arrives where it belongs, and nothing else changes."""
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvferry._clock import now
+from kvferry._transport import nixl_agent
+from kvferry._transport.transport import Transfer, TransferPart, TransferState, Transport
+from kvferry.planner.descriptors import PreparedDescriptors
+from tests.transport.conftest import MakeSource, MakeTransport
+from tests.transport.sources import SOON, Memory, Source, table
+
+BLOCK = 4096
+
+
+def ended(transfer: Transfer) -> TransferState:
+    assert transfer.wait(SOON)
+    return transfer.state
+
+
+def test_raw_descriptors_of_any_length_arrive_byte_for_byte(
+    ucx_tls: str, source: Source, memory: Memory, transport: MakeTransport
+) -> None:
+    random = np.random.default_rng(7)
+    cells = random.permutation(512)
+    pieces = [
+        (int(random.integers(source.size - 16384)), int(cell) * 16384 + int(random.integers(64)), length)
+        for cell, length in zip(cells, [1, 3, 64, 4095, 4096, 9999, 16320] * 70, strict=False)
+    ]
+    transfer = transport(ucx_tls, chunk_bytes=100_000).start(
+        [TransferPart(source.info, [memory.pieces(source, pieces)])], deadline=now() + SOON, label="raw"
+    )
+    assert ended(transfer) is TransferState.DONE
+    assert transfer.quiet
+    assert memory.right()
+    progress = transfer.progress()
+    assert progress.bytes_done == progress.bytes_total == sum(length for _, _, length in pieces)
+    assert progress.chunks > 10
+
+
+def test_one_descriptor_longer_than_a_chunk_is_divided(
+    ucx_tls: str, source: Source, memory: Memory, transport: MakeTransport
+) -> None:
+    read = transport(ucx_tls, chunk_bytes=1 << 20)
+    transfer = read.start([TransferPart(source.info, [memory.all_of(source)])], deadline=now() + SOON, label="long")
+    assert ended(transfer) is TransferState.DONE
+    assert transfer.progress().chunks == source.size >> 20
+    assert memory.right()
+
+
+def test_prepared_descriptors_follow_the_strides_of_their_rows(
+    ucx_tls: str, source: Source, memory: Memory, transport: MakeTransport
+) -> None:
+    # Two planes on each side, interleaved at the source (stride of two blocks), apart at the destination.
+    count = 512
+    mine = [(memory.base + plane * (8 << 20) + 64, BLOCK, count) for plane in range(2)]
+    theirs = [(source.base + plane * BLOCK, 2 * BLOCK, count) for plane in range(2)]
+    rows = table(BLOCK, theirs, mine)
+    random = np.random.default_rng(11)
+    ids, own = random.permutation(count)[:100], random.permutation(count)[:100]
+    for plane in range(2):
+        for block, own_block in zip(ids.tolist(), own.tolist(), strict=True):
+            begin, own_begin = (2 * block + plane) * BLOCK, plane * (8 << 20) + 64 + own_block * BLOCK
+            memory.expected[own_begin : own_begin + BLOCK] = source.bytes[begin : begin + BLOCK]
+    flat = [np.concatenate([some, count + some]).astype(np.int32) for some in (ids, own)]
+    read = transport(ucx_tls, chunk_bytes=16 * BLOCK)
+    # Twice, because the second time the table is prepared already.
+    for _ in range(2):
+        prepared = PreparedDescriptors(rows, flat[0], flat[1])
+        transfer = read.start([TransferPart(source.info, [prepared])], deadline=now() + SOON, label="prepared")
+        assert ended(transfer) is TransferState.DONE
+        assert memory.right()
+        memory.bytes[:] = 0xA5
+
+
+def test_one_transfer_reads_from_several_sources(
+    ucx_tls: str, source: Source, new_source: MakeSource, memory: Memory, transport: MakeTransport
+) -> None:
+    other = new_source(ucx_tls, size=4 << 20)
+    # Two reading agents, so that the parts may end on different threads.
+    read = transport(ucx_tls, reading_agents=2, chunk_bytes=1 << 20)
+    parts = [
+        TransferPart(source.info, [memory.all_of(source)]),
+        TransferPart(other.info, [memory.pieces(other, [(0, source.size + 1, other.size)])]),
+        TransferPart(source.info, [memory.pieces(source, [(17, source.size + other.size + 5, 1000)])]),
+    ]
+    assert ended(read.start(parts, deadline=now() + SOON, label="both")) is TransferState.DONE
+    assert memory.right()
+
+
+def test_nothing_to_read_is_done_at_once_and_makes_no_agent(source: Source, transport: MakeTransport) -> None:
+    read = transport()
+    assert read.start([], deadline=None, label="nothing").state is TransferState.DONE
+    transfer = read.start([TransferPart(source.info, [])], deadline=now() - 1, label="no descriptors")
+    assert transfer.state is TransferState.DONE
+    assert transfer.quiet
+    assert read.gauges().agents == 0
+
+
+def test_small_transfers_do_not_wait_for_all_of_a_huge_one(
+    ucx_tls: str, new_source: MakeSource, memory: Memory, transport: MakeTransport
+) -> None:
+    slow = new_source(ucx_tls)
+    read = transport(ucx_tls, chunk_bytes=64 << 10, bytes_in_flight=256 << 10)
+    order: list[str] = []
+    slow.info  # noqa: B018 (it has to run before it is stopped)
+    # Stopped, so that all are waiting for its first answer before any of them begins.
+    slow.stop()
+    huge = read.start([TransferPart(slow.info, [memory.all_of(slow)])], deadline=now() + SOON, label="huge")
+    small = [
+        read.start(
+            [TransferPart(slow.info, [memory.pieces(slow, [(i * 100, slow.size + i * 100, 100)])])],
+            deadline=now() + SOON,
+            label=f"small {i}",
+        )
+        for i in range(40)
+    ]
+    for transfer in [huge, *small]:
+        transfer.add_done_callback(lambda transfer: order.append(transfer.label))
+    slow.resume()
+    assert all(ended(transfer) is TransferState.DONE for transfer in [huge, *small])
+    assert memory.right()
+    assert order[-1] == "huge"
+
+
+def test_many_transfers_from_many_threads(
+    ucx_tls: str, source: Source, memory: Memory, transport: MakeTransport
+) -> None:
+    read = transport(ucx_tls, chunk_bytes=64 << 10)
+    transfers: list[Transfer] = []
+    descriptors = [memory.pieces(source, [(i * 4096, (255 - i) * 8192, 4096 + i)]) for i in range(256)]
+
+    def start(some: Any) -> None:
+        for one in some:
+            transfers.append(read.start([TransferPart(source.info, [one])], deadline=now() + SOON, label="one"))
+
+    threads = [threading.Thread(target=start, args=(descriptors[i::8],)) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert {ended(transfer) for transfer in transfers} == {TransferState.DONE}
+    assert memory.right()
+    assert read.gauges().active == 0
+
+
+def test_nixl_is_called_on_reading_threads_only(
+    ucx_tls: str, source: Source, memory: Memory, transport: MakeTransport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    callers: set[str] = set()
+    calls: set[str] = set()
+    real = nixl_agent._call
+
+    def call(name: str, peer: str, function: Callable[[], Any]) -> Any:
+        callers.add(threading.current_thread().name)
+        calls.add(name)
+        return real(name, peer, function)
+
+    monkeypatch.setattr(nixl_agent, "_call", call)
+    read: Transport = transport(ucx_tls)
+    transfer = read.start([TransferPart(source.info, [memory.all_of(source)])], deadline=now() + SOON, label="r11")
+    transfer.extend(now() + SOON)
+    assert ended(transfer) is TransferState.DONE
+    transfer.cancel()
+    read.gauges()
+    read.retire(source.name)
+    assert read.close(SOON)
+    assert all(name.endswith("/reading") for name in callers), callers
+    assert {"nixlAgent", "loadRemoteMD", "createXferReq", "postXferReq", "releaseXferReq"} <= calls
+
+
+def test_a_warmed_peer_is_added_before_it_is_read(ucx_tls: str, source: Source, transport: MakeTransport) -> None:
+    read = transport(ucx_tls)
+    read.warm(source.info)
+    until = now() + SOON
+    while read.gauges().peers != 1 and now() < until:
+        threading.Event().wait(0.01)
+    assert read.gauges().peers == 1
+
+
+def test_a_retired_peer_is_dropped_and_may_come_back(
+    ucx_tls: str, source: Source, memory: Memory, transport: MakeTransport
+) -> None:
+    read = transport(ucx_tls)
+    for _ in range(3):
+        part = TransferPart(source.info, [memory.all_of(source)])
+        assert ended(read.start([part], deadline=now() + SOON, label="again")) is TransferState.DONE
+        read.retire(source.name)
+    assert memory.right()
+    until = now() + SOON
+    while read.gauges().peers != 0 and now() < until:
+        threading.Event().wait(0.01)
+    assert read.gauges().peers == 0
+    assert source.alive()

@@ -1,0 +1,754 @@
+"""Reading threads and the transport above them, moment by moment: who is read by whom, what is given up, what is kept
+until nothing can write any more, and what is counted (R4, R5, R10).
+
+NIXL does not fail, stall or answer at a moment that a test names, so agents that do as they are told stand in for it
+here, and copy the bytes themselves; what NIXL really does is in the other tests of this folder.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import pytest
+
+from kvferry._clock import now
+from kvferry._memory.permute import HostSpace, Space
+from kvferry._transport.nixl_agent import AgentInfo, HandleState, NixlError
+from kvferry._transport.nixl_options import NixlOptions
+from kvferry._transport.reading_thread import RETIRE_AGAIN, ReadingThread
+from kvferry._transport.staging_pool import StagingOptions
+from kvferry._transport.transport import Transfer, TransferPart, TransferState, Transport
+from kvferry.errors import (
+    BadAgentMetadata,
+    Closed,
+    InvalidField,
+    KvferryError,
+    LimitReached,
+    TransferExpired,
+    TransferFailed,
+)
+from kvferry.geometry import MemoryKind, MemoryRegion
+from kvferry.planner.descriptors import Descriptors, RawDescriptors
+from tests.transport.sources import DRAM, SOON, Memory, Source, content, local_source, raw
+from tests.transport.staged_parts import part
+from tests.transport.transfers import until
+
+CHUNK = 4096
+SIZE = 4 * CHUNK
+DONE, MOVING, FAILED = HandleState.DONE, HandleState.MOVING, "an error"
+
+
+class Handle:
+    """A read that is where the test says."""
+
+    def __init__(self, agent: Agent, peer: str, chunk: Descriptors | None) -> None:
+        self.agent, self.peer, self.chunk = agent, peer, chunk
+        self.state: HandleState | str | BaseException | None = None
+        self.posted = self.released = False
+
+    def post(self) -> HandleState:
+        self.agent.own()
+        self.posted = True
+        return self.said()
+
+    def check(self) -> HandleState:
+        self.agent.own()
+        return self.said()
+
+    def release(self) -> None:
+        self.agent.own()
+        self.released = True
+
+    def said(self) -> HandleState:
+        default = self.agent.agents.warm if self.chunk is None else self.agent.agents.state
+        state = self.state or default.get(self.peer, DONE)
+        if isinstance(state, BaseException):
+            # Once.
+            self.state = MOVING
+            raise state
+        if isinstance(state, str):
+            raise NixlError(state)
+        if state is DONE and isinstance(self.chunk, RawDescriptors):
+            for of, to, length in zip(self.chunk.source, self.chunk.destination, self.chunk.length, strict=True):
+                ctypes.memmove(int(to), int(of), int(length))
+        return state
+
+
+class Agent:
+    """In place of `ReadingAgent`."""
+
+    def __init__(self, agents: Agents, name: str, options: NixlOptions) -> None:
+        self.agents, self.name, self.options = agents, name, options
+        self.owner = threading.get_ident()
+        self.peers: dict[str, AgentInfo] = {}
+        self.added: list[AgentInfo] = []
+        self.handles: list[Handle] = []
+        self.spaces: list[Space] = []
+        self.destroyed = False
+
+    def own(self) -> None:
+        assert threading.get_ident() == self.owner
+        assert not self.destroyed
+
+    def add_space(self, space: Space) -> None:
+        self.own()
+        if self.agents.no_space is not None:
+            raise self.agents.no_space
+        self.spaces.append(space)
+
+    def add_peer(self, info: AgentInfo) -> None:
+        self.own()
+        assert info.name not in self.peers, "added twice"
+        self.peers[info.name] = info
+        self.added.append(info)
+
+    def warm_up(self, peer: str) -> Handle:
+        self.own()
+        return Handle(self, peer, None)
+
+    def make(self, peer: str, chunk: Descriptors) -> Handle:
+        self.own()
+        assert peer in self.peers
+        self.handles.append(Handle(self, peer, chunk))
+        return self.handles[-1]
+
+    def remove_peer(self, name: str) -> None:
+        self.own()
+        del self.peers[name]
+
+    def destroy(self) -> bool:
+        self.own()
+        self.destroyed = True
+        return self.agents.may_end
+
+    def flying(self, peer: str) -> list[Handle]:
+        """Reads under way."""
+        mine = [handle for handle in self.handles if handle.peer == peer]
+        return [handle for handle in mine if handle.posted and not handle.released]
+
+
+@dataclass
+class Agents:
+    """All that were made, and what they say of each peer's first read and of its chunks: DONE where nothing is said."""
+
+    warm: dict[str, HandleState | str] = field(default_factory=dict)
+    state: dict[str, HandleState | str] = field(default_factory=dict)
+    made: list[Agent] = field(default_factory=list)
+    refusal: Exception | None = None
+    refused: int = 0
+    no_space: Exception | None = None
+    may_end: bool = True
+
+    def __call__(self, name: str, regions: Sequence[MemoryRegion], options: NixlOptions) -> Agent:
+        if self.refusal is not None:
+            self.refused += 1
+            raise self.refusal
+        self.made.append(Agent(self, name, options))
+        return self.made[-1]
+
+
+class World:
+    """A rank, its sources, and a clock that a test moves on."""
+
+    def __init__(self, agents: Agents) -> None:
+        self.agents = agents
+        self.later = 0.0
+        self.memory = Memory(16 * SIZE)
+        self.bytes = content(1, SIZE)
+        self.transports: list[Transport] = []
+        self.looks = 0
+
+    def clock(self) -> float:
+        self.looks += 1
+        return now() + self.later
+
+    def transport(self, staging: StagingOptions | None = None, **options: Any) -> Transport:
+        some = {"chunk_bytes": CHUNK, "chunk_descriptors": 100, **options}
+        made = Transport([self.memory.region], NixlOptions(**some), staging=staging, clock=self.clock)
+        self.transports.append(made)
+        return made
+
+    def info(self, name: str = "peer", metadata: bytes = b"metadata") -> AgentInfo:
+        region = MemoryRegion(MemoryKind.DRAM, 0, self.bytes.ctypes.data, SIZE)
+        return AgentInfo(name, metadata, hashlib.sha256(metadata).digest(), (region,))
+
+    def part(self, info: AgentInfo, at: int = 0, length: int = SIZE) -> TransferPart:
+        """The first bytes of the peer."""
+        into = at * SIZE
+        self.memory.expected[into : into + length] = self.bytes[:length]
+        return TransferPart(info, [raw([self.bytes.ctypes.data], [self.memory.base + into], [length])])
+
+    def read(
+        self, transport: Transport, name: str = "peer", at: int = 0, chunks: int = 4, *, deadline: float | None = None
+    ) -> Transfer:
+        return transport.start([self.part(self.info(name), at, chunks * CHUNK)], deadline=deadline, label=name)
+
+    def moving(self, transport: Transport, name: str = "peer", at: int = 0, chunks: int = 1) -> Transfer:
+        """One that is under way until the test says otherwise."""
+        self.agents.state[name] = MOVING
+        transfer = self.read(transport, name, at, chunks)
+        assert until(lambda: transfer.progress().chunks_in_flight == chunks)
+        return transfer
+
+    def lost(self, transport: Transport, name: str = "peer", at: int = 0) -> Transfer:
+        """One whose connection broke under way."""
+        transfer = self.moving(transport, name, at)
+        self.agents.state[name] = FAILED
+        assert transfer.wait(SOON)
+        return transfer
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+    agents = Agents()
+    monkeypatch.setattr("kvferry._transport.reading_thread.ReadingAgent", agents)
+    made = World(agents)
+    yield made
+    agents.state.clear()
+    agents.warm.clear()
+    made.later += 1e6
+    assert all(transport.close(SOON) for transport in made.transports)
+
+
+def done(transfer: Transfer) -> None:
+    assert transfer.wait(SOON)
+    assert transfer.state is TransferState.DONE, transfer.error
+    assert transfer.quiet
+
+
+def failed(transfer: Transfer) -> KvferryError:
+    assert transfer.wait(SOON)
+    assert transfer.state is TransferState.FAILED
+    assert transfer.error is not None
+    return transfer.error
+
+
+def test_every_byte_arrives_and_everything_is_counted(world: World) -> None:
+    read = world.transport()
+    gauges = read.gauges()
+    assert (gauges.active, gauges.uncertain, gauges.quiesced, gauges.bytes_moved, gauges.agents) == (0, 0, 0, 0, 0)
+    first, second = world.read(read), world.read(read, "other", 1, 3)
+    done(first)
+    done(second)
+    assert world.memory.right()
+    assert (first.progress().chunks, first.progress().descriptors) == (4, 1)
+    assert until(lambda: read.gauges().bytes_moved == 7 * CHUNK)
+    gauges = read.gauges()
+    assert (gauges.active, gauges.chunks_in_flight, gauges.agents, gauges.peers) == (0, 0, 1, 2)
+    (agent,) = world.agents.made
+    assert agent.options.chunk_bytes == CHUNK
+    assert read.close(SOON)
+    assert agent.destroyed
+    gauges = read.gauges()
+    assert (gauges.bytes_moved, gauges.agents, gauges.uncertain, gauges.quiesced) == (7 * CHUNK, 0, 0, 0)
+
+
+def test_what_ended_and_is_not_quiet_is_uncertain(world: World) -> None:
+    read = world.transport()
+    done(world.read(read))
+    moving, going_on = world.moving(read, chunks=3), world.moving(read, at=1)
+    gauges = read.gauges()
+    assert (gauges.active, gauges.uncertain, gauges.chunks_in_flight) == (2, 0, 4)
+    told: list[str] = []
+    moving.add_done_callback(lambda _: told.append("done"))
+    moving.add_quiet_callback(lambda _: told.append("quiet"))
+    assert not moving.cancel()
+    assert until(lambda: told == ["done"])
+    gauges = read.gauges()
+    assert (gauges.active, gauges.uncertain, gauges.quiesced) == (1, 1, 0)
+    world.agents.state["peer"] = DONE
+    assert moving.wait_quiet(SOON)
+    done(going_on)
+    assert until(lambda: told == ["done", "quiet"])
+    gauges = read.gauges()
+    assert (gauges.active, gauges.uncertain, gauges.quiesced, gauges.chunks_in_flight) == (0, 0, 1, 0)
+    assert gauges.agents == 1
+
+
+def test_idle_it_sleeps(world: World) -> None:
+    read = world.transport()
+    done(world.read(read))
+    assert until(lambda: read.gauges().bytes_moved == SIZE)
+    silent = world.moving(read)
+    silent.cancel()
+    observed = threading.Event()
+    for most in (200, 0):
+        # It has to come to rest first: news are looked at a millisecond later.
+        assert not observed.wait(0.05)
+        before = world.looks
+        assert not observed.wait(0.2)
+        assert world.looks - before <= most
+        world.agents.state["peer"] = DONE
+        assert silent.wait_quiet(SOON)
+
+
+def test_peers_are_spread_over_agents_and_each_keeps_its_own(world: World) -> None:
+    read = world.transport(reading_agents=2)
+    read.prepare()
+    assert until(lambda: len(world.agents.made) == 2)
+    for _ in range(2):
+        for number in range(8):
+            done(world.read(read, f"peer {number}", number))
+    assert world.memory.right()
+    peers = [set(agent.peers) for agent in world.agents.made]
+    assert all(peers)
+    assert not peers[0] & peers[1]
+    assert [len(agent.added) for agent in world.agents.made] == [len(names) for names in peers]
+    assert read.gauges().peers == 8
+
+
+def test_agents_are_made_when_they_are_needed(world: World) -> None:
+    read = world.transport(reading_agents=3)
+    assert read.gauges().agents == 0
+    done(world.read(read))
+    assert (read.gauges().agents, len(world.agents.made)) == (1, 1)
+
+
+def test_what_is_not_registered_is_refused_and_nothing_is_read(world: World) -> None:
+    read = world.transport()
+    good = world.part(world.info())
+    beyond = raw([world.bytes.ctypes.data + SIZE], [world.memory.base], [1])
+    outside = raw([world.bytes.ctypes.data], [world.memory.base + world.memory.bytes.size], [1])
+    own = HostSpace(4096)
+    into_own = raw([world.bytes.ctypes.data], [own.region.base], [4096])
+    for wrong in (beyond, outside, into_own):
+        with pytest.raises(InvalidField):
+            read.start([good, TransferPart(world.info("other"), [wrong])], deadline=None, label="wrong")
+    damaged = replace(world.info("other"), metadata=b"damaged")
+    for call in (lambda: read.start([TransferPart(damaged)], deadline=None, label="wrong"), lambda: read.warm(damaged)):
+        with pytest.raises(BadAgentMetadata):
+            call()
+    with pytest.raises(InvalidField, match="one agent of a name"):
+        read.start([good, TransferPart(world.info(metadata=b"another"))], deadline=None, label="wrong")
+    assert (world.agents.made, read.gauges().active) == ([], 0)
+    # The same agent, though not the same object.
+    done(read.start([good, world.part(world.info(), 1)], deadline=None, label="twice"))
+    done(read.start([TransferPart(world.info(), [into_own], spaces=(own,))], deadline=None, label="own"))
+    assert world.agents.made[0].spaces == [own]
+
+
+def test_nothing_to_read_is_done_at_once(world: World) -> None:
+    read = world.transport()
+    nothing = raw([], [], [])
+    done(read.start([TransferPart(world.info(), [nothing])], deadline=None, label="nothing"))
+    assert (read.gauges().agents, read.gauges().uncertain) == (0, 0)
+    done(read.start([replace(world.part(world.info()), descriptors=(nothing, *world.part(world.info()).descriptors))],
+                    deadline=None, label="some"))  # fmt: skip
+    assert world.memory.right()
+
+
+def test_after_the_end_nothing_is_begun(world: World) -> None:
+    read = world.transport()
+    done(world.read(read))
+    assert read.close(SOON)
+    assert read.close(0.0)
+    calls: list[Callable[[], object]] = [
+        lambda: world.read(read),
+        lambda: read.warm(world.info()),
+        lambda: read.start([], deadline=None, label="nothing"),
+        read.prepare,
+    ]
+    for call in calls:
+        with pytest.raises(Closed):
+            call()
+    assert read.gauges().active == 0
+
+
+def test_the_end_waits_for_what_may_still_write(world: World) -> None:
+    read = world.transport(reading_agents=2)
+    read.prepare()
+    moving = world.moving(read)
+    began = now()
+    assert not read.close(0.1)
+    assert now() - began < SOON / 2
+    assert moving.state is TransferState.CANCELLED
+    assert not moving.quiet
+    (agent,) = (agent for agent in world.agents.made if agent.handles)
+    assert not agent.destroyed
+    world.agents.state["peer"] = DONE
+    assert read.close(SOON)
+    assert moving.quiet
+    assert all(agent.destroyed for agent in world.agents.made)
+
+
+def test_what_is_stuck_ends_with_the_fence_time_and_the_end_of_its_agent(world: World) -> None:
+    read = world.transport(fence_time=60.0)
+    moving, waiting = world.moving(read), world.moving(read, "other", 1)
+    assert not read.close(0.05)
+    world.later += 59.0
+    assert not read.close(0.05)
+    assert not moving.quiet
+    world.later += 2.0
+    assert read.close(SOON)
+    assert (moving.quiet, waiting.quiet) == (True, True)
+
+
+@pytest.mark.parametrize("refusal", [RuntimeError("a bug"), LimitReached("no memory", retry_after=1.0)])
+def test_an_agent_that_cannot_be_made_fails_its_reads_and_the_next_is_tried(world: World, refusal: Exception) -> None:
+    read = world.transport()
+    world.agents.refusal = refusal
+    # Once for each read, however fast that fails.
+    for number in range(1, 20):
+        error = failed(world.read(read))
+        assert isinstance(error, LimitReached if isinstance(refusal, KvferryError) else TransferFailed)
+        assert str(refusal) in str(error)
+        assert world.agents.refused == number
+    read.warm(world.info())
+    assert until(lambda: read.gauges().agents == 0)
+    world.agents.refusal = None
+    done(world.read(read))
+    assert read.gauges().quiesced == 0
+
+
+@pytest.mark.parametrize("refusal", [RuntimeError("a bug"), LimitReached("no thread", retry_after=1.0)])
+def test_a_thread_that_cannot_be_had_fails_the_read(
+    world: World, monkeypatch: pytest.MonkeyPatch, refusal: Exception
+) -> None:
+    read = world.transport()
+
+    def refuse(*_: object, **__: object) -> ReadingThread:
+        raise refusal
+
+    with monkeypatch.context() as patch:
+        patch.setattr("kvferry._transport.transport.ReadingThread", refuse)
+        transfer = world.read(read)
+        error = failed(transfer)
+        assert isinstance(error, LimitReached if isinstance(refusal, KvferryError) else TransferFailed)
+        assert transfer.quiet
+        assert read.gauges().active == 0
+    done(world.read(read))
+
+
+def test_staging_memory_that_cannot_be_had_fails_the_read(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    own = HostSpace(4096)
+    read = world.transport()
+    into = raw([world.bytes.ctypes.data], [own.region.base], [4096])
+    for refusal in (RuntimeError("a bug"), NixlError("it is refused")):
+        world.agents.no_space = refusal
+        transfer = read.start([TransferPart(world.info(), [into], spaces=(own,))], deadline=None, label="own")
+        assert refusal.args[0] in str(failed(transfer))
+        assert transfer.quiet
+    done(world.read(read))
+    source, memory = local_source(), Memory(1 << 20)
+    asked = part(source, memory, [1], [2])
+    (staged,) = asked.staged
+    device = replace(DRAM, destination_kind=MemoryKind.VRAM, destination_device=3)
+    peer = replace(world.info("source"), regions=source.info.regions)
+    unknown = replace(asked, peer=peer, staged=(replace(staged, lane=replace(staged.lane, memory=device)),))
+    transfer = read.start([unknown], deadline=None, label="device")
+    assert isinstance(failed(transfer), InvalidField)
+    assert transfer.quiet
+    assert read.gauges().agents == 1
+
+
+def staged_part(world: World, source: Source, memory: Memory) -> TransferPart:
+    found = part(source, memory, list(range(0, 40, 2)), list(range(20)))
+    return replace(found, peer=replace(world.info("source"), regions=source.info.regions))
+
+
+def test_rows_go_through_staging_memory_of_the_size_asked_for(world: World) -> None:
+    memory, source = Memory(1 << 20), local_source()
+    options = NixlOptions()
+    with_slots = StagingOptions(slot_bytes=16384, slots=3)
+    read = Transport([memory.region], options, staging=with_slots, clock=world.clock)
+    world.transports.append(read)
+    pool = read.pool(MemoryKind.DRAM, 0)
+    assert read.pool(MemoryKind.DRAM, 0) is pool
+    assert (pool.slot_bytes, pool.space.region.length) == (16384, 3 * 16384)
+    with pytest.raises(InvalidField, match="device"):
+        read.pool(MemoryKind.VRAM, 0)
+    asked = staged_part(world, source, memory)
+    world.agents.state["source"] = MOVING
+    transfer = read.start([asked], deadline=None, label="staged")
+    assert until(lambda: read.gauges().staging_slots == 1)
+    world.agents.state["source"] = DONE
+    done(transfer)
+    assert memory.right()
+    assert until(lambda: read.gauges().staging_slots == 0)
+    assert world.agents.made[0].spaces[0] is pool.space
+
+
+def test_a_peer_is_warmed_up_once_and_dropped_when_it_is_through(world: World) -> None:
+    read = world.transport()
+    read.warm(world.info())
+    read.warm(world.info())
+    assert until(lambda: read.gauges().peers == 1)
+    moving = world.moving(read)
+    read.retire("nobody")
+    read.retire("peer")
+    world.agents.state["other"] = DONE
+    done(world.read(read, "other", 1))
+    (agent,) = world.agents.made
+    assert read.gauges().peers == 2
+    # It may come back, when it has gone.
+    again = world.read(read, at=2)
+    done(world.read(read, "other", 3))
+    assert again.state is TransferState.PENDING
+    assert [info.name for info in agent.added] == ["peer", "other"]
+    world.agents.state["peer"] = DONE
+    done(moving)
+    done(again)
+    assert [info.name for info in agent.added] == ["peer", "other", "peer"]
+    read.retire("peer")
+    assert until(lambda: read.gauges().peers == 1)
+    assert set(agent.peers) == {"other"}
+    assert world.memory.right()
+
+
+@pytest.mark.parametrize("what", ["metadata", "regions"])
+def test_another_agent_of_the_same_name_is_added_when_the_first_is_through(world: World, what: str) -> None:
+    read = world.transport()
+    moving = world.moving(read)
+    new = world.info(metadata=b"new") if what == "metadata" else world.info()
+    if what == "regions":
+        new = replace(new, regions=(replace(new.regions[0], length=SIZE - 1),))
+    later = [read.start([world.part(new, at, CHUNK)], deadline=None, label="new") for at in (1, 2)]
+    expires = read.start([world.part(new, 3, CHUNK)], deadline=world.clock() + 0.1, label="expires")
+    assert expires.wait(SOON)
+    assert isinstance(expires.error, TransferExpired)
+    assert expires.quiet
+    told = threading.Event()
+    later[1].add_done_callback(lambda _: told.set())
+    later[1].cancel()
+    assert told.wait(SOON)
+    world.agents.state["peer"] = DONE
+    done(moving)
+    done(later[0])
+    (agent,) = world.agents.made
+    assert agent.added == [world.info(), new]
+    assert read.gauges().peers == 1
+
+
+def test_who_breaks_leaves_its_agent_to_those_that_it_reads_from(world: World) -> None:
+    read = world.transport()
+    patient = world.moving(read, "patient")
+    doomed = world.lost(read, "doomed", 1)
+    assert isinstance(failed(doomed), TransferFailed)
+    assert until(lambda: read.gauges().retired_agents == 1)
+    world.agents.state["doomed"] = DONE
+    # What NIXL says after an error proves nothing, and new reads go to a fresh agent.
+    done(world.read(read, "doomed", 1))
+    done(world.read(read, "third", 2))
+    old, new = world.agents.made
+    assert set(new.peers) == {"doomed", "third"}
+    assert (doomed.quiet, old.destroyed, patient.state) == (False, False, TransferState.MOVING)
+    gauges = read.gauges()
+    assert (gauges.agents, gauges.retired_agents, gauges.uncertain, gauges.chunks_in_flight) == (2, 1, 1, 2)
+    world.agents.state["patient"] = DONE
+    done(patient)
+    assert doomed.wait_quiet(SOON)
+    assert until(lambda: read.gauges().agents == 1)
+    assert (old.destroyed, new.destroyed) == (True, False)
+    assert read.gauges().quiesced == 1
+    assert read.gauges().bytes_moved == 4 * CHUNK + SIZE * 2 - 3 * CHUNK
+    assert world.memory.right()
+
+
+def test_shares_of_a_peer_that_is_stuck_move_on_and_others_stay(world: World) -> None:
+    read = world.transport(bytes_in_flight=2 * CHUNK, fence_time=60.0)
+    stuck, other = world.moving(read, "stuck", 0, 2), world.moving(read, "other", 2, 2)
+    behind, beside = world.read(read, "stuck", 1), world.read(read, "other", 3)
+    restarted = read.start([world.part(world.info("other", b"new"), 4)], deadline=None, label="restarted")
+    stuck.cancel()
+    assert read.gauges().retired_agents == 0
+    world.later += 61.0
+    assert until(lambda: len(world.agents.made) == 2)
+    # Its first agent has two chunks of it in hand for ever; the next has none.
+    old = world.agents.made[0]
+    under_way = {name: old.flying(name) for name in ("stuck", "other")}
+    for handle in (*under_way["stuck"], *under_way["other"]):
+        handle.state = MOVING
+    world.agents.state.clear()
+    done(behind)
+    done(restarted)
+    assert (other.state, beside.state) == (TransferState.MOVING, TransferState.PENDING)
+    assert not stuck.quiet
+    for handle in under_way["other"]:
+        handle.state = DONE
+    done(other)
+    done(beside)
+    assert stuck.wait_quiet(SOON)
+    assert old.destroyed
+    assert {handle.peer for handle in world.agents.made[1].handles} == {"stuck", "other"}
+
+
+def test_an_agent_that_does_not_end_leaves_its_reads_uncertain(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    read = world.transport()
+    world.agents.may_end = False
+    lost = world.lost(read)
+    assert until(lambda: read.gauges().agents == 0)
+    assert not lost.quiet
+    assert read.gauges().uncertain == 1
+    assert "could not be destroyed" in caplog.text
+    caplog.clear()
+    # Of one that had nothing under way nothing is uncertain.
+    done(world.read(read, "other", 1))
+    assert read.close(SOON)
+    assert "could not be destroyed" not in caplog.text
+
+
+def test_so_many_agents_are_given_up_and_no_more(world: World) -> None:
+    read = world.transport(retired_agents=1, reading_agents=2)
+    read.prepare()
+    assert until(lambda: len(world.agents.made) == 2)
+    names: dict[int, list[str]] = {0: [], 1: []}
+    for number in range(12):
+        done(world.read(read, f"peer {number}"))
+        (place,) = (place for place in (0, 1) if f"peer {number}" in world.agents.made[place].peers)
+        names[place].append(f"peer {number}")
+    (one, keeps, *_), (other, healthy, *_) = names[0], names[1]
+    keeping = world.moving(read, keeps)
+    first = world.lost(read, one, 1)
+    assert until(lambda: read.gauges().retired_agents == 1)
+    second = world.lost(read, other, 2)
+    # Its agent may not be given up: who wants to read from it hears so at once, and all others are read.
+    refused = world.read(read, other, 3)
+    assert "too many agents" in str(failed(refused))
+    assert refused.quiet
+    done(world.read(read, healthy, 4))
+    assert (read.gauges().retired_agents, len(world.agents.made)) == (1, 2)
+    world.agents.state[keeps] = DONE
+    done(keeping)
+    assert first.wait_quiet(SOON)
+    # Now there is room for it.
+    world.later += RETIRE_AGAIN
+    assert second.wait_quiet(SOON)
+    del world.agents.state[other]
+    done(world.read(read, other, 5))
+
+
+def test_who_does_not_answer_at_first_is_waited_for_so_long(world: World) -> None:
+    read = world.transport(warm_up_timeout=5.0, fence_time=60.0)
+    world.agents.warm["peer"] = MOVING
+    waiting = world.read(read)
+    done(world.read(read, "other", 1))
+    assert waiting.state is TransferState.PENDING
+    world.later += 5.1
+    assert "no answer within 5 s" in str(failed(waiting))
+    assert waiting.quiet
+    world.later += 55.0
+    done(world.read(read, "other", 1))
+    assert len(world.agents.made) == 1
+    world.later += 10.0
+    # The first read of a few bytes may still write into the agent's own memory: that ends with the agent.
+    assert until(lambda: world.agents.made[0].destroyed)
+
+
+def test_over_all_peers_so_much_is_under_way(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvferry._transport.peer_link.STALLED", 1000.0)
+    read = world.transport(bytes_in_flight_total=6 * CHUNK, reading_agents=2)
+    names = [name for name in map(str, range(100)) if read._thread_of(name) is read._threads[0]][:2]
+    for name in names:
+        done(world.read(read, name))
+        world.agents.state[name] = MOVING
+    transfers = [world.read(read, name, at) for at, name in enumerate(names)]
+
+    def flying() -> list[int]:
+        return [transfer.progress().chunks_in_flight for transfer in transfers]
+
+    assert until(lambda: sum(flying()) == 3)
+    done(world.read(read, next(name for name in map(str, range(100)) if read._thread_of(name) is read._threads[1]), 5))
+    assert sum(flying()) == 3
+    # Those that have stalled take no room.
+    world.later += 1000.0
+    assert until(lambda: sum(flying()) > 3)
+    for name in names:
+        world.agents.state[name] = DONE
+    for transfer in transfers:
+        done(transfer)
+
+
+def test_one_chunk_is_always_allowed_and_never_two(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvferry._transport.peer_link.STALLED", 1000.0)
+    read = world.transport(bytes_in_flight_total=1)
+    transfers = [world.read(read, name, at) for at, name in enumerate(("a", "b", "c"))]
+    for transfer in transfers:
+        done(transfer)
+    assert world.memory.right()
+    for name in "abc":
+        world.agents.state[name] = MOVING
+    transfers = [world.read(read, name, at, 2) for at, name in enumerate(("a", "b", "c"))]
+    (agent,) = world.agents.made
+    for _ in range(6):
+        assert until(lambda: sum(transfer.progress().chunks_in_flight for transfer in transfers) == 1)
+        (handle,) = (handle for name in "abc" for handle in agent.flying(name))
+        handle.state = DONE
+        assert until(partial(getattr, handle, "released"))
+    for transfer in transfers:
+        done(transfer)
+
+
+@pytest.mark.parametrize("error", [SystemExit("an engine's"), RuntimeError("a bug")])
+def test_a_thread_that_fails_waits_for_what_it_posted(world: World, error: BaseException) -> None:
+    read = world.transport()
+    moving = world.moving(read)
+    behind = read.start([world.part(world.info(metadata=b"new"), 3)], deadline=None, label="behind")
+    breaks = world.moving(read, "other", 1)
+    (agent,) = world.agents.made
+    (handle,) = agent.flying("other")
+    handle.state = error
+    for transfer in (moving, breaks, behind):
+        assert repr(error) in str(failed(transfer))
+    assert behind.quiet
+    # New reads go to another agent.
+    world.agents.state["third"] = DONE
+    done(world.read(read, "third", 2))
+    assert not moving.quiet
+    assert not agent.destroyed
+    for one in agent.flying("peer"):
+        one.state = DONE
+    handle.state = DONE
+    assert moving.wait_quiet(SOON)
+    assert breaks.wait_quiet(SOON)
+    assert until(lambda: agent.destroyed)
+    assert len(world.agents.made) == 2
+
+
+def test_a_deadline_is_kept_however_long_nothing_happens(world: World) -> None:
+    read = world.transport()
+    done(world.read(read))
+    moving = world.moving(read)
+    late = world.read(read, at=1, deadline=world.clock() + 30.0)
+    world.later += 29.0
+    done(world.read(read, "other", 2))
+    states = [late.state]
+    world.later += 1.5
+    assert late.wait(SOON)
+    assert [*states, late.state] == [TransferState.MOVING, TransferState.EXPIRED]
+    assert moving.state is TransferState.MOVING
+    assert not late.quiet
+
+
+def test_the_owner_of_the_memory_is_kept_while_an_agent_may_write_to_it(world: World) -> None:
+    class Owner:
+        pass
+
+    import gc
+    import weakref
+
+    owner = Owner()
+    reference = weakref.ref(owner)
+    read = Transport([world.memory.region], NixlOptions(chunk_bytes=CHUNK), keep=owner, clock=world.clock)
+    moving = world.moving(read)
+    del owner, read
+    gc.collect()
+    assert reference() is not None
+    world.agents.state["peer"] = DONE
+    done(moving)
+
+
+def test_threads_are_named_after_their_agents(world: World) -> None:
+    read = world.transport(reading_agents=2)
+    read.prepare()
+    assert until(lambda: len(world.agents.made) == 2)
+    names = {agent.name for agent in world.agents.made}
+    assert len(names) == 2
+    threads = {thread.name: thread for thread in threading.enumerate()}
+    # They do not keep the interpreter from its exit.
+    assert all(threads[name].daemon for name in names)

@@ -1,0 +1,284 @@
+"""Reads through staging memory: right for many readers of little memory, and safe to abandon."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvferry._clock import now
+from kvferry._memory.permute import HostSpace
+from kvferry._transport.calibration import measure
+from kvferry._transport.nixl_agent import NixlOptions
+from kvferry._transport.staging_pool import StagedShare, StagingOptions, StagingPool
+from kvferry._transport.transport import Transfer, TransferState, Transport
+from kvferry.errors import TransferExpired, TransferFailed
+from kvferry.geometry import MemoryKind
+from kvferry.planner import Costs
+from tests.transport.conftest import MakeSource
+from tests.transport.sources import SOON, Memory, Source
+from tests.transport.staged_parts import BLOCK_BYTES, BLOCKS, LAYERS, part, some
+
+MakeStaged = Callable[..., Transport]
+
+
+@pytest.fixture
+def staged(memory: Memory) -> Iterator[MakeStaged]:
+    """Makes transports into `memory` with little staging memory."""
+    made: list[Transport] = []
+
+    def make(ucx_tls: str = "", *, slots: int = 2, slot_blocks: int = 3, **options: Any) -> Transport:
+        staging = StagingOptions(path="staged", slots=slots, slot_bytes=slot_blocks * BLOCK_BYTES)
+        made.append(Transport([memory.region], NixlOptions(ucx_tls=ucx_tls, **options), staging=staging))
+        return made[-1]
+
+    yield make
+    assert [one.close(SOON) for one in made] == [True] * len(made), "a transport did not become quiet"
+    assert [one.gauges().staging_slots for one in made] == [0] * len(made), "a slot was lost"
+
+
+def ended(transfer: Transfer) -> TransferState:
+    assert transfer.wait(SOON)
+    return transfer.state
+
+
+def test_rows_are_read_and_permuted(ucx_tls: str, source: Source, memory: Memory, staged: MakeStaged) -> None:
+    read = staged(ucx_tls)
+    transfer = read.start([part(source, memory, some(1), some(2))], deadline=now() + SOON, label="staged")
+    assert ended(transfer) is TransferState.DONE
+    assert transfer.quiet
+    assert memory.right()
+    assert transfer.progress().bytes_done == 20 * LAYERS * BLOCK_BYTES
+
+
+@pytest.mark.parametrize("slots", [1, 3])
+def test_many_readers_share_little_memory(
+    ucx_tls: str, source: Source, new_source: MakeSource, memory: Memory, staged: MakeStaged, slots: int
+) -> None:
+    # Several transfers on two threads, batches of several chunks, and far fewer slots than would be wanted.
+    other = new_source(ucx_tls)
+    read = staged(ucx_tls, slots=slots, reading_agents=2, chunk_bytes=BLOCK_BYTES + 1000)
+    size = LAYERS * BLOCKS * BLOCK_BYTES
+    transfers = []
+    for index in range(memory.bytes.size // size):
+        theirs, mine = some(index), some(100 + index)
+        parts = [
+            part(source, memory, theirs[:9], mine[:9], index * size),
+            part(other, memory, theirs[9:], mine[9:], index * size),
+        ]
+        transfers.append(read.start(parts, deadline=now() + SOON, label=f"read {index}"))
+    assert [ended(transfer) for transfer in transfers] == [TransferState.DONE] * len(transfers)
+    assert memory.right()
+
+
+@pytest.mark.parametrize("chunk_bytes", [16 << 20, BLOCK_BYTES], ids=["a chunk per slot", "several chunks per slot"])
+def test_a_cancelled_read_is_quiet_at_once_and_its_slots_when_nothing_writes_to_them(
+    source: Source, new_source: MakeSource, memory: Memory, staged: MakeStaged, chunk_bytes: int
+) -> None:
+    stopped = new_source("tcp")
+    # Two chunks in flight at most: of several chunks per slot, some are not posted when the read is cancelled.
+    read = staged("tcp", slots=1, chunk_bytes=chunk_bytes, bytes_in_flight=1)
+    for each in (source, stopped):
+        warm = read.start([part(each, memory, [0], [0])], deadline=now() + SOON, label="warm")
+        assert ended(warm) is TransferState.DONE
+    before = memory.bytes.copy()
+    stopped.stop()
+    transfer = read.start([part(stopped, memory, some(1), some(2))], deadline=now() + SOON, label="stopped")
+    wait_for(lambda: read.gauges().chunks_in_flight == (2 if chunk_bytes == BLOCK_BYTES else 1))
+    # The engine's blocks were never NIXL's destination, so that the engine may use them now.
+    assert transfer.cancel()
+    assert transfer.quiet
+    # But the slots are still being written to: nobody else gets them.
+    other = read.start([part(source, memory, some(3), some(4))], deadline=now() + 0.3, label="other")
+    assert ended(other) is TransferState.EXPIRED
+    stopped.resume()
+    wait_for(lambda: read.gauges().staging_slots == 0)
+    assert np.array_equal(memory.bytes, before)
+    memory.expected[:] = before
+    last = read.start([part(source, memory, some(5), some(6))], deadline=now() + SOON, label="last")
+    assert ended(last) is TransferState.DONE
+    assert memory.right()
+
+
+def test_who_waits_for_a_slot_ends_at_its_deadline(
+    source: Source, new_source: MakeSource, memory: Memory, staged: MakeStaged
+) -> None:
+    stuck = new_source("tcp")
+    read = staged("tcp", slots=1, reading_agents=2)
+    for each in (source, stuck):
+        assert (
+            ended(read.start([part(each, memory, [0], [0])], deadline=now() + SOON, label="warm")) is TransferState.DONE
+        )
+    stuck.stop()
+    holder = read.start([part(stuck, memory, some(1), some(2))], deadline=None, label="holder")
+    wait_for(lambda: read.gauges().staging_slots == 1)
+    waiting = read.start([part(source, memory, some(3), some(4))], deadline=now() + 0.3, label="waiting")
+    assert ended(waiting) is TransferState.EXPIRED
+    assert isinstance(waiting.error, TransferExpired)
+    assert waiting.quiet
+    # The slot goes on to the next one, though the first in the queue is gone.
+    next_one = read.start([part(source, memory, some(5), some(6))], deadline=now() + SOON, label="next")
+    stuck.resume()
+    assert [ended(holder), ended(next_one)] == [TransferState.DONE] * 2
+
+
+def test_a_killed_source_fails_the_read_and_keeps_no_slot(
+    ucx_tls: str, new_source: MakeSource, memory: Memory, staged: MakeStaged
+) -> None:
+    source = new_source(ucx_tls)
+    read = staged(ucx_tls, fence_time=0.1)
+    assert (
+        ended(read.start([part(source, memory, [0], [0])], deadline=now() + SOON, label="warm")) is TransferState.DONE
+    )
+    parts = [part(source, memory, some(1), some(2))]
+    source.kill()
+    transfer = read.start(parts, deadline=now() + SOON, label="killed")
+    assert ended(transfer) is TransferState.FAILED
+    assert isinstance(transfer.error, TransferFailed)
+    assert transfer.quiet
+    wait_for(lambda: read.gauges().staging_slots == 0)
+
+
+def test_constants_are_measured_and_the_slot_given_back(ucx_tls: str, source: Source, staged: MakeStaged) -> None:
+    read = staged(ucx_tls, slots=1, slot_blocks=256)
+    costs = measure(read, source.info, read.pool(MemoryKind.DRAM, 0), now() + SOON)
+    assert costs is not None
+    # Neither the defaults nor nonsense: reads and copies of this machine take some time, and less than a millisecond.
+    assert all(0 < cost < 1e-3 for cost in (costs.descriptor, costs.byte, costs.cell))
+    assert costs.descriptor != Costs().descriptor
+
+
+def test_constants_of_a_dead_source_are_not_waited_for(new_source: MakeSource, staged: MakeStaged) -> None:
+    source = new_source()
+    info = source.info
+    source.kill()
+    read = staged(fence_time=0.1, slot_blocks=256)
+    assert measure(read, info, read.pool(MemoryKind.DRAM, 0), now() + SOON) is None
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    """Poll something that other threads bring about."""
+    until = now() + SOON
+    while not condition():
+        assert now() < until, "it did not come about in time"
+
+
+def test_a_stopped_source_leaves_slots_for_others(new_source: MakeSource, memory: Memory, staged: MakeStaged) -> None:
+    read = staged("tcp", slots=8)
+    stopped, others = new_source("tcp", size=4 << 20), [new_source("tcp", size=4 << 20) for _ in range(2)]
+    for source in (stopped, *others):
+        warm = read.start([part(source, memory, [0], [0])], deadline=now() + SOON, label="warm")
+        assert ended(warm) is TransferState.DONE
+    stopped.stop()
+    # As many reads as could take every slot, two each.
+    late = [read.start([part(stopped, memory, some(1), some(2))], deadline=None, label="late") for _ in range(6)]
+    wait_for(lambda: read.gauges().chunks_in_flight > 0)
+    for source in others:
+        transfer = read.start([part(source, memory, some(3), some(4))], deadline=now() + SOON, label="other")
+        assert ended(transfer) is TransferState.DONE, transfer.error
+    assert not any(transfer.state.final for transfer in late)
+    stopped.resume()
+    assert [ended(transfer) for transfer in late] == [TransferState.DONE] * len(late)
+
+
+def test_several_stopped_sources_leave_a_slot_for_another(
+    new_source: MakeSource, memory: Memory, staged: MakeStaged
+) -> None:
+    read = staged("tcp", slots=8)
+    sources = [new_source("tcp", size=4 << 20) for _ in range(4)]
+    for source in sources:
+        warm = read.start([part(source, memory, [0], [0])], deadline=now() + SOON, label="warm")
+        assert ended(warm) is TransferState.DONE
+    *stopped, running = sources
+    for source in stopped:
+        source.stop()
+    late = [
+        read.start([part(source, memory, some(1), some(2))], deadline=None, label="late")
+        for source in stopped
+        for _ in range(3)
+    ]
+    wait_for(lambda: read.gauges().staging_slots >= len(stopped))
+    transfer = read.start([part(running, memory, some(3), some(4))], deadline=now() + SOON, label="running")
+    assert ended(transfer) is TransferState.DONE, transfer.error
+    for source in stopped:
+        source.resume()
+    assert [ended(transfer) for transfer in late] == [TransferState.DONE] * len(late)
+
+
+def shares_of_one_slot(source: Source, memory: Memory, woken: list[str]) -> Callable[[str], StagedShare]:
+    """Makes shares, each of its own source, that want the one slot of a pool; `woken` tells when they are called."""
+    pool = StagingPool(HostSpace(1 << 16), 1 << 16, lambda: woken.append("woken"))
+
+    def share(name: str) -> StagedShare:
+        transfer = Transfer(name, 10, 1, None, now, lambda: None)
+        info = replace(source.info, name=name)
+        return StagedShare(transfer, info, part(source, memory, [1], [2]).staged, pool, now())
+
+    return share
+
+
+def test_who_ends_while_it_waits_lets_others_have_the_slot(source: Source, memory: Memory) -> None:
+    woken: list[str] = []
+    share = shares_of_one_slot(source, memory, woken)
+    one, two, three, four = (share(name) for name in ("one", "two", "three", "four"))
+    options = NixlOptions()
+    assert one.next(options) is not None
+    assert two.next(options) is None
+    one.account.fail(TransferFailed("one ends"))
+    # The slot is free for two, which was called; three is put behind it, and is not called.
+    assert three.next(options) is None
+    woken.clear()
+    two.account.fail(TransferFailed("two ends before it asks"))
+    assert woken, "nobody calls three, which waits for ever"
+    # Also where somebody else asks first.
+    assert four.next(options) is None
+    assert three.next(options) is not None
+    three.account.fail(TransferFailed("three ends"))
+    assert four.next(options) is not None
+
+
+def test_a_share_that_moved_on_is_called_when_its_batch_arrives_on_the_old_agent(
+    source: Source, memory: Memory
+) -> None:
+    """A share keeps two slots at most. What it waits for then may arrive on another thread than its own."""
+    woken: list[str] = []
+    pool = StagingPool(HostSpace(12 * BLOCK_BYTES), BLOCK_BYTES, lambda: woken.append("woken"))
+    transfer = Transfer("one", 10 * LAYERS * BLOCK_BYTES, 1, None, now, lambda: None)
+    share = StagedShare(transfer, source.info, part(source, memory, some(1)[:10], some(2)[:10]).staged, pool, now())
+    posted = []
+    while (chunk := share.next(NixlOptions())) is not None:
+        assert chunk.account.begin()
+        posted.append(chunk)
+    assert share.blocked
+    assert pool.in_use == 2
+    assert not woken
+    memory.bytes[:] = 0
+    posted[0].account.landed(posted[0].descriptors.total_bytes)
+    assert woken, "nobody calls the share, which waits for ever"
+    assert share.next(NixlOptions()) is not None
+
+
+def test_who_cannot_read_now_lets_others_have_the_slot(source: Source, memory: Memory) -> None:
+    woken: list[str] = []
+    share = shares_of_one_slot(source, memory, woken)
+    one, two, three = share("one"), share("two"), share("three")
+    options = NixlOptions()
+    assert one.next(options) is not None
+    for waits in (two, three):
+        assert waits.next(options) is None
+        assert waits.blocked
+    one.account.fail(TransferFailed("one ends, nothing of it was posted"))
+    assert woken == ["woken"]
+    # First come, first served; but who has no room to read lets others go before.
+    assert three.next(options) is None
+    two.step_back()
+    assert woken == ["woken", "woken"]
+    assert three.next(options) is not None
+    assert two.next(options) is None
+    three.account.fail(TransferFailed("three ends"))
+    assert two.next(options) is not None
+    two.account.fail(TransferFailed("two ends"))
+    assert share("four").next(options) is not None

@@ -1,0 +1,294 @@
+"""Slots of staging memory, against readers that ask, land, fail and are cancelled in any order: every byte arrives, no
+slot has two writers, none is lost, and whoever waits is called (R4, R10).
+
+What NIXL would do is a copy here, whose moment a test chooses.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from random import Random
+from typing import cast
+
+import numpy as np
+import pytest
+
+from kvferry._clock import now
+from kvferry._memory.permute import HostSpace, StillCopying
+from kvferry._transport.nixl_options import NixlOptions
+from kvferry._transport.peer_link import Chunk
+from kvferry._transport.staging_pool import SLOTS_PER_SHARE, StagedShare, StagingOptions, StagingPool
+from kvferry._transport.transfer import Transfer, TransferState
+from kvferry._transport.transport import TransferPart
+from kvferry.errors import InvalidField, TransferFailed
+from kvferry.geometry import MemoryKind, MemoryRegion
+from kvferry.planner import Path
+from kvferry.planner.descriptors import RawDescriptors
+from kvferry.planner.staged_read import Copy, StagedRead
+from tests.transport.sources import DRAM, Memory, local_source
+from tests.transport.staged_parts import BLOCK_BYTES, BLOCKS, LAYERS, part, some
+
+SLOT = 3 * BLOCK_BYTES
+SIZE = LAYERS * BLOCKS * BLOCK_BYTES
+OPTIONS = NixlOptions()
+
+
+def staged_share(pool: StagingPool, of: TransferPart, name: str = "", *, deadline: float | None = None) -> StagedShare:
+    """What a transfer of its own reads."""
+    size, count = (sum(getattr(read, what) for read in of.staged) for what in ("total_bytes", "count"))
+    transfer = Transfer("t", size, count, deadline, now, lambda: None)
+    info = replace(of.peer, name=name or of.peer.name)
+    return StagedShare(transfer, info, of.staged, pool, now(), of.footprint)
+
+
+def read(chunk: Chunk) -> None:
+    """What NIXL does."""
+    descriptors = chunk.descriptors
+    assert isinstance(descriptors, RawDescriptors)
+    assert descriptors.memory == DRAM
+    for source, destination, length in zip(
+        descriptors.source, descriptors.destination, descriptors.length, strict=True
+    ):
+        ctypes.memmove(int(destination), int(source), int(length))
+
+
+@dataclass
+class Readers:
+    """Shares of few slots, and what is under way."""
+
+    turns: Random
+    pool: StagingPool
+    options: NixlOptions
+    shares: list[StagedShare] = field(default_factory=list)
+    asleep: set[int] = field(default_factory=set)
+    flying: list[tuple[int, Chunk, int]] = field(default_factory=list)
+    posted: dict[int, set[int]] = field(default_factory=dict)
+
+    def ask(self) -> None:
+        awake = [number for number in range(len(self.shares)) if number not in self.asleep]
+        if not awake:
+            return
+        number = self.turns.choice(awake)
+        share = self.shares[number]
+        if share.account.ended_at is not None:
+            self.asleep.add(number)
+            return
+        chunk = share.next(self.options)
+        if chunk is None:
+            # It is called, or has no more.
+            self.asleep.add(number)
+            if share.blocked and self.turns.random() < 0.1:
+                share.step_back()
+                self.asleep.discard(number)
+        elif chunk.account.begin():
+            assert isinstance(chunk.descriptors, RawDescriptors)
+            at = int(chunk.descriptors.destination[0]) - self.pool.space.region.base
+            slot = at // SLOT
+            for _, other, taken in self.flying:
+                assert other.account is chunk.account or taken != slot, "a slot has two writers"
+            self.flying.append((number, chunk, slot))
+            mine = {taken for holder, _, taken in self.flying if holder == number}
+            assert len(mine) <= SLOTS_PER_SHARE
+        else:
+            assert share.account.ended_at is not None
+
+    def land(self) -> None:
+        if self.flying:
+            _, chunk, _ = self.flying.pop(self.turns.randrange(len(self.flying)))
+            read(chunk)
+            chunk.account.landed(chunk.descriptors.total_bytes)
+
+    def lose(self) -> None:
+        if self.flying:
+            number, chunk, _ = self.flying.pop(self.turns.randrange(len(self.flying)))
+            chunk.account.fail(TransferFailed("the peer died"))
+            assert self.shares[number].account.ended_at is not None
+            chunk.account.fenced()
+
+    def cancel(self) -> None:
+        share = self.turns.choice(self.shares)
+        # The engine's blocks are quiet whatever is under way into the slots.
+        assert cast(Transfer, share.account).cancel()
+        share.account.settle(now())
+
+    def called(self) -> None:
+        self.asleep.clear()
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_readers_of_few_slots(seed: int) -> None:
+    turns = Random(seed)
+    memory, sources = Memory(4 * SIZE), [local_source(name) for name in ("one", "other")]
+    slots = turns.choice([1, 2, 3, 8])
+    options = NixlOptions(chunk_bytes=turns.choice([1 << 20, BLOCK_BYTES + 100]))
+    readers = Readers(turns, StagingPool(HostSpace(slots * SLOT + 100), SLOT, lambda: readers.called()), options)
+    for number in range(4):
+        asked = part(turns.choice(sources), memory, some(number, 9), some(9 + number, 9), number * SIZE)
+        readers.shares.append(staged_share(readers.pool, asked))
+    weights = (8, 8, *((0, 0) if seed % 3 == 0 else (0.2, 0.1)))
+    transfers = [cast(Transfer, share.account) for share in readers.shares]
+    for _ in range(4000):
+        turns.choices([readers.ask, readers.land, readers.lose, readers.cancel], weights)[0]()
+    while readers.flying or len(readers.asleep) < len(readers.shares):
+        readers.ask()
+        readers.land()
+    assert all(transfer.state.final for transfer in transfers), "one waits for ever"
+    assert all(transfer.quiet for transfer in transfers)
+    assert readers.pool.in_use == 0
+    if seed % 3 == 0:
+        assert [transfer.state for transfer in transfers] == [TransferState.DONE] * 4
+    for number, transfer in enumerate(transfers):
+        mine = slice(number * SIZE, (number + 1) * SIZE)
+        if transfer.state is TransferState.DONE:
+            assert np.array_equal(memory.bytes[mine], memory.expected[mine])
+    # Every slot is there, and lies within the memory.
+    region = readers.pool.space.region
+    found = [readers.pool.borrow() for _ in range(slots + 1)]
+    assert sorted(slot for slot in found if slot is not None) == [region.base + n * SLOT for n in range(slots)]
+
+
+def pool_of(slots: int, woken: list[str] | None = None) -> StagingPool:
+    return StagingPool(HostSpace(slots * SLOT), SLOT, lambda: None if woken is None else woken.append("woken"))
+
+
+def test_a_source_has_a_quarter_of_the_slots_and_more_than_one_only_while_half_are_free() -> None:
+    pool, memory, source = pool_of(16), Memory(SIZE), local_source()
+    asked = part(source, memory, [1], [2])
+
+    def taken(name: str) -> int:
+        """How many slots a source gets now."""
+        for got in range(17):
+            share = staged_share(pool, asked, name)
+            if pool.acquire(share) is None:
+                pool.leave(share)
+                return got
+        raise AssertionError("more than there are")
+
+    single = staged_share(pool, asked, "c")
+    slot = pool.acquire(single)
+    assert slot is not None
+    assert taken("a") == 4
+    assert taken("b") == 3
+    assert [taken(f"other {number}") for number in range(10)] == [1] * 8 + [0] * 2
+    assert pool.in_use == 16
+    pool.release(slot)
+    assert pool.in_use == 15
+    # It is nobody's now, so that any source may have it.
+    assert taken("c") == 1
+
+
+def test_a_slot_is_lent_only_where_nobody_waits() -> None:
+    woken: list[str] = []
+    pool, memory = pool_of(1, woken), Memory(SIZE)
+    asked = part(local_source(), memory, [1], [2])
+    slot = pool.borrow()
+    assert slot == pool.space.region.base
+    assert (pool.borrow(), pool.in_use) == (None, 1)
+    waiting = staged_share(pool, asked)
+    assert waiting.next(OPTIONS) is None
+    assert waiting.next(OPTIONS) is None
+    pool.release(slot)
+    assert woken == ["woken"]
+    assert (pool.borrow(), pool.in_use) == (None, 0)
+    assert waiting.next(OPTIONS) is not None
+    waiting.account.fail(TransferFailed("it ends"))
+    waiting.account.settle(now())
+    assert pool.borrow() == slot
+    assert woken == ["woken"]
+
+
+def test_what_cannot_be_read_gives_its_slot_back() -> None:
+    pool, memory = pool_of(2), Memory(SIZE)
+    asked = part(local_source(), memory, [1, 5], [2, 4])
+    (staged,) = asked.staged
+    share = staged_share(pool, replace(asked, staged=(replace(staged, blocks=staged.blocks + 1),)))
+    with pytest.raises(InvalidField, match="the request's blocks"):
+        share.next(OPTIONS)
+    assert pool.in_use == 0
+    assert staged_share(pool, asked).next(OPTIONS) is not None
+
+
+@dataclass
+class Device:
+    """Staging memory whose copies do as a test says."""
+
+    space: HostSpace
+    error: Exception | None = None
+    copies: int = 0
+
+    @property
+    def region(self) -> MemoryRegion:
+        return self.space.region
+
+    def copy(self, copies: Iterable[Copy]) -> None:
+        self.copies += 1
+        if self.error is not None:
+            raise self.error
+        self.space.copy(copies)
+
+
+@pytest.mark.parametrize(("error", "quiet"), [(RuntimeError("a device's"), True), (StillCopying("lost"), False)])
+def test_a_permutation_that_failed_fails_the_read(error: Exception, *, quiet: bool) -> None:
+    device = Device(HostSpace(2 * SLOT), error)
+    pool, memory = StagingPool(device, SLOT, lambda: None), Memory(SIZE)
+    share = staged_share(pool, part(local_source(), memory, [1], [2]))
+    chunk = share.next(OPTIONS)
+    assert chunk is not None
+    assert chunk.account.begin()
+    chunk.account.landed(chunk.descriptors.total_bytes)
+    transfer = cast(Transfer, share.account)
+    assert isinstance(transfer.error, TransferFailed)
+    assert repr(error) in str(transfer.error)
+    # A device that cannot be waited for may write to the blocks, and read the slot, for ever.
+    assert (transfer.quiet, pool.in_use) == (quiet, 0 if quiet else 1)
+
+
+def test_what_arrives_after_the_end_is_not_copied_into_the_blocks() -> None:
+    device = Device(HostSpace(2 * SLOT))
+    pool, memory = StagingPool(device, SLOT, lambda: None), Memory(SIZE)
+    share = staged_share(pool, part(local_source(), memory, [1], [2]))
+    chunk = share.next(OPTIONS)
+    assert chunk is not None
+    assert chunk.account.begin()
+    transfer = cast(Transfer, share.account)
+    assert transfer.cancel()
+    # Before anybody has run the callbacks of its end, too.
+    chunk.account.landed(chunk.descriptors.total_bytes)
+    assert (device.copies, pool.in_use) == (0, 0)
+    assert memory.untouched()
+
+
+def test_what_is_said_of_a_chunk_is_said_of_its_transfer() -> None:
+    pool, memory = pool_of(2), Memory(SIZE)
+    share = staged_share(pool, part(local_source(), memory, [1], [2]), deadline=now() - 1)
+    chunk = share.next(OPTIONS)
+    assert chunk is not None
+    account = chunk.account
+    assert (account.label, account.deadline, account.ended_at) == ("t", share.account.deadline, None)
+    account.settle(now())
+    assert account.ended_at is not None
+    assert account.ended_at == share.account.ended_at
+    assert cast(Transfer, share.account).state is TransferState.EXPIRED
+    assert not account.begin()
+    assert pool.in_use == 0
+
+
+def test_options_that_make_no_sense_are_refused() -> None:
+    smallest = StagingOptions(slot_bytes=4096, slots=1)
+    assert (smallest.slot_bytes, smallest.slots, smallest.chosen) == (4096, 1, None)
+    assert [StagingOptions(path=path).chosen for path in ("staged", "direct")] == [Path.STAGED, Path.DIRECT]
+    assert type(StagingOptions(slots=cast(int, np.int64(2))).slots) is int
+    for wrong in ({"slot_bytes": 4095}, {"slots": 0}, {"slot_bytes": 4095, "slots": 0}, {"path": "both"}):
+        with pytest.raises(InvalidField):
+            StagingOptions(**wrong)
+
+
+def test_the_memory_of_a_batch_is_the_sources_and_the_pools() -> None:
+    memory = Memory(SIZE)
+    (staged,) = part(local_source(), memory, [1], [2]).staged
+    lane = replace(staged.lane, memory=replace(DRAM, source_kind=MemoryKind.VRAM, source_device=3))
+    (batch,) = StagedRead(lane, staged.blocks, staged.pieces).batches(1 << 20)
+    pair = pool_of(1).pair(batch)
+    assert pair == replace(DRAM, source_kind=MemoryKind.VRAM, source_device=3)

@@ -1,1 +1,0 @@
-"""The pure parts: no process, no network, no NIXL."""
