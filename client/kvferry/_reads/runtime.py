@@ -69,9 +69,9 @@ class ClientRuntime:
     integrity: IntegrityOptions
     max_reads: int
 
-    def lease_holder(self, token: EngineToken) -> LeaseHolder:
-        """For one process of an engine."""
-        return LeaseHolder(self.homes, self.renewals, token)
+    def lease_holder(self, token: EngineToken, rank: int | None = None) -> LeaseHolder:
+        """For one process of an engine: for all of its ranks, or for one."""
+        return LeaseHolder(self.homes, self.renewals, token, rank)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -158,7 +158,7 @@ class RankRuntime:
             raise
         self._rank_reads: list[RankReads] = []
         self.reads = CacheReads(
-            rank.rank, client.lease_holder(token), self._peers, self._work, client.max_reads, self.rank_reads
+            rank.rank, client.lease_holder(token, rank.rank), self._peers, self._work, client.max_reads, self.rank_reads
         )
 
     def rank_reads(self, ended: Callable[[RankRead], None], quiesced: Callable[[RankRead], None]) -> RankReads:
