@@ -17,17 +17,17 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from kvferry._cache import Cache as Cache
     from kvferry._client import Client as Client
-    from kvferry._control.session import EngineSession as EngineSession
-    from kvferry._control.session import Publication as Publication
-    from kvferry._control.session import ReadSummary as ReadSummary
-    from kvferry._control.session import Release as Release
-    from kvferry._control.session import ReleaseOutcome as ReleaseOutcome
+    from kvferry._control.publications import Publication as Publication
+    from kvferry._control.publications import ReadSummary as ReadSummary
+    from kvferry._control.publications import Release as Release
+    from kvferry._control.publications import ReleaseOutcome as ReleaseOutcome
     from kvferry._embed import serve as serve
     from kvferry._engine_spec import EngineSpec as EngineSpec
     from kvferry._reads.read import Read as Read
     from kvferry._reads.read import ReadProgress as ReadProgress
     from kvferry._reads.read import ReadResult as ReadResult
     from kvferry._reads.read import ReadState as ReadState
+    from kvferry._session import EngineSession as EngineSession
     from kvferry._transport.nixl_options import NixlOptions as NixlOptions
     from kvferry._transport.staging_pool import StagingOptions as StagingOptions
     from kvferry._wire.channel import TlsConfig as TlsConfig
@@ -61,7 +61,7 @@ _HOME_OF = {
     "Client": "_client",
     "Costs": "planner",
     "EngineGeometry": "geometry",
-    "EngineSession": "_control.session",
+    "EngineSession": "_session",
     "EngineSpec": "_engine_spec",
     "EngineToken": "_wire.token",
     "Group": "geometry",
@@ -74,16 +74,16 @@ _HOME_OF = {
     "NixlOptions": "_transport.nixl_options",
     "PathRule": "planner",
     "Plane": "geometry",
-    "Publication": "_control.session",
+    "Publication": "_control.publications",
     "RankGeometry": "geometry",
     "Read": "_reads.read",
     "ReadPlan": "planner",
     "ReadProgress": "_reads.read",
     "ReadResult": "_reads.read",
     "ReadState": "_reads.read",
-    "ReadSummary": "_control.session",
-    "Release": "_control.session",
-    "ReleaseOutcome": "_control.session",
+    "ReadSummary": "_control.publications",
+    "Release": "_control.publications",
+    "ReleaseOutcome": "_control.publications",
     "StagingOptions": "_transport.staging_pool",
     "TlsConfig": "_wire.channel",
     "TokenShard": "geometry",

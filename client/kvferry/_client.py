@@ -7,17 +7,18 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 
 from kvferry import _arguments as arguments
-from kvferry._cache import OPEN_TIMEOUT, Cache
+from kvferry._cache import OPEN_TIMEOUT, Cache, runtime_of
 from kvferry._clock import now
 from kvferry._control.connection import CALL_TIMEOUT, retrying
+from kvferry._control.home_session import HomeSession
 from kvferry._control.homes import Homes
-from kvferry._control.lease_holder import LeaseHolder
 from kvferry._control.renewals import Renewals
-from kvferry._control.session import EngineSession
 from kvferry._control.watcher import Watcher
 from kvferry._engine_spec import EngineSpec
 from kvferry._forks import OneProcess
 from kvferry._memory.declared import Declared, memory_of
+from kvferry._reads.runtime import ClientRuntime, RankMemory, RankRuntime
+from kvferry._session import EngineSession, home_session_of
 from kvferry._transport.nixl_options import NixlOptions
 from kvferry._transport.staging_pool import StagingOptions
 from kvferry._wire.channel import TlsConfig, parse_address
@@ -29,13 +30,15 @@ from kvferry.geometry.tensors import Holding, Tensor, held, named_tensors
 from kvferry.planner.summed_blocks import IntegrityOptions
 from kvferry.v1 import kv_transfer_pb2 as pb
 
+MAX_READS = 4096
+"""Reads at once of a cache unless its client says otherwise."""
+
 
 class Client(OneProcess):
     """A process's way to its node server, and through it to every source.
 
     Nothing is connected or started before it is needed, and every method may be called from any thread. A client does
-    not survive a
-    fork: a child gets `ForkedClient` and makes its own.
+    not survive a fork: a child gets `ForkedClient` and makes its own.
 
     Args:
         address: the node server, ``unix:/path`` or ``host:port``.
@@ -44,7 +47,7 @@ class Client(OneProcess):
         options: NIXL's.
         staging: how small pieces are read.
         integrity: whether what is published is summed, and what is read compared; off by default.
-        max_reads: reads at once per cache.
+        max_reads: reads of one cache at once; `Cache.read` refuses more.
 
     Raises:
         InvalidField: an argument is of another type, or the address is neither of the two, e.g. ``http://host:port``.
@@ -59,7 +62,7 @@ class Client(OneProcess):
         options: NixlOptions | None = None,
         staging: StagingOptions | None = None,
         integrity: IntegrityOptions | None = None,
-        max_reads: int = 256,
+        max_reads: int = MAX_READS,
     ) -> None:
         max_reads = arguments.integer("max_reads", max_reads, 1)
         for name, given, kind in (
@@ -72,11 +75,14 @@ class Client(OneProcess):
                 arguments.instance(name, given, kind, f"a {kind.__name__}")
         parse_address(arguments.text("address", address))
         self._homes = Homes(address, tls, arguments.texts("allowed_homes", allowed_homes))
-        self._renewals = Renewals()
-        self._options = options or NixlOptions()
-        self._staging = staging or StagingOptions()
-        self._integrity = integrity or IntegrityOptions()
-        self._max_reads = max_reads
+        self._runtime = ClientRuntime(
+            homes=self._homes,
+            renewals=Renewals(),
+            options=options or NixlOptions(),
+            staging=staging or StagingOptions(),
+            integrity=integrity or IntegrityOptions(),
+            max_reads=max_reads,
+        )
         self._lock = threading.Lock()
         self._sessions: dict[str, EngineSession] = {}
         self._caches: list[Cache] = []
@@ -97,7 +103,8 @@ class Client(OneProcess):
         """
         self._check_open()
         arguments.instance("spec", spec, EngineSpec, "an EngineSpec")
-        session = EngineSession(self._homes.own, spec, arguments.seconds("timeout", timeout))
+        opened = HomeSession(self._homes.own, spec, arguments.seconds("timeout", timeout))
+        session = EngineSession(opened)
         with self._lock:
             late = self._closed
             if not late:
@@ -106,7 +113,7 @@ class Client(OneProcess):
             # `close` came meanwhile, and does not know of it.
             session.close()
         self._check_open()
-        self._homes.known_as(session.advertise)
+        self._homes.known_as(opened.advertise)
         return session
 
     def register_cache(
@@ -175,25 +182,18 @@ class Client(OneProcess):
         session, own = self._identity(engine, token, timeout)
         if session is None:
             self._watch(own, rank, timeout)
+        runtime = RankRuntime(
+            self._runtime,
+            engine,
+            own,
+            RankGeometry(rank, found, {} if labels is None else labels),
+            RankMemory(ranges, tuple((tensors or {}).values()), keep=(tensors, _kept(keep))),
+            serve=serve,
+        )
         try:
-            cache = Cache(
-                self._homes,
-                self._renewals,
-                engine,
-                own,
-                RankGeometry(rank, found, {} if labels is None else labels),
-                ranges,
-                serve=serve,
-                options=self._options,
-                staging=self._staging,
-                integrity=self._integrity,
-                tensors=tuple((tensors or {}).values()),
-                max_reads=self._max_reads,
-                session=session,
-                timeout=deadline - now(),
-                keep=(tensors, _kept(keep)),
-            )
+            reuse_after = runtime.register(deadline - now())
         except CacheDiffers as error:
+            runtime.close(0.0)
             if not self._has_registered(own, rank):
                 raise
             raise WrongState(
@@ -202,8 +202,12 @@ class Client(OneProcess):
                 engine_id=engine.engine_id,
                 rank=rank,
             ) from error
+        except BaseException:
+            runtime.close(0.0)
+            raise
+        cache = Cache(runtime, session, reuse_after)
         if session is not None:
-            session.on_refill(cache.register_again)
+            home_session_of(session).on_refill(runtime.register_again)
         with self._lock:
             late = self._closed
             if not late:
@@ -212,12 +216,6 @@ class Client(OneProcess):
             cache.close()
         self._check_open()
         return cache
-
-    def lease_holder(self, session: EngineSession) -> LeaseHolder:
-        """For the one process of an engine that holds the leases of all its ranks' reads."""
-        self._check_open()
-        arguments.instance("session", session, EngineSession, "an EngineSession")
-        return LeaseHolder(self._homes, self._renewals, session.token)
 
     def decline(self, reference: str, *, timeout: float = CALL_TIMEOUT) -> None:
         """Say that nobody will read a publication: its source gets the blocks back now, not when the hold ends."""
@@ -240,7 +238,7 @@ class Client(OneProcess):
             session.close()
         for watcher in watchers:
             watcher.close()
-        self._renewals.close()
+        self._runtime.renewals.close()
         self._homes.close()
 
     def __enter__(self) -> Client:
@@ -277,7 +275,9 @@ class Client(OneProcess):
 
     def _has_registered(self, token: EngineToken, rank: int) -> bool:
         with self._lock:
-            return any(cache.is_rank(token, rank) for cache in self._caches)
+            runtimes = [runtime_of(cache) for cache in self._caches]
+        engines = {(runtime.token.engine_id, runtime.token.incarnation, runtime.rank.rank) for runtime in runtimes}
+        return (token.engine_id, token.incarnation, rank) in engines
 
     def _watch(self, token: EngineToken, rank: int, timeout: float) -> None:
         """This process's liveness, where the scheduler's Watch is another process's."""
@@ -294,7 +294,7 @@ class Client(OneProcess):
                 with self._lock:
                     caches = [cache for cache in self._caches if cache.rank.rank == rank]
                 for cache in caches:
-                    cache.register_again()
+                    runtime_of(cache).register_again()
 
         watcher = Watcher(self._homes.own, request, on_event, f"{token.engine_id}-{rank}")
         opened = watcher.open(timeout)
@@ -317,3 +317,9 @@ def _kept(keep: object) -> object:
     if isinstance(keep, Mapping):
         return dict(keep)
     return tuple(keep) if isinstance(keep, (list, set)) else keep
+
+
+def client_runtime_of(client: Client) -> ClientRuntime:
+    """What stands behind a client: for the rest of kvferry. Raises `Closed`."""
+    client._check_open()
+    return client._runtime

@@ -1,64 +1,91 @@
-"""A thread for work that an engine's step must not wait for."""
+"""A thread for work that its callers must not wait for."""
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import logging
 import queue
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
+from kvferry._clock import now
 from kvferry._threads import start_thread
 
 logger = logging.getLogger(__name__)
 
-LOOK_AGAIN = 1.0
-"""Seconds after which a tick that failed is made again."""
+LONGEST_SLEEP = 1.0
+"""Seconds after which delayed work is looked at again: what a thread sleeps does not count suspends."""
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class _Delayed:
+    """Work to do at a moment; what is due at the same one is done in the order in which it came."""
+
+    at: float
+    number: int
+    work: Callable[[], None] = field(compare=False)
 
 
 class WorkQueue:
-    """Does work in the order it came, one after the other.
+    """Does work on one thread, in the order in which it came.
 
-    Threading: `do` may be called from any thread and returns at once. Without work the thread sleeps.
+    Threading: `do` and `do_later` may be called from any thread and return at once. Without work the thread sleeps.
+    Work must not wait for anything: other work waits behind it.
 
     Args:
         name: of the thread.
-        tick: called after work and after the time it asked for; answers the seconds until it wants to be called again,
-            or None.
 
     Raises:
         LimitReached: the system gives no thread.
     """
 
-    def __init__(self, name: str, tick: Callable[[], float | None] | None = None) -> None:
-        self._tick = tick
-        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+    def __init__(self, name: str) -> None:
         self._name = name
+        self._queue: queue.SimpleQueue[Callable[[], None] | _Delayed | None] = queue.SimpleQueue()
+        self._numbers = itertools.count()
         self._thread = start_thread(self._run, name)
 
     def do(self, work: Callable[[], None]) -> None:
-        """Have it done. What it raises is logged."""
+        """Do it as soon as what came before is done. What it raises is logged."""
         self._queue.put(work)
 
+    def do_later(self, seconds: float, work: Callable[[], None]) -> None:
+        """Do it after this time, unless the queue is closed by then. What it raises is logged."""
+        self._queue.put(_Delayed(now() + seconds, next(self._numbers), work))
+
     def close(self, timeout: float) -> None:
-        """End the thread when what was asked before is done; what is asked later is not done. Idempotent."""
+        """End the thread when what was asked before is done; what is asked later is not done. Idempotent.
+
+        Args:
+            timeout: seconds to wait for the end of the thread. On that thread itself there is no wait.
+        """
         self._queue.put(None)
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout)
 
     def _run(self) -> None:
-        pause: float | None = None
+        delayed: list[_Delayed] = []
         while True:
+            pause = max(0.0, min(LONGEST_SLEEP, delayed[0].at - now())) if delayed else None
             try:
                 work = self._queue.get(timeout=pause)
-                if work is None:
-                    return
-                work()
             except queue.Empty:
                 pass
-            except Exception:
-                logger.exception("work of thread %s failed", self._name)
-            try:
-                pause = self._tick() if self._tick is not None else None
-            except Exception:
-                logger.exception("thread %s looks again in %g s", self._name, LOOK_AGAIN)
-                pause = LOOK_AGAIN
+            else:
+                if work is None:
+                    return
+                if isinstance(work, _Delayed):
+                    heapq.heappush(delayed, work)
+                else:
+                    self._do(work)
+            # Also where there is always other work.
+            while delayed and delayed[0].at <= now():
+                self._do(heapq.heappop(delayed).work)
+
+    def _do(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except Exception:
+            logger.exception("work of thread %s failed", self._name)

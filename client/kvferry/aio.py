@@ -11,12 +11,13 @@ from collections.abc import Collection, Mapping, Sequence
 from types import TracebackType
 
 from kvferry._cache import OPEN_TIMEOUT, READ_TIMEOUT, Cache
-from kvferry._client import Client
+from kvferry._client import MAX_READS, Client
 from kvferry._control.connection import CALL_TIMEOUT
-from kvferry._control.session import EngineSession, Publication, Release
+from kvferry._control.publications import Publication, Release
 from kvferry._engine_spec import EngineSpec
 from kvferry._forks import OneProcess
 from kvferry._reads.read import Read
+from kvferry._session import EngineSession
 from kvferry._transport.nixl_options import NixlOptions
 from kvferry._transport.staging_pool import StagingOptions
 from kvferry._transport.transport import TransportGauges
@@ -43,7 +44,7 @@ class AsyncClient(OneProcess):
         options: NixlOptions | None = None,
         staging: StagingOptions | None = None,
         integrity: IntegrityOptions | None = None,
-        max_reads: int = 256,
+        max_reads: int = MAX_READS,
     ) -> None:
         self._client = Client(
             address,

@@ -6,6 +6,7 @@ import grpc
 import pytest
 
 from kvferry import Blocks, EngineSpec
+from kvferry._cache import runtime_of
 from kvferry.errors import BadAgentMetadata
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry.v1.kv_transfer_pb2_grpc import KVTransferStub
@@ -18,7 +19,7 @@ def test_an_agent_named_as_another_engines_is_refused(pair: Pair) -> None:
     liar = pair.client.open_engine(spec)
     # What a reader of the other engine knows of it.
     request = pb.RegisterCacheRequest()
-    request.CopyFrom(pair.source._registration)
+    request.CopyFrom(runtime_of(pair.source)._registration)
     request.engine.CopyFrom(liar.token.ref())
     request.session_secret = liar.token.session_secret
     with grpc.insecure_channel(pair.node) as channel:

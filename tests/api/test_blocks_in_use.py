@@ -17,6 +17,7 @@ from kvferry import Blocks, Client, EngineSpec, Group, NixlOptions
 from kvferry._control.block_use import BlockUse, Pin
 from kvferry._memory.permute import StillCopying
 from kvferry._memory.summing import HostSummer
+from kvferry._session import home_session_of
 from kvferry.engine import ReadEnd, SchedulerPort, Tails, WorkerPort
 from kvferry.errors import BadBlock, BlocksShort, InvalidField, TransferFailed, TransferStuck
 from tests.api.conftest import AXES, BLOCKS, TOKENS, Pair, array
@@ -34,13 +35,13 @@ def ids(*blocks: int) -> dict[str, Blocks]:
 
 def test_a_read_into_blocks_of_a_live_read_is_refused_and_harms_nothing(pair: Pair) -> None:
     session = pair.source.session
-    publication, step = session.offer("request", ids(11, 12))
+    publication, step = home_session_of(session).offer("request", ids(11, 12))
     read = pair.destination.read(publication.reference, ids(1, 2))
     with pytest.raises(BadBlock, match=rf"destination block 2 of {BLOCKS}: read {read.read_id} may still write to it"):
         pair.destination.read(publication.reference, ids(3, 2))
     on_purpose = pair.destination.read(publication.reference, ids(3, 2), allow_overlap=True, read_id="on-purpose")
     on_purpose.cancel()
-    session.send(step)
+    home_session_of(session).send(step)
     assert read.result(30).bytes
     assert (pair.holds(1), pair.holds(3)) == (11, 10_000)
 
@@ -55,7 +56,7 @@ def test_blocks_are_free_when_the_read_is_quiet(pair: Pair) -> None:
 
 def test_only_blocks_that_may_be_written_count(pair: Pair) -> None:
     """A prefix that two requests share is in both of their tables."""
-    publication, step = pair.source.session.offer("request", ids(11, 12, 13))
+    publication, step = home_session_of(pair.source.session).offer("request", ids(11, 12, 13))
     reads = [
         pair.destination.read(publication.reference, ids(1, 2, 3), (TOKENS, 3 * TOKENS), expected_reads=2),
         pair.destination.read(publication.reference, ids(1, 4, 5), (TOKENS, 3 * TOKENS), expected_reads=2),
@@ -63,7 +64,7 @@ def test_only_blocks_that_may_be_written_count(pair: Pair) -> None:
             publication.reference, {"full": Blocks([9, 1], first_token=TOKENS)}, (TOKENS, 2 * TOKENS), expected_reads=2
         ),
     ]
-    pair.source.session.send(step)
+    home_session_of(pair.source.session).send(step)
     for read in reads[:2]:
         read.result(30)
     assert [pair.holds(block) for block in (1, 2, 3, 4, 5)] == [10_000, 12, 13, 12, 13]
@@ -99,13 +100,13 @@ def test_published_blocks_are_not_read_into_until_they_are_released(pair: Pair) 
 
 
 def test_blocks_that_a_read_writes_are_not_published(pair: Pair) -> None:
-    offered, step = pair.source.session.offer("theirs", ids(11))
+    offered, step = home_session_of(pair.source.session).offer("theirs", ids(11))
     read = pair.destination.read(offered.reference, ids(1))
     with pytest.raises(BadBlock, match=rf"source block 1 of {BLOCKS}: read {read.read_id} may still write to it"):
         pair.destination.session.publish("mine", ids(1))
     # Nothing was lost, and nothing pinned: no number was taken.
     assert not pair.destination.session.unreleased()
-    pair.source.session.send(step)
+    home_session_of(pair.source.session).send(step)
     read.result(30)
     assert pair.destination.session.publish("mine", ids(1)).number == 1
 
@@ -145,7 +146,7 @@ def test_groups_of_a_pool_share_their_blocks() -> None:
 def test_many_threads_get_each_block_once(pair: Pair) -> None:
     """Of all that want the same block at the same moment one gets it, and every byte is its own."""
     session = pair.source.session
-    offers = [session.offer(f"request-{index}", ids(11 + index)) for index in range(8)]
+    offers = [home_session_of(session).offer(f"request-{index}", ids(11 + index)) for index in range(8)]
     start = threading.Barrier(8)
 
     def want(index: int) -> object:
@@ -160,7 +161,7 @@ def test_many_threads_get_each_block_once(pair: Pair) -> None:
     won = [index for index, read in enumerate(reads) if read is not None]
     assert len(won) == 1
     for _, step in offers:
-        session.send(step)
+        home_session_of(session).send(step)
     reads[won[0]].result(30)  # type: ignore[attr-defined]
     assert pair.holds(1) == 11 + won[0]
 
@@ -257,15 +258,15 @@ def test_a_release_while_more_is_published_leaves_no_block_in_use(pair: Pair, mo
         released.extend(release.publication for release in session.released(20))
 
     taking = threading.Thread(target=take)
-    name = session.block_use.name
+    name = home_session_of(session).block_use.name
 
     def named(pin: Pin, number: int, step: int) -> None:
         taking.start()
         taking.join(1.0)
         name(pin, number, step)
 
-    monkeypatch.setattr(session.block_use, "name", named)
-    session.offer_more(publication, ids(6), last=True)
+    monkeypatch.setattr(home_session_of(session).block_use, "name", named)
+    home_session_of(session).offer_more(publication, ids(6), last=True)
     taking.join(30)
     assert released == [publication.number]
     theirs = pair.source.session.publish("theirs", ids(11, 12))

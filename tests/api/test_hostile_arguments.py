@@ -34,6 +34,7 @@ from kvferry import (
     StagingOptions,
     TokenShard,
 )
+from kvferry._session import home_session_of
 from kvferry.engine import Grant, SchedulerPort, WorkerOutput, WorkerPort
 from kvferry.errors import KvferryError
 from kvferry.geometry import formats, sharding
@@ -369,8 +370,8 @@ def methods(node: str, client: Client) -> Iterator[Case]:
     spec = EngineSpec(unique_id("victim"), (GROUP,))
     cache: Cache = client.register_cache(spec, tensors={"l": array()}, axes=AXES)
     session: EngineSession = cache.session
-    publication, step = session.offer("offered", {"full": Blocks([60])})
-    session.send(step)
+    publication, step = home_session_of(session).offer("offered", {"full": Blocks([60])})
+    home_session_of(session).send(step)
     more = session.publish("more", {"full": Blocks([61])}, last=False)
     reference: list[Any] = [None, 1, b"kvf1.", publication, "", "kvf1.", "text", "kvf1." + "A" * 5000]
     publications: list[Any] = [None, 1, publication.number, publication.reference, "offered"]
@@ -410,7 +411,6 @@ def methods(node: str, client: Client) -> Iterator[Case]:
         },
     )
     yield Case("decline", client.decline, {}, {"reference": reference})
-    yield Case("lease_holder", client.lease_holder, {}, {"session": [None, "session", spec]})
     wrong_publish = {
         "request_id": [*TEXT, "", "x" * 257],
         "blocks": [*BLOCKS_BY_GROUP, {"full": Blocks([1, 1])}],
@@ -436,7 +436,6 @@ def methods(node: str, client: Client) -> Iterator[Case]:
     )
     yield Case("abort", session.abort, {"publication": more}, {"publication": publications, "timeout": [*SECONDS, 0]})
     yield Case("released", session.released, {}, {"timeout": SECONDS})
-    yield Case("on_refill", session.on_refill, {}, {"refill": [None, 1]})
     yield Case(
         "read",
         cache.read,
@@ -470,7 +469,6 @@ def methods(node: str, client: Client) -> Iterator[Case]:
         {"engine_reference": cache.engine_reference},
         {"engine_reference": TEXT, "timeout": [*SECONDS, 0]},
     )
-    yield Case("home", cache.home, {"address": node}, {"address": [*TEXT, "192.0.2.1:1"]})
     yield Case("close", cache.close, {}, {"timeout": SECONDS})
     scheduler = SchedulerPort(client, EngineSpec(unique_id("ports"), (GROUP,)))
     worker = WorkerPort(client, scheduler.spec)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import kvferry
 from kvferry import Blocks, Client, EngineSpec
+from kvferry._cache import runtime_of
 from kvferry._wire.reference import format_reference, parse_reference
 from kvferry.errors import EngineUnknown
 from tests.api.conftest import AXES, Pair, array
@@ -34,5 +35,5 @@ def test_what_another_home_says_of_an_engine_drops_nobody(pair: Pair) -> None:
         read = pair.destination.read(format_reference(lie), {"full": Blocks([2])})
         assert isinstance(read.exception(60), EngineUnknown)
     source = pair.source.session.token
-    assert pair.destination._peers.known(pair.node, source.engine_id, source.incarnation) is not None
+    assert runtime_of(pair.destination)._peers.known(pair.node, source.engine_id, source.incarnation) is not None
     assert pair.destination.gauges().peers == 1

@@ -13,13 +13,15 @@ import numpy as np
 import pytest
 
 from kvferry import Blocks, Client, EngineSpec, Group
+from kvferry._cache import runtime_of
 from kvferry._clock import now, to_duration
 from kvferry._control.acquisition import GRANT_BYTES, Acquirer, Cancellation
 from kvferry._control.block_use import BlockUse
+from kvferry._control.home_session import HomeSession
 from kvferry._control.publications import Publication
 from kvferry._control.reader_lease import LONGEST_LEASE, ReaderLease
 from kvferry._control.renewals import Renewals
-from kvferry._control.session import EngineSession
+from kvferry._session import EngineSession, home_session_of
 from kvferry._wire.handshake import put_together
 from kvferry._wire.reference import format_reference, parse_reference
 from kvferry._wire.status import from_notification_error, to_notification_error
@@ -66,8 +68,8 @@ def test_a_home_speaks_of_its_own_engines_only(tmp_path: Path, what: str) -> Non
         reference = victim.session.publish("request", {"full": Blocks([1])}).reference
         reader.read(reference, {"full": Blocks([2])}).result(30)
         parsed = parse_reference(reference)
-        known = (reader.home(parsed.home).address, name, parsed.incarnation)
-        assert reader._peers.known(*known) is not None
+        known = (runtime_of(reader).homes.get(parsed.home).address, name, parsed.incarnation)
+        assert runtime_of(reader)._peers.known(*known) is not None
         theirs = impostor.session.publish("request", {"full": Blocks([1])}).reference
         if what == "a reference that lies":
             lie = parse_reference(reference)
@@ -76,7 +78,7 @@ def test_a_home_speaks_of_its_own_engines_only(tmp_path: Path, what: str) -> Non
         read = reader.read(theirs, {"full": Blocks([3])}, timeout=10)
         assert (read.exception(30) is None) == (what != "a reference that lies")
         # What was known of the engine at its true home is known still: its next read needs no handshake.
-        assert reader._peers.known(*known) is not None
+        assert runtime_of(reader)._peers.known(*known) is not None
 
 
 @contextmanager
@@ -151,7 +153,7 @@ def test_a_delay_that_a_home_asks_for_has_a_bound(tmp_path: Path, monkeypatch: p
                 raise ServerDraining("come back in three hundred years", retry_after=1e10)
 
         server.watch = watch
-        session = EngineSession(control, SPEC, 30)
+        session = EngineSession(HomeSession(control, SPEC, 30))
         server.until(lambda: len(server.watched) == 2)
         session.close()
 
@@ -245,7 +247,7 @@ def test_a_refill_that_has_to_wait_is_not_made_again_before(tmp_path: Path) -> N
             return [DONE for _ in request.notifications]
 
         server.notify = notify
-        session = EngineSession(control, SPEC, 30)
+        session = EngineSession(HomeSession(control, SPEC, 30))
         assert len(server.watched) == 2
         assert now() - refused[0] >= 1.5
         session.close()
@@ -262,7 +264,7 @@ def test_blocks_released_while_more_are_published_are_free(tmp_path: Path, monke
             yield released(1, sequence=1)
 
         server.watch = lambda _: events()
-        session = EngineSession(control, SPEC, 30)
+        session = EngineSession(HomeSession(control, SPEC, 30))
         publication = session.publish("request", {"full": Blocks([1])}, last=False)
         taken: list[int] = []
 
@@ -278,10 +280,10 @@ def test_blocks_released_while_more_are_published_are_free(tmp_path: Path, monke
             named(use, *args)  # type: ignore[arg-type]
 
         monkeypatch.setattr(BlockUse, "name", slowly)
-        session.offer_more(publication, {"full": Blocks([2], first_token=16)}, last=True)
+        home_session_of(session).offer_more(publication, {"full": Blocks([2], first_token=16)}, last=True)
         taking.join(30)
         assert taken == [1]
-        session.block_use.writes().begin("read", {"full": np.array([1, 2], np.int32)})
+        home_session_of(session).block_use.writes().begin("read", {"full": np.array([1, 2], np.int32)})
         session.close()
 
 
@@ -295,9 +297,9 @@ def test_an_error_that_is_raised_again_and_again_does_not_grow(tmp_path: Path) -
             raise WatchTakenOver("a newer one", engine_id="engine")
 
         server.watch = lambda _: taken_over()
-        session = EngineSession(control, SPEC, 30)
+        session = EngineSession(HomeSession(control, SPEC, 30))
         over.set()
-        until(lambda: session._watcher.failure is not None)
+        until(lambda: home_session_of(session)._watcher.failure is not None)
         depths = set()
         for _ in range(5):
             with pytest.raises(WatchTakenOver) as caught:
@@ -310,7 +312,7 @@ def test_an_error_that_is_raised_again_and_again_does_not_grow(tmp_path: Path) -
 def test_a_publish_waits_for_another_no_longer_than_it_said(tmp_path: Path) -> None:
     with scripted(tmp_path) as (server, control):
         server.watch = lambda _: iter([opened(), synced()])
-        session = EngineSession(control, SPEC, 30)
+        session = EngineSession(HomeSession(control, SPEC, 30))
         slow, answer = threading.Event(), threading.Event()
 
         def notify(request: pb.NotifyRequest) -> list[pb.NotificationResult]:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvferry import EngineSpec, Group
-from kvferry._control.session import EngineSession
+from kvferry._control.home_session import HomeSession
 from kvferry._control.watcher import Watcher
 from kvferry._wire.channel import MAX_MESSAGE_BYTES
 from kvferry.errors import HomeRecovering, InternalError, KvferryError, ServerDraining, WatchTakenOver
@@ -111,7 +111,7 @@ def test_a_refill_that_a_home_cannot_take_now_is_made_again(tmp_path: Path) -> N
             return [pb.NotificationResult(done=pb.Acknowledged()) for _ in request.notifications]
 
         server.notify = notify
-        session = EngineSession(control, SPEC, 30)
+        session = HomeSession(control, SPEC, 30)
         phases = [
             notification.resync.phase
             for request in server.notified
@@ -135,7 +135,7 @@ def test_a_storm_of_releases_is_acknowledged_in_few_calls(tmp_path: Path) -> Non
         server.watch = lambda _: iter([opened(), *(released(1 + number) for number in range(count)), synced()])
         server.notify = notify
         # A home that answers nothing meanwhile does not hold up the Watch.
-        session = EngineSession(control, SPEC, 4)
+        session = HomeSession(control, SPEC, 4)
         answering.set()
 
         def acknowledged() -> set[int]:
@@ -166,7 +166,7 @@ def test_acknowledgements_that_failed_are_sent_again(tmp_path: Path) -> None:
             return [pb.NotificationResult(done=pb.Acknowledged()) for _ in request.notifications]
 
         server.watch, server.notify = lambda _: events(), notify
-        session = EngineSession(control, SPEC, 30)
+        session = HomeSession(control, SPEC, 30)
         server.until(lambda: len(server.notified) == 1)
         more.set()
         server.until(lambda: any(8 in told.notifications[0].released_ack.publications for told in server.notified))
@@ -184,7 +184,7 @@ def test_who_waits_for_a_home_is_told_why(tmp_path: Path, caplog: pytest.LogCapt
     with scripted(tmp_path) as (server, control), caplog.at_level(logging.WARNING):
         server.watch = lambda _: recovering()
         with pytest.raises(HomeRecovering):
-            EngineSession(control, SPEC, 3)
+            HomeSession(control, SPEC, 3)
     (said,) = [record.getMessage() for record in caplog.records if "still waiting" in record.getMessage()]
     assert "the home waits for its engines" in said
     assert control.address in said

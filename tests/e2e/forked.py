@@ -21,6 +21,8 @@ import kvferry
 import kvferry.aio
 import kvferry.engine
 from kvferry import AsyncClient, Blocks, Client, EngineSpec, Interval, MemoryKind, MemoryRegion
+from kvferry._cache import runtime_of
+from kvferry._client import client_runtime_of
 from kvferry._embed import EmbeddedServer
 from kvferry.engine import SchedulerPort, WorkerPort
 from kvferry.errors import ForkedClient
@@ -129,7 +131,10 @@ def main(address: str) -> int:
         EmbeddedServer: server,
     }
     # Objects that public ones give, beside those that the package exports.
-    extra = [client.lease_holder(sources.session), reader.rank_reads(lambda _: None, lambda _: None)]
+    extra = [
+        client_runtime_of(client).lease_holder(sources.session.token),
+        runtime_of(reader).rank_reads(lambda _: None, lambda _: None),
+    ]
     if public_classes() != set(made):
         print("not made:", public_classes() ^ set(made))
         return 2

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from kvferry import Blocks, Cache, Client, EngineSpec, Group, KvferryError
+from kvferry._cache import runtime_of
 from kvferry._wire.authority import publication_key, read_id_of
 from kvferry._wire.reference import format_reference, parse_engine_reference, parse_reference
 from kvferry.engine import Grant
@@ -97,7 +98,7 @@ class Scene:
 
     def handshakes(self, when: str, reference: str) -> None:
         """A stranger handshakes with the source."""
-        token, like = self.source.session.token, self.source._registration
+        token, like = self.source.session.token, runtime_of(self.source)._registration
         request = pb.HandshakeRequest(
             engine_id=token.engine_id,
             incarnation=token.incarnation,
@@ -117,7 +118,7 @@ class Scene:
 
     def leases(self) -> None:
         """Take note of the leases that the reader holds."""
-        for index, lease in enumerate(self.reader_client._renewals._kept):
+        for index, lease in enumerate(self.reader_client._runtime.renewals._kept):
             self.secrets[f"lease_id {index} of {len(self.secrets)}"] = lease.lease_id
 
     def fails(self, reference: str, read_id: bytes) -> None:
@@ -189,7 +190,7 @@ def cache(client: Client, engine_id: str) -> Cache:
 
 def part_of(cache: Cache) -> bytes:
     """A piece of the agent's metadata that is not found anywhere by chance."""
-    metadata = cache._registration.agent.metadata
+    metadata = runtime_of(cache)._registration.agent.metadata
     return metadata[len(metadata) // 2 :][:32]
 
 
@@ -234,7 +235,7 @@ def test_no_secret_is_seen_by_anybody_else(scene: Scene, caplog: pytest.LogCaptu
     ]
     for read in reads:
         secrets[f"read_id of {read.read_id}"] = read_id_of(scene.reader.session.token.session_secret, read.read_id)
-    until(lambda: len(scene.reader_client._renewals._kept) == 2)
+    until(lambda: len(scene.reader_client._runtime.renewals._kept) == 2)
     scene.leases()
     scene.looks("while reads wait")
     scene.fails(begun.reference, secrets["read_id of read 1"])
@@ -254,7 +255,7 @@ def test_no_secret_is_seen_by_anybody_else(scene: Scene, caplog: pytest.LogCaptu
     lost = session.publish("lost", {"full": Blocks([4])}, last=False)
     secrets["key of the lost"] = parse_reference(lost.reference).key
     waiting = scene.reader.read(lost.reference, {"full": Blocks([6])}, timeout=8)
-    until(lambda: len(scene.reader_client._renewals._kept) == 1)
+    until(lambda: len(scene.reader_client._runtime.renewals._kept) == 1)
     scene.leases()
     scene.looks("while another read waits")
     scene.server.stop(signal.SIGKILL)

@@ -12,7 +12,7 @@ import pytest
 from kvferry import Blocks, Client, EngineSpec, KvferryError
 from kvferry._clock import now
 from kvferry._control.connection import Control
-from kvferry._control.session import EngineSession
+from kvferry._session import EngineSession
 from kvferry._wire.geometry_codec import group_to_proto, rank_to_proto
 from kvferry.errors import EngineIncomplete, InvalidField, PeerRestarted, RelayLoop, Unreachable
 from kvferry.geometry import RankGeometry

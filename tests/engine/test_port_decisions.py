@@ -18,10 +18,11 @@ from kvferry._cache import Cache
 from kvferry._clock import now
 from kvferry._control.connection import Control
 from kvferry._control.publications import Publication
-from kvferry._reads.rank_reads import RankOrder, RankRead, RankReads
+from kvferry._reads.leased_reads import ReadStage
+from kvferry._reads.rank_read import RankOrder, RankRead, SchedulersLease
+from kvferry._reads.rank_reads import RankReads
 from kvferry._transport.transfer import Transfer
 from kvferry.engine import SchedulerPort, Tails, WorkerPort
-from kvferry.engine.scheduler_reads import ReadStage
 from kvferry.engine.values import BlockRuns, Grant, RankEnd, WorkerOutput
 from kvferry.errors import Closed, InvalidField, KvferryError, LimitReached, TransferFailed, WrongState
 
@@ -49,28 +50,25 @@ class Below:
         self.closed = 0
         self.prepared = 0
         self.refusal: KvferryError | None = None
+        self._runtime = self
+        self.homes = SimpleNamespace(get={"home:1": HOME}.__getitem__)
         self.ended: Callable[[RankRead], None]
         self.quiesced: Callable[[RankRead], None]
 
     def register_cache(self, spec: EngineSpec, rank: int, **options: Any) -> Cache:
+        if self.refusal is not None:
+            raise self.refusal
         self.registered.append({"spec": spec, "rank": rank, **options})
         return cast(Cache, self)
 
     def rank_reads(self, ended: Callable[[RankRead], None], quiesced: Callable[[RankRead], None]) -> RankReads:
-        if self.refusal is not None:
-            raise self.refusal
         self.ended, self.quiesced = ended, quiesced
         return cast(RankReads, self)
 
-    def home(self, address: str) -> Control:
-        assert address == "home:1"
-        return HOME
-
-    def start(self, order: RankOrder) -> RankRead:
+    def start(self, read: RankRead) -> None:
         if self.refusal is not None:
             raise self.refusal
-        self.started.append(order)
-        return RankRead(order)
+        self.started.append(read.order)
 
     def cancel(self, read: RankRead) -> None:
         self.cancelled.append(read)
@@ -91,7 +89,6 @@ class Clients(Client):
     def __init__(self, below: Any) -> None:
         self.register_cache = below.register_cache  # type: ignore[method-assign]
         self.open_engine = getattr(below, "open_engine", None)  # type: ignore[method-assign, assignment]
-        self.lease_holder = getattr(below, "lease_holder", None)  # type: ignore[method-assign, assignment]
 
 
 class World:
@@ -172,8 +169,6 @@ def test_a_port_that_could_not_be_registered_is_as_before(world: World) -> None:
     port.close()
     with pytest.raises(LimitReached):
         port.register({})
-    # Nothing of it is left behind.
-    assert below.closed == 1
     below.refusal = None
     port.register({})
     port.prepare()
@@ -190,7 +185,7 @@ def test_a_share_is_what_was_granted_into_what_was_attached(world: World) -> Non
     first, second = world.below.started
     assert (first.read_id, first.request_id, first.home) == ("one", "request one", HOME)
     assert (first.engine_id, first.incarnation, first.publication) == ("prefill", b"i" * 16, 7)
-    assert (first.reference, first.lease_id, first.tails) == ("reference", b"l" * 16, Tails.ZERO)
+    assert (first.reference, first.lease, first.tails) == ("reference", SchedulersLease(b"l" * 16), Tails.ZERO)
     assert before + 60.0 <= first.deadline <= after + 60.0
     assert [blocks["full"].ids.tolist() for blocks in (first.granted, first.blocks)] == [[3, 4], [20, 7]]
     assert (first.tokens, second.tokens, second.tails) == ((16, 32), (0, 8), Tails.KEEP)
@@ -333,7 +328,8 @@ class Scheduler:
         self.reads, self.publishing, self.session = Recorder(), Recorder(), Recorder()
         self.made: list[tuple[Any, ...]] = []
         writes = SimpleNamespace(writes=lambda: "writes")
-        vars(self.session).update(token="token", engine_reference="engine", block_use=writes)
+        home_session = SimpleNamespace(block_use=writes)
+        vars(self.session).update(token="token", engine_reference="engine", _session=home_session)
 
         def made(*arguments: Any, **options: Any) -> Recorder:
             self.made.append((*arguments, options))
@@ -341,9 +337,9 @@ class Scheduler:
 
         monkeypatch.setattr("kvferry.engine.scheduler.Reads", made)
         monkeypatch.setattr("kvferry.engine.scheduler.Publishing", lambda _: self.publishing)
-        self.below = SimpleNamespace(
-            register_cache=None, open_engine=lambda *_, **__: self.session, lease_holder=lambda _: "holder"
-        )
+        runtime = SimpleNamespace(lease_holder=lambda _: "holder")
+        monkeypatch.setattr("kvferry.engine.scheduler.client_runtime_of", lambda _: runtime)
+        self.below = SimpleNamespace(register_cache=None, open_engine=lambda *_, **__: self.session)
 
     def port(self, **options: Any) -> SchedulerPort:
         return SchedulerPort(Clients(self.below), SPEC, **options)

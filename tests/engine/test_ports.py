@@ -367,7 +367,7 @@ def test_workers_that_say_nothing_are_given_up(
     homes: tuple[str, str], port_engine: Callable[..., PortEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Their blocks stay aside until they have said that these are quiet."""
-    monkeypatch.setattr("kvferry.engine.scheduler_reads.WORKERS_GRACE", 0.5)
+    monkeypatch.setattr("kvferry._reads.leased_reads.RANKS_GRACE", 0.5)
     model = Model()
     source = port_engine(homes[0], model, shards(model.heads, 1))
     destination = port_engine(homes[1], model, shards(model.heads, 1))
@@ -389,7 +389,7 @@ def test_workers_that_say_nothing_are_given_up(
 def test_failed_reads_are_withheld_until_quiet(
     homes: tuple[str, str], port_engine: Callable[..., PortEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvferry.engine.scheduler_reads.WORKERS_GRACE", 0.5)
+    monkeypatch.setattr("kvferry._reads.leased_reads.RANKS_GRACE", 0.5)
     model = Model()
     source = port_engine(homes[0], model, shards(model.heads, 1))
     destination = port_engine(homes[1], model, shards(model.heads, 1), hold_until_quiet=True)

@@ -15,10 +15,10 @@ from kvferry import Blocks, EngineSpec, Group
 from kvferry._control.acquisition import Acquired, AcquireRequest, Cancellation
 from kvferry._control.block_use import BlockUse
 from kvferry._control.connection import Control
-from kvferry._control.lease_holder import LeaseHolder
+from kvferry._control.lease_holder import VERDICT_TIMEOUT, LeaseHolder
 from kvferry._control.reader_lease import ReaderLease
-from kvferry._control.reporting import VERDICT_TIMEOUT
-from kvferry.engine.scheduler_reads import LOOK_EVERY, WORKERS_GRACE, Reads, ReadStage
+from kvferry._reads.leased_reads import LOOK_EVERY, RANKS_GRACE, ReadStage
+from kvferry.engine.scheduler_reads import Reads
 from kvferry.engine.values import RankEnd, ReadEnd, WorkerOutput
 from kvferry.errors import (
     BadBlock,
@@ -58,17 +58,24 @@ class Home:
         home = cast(Control, None)
         return AcquireRequest(home, parsed, reference, read_id, parties, expected_reads, self.clock() + timeout)
 
-    def acquire(self, request: AcquireRequest, cancellation: Cancellation) -> Acquired:
-        cancellation.interrupt_by(self.wake)
-        with self.changed:
-            assert self.changed.wait_for(lambda: request.text in self.answers or cancellation.cancelled, 30)
-        answer = self.answers.get(request.text)
-        if answer is None:
-            self.say("gave up")
-            answer = TransferCancelled("cancelled")
-        if isinstance(answer, KvferryError):
-            raise answer
-        return answer
+    def acquire(
+        self,
+        request: AcquireRequest,
+        cancellation: Cancellation,
+        renewed: Callable[[float], None],
+        ended: Callable[[Acquired | KvferryError], None],
+    ) -> None:
+        def run() -> None:
+            cancellation.interrupt_by(self.wake)
+            with self.changed:
+                assert self.changed.wait_for(lambda: request.text in self.answers or cancellation.cancelled, 30)
+            answer = self.answers.get(request.text)
+            if answer is None:
+                self.say("gave up")
+                answer = TransferCancelled("cancelled")
+            ended(answer)
+
+        threading.Thread(target=run, daemon=True).start()
 
     def report(
         self, _: Control, lease: ReaderLease, reports: Sequence[pb.RankReport], answered: Callable[[Verdict], None]
@@ -83,9 +90,6 @@ class Home:
 
     def cancel(self, _: Control, lease: ReaderLease) -> None:
         self.say("cancel")
-
-    def end(self, _: Control, granted: Acquired, timeout: float) -> None:
-        self.say("end")
 
     def close(self, timeout: float) -> None:
         self.say("closed")
@@ -145,7 +149,7 @@ class World:
         self.reads.collect(WorkerOutput(rank, (end,) if end.ok else (), () if end.ok else (end,)))
 
     def look(self) -> None:
-        self.reads._look()
+        self.reads._reads._look()
 
     def finished(self) -> list[ReadEnd]:
         return list(self.reads.take_finished().reads)
@@ -165,7 +169,8 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., World]]:
 
     def world(**options: Any) -> World:
         made.append(World(**options))
-        monkeypatch.setattr("kvferry.engine.scheduler_reads.now", lambda: made[-1].now)
+        for module in ("kvferry.engine.scheduler_reads", "kvferry._reads.leased_reads"):
+            monkeypatch.setattr(f"{module}.now", lambda: made[-1].now)
         return made[-1]
 
     yield world
@@ -356,7 +361,7 @@ def test_workers_that_say_nothing_are_waited_for_so_long_and_no_longer(
     world.now = BEGAN + TIMEOUT
     world.look()
     assert world.reads.take_cancels() == [read_id]
-    world.now = BEGAN + TIMEOUT + WORKERS_GRACE - 0.001
+    world.now = BEGAN + TIMEOUT + RANKS_GRACE - 0.001
     world.look()
     assert not world.home.reports
     world.now += 0.001

@@ -10,37 +10,61 @@ from kvferry._work_queue import WorkQueue
 from kvferry.errors import LimitReached
 
 
-def test_work_and_ticks_that_raise_do_not_end_it() -> None:
-    ticks: list[None] = []
-    done = threading.Event()
-
-    def tick() -> float:
-        ticks.append(None)
-        if len(ticks) < 3:
-            raise RuntimeError("a bug")
-        done.set()
-        return 60.0
-
+def test_work_that_raises_does_not_end_it() -> None:
     def work() -> None:
         raise ValueError("a bug of the work")
 
-    desk = WorkQueue("kvferry-test", tick)
-    desk.do(work)
-    desk.do(work)
-    assert done.wait(30)
+    queue = WorkQueue("kvferry-test")
+    queue.do(work)
+    queue.do_later(0.0, work)
     seen = threading.Event()
-    desk.do(seen.set)
+    queue.do_later(0.01, seen.set)
     assert seen.wait(30)
-    desk.close(30)
-    desk.close(30)
+    queue.close(30)
+    queue.close(30)
     assert not any(thread.name == "kvferry-test" for thread in threading.enumerate())
 
 
+def test_later_work_is_done_in_the_order_of_its_times() -> None:
+    done: list[int] = []
+    ended = threading.Event()
+    queue = WorkQueue("kvferry-test")
+    queue.do_later(0.2, ended.set)
+    for number, seconds in enumerate((0.1, 0.05, 0.0, 0.0)):
+        queue.do_later(seconds, lambda number=number: done.append(number))  # type: ignore[misc]
+    assert ended.wait(30)
+    assert done == [2, 3, 1, 0]
+    queue.close(30)
+
+
+def test_later_work_is_done_where_there_is_always_other_work() -> None:
+    seen = threading.Event()
+    queue = WorkQueue("kvferry-test")
+
+    def again() -> None:
+        if not seen.is_set():
+            queue.do(again)
+
+    queue.do(again)
+    queue.do_later(0.01, seen.set)
+    assert seen.wait(30)
+    queue.close(30)
+
+
+def test_later_work_is_not_done_once_it_is_closed() -> None:
+    seen = threading.Event()
+    queue = WorkQueue("kvferry-test")
+    queue.do_later(60.0, seen.set)
+    queue.close(30)
+    assert not queue._thread.is_alive()
+    assert not seen.is_set()
+
+
 def test_closing_from_its_own_work_ends_it() -> None:
-    desk = WorkQueue("kvferry-test")
-    desk.do(lambda: desk.close(30))
-    desk._thread.join(30)
-    assert not desk._thread.is_alive()
+    queue = WorkQueue("kvferry-test")
+    queue.do(lambda: queue.close(30))
+    queue._thread.join(30)
+    assert not queue._thread.is_alive()
 
 
 def test_a_thread_that_cannot_be_had_is_typed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,6 +41,8 @@ SLOTS = ("tests/transport/test_staging_decisions.py",)
 READING = ("tests/transport/test_reading_decisions.py",)
 STAGING = ("tests/transport/test_staging.py",)
 READS = ("tests/transport/test_raw_reads.py", "tests/transport/test_faults.py", "tests/transport/test_agents.py")
+QUIET = ("tests/transport/test_quiet.py",)
+END_TO_END = ("tests/e2e/test_reads.py", "tests/e2e/test_expiry.py")
 PORT = ("tests/engine/test_port_decisions.py",)
 PORTS = ("tests/engine/test_ports.py", "tests/engine/test_step_thread.py")
 
@@ -142,5 +144,8 @@ TARGETS: dict[str, Target] = {
     "client/kvferry/_control/block_use.py": Target((BLOCK_USE,)),
     "client/kvferry/engine/scheduler.py": Target((PORT, PORTS)),
     "client/kvferry/engine/scheduler_reads.py": Target((ENGINE_READS, PORTS)),
+    "client/kvferry/_reads/leased_reads.py": Target((ENGINE_READS, PORTS, END_TO_END)),
+    "client/kvferry/_reads/rank_read.py": Target((RANK, QUIET)),
+    "client/kvferry/_reads/cache_reads.py": Target((END_TO_END,)),
     "client/kvferry/engine/worker.py": Target((PORT, PORTS)),
 }

@@ -18,12 +18,14 @@ from kvferry._control.connection import Control
 from kvferry._memory.permute import StillCopying
 from kvferry._memory.summing import Summers
 from kvferry._memory.tails import Tails
-from kvferry._reads.rank_reads import RankOrder, RankRead, RankReads
+from kvferry._reads.rank_read import RankOrder, RankRead, SchedulersLease
+from kvferry._reads.rank_reads import RankReads
 from kvferry._reads.source_engines import SourceEngine, SourceEngines
 from kvferry._reads.verifier import Arrived, Verifier
 from kvferry._transport.nixl_agent import AgentInfo
 from kvferry._transport.transfer import Transfer, TransferState
 from kvferry._transport.transport import TransferPart, Transport
+from kvferry._work_queue import WorkQueue
 from kvferry.errors import (
     BadReference,
     Closed,
@@ -43,6 +45,7 @@ from kvferry.geometry import Blocks, Group
 from kvferry.planner.expansion import SourceDescriptors
 
 LONG = 600.0
+LEASE = SchedulersLease(b"l" * 16)
 SOURCE = ("home:1", "prefill", b"i" * 16)
 AGENT = AgentInfo("prefill/1", b"", b"", ())
 GROUP = Group("full", block_tokens=16, num_blocks=8)
@@ -67,11 +70,13 @@ class World:
         self.size = 10
         self.verified: list[Arrived] = []
         self.verify: Callable[[Arrived], None] = self.verified.append
+        self.work = WorkQueue("kvferry-test-rank")
         self.reads = RankReads(
             cast(Transport, SimpleNamespace(start=lambda *parts, **how: self.transfer(*parts, **how))),
             cast(SourceEngines, self),
             cast(Summers, None),
             cast(Verifier, SimpleNamespace(verify=lambda arrived: self.verify(arrived))) if verifies else None,
+            self.work,
             self.tell(self.ended),
             self.tell(self.quiesced),
         )
@@ -103,7 +108,7 @@ class World:
     def expand(self, *wanted: object) -> object:
         self.expanded.append(wanted)
         planned = SourceDescriptors(1, (), (), None)
-        return SimpleNamespace(sources=(planned,))
+        return SimpleNamespace(sources=(planned,), descriptors=0, pieces=0)
 
     def transfer(self, parts: Sequence[TransferPart], *, deadline: float | None, label: str) -> Transfer:
         with self.changed:
@@ -133,7 +138,7 @@ class World:
     def peer(self) -> SourceEngine:
         rank, source = SimpleNamespace(planes=PLANES), SimpleNamespace(groups=(GROUP,))
         plan = SimpleNamespace(expand=lambda *wanted: self.expand(*wanted), groups=(GROUP,), source=source, rank=rank)
-        return cast(SourceEngine, SimpleNamespace(plan=plan, agents={1: AGENT}))
+        return cast(SourceEngine, SimpleNamespace(plan_of=lambda layers: plan, agents={1: AGENT}))
 
     def answer(self, reference: str, answer: Exception | None = None) -> None:
         with self.changed:
@@ -143,10 +148,20 @@ class World:
     def start(self, reference: str = "a", *, within: float = LONG, tails: Tails = Tails.KEEP) -> RankRead:
         home = cast(Control, SimpleNamespace(address=SOURCE[0]))
         order = RankOrder(
-            f"read-{reference}", "r", home, SOURCE[1], SOURCE[2], 1, reference, b"", GRANTED, BLOCKS, (3, 5), tails,
+            f"read-{reference}", "r", home, SOURCE[1], SOURCE[2], 1, reference, LEASE, GRANTED, BLOCKS, (3, 5), tails,
             now() + within,
         )  # fmt: skip
-        return self.reads.start(order)
+        read = RankRead(order)
+        self.reads.start(read)
+        return read
+
+    def close(self) -> None:
+        for transfer in self.transfers:
+            transfer.cancel()
+            if not transfer.quiet:
+                transfer.fenced()
+        self.reads.close(20)
+        self.work.close(20)
 
     def moving(self, *, within: float = LONG) -> RankRead:
         self.answer("a")
@@ -159,11 +174,7 @@ class World:
 def world() -> Iterator[World]:
     made = World()
     yield made
-    for transfer in made.transfers:
-        transfer.cancel()
-        if not transfer.quiet:
-            transfer.fenced()
-    made.reads.close(20)
+    made.close()
 
 
 def test_a_share_that_arrived_ended_well_and_is_quiet(world: World) -> None:
@@ -360,11 +371,7 @@ def test_what_goes_wrong_before_the_read_is_its_error(world: World, where: str, 
     assert world.transfers == []
 
 
-def test_a_share_ends_at_its_deadline_however_long_another_may_take(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # Nothing but the first deadline wakes the thread.
-    monkeypatch.setattr("kvferry._reads.rank_reads.LONGEST_SLEEP", LONG)
+def test_a_share_ends_at_its_deadline_however_long_another_may_take(world: World) -> None:
     longer = world.moving()
     world.known_sources[SOURCE] = world.peer()
     first = world.start("b", within=0.2)
@@ -431,7 +438,7 @@ def careful() -> Iterator[World]:
     """A rank whose reads are verified."""
     made = World(verifies=True)
     yield made
-    made.reads.close(20)
+    made.close()
 
 
 def test_what_arrived_is_compared_before_it_counts(careful: World) -> None:
@@ -453,7 +460,7 @@ def test_what_arrived_is_compared_before_it_counts(careful: World) -> None:
     assert read.error is None
     (arrived,) = careful.verified
     order = read.order
-    assert (arrived.home, arrived.lease, arrived.publication) == (order.home, order, order.publication)
+    assert (arrived.home, arrived.lease, arrived.publication) == (order.home, LEASE, order.publication)
     assert (arrived.granted, arrived.blocks, arrived.tokens) == (GRANTED, BLOCKS, (3, 5))
     assert arrived.deadline == order.deadline
 

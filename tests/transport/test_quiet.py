@@ -5,10 +5,14 @@ from __future__ import annotations
 import contextlib
 import threading
 import zlib
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
-from kvferry._reads.read import Read
+from kvferry._control.connection import Control
+from kvferry._memory.tails import Tails
+from kvferry._reads.rank_read import RankOrder, RankRead, SchedulersLease
 from kvferry._transport.nixl_agent import NixlOptions
 from kvferry._transport.staging_pool import StagingOptions
 from kvferry._transport.transport import Transfer, TransferPart, TransferState, Transport
@@ -110,29 +114,35 @@ def test_shares_that_find_no_new_agent_fail_and_the_old_one_goes_on(
     assert doomed.wait_quiet(SOON)
 
 
+def share() -> RankRead:
+    home, lease = cast(Control, SimpleNamespace(address="home:1")), SchedulersLease(b"l" * 16)
+    order = RankOrder("r", "request", home, "e", b"i" * 16, 1, "reference", lease, {}, {}, None, Tails.KEEP, 60.0)
+    return RankRead(order)
+
+
 def test_a_cancel_while_the_transfer_is_started_does_not_say_quiet(
     source: Source, memory: Memory, transport: MakeTransport
 ) -> None:
     transport_ = transport(chunk_bytes=1 << 16)
-    read = Read("r", "reference")
+    read = share()
     answers: list[bool] = []
 
     def start() -> Transfer:
         transfer = read_all(transport_, source, memory, deadline=None)
-        answers.append(read.cancel())
+        answers.append(read.stop())
         return transfer
 
-    transfer = read._begin(start)
+    transfer = read.begin(start)
     assert answers == [False]
     assert transfer.wait(SOON)
     assert transfer.state in (TransferState.CANCELLED, TransferState.DONE)
     assert transfer.wait_quiet(SOON)
-    assert read.cancel()
+    assert read.stop()
 
 
 def test_a_cancel_before_the_transfer_is_started_says_quiet_and_nothing_is_started() -> None:
-    read = Read("r", "reference")
-    assert read.cancel()
+    read = share()
+    assert read.stop()
     started: list[str] = []
 
     def start() -> Transfer:
@@ -140,9 +150,9 @@ def test_a_cancel_before_the_transfer_is_started_says_quiet_and_nothing_is_start
         raise AssertionError
 
     with pytest.raises(TransferCancelled):
-        read._begin(start)
+        read.begin(start)
     assert started == []
-    assert read.cancel()
+    assert read.stop()
 
 
 def test_cancels_from_another_thread_never_say_quiet_of_what_goes_on() -> None:
@@ -151,12 +161,12 @@ def test_cancels_from_another_thread_never_say_quiet_of_what_goes_on() -> None:
             return 0.0
 
     for _ in range(300):
-        read, go = Read("r", "reference"), threading.Barrier(2)
+        read, go = share(), threading.Barrier(2)
         answers: list[bool] = []
 
-        def cancel(read: Read = read, go: threading.Barrier = go, answers: list[bool] = answers) -> None:
+        def cancel(read: RankRead = read, go: threading.Barrier = go, answers: list[bool] = answers) -> None:
             go.wait()
-            answers.append(read.cancel())
+            answers.append(read.stop())
 
         def start() -> Transfer:
             transfer = Transfer("r", 10, 1, None, Clock(), lambda: None)
@@ -169,7 +179,7 @@ def test_cancels_from_another_thread_never_say_quiet_of_what_goes_on() -> None:
         go.wait()
         transfer: Transfer | None = None
         with contextlib.suppress(TransferCancelled):
-            transfer = read._begin(start)
+            transfer = read.begin(start)
         thread.join()
         if answers == [True]:
             assert transfer is None

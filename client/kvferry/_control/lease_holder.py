@@ -13,15 +13,18 @@ from kvferry._control.connection import Control
 from kvferry._control.homes import Homes
 from kvferry._control.reader_lease import ReaderLease
 from kvferry._control.renewals import Renewals
-from kvferry._control.reporting import VERDICT_TIMEOUT
 from kvferry._control.teller import Teller
 from kvferry._forks import OneProcess
+from kvferry._threads import start_thread
 from kvferry._wire.reference import parse_reference
 from kvferry._wire.token import EngineToken
-from kvferry.errors import InvalidField, KvferryError
+from kvferry.errors import InvalidField, KvferryError, TransferFailed
 from kvferry.v1 import kv_transfer_pb2 as pb
 
 logger = logging.getLogger(__name__)
+
+VERDICT_TIMEOUT = 1.0
+"""Seconds for the home's verdict; without one the reader's own deadline decides (PROTOCOL, Endings)."""
 
 DECLINE_PATIENCE = 120.0
 """Seconds for which a decline is told again: after them a publication that nobody reads is released anyway."""
@@ -30,20 +33,22 @@ DECLINE_PATIENCE = 120.0
 class LeaseHolder(OneProcess):
     """The leases of one destination engine.
 
-    Threading: `acquire` and `end` wait; everything else makes a call and returns at once.
+    Threading: nothing but `close` waits. Everything else may make a call, and returns at once.
 
     Args:
         homes: node servers that may be dialled.
         renewals: keeps the leases alive.
         token: of the engine.
+        rank: the one that it speaks for, where each rank has a holder of its own; None: all ranks.
     """
 
-    def __init__(self, homes: Homes, renewals: Renewals, token: EngineToken) -> None:
+    def __init__(self, homes: Homes, renewals: Renewals, token: EngineToken, rank: int | None = None) -> None:
         self._homes = homes
+        self._rank = rank
         self._renewals = renewals
         self._reader = token.ref()
         self._teller = Teller(self._reader)
-        self._acquirer = Acquirer(token, renewals, lambda home, lease, _: self.cancel(home, lease))
+        self._acquirer = Acquirer(token, renewals, self._give_up)
 
     def request(
         self, reference: str, read_id: str, *, parties: int, expected_reads: int, timeout: float
@@ -65,9 +70,34 @@ class LeaseHolder(OneProcess):
         """Raise `BadReference` or `HomeNotAllowed` for what cannot be read; makes no call."""
         self._homes.get(parse_reference(reference).home)
 
-    def acquire(self, request: AcquireRequest, cancellation: Cancellation) -> Acquired:
-        """Wait for the publication. Errors as `Acquirer.acquire`. The lease is renewed until `drop`."""
-        return self._acquirer.acquire(request, cancellation, _nothing_to_tell)
+    def acquire(
+        self,
+        request: AcquireRequest,
+        cancellation: Cancellation,
+        renewed: Callable[[float], None],
+        ended: Callable[[Acquired | KvferryError], None],
+    ) -> None:
+        """Wait for the publication; returns at once.
+
+        Args:
+            request: what to read.
+            cancellation: interrupts the wait.
+            renewed: called with the new deadline of the lease after each acknowledged renewal, until `drop`.
+            ended: called once with what was granted, or with why nothing is, see `Acquirer.start`. Both on any thread;
+                neither may block.
+        """
+
+        def run() -> None:
+            try:
+                found: Acquired | KvferryError = self._acquirer.acquire(request, cancellation, renewed)
+            except KvferryError as error:
+                found = error
+            except Exception as error:
+                logger.exception("x")
+                found = TransferFailed(f"{error!r}")
+            ended(found)
+
+        start_thread(run, "kvferry-acquire")
 
     def drop(self, granted: Acquired) -> None:
         """Renew it no more: its read has ended."""
@@ -96,14 +126,6 @@ class LeaseHolder(OneProcess):
         """End a lease at its home, at once if it can be reached, else with its time (PROTOCOL, Leases 7)."""
         self._teller.tell(home, [_cancelled(lease)], lease.deadline)
 
-    def end(self, home: Control, granted: Acquired, timeout: float) -> None:
-        """`drop` and `cancel`, and wait until the home has heard it; what fails is logged."""
-        self.drop(granted)
-        try:
-            home.notify(pb.NotifyRequest(sender=self._reader, notifications=[_cancelled(granted.lease)]), timeout)
-        except KvferryError as error:
-            logger.info("%s was not told of the end: %s", home.address, error)
-
     def decline(self, reference: str, leases: Sequence[ReaderLease] = ()) -> None:
         """Say that nobody will read a publication, and end the leases on it (PROTOCOL, Leases 8). A home that recovers,
         or cannot be reached, is told again for `DECLINE_PATIENCE`; after that the publication is released by time.
@@ -120,10 +142,14 @@ class LeaseHolder(OneProcess):
         """Tell nothing again any more, and wait at most `timeout` seconds for what was told already. Idempotent."""
         self._teller.close(timeout)
 
+    def _give_up(self, home: Control, lease: ReaderLease, outcome: pb.RankOutcome.ValueType) -> None:
+        """End a lease that was had, and is not needed. Where other ranks share it, it ends for this one only."""
+        if self._rank is None:
+            self.cancel(home, lease)
+        else:
+            report = pb.RankReport(rank=self._rank, outcome=outcome)
+            self._teller.tell(home, read_done(lease.lease_id, [report]), lease.deadline)
+
 
 def _cancelled(lease: ReaderLease) -> pb.Notification:
     return pb.Notification(cancel=pb.CancelRead(lease_id=lease.lease_id))
-
-
-def _nothing_to_tell(_: float) -> None:
-    """Deadlines are looked up when they are needed."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import queue
 import signal
 import time
 from collections.abc import Sequence
@@ -162,10 +163,10 @@ def _numbers(group: Group, blocks: Blocks) -> range:
 def _read_all(cache: Cache, requests: Sequence[Request], parties: int, pipe: Connection) -> list[Moved]:
     """All requests at once; progress on the way."""
     began = time.perf_counter()
-    ended: dict[str, float] = {}
+    ends: queue.SimpleQueue[tuple[str, float]] = queue.SimpleQueue()
 
     def note(read: Read) -> None:
-        ended[read.read_id] = time.perf_counter() - began
+        ends.put((read.read_id, time.perf_counter() - began))
 
     reads = []
     for request in requests:
@@ -186,6 +187,7 @@ def _read_all(cache: Cache, requests: Sequence[Request], parties: int, pipe: Con
             except TimeoutError:
                 pipe.send(Progress(cache.rank.rank, sum(other.progress().done for other in reads)))
     pipe.send(Progress(cache.rank.rank, sum(read.progress().done for read in reads)))
+    ended = dict(ends.get() for _ in reads)
     return [_moved(read, ended[read.read_id]) for read in reads]
 
 

@@ -12,10 +12,11 @@ from typing import cast
 import numpy as np
 
 from kvferry._client import Client
-from kvferry._control.session import EngineSession, Release
+from kvferry._control.publications import Release
 from kvferry._demo.rank import Moved, Progress, RankJob, Request, Verified
 from kvferry._demo.stage import DemoFailed, DemoProcesses, RankProcess, gather
 from kvferry._engine_spec import EngineSpec
+from kvferry._session import EngineSession
 from kvferry.errors import InvalidField
 from kvferry.geometry.blocks import Blocks
 from kvferry.geometry.model import EngineGeometry, Group, GroupKind

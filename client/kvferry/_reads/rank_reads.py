@@ -1,6 +1,6 @@
-"""One rank's shares of reads whose lease another process holds: begun, ended and cleaned up without anybody waiting.
+"""One rank's shares of reads: begun, ended and cleaned up without anybody waiting.
 
-Threading: `start` and `cancel` only put work on a queue (R11). One thread expands, hands the descriptors to the
+Threading: `start` and `cancel` only put work on a queue (R11). Its thread expands, hands the descriptors to the
 transport, and notices ends; what has to wait, a handshake with a new source or the sums of integrity mode, waits on a
 thread of its own, so that it holds nobody else up (R10).
 """
@@ -8,23 +8,21 @@ thread of its own, so that it holds nobody else up (R10).
 from __future__ import annotations
 
 import logging
-import queue
 import threading
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from functools import partial
 
 from kvferry._clock import now
-from kvferry._control.acquisition import Cancellation
-from kvferry._control.connection import Control
 from kvferry._forks import OneProcess
 from kvferry._memory.permute import StillCopying
 from kvferry._memory.summing import Summers
 from kvferry._memory.tails import Tails, clear_tails
+from kvferry._reads.rank_read import Planned, RankOrder, RankRead
 from kvferry._reads.source_engines import SourceEngine, SourceEngines
 from kvferry._reads.verifier import Arrived, Verifier
 from kvferry._threads import start_thread
-from kvferry._transport.transport import Transfer, TransferPart, TransferState, Transport
+from kvferry._transport.transport import TransferPart, TransferState, Transport
+from kvferry._work_queue import WorkQueue
 from kvferry.errors import (
     Closed,
     EngineUnknown,
@@ -37,85 +35,14 @@ from kvferry.errors import (
     TransferStuck,
     WrongKey,
 )
-from kvferry.geometry.blocks import Blocks
 from kvferry.planner.request_blocks import needed
 
 logger = logging.getLogger(__name__)
 
 REFERENCE_GONE = (WrongKey, PublicationStale, PublicationReleased)
 """Why a source's home does not accept a reference any more, or never did."""
-LONGEST_SLEEP = 1.0
-"""Seconds after which deadlines are looked at again while shares run: what a thread sleeps does not count suspends."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class RankOrder:
-    """One rank's share of a read.
-
-    Attributes:
-        read_id, request_id: of the read.
-        home: the source's.
-        engine_id, incarnation, publication: the source and what it offers.
-        reference: to the publication, for a handshake with the source.
-        lease_id: of the lease, for questions to the home.
-        granted: the source's blocks by group.
-        blocks: the local ones.
-        tokens: the tokens wanted, ``[a, b)``; None: what was granted.
-        tails: what becomes of what is not transferred.
-        deadline: on `kvferry._clock`, until when to try. The lease is not this process's to judge.
-    """
-
-    read_id: str
-    request_id: str
-    home: Control
-    engine_id: str
-    incarnation: bytes
-    publication: int
-    reference: str = field(repr=False)
-    lease_id: bytes = field(repr=False)
-    granted: Mapping[str, Blocks]
-    blocks: Mapping[str, Blocks]
-    tokens: tuple[int, int] | None
-    tails: Tails
-    deadline: float
-
-    @property
-    def source(self) -> tuple[str, str, bytes]:
-        """The source as `SourceEngines` knows it."""
-        return self.home.address, self.engine_id, self.incarnation
-
-
-@dataclass(slots=True, eq=False)
-class RankRead:
-    """A share under way, or ended. Changed by the thread of its `RankReads` only.
-
-    Attributes:
-        order: what was ordered.
-        ended: whether it has.
-        error: why its bytes do not count.
-    """
-
-    order: RankOrder
-    ended: bool = False
-    error: KvferryError | None = None
-    _transfer: Transfer | None = None
-    _peer: SourceEngine | None = None
-    _clearing: bool = False
-    """A device may be clearing its tails still, and cannot be asked any more."""
-    _cancellation: Cancellation = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._cancellation = Cancellation(self.order.read_id)
-
-    @property
-    def quiet(self) -> bool:
-        """Whether nothing can write to its blocks any more (R4)."""
-        return self.ended and not self._clearing and (self._transfer is None or self._transfer.quiet)
-
-    @property
-    def bytes(self) -> int:
-        """Bytes that have arrived."""
-        return 0 if self._transfer is None else self._transfer.progress().bytes_done
+LOOK_EVERY = 0.25
+"""Seconds between looks at the deadlines of shares that run."""
 
 
 class RankReads(OneProcess):
@@ -126,6 +53,7 @@ class RankReads(OneProcess):
         peers: source engines.
         summers: of the rank's memory.
         verifier: compares what has arrived; None: integrity mode is off.
+        work: on whose thread the shares are changed.
         ended: called once with each share when it has ended.
         quiesced: called once with each share that ended without being quiet, when it is. Neither may block.
     """
@@ -136,6 +64,7 @@ class RankReads(OneProcess):
         peers: SourceEngines,
         summers: Summers,
         verifier: Verifier | None,
+        work: WorkQueue,
         ended: Callable[[RankRead], None],
         quiesced: Callable[[RankRead], None],
     ) -> None:
@@ -143,62 +72,63 @@ class RankReads(OneProcess):
         self._peers = peers
         self._summers = summers
         self._verifier = verifier
+        self._work = work
         self._on_ended = ended
         self._on_quiesced = quiesced
-        self._queue: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._running: set[RankRead] = set()
         self._meeting: dict[tuple[str, str, bytes], list[RankRead]] = {}
+        self._looking = False
         self._closed = False
-        self._closing = threading.Lock()
-        """Nothing is begun after what ends the thread."""
-        self._thread = start_thread(self._run, "kvferry-rank")
+        self._changed = threading.Condition()
+        self._started = 0
+        """Shares that were started and have not ended."""
 
-    def start(self, order: RankOrder) -> RankRead:
+    def start(self, read: RankRead) -> None:
         """Begin a share. Returns at once; whatever goes wrong is its `error`. Raises `Closed`."""
-        read = RankRead(order)
-        with self._closing:
+        with self._changed:
             if self._closed:
                 raise Closed("the cache is closed")
-            self._queue.put(partial(self._begin, read))
-        return read
+            self._started += 1
+            self._work.do(partial(self._begin, read))
 
-    def cancel(self, read: RankRead) -> None:
-        """Stop a share. Returns at once; one that has ended stays as it is."""
-        read._cancellation.cancel()
-        self._queue.put(partial(self._cancelled, read))
+    def cancel(self, read: RankRead) -> bool:
+        """Stop a share; returns at once, whether nothing can write to its blocks already. One that has ended stays as
+        it is."""
+        if read.ended:
+            return read.quiet
+        quiet = read.stop()
+        self._work.do(partial(self._cancelled, read))
+        return quiet
 
     def close(self, timeout: float) -> None:
-        """Cancel everything, and end the thread. Idempotent."""
-        with self._closing:
+        """Cancel everything, and wait at most `timeout` seconds until all has ended; what has not by then is given up.
+        Idempotent."""
+        with self._changed:
             self._closed = True
-            self._queue.put(self._close)
-        if threading.current_thread() is not self._thread:
-            self._thread.join(timeout)
+            self._work.do(self._cancel_all)
+            if not self._changed.wait_for(lambda: not self._started, timeout):
+                self._work.do(self._give_up_all)
 
     # What follows runs on the thread.
 
-    def _run(self) -> None:
-        while not self._closed or self._running:
-            try:
-                self._step()
-            except Exception:
-                logger.exception("a step of a rank's reads failed")
+    def _look(self) -> None:
+        self._looking = False
+        time = now()
+        for read in [read for read in self._running if read.order.deadline <= time]:
+            self._overdue(read)
+        self._look_later()
 
-    def _step(self) -> None:
-        first = min((read.order.deadline for read in self._running), default=None)
-        try:
-            work = self._queue.get(timeout=None if first is None else max(0.0, min(LONGEST_SLEEP, first - now())))
-        except queue.Empty:
-            for read in [read for read in self._running if read.order.deadline <= now()]:
-                self._overdue(read)
-        else:
-            work()
+    def _look_later(self) -> None:
+        if self._running and not self._looking:
+            self._looking = True
+            self._work.do_later(LOOK_EVERY, self._look)
 
     def _begin(self, read: RankRead) -> None:
         if read.ended:
             # Cancelled, or its time was up, while its source was being handshaken.
             return
         self._running.add(read)
+        self._look_later()
         if read._cancellation.cancelled:
             self._cancelled(read)
             return
@@ -226,12 +156,12 @@ class RankReads(OneProcess):
         try:
             peer = self._peers.get(order.home, order.engine_id, order.incarnation, order.reference, order.deadline)
         except KvferryError as error:
-            self._queue.put(partial(self._not_met, order, error))
+            self._work.do(partial(self._not_met, order, error))
         except Exception as error:
             logger.exception("the handshake with %s failed", order.engine_id)
-            self._queue.put(partial(self._not_met, order, TransferFailed(f"handshake: {error!r}")))
+            self._work.do(partial(self._not_met, order, TransferFailed(f"handshake: {error!r}")))
         else:
-            self._queue.put(partial(self._met, order, peer))
+            self._work.do(partial(self._met, order, peer))
 
     def _met(self, order: RankOrder, peer: SourceEngine) -> None:
         for read in self._meeting.pop(order.source, ()):
@@ -253,9 +183,12 @@ class RankReads(OneProcess):
             return
         order = read.order
         try:
-            expansion = peer.plan.expand(order.granted, order.blocks, order.tokens)
+            expansion = peer.plan_of(order.layers).expand(order.granted, order.blocks, order.tokens)
             parts = [TransferPart.of(peer.agents[source.source_rank], source) for source in expansion.sources]
-            transfer = self._transport.start(parts, deadline=None, label=order.read_id)
+            read._peer, read.planned = peer, Planned.of(expansion)
+            transfer = read.begin(
+                lambda: self._transport.start(parts, deadline=order.lease_deadline, label=order.read_id)
+            )
         except KvferryError as error:
             self._end(read, error)
             return
@@ -263,8 +196,7 @@ class RankReads(OneProcess):
             logger.exception("read %s failed", order.read_id)
             self._end(read, TransferFailed(f"read {order.read_id}: {error!r}"))
             return
-        read._peer, read._transfer = peer, transfer
-        transfer.add_done_callback(lambda _: self._queue.put(partial(self._moved, read)))
+        transfer.add_done_callback(lambda _: self._work.do(partial(self._moved, read)))
 
     def _moved(self, read: RankRead) -> None:
         transfer = read._transfer
@@ -276,6 +208,8 @@ class RankReads(OneProcess):
             self._end(read, transfer.error or TransferFailed(f"read {read.order.read_id} failed"))
             return
         self._peers.succeeded(*read.order.source)
+        # Before anything that takes time: the lease need not last for it.
+        read.ended_at = now() if transfer.ended_at is None else transfer.ended_at
         if self._verifier is None:
             self._arrived(read, None)
             return
@@ -293,12 +227,12 @@ class RankReads(OneProcess):
         error: KvferryError | None = None
         try:
             if peer is not None:
-                verifier.verify(
+                read.verification = verifier.verify(
                     Arrived(
                         home=order.home,
-                        lease=order,
+                        lease=order.lease,
                         publication=order.publication,
-                        plan=peer.plan,
+                        plan=peer.plan_of(order.layers),
                         granted=order.granted,
                         blocks=order.blocks,
                         tokens=order.tokens,
@@ -311,7 +245,7 @@ class RankReads(OneProcess):
         except Exception as failure:
             logger.exception("read %s was not verified", order.read_id)
             error = TransferFailed(f"read {order.read_id}: {failure!r}")
-        self._queue.put(partial(self._arrived, read, error))
+        self._work.do(partial(self._arrived, read, error))
 
     def _arrived(self, read: RankRead, error: KvferryError | None) -> None:
         """Every byte is there, and compared."""
@@ -333,7 +267,7 @@ class RankReads(OneProcess):
         order, peer = read.order, read._peer
         if peer is None:
             return
-        plan = peer.plan
+        plan = peer.plan_of(order.layers)
         sources = {group.name: group for group in plan.source.groups}
         moved = needed(plan.groups, sources, order.granted, order.blocks, order.tokens)
         groups = {group.name: group for group in plan.groups}
@@ -363,6 +297,8 @@ class RankReads(OneProcess):
         self._running.discard(read)
         if read.ended:
             return
+        if error is not None or not read.ended_at:
+            read.ended_at = now()
         read.ended, read.error = True, error
         transfer = read._transfer
         quiet = read.quiet
@@ -370,6 +306,9 @@ class RankReads(OneProcess):
         if not quiet and not read._clearing and transfer is not None:
             # Not by way of the queue: after `close` nobody takes from it, and the transport ends later.
             transfer.add_quiet_callback(lambda _: self._tell(self._on_quiesced, read))
+        with self._changed:
+            self._started -= 1
+            self._changed.notify_all()
 
     def _tell(self, told: Callable[[RankRead], None], read: RankRead) -> None:
         try:
@@ -377,10 +316,15 @@ class RankReads(OneProcess):
         except Exception:
             logger.exception("the end of read %s was not taken", read.order.read_id)
 
-    def _close(self) -> None:
+    def _cancel_all(self) -> None:
         for read in tuple(self._running):
             try:
+                read.stop()
                 self._cancelled(read)
             except Exception:
                 # It ends by its deadline.
                 logger.exception("read %s was not cancelled", read.order.read_id)
+
+    def _give_up_all(self) -> None:
+        for read in tuple(self._running):
+            self._overdue(read)

@@ -7,12 +7,14 @@ import enum
 import logging
 import threading
 from collections.abc import Callable, Generator
+from contextlib import suppress
 from dataclasses import dataclass
 
+from kvferry._clock import now
 from kvferry._control.acquisition import Cancellation
 from kvferry._forks import OneProcess
-from kvferry._transport.transport import Transfer
-from kvferry.errors import KvferryError, TransferCancelled
+from kvferry._reads.rank_read import RankRead
+from kvferry.errors import KvferryError, TransferCancelled, TransferFailed
 from kvferry.planner.summed_blocks import Verification
 
 logger = logging.getLogger(__name__)
@@ -69,39 +71,118 @@ class ReadProgress:
     total: int
 
 
-class Read(OneProcess):
-    """One rank's read of one publication. Thread-safe; no method but `result`, `exception` and `wait_quiet` waits.
+class ReadHandle:
+    """A read as whoever runs it sees it. Thread-safe.
 
-    Await it in asyncio, call `result` in threads, or poll `done` from an engine's step.
+    Args:
+        read_id: what the ranks of the read call it.
+        reference: what is read.
+        call_back: has something called on a thread that may wait.
+
+    Attributes:
+        cancellation: says that nobody wants it any more.
+        share: the rank's share, from the grant on.
+        result, error: what became of it, once it is done.
     """
 
-    def __init__(self, read_id: str, reference: str) -> None:
+    def __init__(self, read_id: str, reference: str, call_back: Callable[[Callable[[], None]], None]) -> None:
         self.read_id = read_id
         self.reference = reference
-        self._condition = threading.Condition()
-        self._state = ReadState.WAITING
-        self._result: ReadResult | None = None
-        self._error: KvferryError | None = None
-        self._transfer: Transfer | None = None
-        self._starting = False
-        """The transfer is being started: it may write, and is not known here yet."""
-        self._cancellation = Cancellation(read_id)
-        self._callbacks: list[Callable[[Read], None]] = []
+        self.cancellation = Cancellation(read_id)
+        self.share: RankRead | None = None
+        self.result: ReadResult | None = None
+        self.error: KvferryError | None = None
+        self.call_back = call_back
+        self._changed = threading.Condition()
+        self._final: ReadState | None = None
+        self._stop: Callable[[], bool] | None = None
+        self._at_end: list[Callable[[], None]] = []
 
     @property
     def state(self) -> ReadState:
         """Where it stands."""
-        return self._state
+        if self._final is not None:
+            return self._final
+        share = self.share
+        return ReadState.WAITING if share is None or share.progress() is None else ReadState.READING
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended."""
+        return self._final is not None
+
+    @property
+    def quiet(self) -> bool:
+        """Whether it has ended, and nothing can write to its blocks any more."""
+        share = self.share
+        return self.done and (share is None or share.quiet)
+
+    def granted(self, share: RankRead, stop: Callable[[], bool]) -> None:
+        """Its share is about to begin; `stop` ends it, and answers whether its blocks are quiet already."""
+        self.share, self._stop = share, stop
+
+    def cancel(self) -> bool:
+        """See `Read.cancel`."""
+        if self.done:
+            return self.quiet
+        self.cancellation.cancel()
+        # Looked at after the cancellation: a share that comes later sees it, and begins nothing.
+        stop = self._stop
+        return True if stop is None else stop()
+
+    def end(self, result: ReadResult | None, error: KvferryError | None) -> None:
+        """It has ended."""
+        with self._changed:
+            self.result, self.error = result, error
+            if error is None:
+                self._final = ReadState.DONE
+            elif isinstance(error, TransferCancelled):
+                self._final = ReadState.CANCELLED
+            else:
+                self._final = ReadState.FAILED
+            at_end, self._at_end = self._at_end, []
+            self._changed.notify_all()
+        for run in at_end:
+            run()
+
+    def wait(self, timeout: float | None) -> bool:
+        """Wait for the end; whether it has ended."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self.done, timeout)
+
+    def when_done(self, run: Callable[[], None]) -> bool:
+        """Call `run`, which must not block, when it ends; False, and nothing is called, if it has ended."""
+        with self._changed:
+            if self.done:
+                return False
+            self._at_end.append(run)
+            return True
+
+
+class Read(OneProcess):
+    """One rank's read of one publication. Thread-safe; no method but `result`, `exception` and `wait_quiet` waits.
+
+    Await it in asyncio, call `result` in threads, or poll `done` from an engine's step. Made by `Cache.read`.
+    """
+
+    def __init__(self, handle: ReadHandle) -> None:
+        self.read_id = handle.read_id
+        self.reference = handle.reference
+        self._handle = handle
+
+    @property
+    def state(self) -> ReadState:
+        """Where it stands."""
+        return self._handle.state
 
     def done(self) -> bool:
         """Whether it has ended, well or not."""
-        return self._state in (ReadState.DONE, ReadState.FAILED, ReadState.CANCELLED)
+        return self._handle.done
 
     @property
     def quiet(self) -> bool:
         """Whether nothing can write to the destination blocks any more: only then may they be reused (R4)."""
-        transfer = self._transfer
-        return self.done() and (transfer is None or transfer.quiet)
+        return self._handle.quiet
 
     def result(self, timeout: float | None = None) -> ReadResult:
         """Wait for the end.
@@ -114,53 +195,54 @@ class Read(OneProcess):
             KvferryError: why it gave no good bytes.
         """
         self._wait(timeout)
-        if self._error is not None:
+        if self._handle.error is not None:
             # Asked again and again, it would keep the frames of every call.
-            raise self._error.with_traceback(None)
-        if self._result is None:
-            raise TimeoutError(f"read {self.read_id} has not ended after {timeout} s")
-        return self._result
+            raise self._handle.error.with_traceback(None)
+        if self._handle.result is None:
+            raise TransferFailed(f"read {self.read_id} has no result")
+        return self._handle.result
 
     def exception(self, timeout: float | None = None) -> KvferryError | None:
         """Wait for the end; why it failed, or None. Raises TimeoutError as `result`."""
-        if not self._wait(timeout):
-            raise TimeoutError(f"read {self.read_id} has not ended after {timeout} s")
-        return self._error
+        self._wait(timeout)
+        return self._handle.error
 
     def wait_quiet(self, timeout: float | None = None) -> bool:
-        """Wait until the destination blocks may be reused; whether they may."""
-        if not self._wait(timeout):
+        """Wait until the destination blocks may be reused; whether they may.
+
+        Args:
+            timeout: seconds; None: until they may.
+        """
+        until = None if timeout is None else now() + timeout
+        if not self._handle.wait(timeout):
             return False
-        transfer = self._transfer
-        return transfer is None or transfer.wait_quiet(timeout)
+        share = self._handle.share
+        return share is None or share.wait_quiet(None if until is None else max(0.0, until - now()))
 
     def progress(self) -> ReadProgress:
         """How far it is."""
-        transfer = self._transfer
-        if transfer is None:
-            return ReadProgress(self._state, 0, 0)
-        progress = transfer.progress()
-        return ReadProgress(self._state, progress.bytes_done, progress.bytes_total)
+        share = self._handle.share
+        progress = None if share is None else share.progress()
+        if progress is None:
+            return ReadProgress(self.state, 0, 0)
+        return ReadProgress(self.state, progress.bytes_done, progress.bytes_total)
 
     def cancel(self) -> bool:
         """Stop; returns at once, whether the blocks are quiet already. A read that has ended stays as it is."""
-        if not self.done():
-            self._cancellation.cancel()
-        with self._condition:
-            # Whoever starts the transfer looks at the cancellation under the same lock: either he has seen it, or it is
-            # seen here that he has begun.
-            transfer, starting = self._transfer, self._starting
-        if transfer is None:
-            return not starting
-        return transfer.quiet if self.done() else transfer.cancel()
+        return self._handle.cancel()
 
     def add_done_callback(self, callback: Callable[[Read], None]) -> None:
-        """Call `callback(read)` once it has ended, on the read's thread; at once if it has."""
-        with self._condition:
-            if not self.done():
-                self._callbacks.append(callback)
-                return
-        self._run_callback(callback)
+        """Call `callback(read)` once it has ended, on a thread for callbacks; at once if it has. What it raises is
+        logged. It may wait; the callbacks of other reads of the cache wait meanwhile."""
+
+        def run() -> None:
+            try:
+                callback(self)
+            except Exception:
+                logger.exception("a callback of read %s failed", self.read_id)
+
+        if not self._handle.when_done(lambda: self._handle.call_back(run)):
+            run()
 
     def __await__(self) -> Generator[object, None, ReadResult]:
         loop = asyncio.get_running_loop()
@@ -170,64 +252,19 @@ class Read(OneProcess):
             if not ended.done():
                 ended.set_result(None)
 
-        def on_done(_: Read) -> None:
+        def on_done() -> None:
             # The loop may have been closed by the time a read ends that nobody awaits any more.
-            if not loop.is_closed():
+            with suppress(RuntimeError):
                 loop.call_soon_threadsafe(wake)
 
-        self.add_done_callback(on_done)
-        try:
-            yield from ended
-        except asyncio.CancelledError:
-            self.cancel()
-            raise
+        if self._handle.when_done(on_done):
+            try:
+                yield from ended
+            except asyncio.CancelledError:
+                self.cancel()
+                raise
         return self.result(0)
 
-    # What follows is for the thread that runs the read.
-
-    def _extend(self, deadline: float) -> None:
-        """The lease was renewed."""
-        transfer = self._transfer
-        if transfer is not None:
-            transfer.extend(deadline)
-
-    def _begin(self, start: Callable[[], Transfer]) -> Transfer:
-        """Start the transfer, unless the read was cancelled: then this raises `TransferCancelled`."""
-        with self._condition:
-            self._cancellation.check()
-            self._starting = True
-        transfer: Transfer | None = None
-        try:
-            transfer = start()
-        finally:
-            with self._condition:
-                self._starting = False
-                if transfer is not None:
-                    self._transfer, self._state = transfer, ReadState.READING
-        if self._cancellation.cancelled:
-            transfer.cancel()
-        return transfer
-
-    def _end(self, result: ReadResult | None, error: KvferryError | None) -> None:
-        with self._condition:
-            self._result, self._error = result, error
-            if error is None:
-                self._state = ReadState.DONE
-            elif isinstance(error, TransferCancelled):
-                self._state = ReadState.CANCELLED
-            else:
-                self._state = ReadState.FAILED
-            callbacks, self._callbacks = self._callbacks, []
-            self._condition.notify_all()
-        for callback in callbacks:
-            self._run_callback(callback)
-
-    def _wait(self, timeout: float | None) -> bool:
-        with self._condition:
-            return self._condition.wait_for(self.done, timeout)
-
-    def _run_callback(self, callback: Callable[[Read], None]) -> None:
-        try:
-            callback(self)
-        except Exception:
-            logger.exception("a callback of read %s failed", self.read_id)
+    def _wait(self, timeout: float | None) -> None:
+        if not self._handle.wait(timeout):
+            raise TimeoutError(f"read {self.read_id} has not ended after {timeout} s")

@@ -8,8 +8,8 @@ from collections import deque
 from collections.abc import Mapping
 from functools import partial
 
+from kvferry._control.home_session import HomeSession
 from kvferry._control.publications import Publication, Release, ReleaseOutcome, Step
-from kvferry._control.session import EngineSession
 from kvferry._work_queue import WorkQueue
 from kvferry.errors import KvferryError
 from kvferry.geometry.blocks import Blocks
@@ -25,7 +25,7 @@ class Publishing:
         refused: of those released, how many the home did not take.
     """
 
-    def __init__(self, session: EngineSession) -> None:
+    def __init__(self, session: HomeSession) -> None:
         self._session = session
         self._lock = threading.Lock()
         self._refused: deque[Release] = deque()
@@ -77,7 +77,7 @@ class Publishing:
         """Tell what is still to be told, then end the thread."""
         self._work.close(timeout)
 
-    # What follows runs on the desk's thread.
+    # What follows runs on the work queue's thread.
 
     def _send(self, publication: Publication, offered: Step) -> None:
         step = offered.message

@@ -7,18 +7,20 @@ from dataclasses import dataclass
 
 from kvferry import _arguments as arguments
 from kvferry._cache import OPEN_TIMEOUT, READ_TIMEOUT
-from kvferry._client import Client
+from kvferry._client import Client, client_runtime_of
 from kvferry._control.publications import Publication, Release
 from kvferry._engine_spec import EngineSpec
 from kvferry._forks import OneProcess
+from kvferry._reads.leased_reads import ReadStage
+from kvferry._session import home_session_of
 from kvferry._wire.token import EngineToken
 from kvferry.engine.publisher import Publishing
-from kvferry.engine.scheduler_reads import Reads, ReadStage
+from kvferry.engine.scheduler_reads import Reads
 from kvferry.engine.values import Finished, Grant, Offer, WorkerOutput
 from kvferry.geometry.blocks import Blocks, blocks_by_group
 
-MAX_WAITING = 256
-"""Acquisitions that wait at once unless the engine says otherwise."""
+MAX_WAITING = 4096
+"""Reads that wait for their publication at once unless the engine says otherwise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +66,7 @@ class SchedulerPort(OneProcess):
         spec: the engine.
         hold_until_quiet: `finished` withholds a failed read until nothing can write to its blocks any more, for engines
             that cannot keep blocks aside.
-        max_waiting: acquisitions that wait at once; each holds a thread.
+        max_waiting: reads that wait for their publication at once; `acquire` refuses more.
         timeout: seconds to open the session. Errors as `Client.open_engine`.
     """
 
@@ -81,11 +83,12 @@ class SchedulerPort(OneProcess):
         arguments.flag("hold_until_quiet", hold_until_quiet)
         self.spec = spec
         self._session = client.open_engine(spec, timeout=timeout)
-        self._publishing = Publishing(self._session)
+        home_session = home_session_of(self._session)
+        self._publishing = Publishing(home_session)
         self._reads = Reads(
             spec,
-            client.lease_holder(self._session),
-            self._session.block_use.writes(),
+            client_runtime_of(client).lease_holder(self._session.token),
+            home_session.block_use.writes(),
             max_waiting,
             hold_until_quiet=hold_until_quiet,
         )

@@ -7,16 +7,17 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 
 from kvferry import _arguments as arguments
-from kvferry._cache import OPEN_TIMEOUT, Cache
+from kvferry._cache import OPEN_TIMEOUT, Cache, runtime_of
 from kvferry._client import Client
 from kvferry._clock import now
 from kvferry._engine_spec import EngineSpec
 from kvferry._forks import OneProcess
 from kvferry._memory.tails import Tails
-from kvferry._reads.rank_reads import RankOrder, RankRead, RankReads
+from kvferry._reads.rank_read import RankOrder, RankRead, SchedulersLease
+from kvferry._reads.rank_reads import RankReads
 from kvferry._wire.token import EngineToken
 from kvferry.engine.values import Grant, Offer, RankEnd, WorkerOutput
-from kvferry.errors import KvferryError, WrongState
+from kvferry.errors import WrongState
 from kvferry.geometry.blocks import Blocks, blocks_by_group
 from kvferry.geometry.model import Interval, MemoryRegion, Plane
 from kvferry.geometry.tensors import Holding, Tensor
@@ -107,12 +108,8 @@ class WorkerPort(OneProcess):
             serve=serve,
             timeout=timeout,
         )
-        try:
-            shares = cache.rank_reads(self._share_ended, self._share_quiesced)
-        except KvferryError:
-            cache.close()
-            raise
-        self._cache, self._shares = cache, shares
+        self._cache = cache
+        self._shares = runtime_of(cache).rank_reads(self._share_ended, self._share_quiesced)
         return cache
 
     @property
@@ -162,12 +159,12 @@ class WorkerPort(OneProcess):
         order = RankOrder(
             read_id=grant.read_id,
             request_id=grant.request_id,
-            home=self.cache.home(grant.home),
+            home=runtime_of(self.cache).homes.get(arguments.text("home", grant.home)),
             engine_id=grant.engine_id,
             incarnation=grant.incarnation,
             publication=grant.publication,
             reference=grant.reference,
-            lease_id=grant.lease_id,
+            lease=SchedulersLease(grant.lease_id),
             granted=grant.blocks(),
             blocks=mine,
             tokens=arguments.token_range(grant.tokens if tokens is None else tokens),
@@ -183,7 +180,9 @@ class WorkerPort(OneProcess):
                     read_id=grant.read_id,
                 )
             if self._shares is not None:
-                self._reads[grant.read_id] = self._shares.start(order)
+                read = RankRead(order)
+                self._shares.start(read)
+                self._reads[grant.read_id] = read
 
     def cancel(self, read_id: str) -> None:
         """Stop a share; its end comes through `finished`. One that is not there, or has ended, stays as it is."""
@@ -244,7 +243,7 @@ class WorkerPort(OneProcess):
             if len(self._done) > MAX_DONE:
                 del self._done[next(iter(self._done))]
 
-    # On the thread of the shares.
+    # On the rank's work queue, or a thread of the transport.
 
     def _share_ended(self, read: RankRead) -> None:
         order, error = read.order, read.error

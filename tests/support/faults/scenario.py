@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from kvferry import KvferryError, ReleaseOutcome
 from kvferry._cache import READ_TIMEOUT
+from kvferry._control.lease_holder import VERDICT_TIMEOUT
 from kvferry._control.publications import LOCAL_RELEASE_MARGIN, LOCAL_RELEASE_SHARE
-from kvferry._control.reporting import VERDICT_TIMEOUT
 from kvferry._transport.nixl_options import NixlOptions
 from kvferry_server.domain.times import Times
 from tests.support.faults.fault_world import READING, TIMES

@@ -1,4 +1,4 @@
-"""The source side: an engine's session at its home. Publishes requests and learns when their blocks are free again."""
+"""The source side: an engine's session at its home. Publishes requests, and learns when their blocks are free again."""
 
 from __future__ import annotations
 
@@ -12,18 +12,9 @@ from kvferry._control.acknowledger import Acknowledgements
 from kvferry._control.batches import batches, check_size
 from kvferry._control.block_use import BlockUse
 from kvferry._control.connection import CALL_TIMEOUT, Control, retrying
-from kvferry._control.publications import (
-    Offers,
-    Publication,
-    ReadSummary,
-    Release,
-    ReleaseOutcome,
-    Step,
-    leaves_open,
-)
+from kvferry._control.publications import Offers, Publication, Release, Step, leaves_open
 from kvferry._control.watcher import Watcher
 from kvferry._engine_spec import EngineSpec
-from kvferry._forks import OneProcess
 from kvferry._wire.authority import incarnation_of, new_session_secret
 from kvferry._wire.blocks_codec import blocks_to_proto
 from kvferry._wire.status import from_notification_error
@@ -32,18 +23,28 @@ from kvferry.errors import Closed, EngineUnknown, InvalidField, KvferryError, Un
 from kvferry.geometry.blocks import Blocks, blocks_by_group, check_ids
 from kvferry.v1 import kv_transfer_pb2 as pb
 
-__all__ = ["EngineSession", "Publication", "ReadSummary", "Release", "ReleaseOutcome"]
-
 logger = logging.getLogger(__name__)
 
 MAX_PAYLOAD = 64 << 10
 """Bytes that a publication may carry beside its blocks; the contract's limit."""
 
 
-class EngineSession(OneProcess):
-    """An engine as its home knows it. Made by `Client.open_engine`, in the one process that chooses the incarnation.
+class HomeSession:
+    """An engine at its home: what it has offered, told and may use again. What stands behind an `EngineSession`.
 
-    Threading: every method may be called from any thread. `publish`, `abort` make one call; `released` makes none.
+    Threading: every method may be called from any thread. `publish`, `send` and `abort` wait for an answer.
+
+    Args:
+        control: the home.
+        spec: the engine.
+        timeout: seconds to keep trying to open the session.
+
+    Attributes:
+        spec: the engine.
+        advertise: the home's address for readers.
+        block_use: blocks that are published, or written by reads of this process.
+
+    Raises what `Client.open_engine` does.
     """
 
     def __init__(self, control: Control, spec: EngineSpec, timeout: float) -> None:
@@ -66,46 +67,21 @@ class EngineSession(OneProcess):
 
     @property
     def token(self) -> EngineToken:
-        """What the engine's other processes need. Secret."""
+        """See `EngineSession.token`."""
         return EngineToken(self._engine.engine_id, self._secret, self.advertise)
-
-    @property
-    def engine_reference(self) -> str:
-        """What routers give to this engine's readers to warm up with; see `Cache.warm`. A capability."""
-        return self.token.engine_reference
 
     def publish(
         self,
         request_id: str,
         blocks: Mapping[str, Blocks],
         *,
-        last: bool = True,
-        expected_reads: int = 1,
-        payload: bytes = b"",
-        checksums: bool = False,
-        timeout: float = CALL_TIMEOUT,
+        last: bool,
+        expected_reads: int,
+        payload: bytes,
+        checksums: bool,
+        timeout: float,
     ) -> Publication:
-        """Offer a request's blocks. From now until `released` the source neither changes nor frees them (R2).
-
-        Args:
-            request_id: the source's request, 1 to 256 bytes.
-            blocks: by group; `Blocks.end_token` says how many tokens of the last block are there.
-            last: no more blocks will follow; else `publish_more`.
-            expected_reads: reads that will be made (n-way sampling).
-            payload: opaque bytes for the readers, at most 64 KiB.
-            checksums: every rank will call `Cache.checksum`, so that readers in integrity mode wait for the sums.
-            timeout: seconds to keep trying.
-
-        Raises:
-            BadBlock, InvalidField: the blocks are not ones of this engine, one is given twice, or a read is writing to
-                one; or another argument is out of range.
-            MessageTooLarge: the blocks do not fit a message; publish them in several steps. Nothing was published.
-            Unavailable: the home could not be reached. Whether the publication exists is not known, so it is aborted as
-                well as can be, and its blocks stay pinned until `released` comes, once. Or another thread's `publish`
-                took all the time; then nothing was published.
-            KvferryError: the home refused; nothing was published.
-        """
-        timeout = arguments.seconds("timeout", timeout)
+        """See `EngineSession.publish`."""
         # One at a time: the home takes a number below the highest it has seen for a stale one.
         deadline = now() + timeout
         if not self._publishing.acquire(timeout=timeout):
@@ -124,20 +100,6 @@ class EngineSession(OneProcess):
         finally:
             self._publishing.release()
         return publication
-
-    def publish_more(
-        self,
-        publication: Publication,
-        blocks: Mapping[str, Blocks],
-        *,
-        last: bool,
-        payload: bytes = b"",
-        timeout: float = CALL_TIMEOUT,
-    ) -> None:
-        """Offer the next blocks of a publication that was not the last; each group goes on where it ended. Errors as
-        `publish`."""
-        timeout = arguments.seconds("timeout", timeout)
-        self.send(self.offer_more(publication, blocks, last=last, payload=payload), timeout)
 
     def offer(
         self,
@@ -196,21 +158,20 @@ class EngineSession(OneProcess):
         return Step(step)
 
     def abort(self, publication: Publication, timeout: float = CALL_TIMEOUT) -> None:
-        """Stop new reads of a publication. Its blocks stay pinned until `released`, which comes within max_ttl (R2)."""
+        """See `EngineSession.abort`."""
         self._check_open()
-        number, timeout = _number(publication), arguments.seconds("timeout", timeout)
+        number = _number(publication)
         with self._lock:
             self._offers.abort(number)
         notification = pb.Notification(abort=pb.Abort(publication=number))
         self._notify_one(notification, timeout)
 
-    def released(self, timeout: float = 0.0) -> list[Release]:
-        """What was released since the last call; each publication exactly once (R3).
+    def released(self, deadline: float = 0.0) -> list[Release]:
+        """See `EngineSession.released`.
 
         Args:
-            timeout: seconds to wait for the first; 0: only what is there.
+            deadline: on `kvferry._clock`, until when to wait for the first; one that has passed: only what is there.
         """
-        deadline = now() + arguments.seconds("timeout", timeout, zero=True)
         with self._news:
             while True:
                 self._offers.advance(now())
@@ -222,14 +183,12 @@ class EngineSession(OneProcess):
                 self._news.wait(max(0.001, min(LONGEST, left, self._offers.next_deadline() - now())))
 
     def unreleased(self) -> tuple[Publication, ...]:
-        """Publications whose blocks are still pinned."""
+        """See `EngineSession.unreleased`."""
         with self._lock:
             return tuple(self._offers.unreleased())
 
     def on_refill(self, refill: Callable[[], None]) -> None:
         """Call `refill` on the watch's thread whenever the home has lost its record of this engine."""
-        if not callable(refill):
-            raise InvalidField("refill", arguments.described(refill), "a callable")
         with self._lock:
             self._refills.append(refill)
 

@@ -1,0 +1,262 @@
+"""The reads of one rank that its own process asks for and holds the leases of: what stands behind `Cache.read`."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+from kvferry._clock import now
+from kvferry._control.acquisition import Acquired, AcquireRequest, Cancellation
+from kvferry._control.lease_holder import LeaseHolder
+from kvferry._memory.tails import Tails
+from kvferry._reads.leased_reads import LeasedRead, LeasedReads, ShareEnd
+from kvferry._reads.rank_read import RankOrder, RankRead
+from kvferry._reads.rank_reads import RankReads
+from kvferry._reads.read import ReadHandle, ReadResult
+from kvferry._reads.source_engines import SourceEngines
+from kvferry._work_queue import WorkQueue
+from kvferry.errors import (
+    EngineUnknown,
+    KvferryError,
+    LimitReached,
+    PeerRestarted,
+    TransferStuck,
+)
+from kvferry.geometry.blocks import Blocks
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Wanted:
+    """What a read writes.
+
+    Attributes:
+        blocks: the local ones, by group.
+        tokens: the tokens wanted, ``[a, b)``; None: all that was published.
+        layers: the layers wanted; None: all.
+    """
+
+    blocks: Mapping[str, Blocks]
+    tokens: tuple[int, int] | None
+    layers: frozenset[str] | None
+
+
+class _OwnRead(LeasedRead):
+    """A read with its handle."""
+
+    def __init__(self, request: AcquireRequest, rank: int, cancellation: Cancellation, wanted: Wanted) -> None:
+        super().__init__(request, frozenset((rank,)), cancellation)
+        self.wanted = wanted
+        self.share: RankRead | None = None
+
+
+class CacheReads:
+    """The reads of one destination rank.
+
+    Threading: every method may be called from any thread; nothing but `close` waits.
+
+    Args:
+        rank: this rank.
+        holder: of the leases.
+        peers: source engines.
+        work: on whose thread homes are told, and shares are changed.
+        max_reads: reads at once; more are refused.
+        shares: makes the `RankReads`, given what is called with a share that has ended, and one that became quiet.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        holder: LeaseHolder,
+        peers: SourceEngines,
+        work: WorkQueue,
+        max_reads: int,
+        shares: Callable[[Callable[[RankRead], None], Callable[[RankRead], None]], RankReads],
+    ) -> None:
+        self._rank = rank
+        self._peers = peers
+        self._work = work
+        self._max_reads = max_reads
+        self._shares = shares(self._share_ended, self._share_quiet)
+        self._reads: LeasedReads[_OwnRead] = LeasedReads(holder, work, self)
+        self._holder = holder
+        self._callbacks = _Callbacks(f"kvferry-callbacks-{rank}")
+        self._changed = threading.Condition(self._reads.lock)
+        self._handles: dict[_OwnRead, ReadHandle] = {}
+        """Reads that have not ended."""
+        self._by_share: dict[RankRead, _OwnRead] = {}
+        """Those of which a rank may still write."""
+
+    def start(self, request: AcquireRequest, wanted: Wanted) -> ReadHandle:
+        """Start a read. Returns at once. Raises `LimitReached`."""
+        handle = ReadHandle(request.read_id, request.text, self._callbacks.do)
+        read = _OwnRead(request, self._rank, handle.cancellation, wanted)
+        with self._reads.lock:
+            if len(self._handles) >= self._max_reads:
+                limit = self._max_reads
+                raise LimitReached(f"{limit} reads are running", retry_after=0.1, limit="max_reads", value=limit)
+            self._handles[read] = handle
+            self._reads.acquire(read)
+        return handle
+
+    def close(self, timeout: float) -> None:
+        """Cancel everything, and wait at most `timeout` seconds until all has ended, is quiet, and was told to its
+        home. Idempotent."""
+        until = now() + timeout
+        with self._reads.lock:
+            handles = tuple(self._handles.values())
+        for handle in handles:
+            handle.cancel()
+        self._shares.close(timeout)
+        self._reads.wait_acquired(max(0.0, until - now()))
+        with self._changed:
+            self._changed.wait_for(lambda: not self._handles, max(0.0, until - now()))
+        for handle in handles:
+            if handle.share is not None:
+                handle.share.wait_quiet(max(0.0, until - now()))
+        self._holder.close(max(0.0, until - now()))
+        self._callbacks.close(max(0.0, until - now()))
+
+    # What `LeasedReads` tells, with the lock held.
+
+    def on_granted(self, read: _OwnRead) -> None:
+        """See `leased_reads.Owner`."""
+        handle = self._handles[read]
+        self._reads.begin(read)
+        if read.acquired is None:
+            return
+        share = RankRead(_order(read, read.acquired), read.cancellation)
+        read.share = share
+        self._by_share[share] = read
+        # The handle has it before it can begin: see `ReadHandle.cancel`.
+        handle.granted(share, partial(self._shares.cancel, share))
+        try:
+            self._shares.start(share)
+        except KvferryError as error:
+            self._by_share.pop(share, None)
+            self._reads.share_ended(read, self._rank, ShareEnd(error, quiet=True, bytes=0), now())
+
+    def on_renewed(self, read: _OwnRead) -> None:
+        """See `leased_reads.Owner`."""
+        share = read.share
+        if share is not None:
+            share.extend()
+
+    def on_refused(self, read: _OwnRead) -> None:
+        """See `leased_reads.Owner`."""
+        if isinstance(read.error, (PeerRestarted, EngineUnknown)):
+            home, reference = read.request.home, read.request.reference
+            self._work.do(partial(self._peers.gone, home.address, reference.engine_id, reference.incarnation))
+        self._forget(read, None, read.error)
+
+    def on_stop(self, read: _OwnRead) -> None:
+        """See `leased_reads.Owner`."""
+        if read.share is not None:
+            self._shares.cancel(read.share)
+
+    def overdue(self, read: _OwnRead) -> TransferStuck:
+        """See `leased_reads.Owner`."""
+        return TransferStuck(f"read {read.read_id} did not end in time", read_id=read.read_id)
+
+    def on_ended(self, read: _OwnRead) -> None:
+        """See `leased_reads.Owner`."""
+        self._forget(read, _result(read), read.error)
+
+    def on_quiesced(self, read: _OwnRead) -> None:
+        """See `leased_reads.Owner`."""
+
+    # What `RankReads` tells.
+
+    def _share_ended(self, share: RankRead) -> None:
+        with self._reads.lock:
+            read = self._by_share[share]
+            if share.quiet:
+                del self._by_share[share]
+            end = ShareEnd(share.error, share.quiet, share.bytes)
+            self._reads.share_ended(read, self._rank, end, share.ended_at)
+
+    def _share_quiet(self, share: RankRead) -> None:
+        with self._reads.lock:
+            read = self._by_share.pop(share, None)
+            if read is not None:
+                self._reads.share_quiet(read, self._rank)
+
+    def _forget(self, read: _OwnRead, result: ReadResult | None, error: KvferryError | None) -> None:
+        handle = self._handles.pop(read, None)
+        self._changed.notify_all()
+        if handle is not None:
+            handle.end(result, error)
+
+
+class _Callbacks:
+    """Calls back the callers of reads, one after the other, on a thread that starts with the first callback: they may
+    wait, for other reads too."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._lock = threading.Lock()
+        self._work: WorkQueue | None = None
+        self._closed = False
+
+    def do(self, callback: Callable[[], None]) -> None:
+        """Call back; here, where there is no thread for it any more."""
+        with self._lock:
+            if self._work is None and not self._closed:
+                try:
+                    self._work = WorkQueue(self._name)
+                except LimitReached as error:
+                    logger.warning("a callback runs on the thread that ends its read: %s", error.message)
+            work = None if self._closed else self._work
+            if work is not None:
+                work.do(callback)
+        if work is None:
+            callback()
+
+    def close(self, timeout: float) -> None:
+        """End the thread once what waits is called. Idempotent."""
+        with self._lock:
+            self._closed = True
+            work = self._work
+        if work is not None:
+            work.close(timeout)
+
+
+def _order(read: _OwnRead, acquired: Acquired) -> RankOrder:
+    request, wanted = read.request, read.wanted
+    return RankOrder(
+        read_id=request.read_id,
+        request_id=acquired.request_id,
+        home=request.home,
+        engine_id=acquired.source.engine_id,
+        incarnation=acquired.source.incarnation,
+        publication=request.reference.publication,
+        reference=request.text,
+        lease=acquired.lease,
+        granted=acquired.blocks,
+        blocks=wanted.blocks,
+        tokens=wanted.tokens,
+        layers=wanted.layers,
+        tails=Tails.KEEP,
+        deadline=request.deadline,
+    )
+
+
+def _result(read: _OwnRead) -> ReadResult | None:
+    share, acquired = read.share, read.acquired
+    if read.error is not None or share is None or share.planned is None or acquired is None:
+        return None
+    return ReadResult(
+        request_id=acquired.request_id,
+        payload=acquired.payload,
+        bytes=read.bytes,
+        staged_bytes=share.planned.staged_bytes,
+        descriptors=share.planned.descriptors,
+        pieces=share.planned.pieces,
+        source_ranks=share.planned.source_ranks,
+        confirmed=read.confirmed,
+        verification=share.verification,
+    )

@@ -1,0 +1,363 @@
+"""Reads whose leases this process holds: acquired, read by their ranks, judged once, and ended (R1; PROTOCOL, Leases
+and Endings).
+
+    acquire ──► WAITING ──► GRANTED ──(begin)──► READING ──(all shares have ended)──► JUDGING ──► ENDED
+                   └───────────┴──► REFUSED
+
+A read of which a share has failed, whose lease has ended, or that was cancelled is stopped on the other ranks, and ends
+when all have said how it ended for them. `Cache.read` has one rank, `SchedulerPort` all those of its engine.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import threading
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Generic, Protocol, TypeVar
+
+from kvferry._clock import now
+from kvferry._control.acquisition import Acquired, AcquireRequest, Cancellation
+from kvferry._control.judgement import Judgement, judge
+from kvferry._control.lease_holder import VERDICT_TIMEOUT, LeaseHolder
+from kvferry._work_queue import WorkQueue
+from kvferry.errors import (
+    KvferryError,
+    TransferCancelled,
+    TransferError,
+    TransferExpired,
+    TransferFailed,
+    TransferStuck,
+)
+from kvferry.v1 import kv_transfer_pb2 as pb
+
+logger = logging.getLogger(__name__)
+
+LOOK_EVERY = 0.25
+"""Seconds between looks at the deadlines of reads under way."""
+
+RANKS_GRACE = 10.0
+"""Seconds after a read's deadline for which its ranks are waited for; they end their shares by themselves."""
+
+
+class ReadStage(enum.Enum):
+    """Where a read stands; see the module."""
+
+    WAITING = "waiting"
+    GRANTED = "granted"
+    REFUSED = "refused"
+    READING = "reading"
+    JUDGING = "judging"
+    ENDED = "ended"
+
+
+UNDER_WAY = (ReadStage.GRANTED, ReadStage.READING, ReadStage.JUDGING)
+"""Stages whose time is looked at."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShareEnd:
+    """How one rank's share of a read ended.
+
+    Attributes:
+        error: why its bytes do not count; None: all have arrived.
+        quiet: nothing can write to its blocks any more.
+        bytes: that have arrived.
+    """
+
+    error: KvferryError | None
+    quiet: bool
+    bytes: int
+
+
+@dataclass(slots=True, eq=False)
+class LeasedRead:
+    """One read. Changed by its `LeasedReads` only, with their lock held.
+
+    Attributes:
+        request: what was asked for.
+        ranks: those that read a share.
+        cancellation: stops the wait for its lease.
+        acquired: its lease, and the blocks that it covers.
+        error: why it fails, once it is known that it does.
+        ends: how it ended for each rank that has said so.
+        not_quiet: ranks whose share has ended, and that may still be written to.
+        ended_at: when the last good share ended.
+        confirmed: the home has answered VALID; False: the reader's own deadline decided.
+    """
+
+    request: AcquireRequest
+    ranks: frozenset[int]
+    cancellation: Cancellation
+    stage: ReadStage = ReadStage.WAITING
+    acquired: Acquired | None = None
+    error: KvferryError | None = None
+    ends: dict[int, ShareEnd] = field(default_factory=dict)
+    not_quiet: set[int] = field(default_factory=set)
+    ended_at: float = 0.0
+    confirmed: bool = False
+    _judging_since: float = 0.0
+
+    @property
+    def read_id(self) -> str:
+        """What its ranks call it."""
+        return self.request.read_id
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that have arrived at all ranks that have ended."""
+        return sum(end.bytes for end in self.ends.values())
+
+    @property
+    def silent(self) -> tuple[int, ...]:
+        """Ranks that have not said how it ended for them."""
+        return tuple(sorted(self.ranks - set(self.ends)))
+
+
+SomeRead = TypeVar("SomeRead", bound=LeasedRead)
+AnyRead = TypeVar("AnyRead", bound=LeasedRead, contravariant=True)
+
+
+class Owner(Protocol[AnyRead]):
+    """Whoever asked for the reads. All but `on_renewed` is called with the lock held; nothing here may block."""
+
+    def on_granted(self, read: AnyRead) -> None:
+        """It is GRANTED."""
+
+    def on_renewed(self, read: AnyRead) -> None:
+        """Its lease has a new deadline. On any thread, without the lock."""
+
+    def on_refused(self, read: AnyRead) -> None:
+        """It is REFUSED: it will not be granted, or its grant has ended before it began; see `LeasedRead.error`."""
+
+    def on_stop(self, read: AnyRead) -> None:
+        """It cannot end well: stop the shares that go on."""
+
+    def overdue(self, read: AnyRead) -> TransferStuck:
+        """The error for a read that did not end in time."""
+
+    def on_ended(self, read: AnyRead) -> None:
+        """It is ENDED. Where `LeasedRead.not_quiet` names ranks, `on_quiesced` follows."""
+
+    def on_quiesced(self, read: AnyRead) -> None:
+        """It had ended without being quiet, and is quiet now."""
+
+
+class LeasedReads(Generic[SomeRead]):
+    """The reads of one owner.
+
+    Threading: what has to wait is done elsewhere, what makes a call on the work queue; a read's owner is told on any
+    thread. Every method but `lock` and `wait_acquired` is called with the lock held.
+
+    Args:
+        holder: of the leases.
+        work: on which homes are told.
+        owner: told what becomes of the reads.
+    """
+
+    def __init__(self, holder: LeaseHolder, work: WorkQueue, owner: Owner[SomeRead]) -> None:
+        self.lock = threading.Lock()
+        """Held while reads are changed, and around calls of the methods."""
+        self._holder = holder
+        self._work = work
+        self._owner = owner
+        self._under_way: set[SomeRead] = set()
+        self._looking = False
+        self._acquiring = 0
+        """Acquisitions that have not ended, those of withdrawn reads included."""
+        self._acquisition_ended = threading.Condition(self.lock)
+
+    def acquire(self, read: SomeRead) -> None:
+        """Ask for its lease."""
+        self._acquiring += 1
+        self._work.do(partial(self._acquire, read))
+
+    def begin(self, read: SomeRead) -> None:
+        """Its ranks are told to read."""
+        read.stage = ReadStage.READING
+
+    def withdraw(self, read: SomeRead) -> None:
+        """Nobody wants it, and no rank has heard of it. What was granted is still to be ended at its home."""
+        read.stage = ReadStage.ENDED
+        self._under_way.discard(read)
+        self._work.do(read.cancellation.cancel)
+        if read.acquired is not None:
+            self._holder.drop(read.acquired)
+
+    def fail(self, read: SomeRead, error: KvferryError) -> None:
+        """It cannot end well: stop it where it goes on. The first reason stays."""
+        if read.error is None:
+            read.error = error
+            if read.stage is ReadStage.READING and read.silent:
+                self._owner.on_stop(read)
+
+    def share_ended(self, read: SomeRead, rank: int, end: ShareEnd, at: float) -> None:
+        """A rank has ended its share; what it says later of its end changes nothing.
+
+        Args:
+            read: the read.
+            rank: one of its ranks.
+            end: how.
+            at: on `kvferry._clock`, no earlier than its last byte arrived.
+        """
+        if rank in read.ends:
+            return
+        read.ends[rank] = end
+        read.ended_at = max(read.ended_at, at)
+        if end.quiet:
+            read.not_quiet.discard(rank)
+        else:
+            read.not_quiet.add(rank)
+        if read.stage is ReadStage.ENDED:
+            # It was given up before this rank had said anything.
+            self._settle(read)
+            return
+        if end.error is not None:
+            self.fail(read, end.error)
+        if read.stage is ReadStage.READING and not read.silent:
+            self._all_ended(read)
+
+    def share_quiet(self, read: SomeRead, rank: int) -> None:
+        """Nothing can write to a rank's blocks any more, after it had ended without being quiet."""
+        read.not_quiet.discard(rank)
+        self._settle(read)
+
+    def wait_acquired(self, timeout: float) -> bool:
+        """Wait until no acquisition is under way; whether none is. Called without the lock."""
+        with self.lock:
+            return self._acquisition_ended.wait_for(lambda: not self._acquiring, timeout)
+
+    # On the work queue, or wherever the acquisition ends.
+
+    def _acquire(self, read: SomeRead) -> None:
+        try:
+            self._holder.acquire(
+                read.request, read.cancellation, lambda _: self._owner.on_renewed(read), partial(self._acquired, read)
+            )
+        except KvferryError as error:
+            self._acquired(read, error)
+        except Exception as error:
+            logger.exception("read %s was not acquired", read.read_id)
+            self._acquired(read, TransferFailed(f"read {read.read_id}: {error!r}"))
+
+    def _acquired(self, read: SomeRead, found: Acquired | KvferryError) -> None:
+        with self.lock:
+            wanted = read.stage is ReadStage.WAITING
+            if wanted and isinstance(found, Acquired):
+                read.acquired, read.stage = found, ReadStage.GRANTED
+                self._under_way.add(read)
+                self._look_later()
+                self._owner.on_granted(read)
+            elif wanted and isinstance(found, KvferryError):
+                read.error, read.stage = found, ReadStage.REFUSED
+                self._owner.on_refused(read)
+        if not wanted and isinstance(found, Acquired):
+            self._let_go(read, found)
+        with self.lock:
+            self._acquiring -= 1
+            self._acquisition_ended.notify_all()
+
+    def _look(self) -> None:
+        with self.lock:
+            self._looking = False
+            for read in tuple(self._under_way):
+                self._judge_time(read)
+            self._look_later()
+
+    def _let_go(self, read: SomeRead, acquired: Acquired) -> None:
+        self._holder.drop(acquired)
+        self._holder.cancel(read.request.home, acquired.lease)
+
+    def _report(self, read: SomeRead, acquired: Acquired) -> None:
+        # Every byte of a good share has arrived, and does not count all the same where the lease had ended.
+        expired = read.error if isinstance(read.error, TransferExpired) else None
+        reports = [
+            pb.RankReport(rank=rank, outcome=_outcome(end.error or expired), bytes=end.bytes)
+            for rank, end in sorted(read.ends.items())
+        ]
+        self._holder.report(read.request.home, acquired.lease, reports, partial(self._answered, read))
+
+    def _answered(self, read: SomeRead, verdict: pb.Verdict.ValueType | None) -> None:
+        with self.lock:
+            self._judged(read, verdict)
+
+    # With the lock held.
+
+    def _look_later(self) -> None:
+        if self._under_way and not self._looking:
+            self._looking = True
+            self._work.do_later(LOOK_EVERY, self._look)
+
+    def _judge_time(self, read: SomeRead) -> None:
+        if read.acquired is None:
+            return
+        time, read_id = now(), read.read_id
+        if read.stage is ReadStage.JUDGING:
+            if time >= read._judging_since + VERDICT_TIMEOUT + LOOK_EVERY:
+                self._judged(read, None)
+            return
+        if read.error is None and not read.acquired.lease.live(time):
+            self.fail(read, TransferExpired(f"read {read_id}: its lease ended before its last byte", read_id=read_id))
+        elif read.error is None and time >= read.request.deadline:
+            self.fail(read, self._owner.overdue(read))
+        if read.stage is ReadStage.GRANTED and read.error is not None:
+            read.stage = ReadStage.REFUSED
+            self._under_way.discard(read)
+            self._work.do(partial(self._let_go, read, read.acquired))
+            self._owner.on_refused(read)
+        elif read.stage is ReadStage.READING and time >= read.request.deadline + RANKS_GRACE:
+            read.not_quiet.update(read.silent)
+            read.ended_at = time
+            self._all_ended(read)
+
+    def _all_ended(self, read: SomeRead) -> None:
+        if read.acquired is None:
+            return
+        if read.error is None and not read.acquired.lease.live(read.ended_at):
+            read.error = TransferExpired(f"read {read.read_id} ended after its lease", read_id=read.read_id)
+        self._work.do(partial(self._report, read, read.acquired))
+        if read.error is None:
+            read.stage, read._judging_since = ReadStage.JUDGING, now()
+        else:
+            self._end(read)
+
+    def _judged(self, read: SomeRead, verdict: pb.Verdict.ValueType | None) -> None:
+        """The home's verdict, or that there is none, and the reader's own deadline decides."""
+        if read.stage is not ReadStage.JUDGING or read.acquired is None:
+            return
+        judgement = judge(read.ended_at, read.acquired.lease.deadline, verdict)
+        if judgement is Judgement.EXPIRED:
+            read_id = read.read_id
+            read.error = TransferExpired(f"read {read_id}: the home says that its lease ended", read_id=read_id)
+        read.confirmed = judgement is Judgement.CONFIRMED
+        self._end(read)
+
+    def _end(self, read: SomeRead) -> None:
+        read.stage = ReadStage.ENDED
+        self._under_way.discard(read)
+        if read.acquired is not None:
+            self._holder.drop(read.acquired)
+        _tell_quiet(read)
+        self._owner.on_ended(read)
+
+    def _settle(self, read: SomeRead) -> None:
+        """A rank became quiet."""
+        if read.stage is ReadStage.ENDED and not read.not_quiet:
+            _tell_quiet(read)
+            self._owner.on_quiesced(read)
+
+
+def _tell_quiet(read: LeasedRead) -> None:
+    """What the engine is told of the error says the same of its blocks as what it is told of the read."""
+    if isinstance(read.error, TransferError):
+        read.error.quiet = not read.not_quiet
+
+
+def _outcome(error: KvferryError | None) -> pb.RankOutcome.ValueType:
+    """What the home is told of a share that ended with this error."""
+    if error is None:
+        return pb.RANK_OUTCOME_DONE
+    if isinstance(error, TransferExpired):
+        return pb.RANK_OUTCOME_EXPIRED
+    return pb.RANK_OUTCOME_CANCELLED if isinstance(error, TransferCancelled) else pb.RANK_OUTCOME_FAILED

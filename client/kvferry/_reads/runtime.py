@@ -1,0 +1,318 @@
+"""What stands behind the public objects: `ClientRuntime` behind a `Client`, `RankRuntime` behind a `Cache`. The parts
+are made and joined here, and nowhere else."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+
+from kvferry._clock import from_duration, now
+from kvferry._control.batches import check_size
+from kvferry._control.connection import retrying
+from kvferry._control.homes import Homes
+from kvferry._control.lease_holder import LeaseHolder
+from kvferry._control.renewals import Renewals
+from kvferry._engine_spec import EngineSpec
+from kvferry._memory.permute import device_tensors
+from kvferry._memory.summing import Summers
+from kvferry._reads.cache_reads import CacheReads
+from kvferry._reads.checksum_publisher import Checksummer
+from kvferry._reads.rank_read import RankRead
+from kvferry._reads.rank_reads import RankReads
+from kvferry._reads.source_engines import SourceEngine, SourceEngines, whole_engine
+from kvferry._reads.verifier import Verifier
+from kvferry._threads import start_thread
+from kvferry._transport.calibration import measure
+from kvferry._transport.nixl_agent import AgentInfo, ServingAgent
+from kvferry._transport.nixl_options import NixlOptions
+from kvferry._transport.staging_pool import StagingOptions
+from kvferry._transport.transport import Transport
+from kvferry._wire.geometry_codec import group_to_proto, rank_to_proto, region_to_proto
+from kvferry._wire.reference import parse_engine_reference
+from kvferry._wire.token import EngineToken
+from kvferry._work_queue import WorkQueue
+from kvferry.errors import InvalidField, KvferryError
+from kvferry.geometry.model import EngineGeometry, MemoryRegion, RankGeometry, check_rank, check_regions
+from kvferry.geometry.tensors import Tensor
+from kvferry.planner.path_choice import Costs, PathRule
+from kvferry.planner.summed_blocks import IntegrityOptions
+from kvferry.v1 import geometry_pb2
+from kvferry.v1 import kv_transfer_pb2 as pb
+
+logger = logging.getLogger(__name__)
+
+MEASURE_TIMEOUT = 2.0
+"""Seconds for measuring what reads cost; a peer that takes longer is not measured, and its first read does not wait."""
+
+REFILL_TIMEOUT = 5.0
+"""Seconds to tell a home that has lost its record of a rank; its next question tries again."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ClientRuntime:
+    """What the caches and ports of a client share.
+
+    Attributes:
+        homes: node servers that may be dialled.
+        renewals: keeps the leases of all reads alive.
+        options, staging, integrity: see `Client`.
+        max_reads: reads at once per cache.
+    """
+
+    homes: Homes
+    renewals: Renewals
+    options: NixlOptions
+    staging: StagingOptions
+    integrity: IntegrityOptions
+    max_reads: int
+
+    def lease_holder(self, token: EngineToken, rank: int | None = None) -> LeaseHolder:
+        """For one process of an engine: for all of its ranks, or for one."""
+        return LeaseHolder(self.homes, self.renewals, token, rank)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RankMemory:
+    """The memory of a rank.
+
+    Attributes:
+        regions: where its planes lie.
+        tensors: of the device memory among them.
+        keep: what owns them; referenced as long as anything may write to them.
+    """
+
+    regions: tuple[MemoryRegion, ...]
+    tensors: Sequence[Tensor]
+    keep: object
+
+
+class RankRuntime:
+    """One rank: its agents, the engines that it reads from, and its reads.
+
+    Threading: every method may be called from any thread; `register`, `register_again` and `close` wait.
+
+    Args:
+        client: of this process.
+        spec, token: the engine.
+        rank: its planes.
+        memory: where they lie.
+        serve: whether others may read it.
+
+    Raises:
+        BadGeometry: planes that contradict the engine's groups, or lie outside of the regions.
+        InvalidField: the engine has no such rank.
+        MessageTooLarge: the rank cannot be registered in one message.
+    """
+
+    def __init__(
+        self,
+        client: ClientRuntime,
+        spec: EngineSpec,
+        token: EngineToken,
+        rank: RankGeometry,
+        memory: RankMemory,
+        *,
+        serve: bool,
+    ) -> None:
+        check_rank(spec.groups, rank)
+        check_regions(rank, memory.regions)
+        if rank.rank >= spec.num_ranks:
+            raise InvalidField("rank", rank.rank, f"below num_ranks {spec.num_ranks}")
+        self.spec = spec
+        self.token = token
+        self.rank = rank
+        self.homes = client.homes
+        self._lock = threading.Lock()
+        self._closed = False
+        self._whole: EngineGeometry | None = None
+        self._agent: ServingAgent | None = None
+        if serve:
+            name = f"kvferry/{spec.engine_id}/{token.incarnation.hex()}/{rank.rank}/serving"
+            self._agent = ServingAgent(name, memory.regions, client.options)
+        try:
+            self._registration = _registration(spec, token, rank, memory, self._agent)
+            staging = client.staging
+            self.transport = Transport(
+                memory.regions, client.options, staging=staging, tensors=memory.tensors, keep=memory.keep
+            )
+            rule = PathRule(
+                path=staging.chosen,
+                costs=staging.costs or Costs(),
+                slot_bytes=staging.slot_bytes,
+                device_memory=frozenset(device_tensors(memory.tensors)),
+            )
+            costs = _MeasuredCosts(rule, rank, self.transport, measured=staging.costs is None)
+            self._peers = SourceEngines(spec, token.ref(), rank.rank, self._geometry, rule, costs.rule_of, self._drop)
+            self._summers = Summers(memory.tensors)
+            self.checksummer = Checksummer(
+                client.homes.home_of(token), spec, token, rank, self._summers, client.integrity
+            )
+            self._verifier = Verifier(token.ref(), self._summers, client.integrity) if client.integrity.share else None
+            self._work = WorkQueue(f"kvferry-rank-{spec.engine_id}-{rank.rank}")
+        except KvferryError:
+            if self._agent is not None:
+                self._agent.close()
+            raise
+        self._rank_reads: list[RankReads] = []
+        self.reads = CacheReads(
+            rank.rank, client.lease_holder(token, rank.rank), self._peers, self._work, client.max_reads, self.rank_reads
+        )
+
+    def rank_reads(self, ended: Callable[[RankRead], None], quiesced: Callable[[RankRead], None]) -> RankReads:
+        """Shares of reads, see `RankReads`. Closed with the rank."""
+        made = RankReads(self.transport, self._peers, self._summers, self._verifier, self._work, ended, quiesced)
+        with self._lock:
+            self._rank_reads.append(made)
+        return made
+
+    def register(self, timeout: float) -> float:
+        """Tell the node server of this rank; what it refuses is raised.
+
+        Args:
+            timeout: seconds to keep trying.
+
+        Returns:
+            Seconds from now for which no block of memory that survived a restart may be given out.
+        """
+        own = self.homes.own
+        what = f"the registration of rank {self.rank.rank} of engine {self.spec.engine_id!r} at {own.address}"
+        answer = retrying(lambda left: own.register_cache(self._registration, left), now() + timeout, what=what)
+        self.homes.known_as(answer.advertise)
+        return from_duration(answer.reuse_after)
+
+    def register_again(self) -> None:
+        """Refill a home that lost its record of this rank. Same content, so it changes nothing at one that has it.
+
+        Raises:
+            Unavailable: the node server cannot take it now. What it refuses for good is logged.
+        """
+        if self._closed:
+            return
+        try:
+            self.register(REFILL_TIMEOUT)
+        except KvferryError as error:
+            if error.retryable:
+                raise
+            message = "rank %d of engine %s was not registered again: %s"
+            logger.warning(message, self.rank.rank, self.spec.engine_id, error)
+
+    def warm(self, engine_reference: str, deadline: float) -> Future[tuple[int, ...]]:
+        """See `Cache.warm`."""
+        engine = parse_engine_reference(engine_reference)
+        home = self.homes.get(engine.home)
+        done: Future[tuple[int, ...]] = Future()
+        # As of a call that runs: who gives up waiting for it cancels nothing.
+        done.set_running_or_notify_cancel()
+
+        def run() -> None:
+            try:
+                peer = self._peers.get(home, engine.engine_id, engine.incarnation, engine_reference, deadline)
+                for agent in peer.agents.values():
+                    self.transport.warm(agent)
+            except Exception as error:
+                done.set_exception(error)
+            else:
+                done.set_result(tuple(peer.agents))
+
+        start_thread(run, f"kvferry-warm-{engine.engine_id}")
+        return done
+
+    def close(self, timeout: float) -> None:
+        """Cancel the reads, and end the agents. Idempotent.
+
+        Args:
+            timeout: seconds to wait until all is quiet.
+        """
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        until = now() + timeout
+        self.reads.close(timeout)
+        for shares in self._rank_reads:
+            shares.close(max(0.0, until - now()))
+        self._work.close(max(0.0, until - now()))
+        self.checksummer.close()
+        self.transport.close(max(0.0, until - now()))
+        if self._agent is not None:
+            self._agent.close()
+
+    def _geometry(self, deadline: float) -> EngineGeometry:
+        """The whole engine; asked for once, since an incarnation's geometry does not change."""
+        spec = self.spec
+        if spec.num_ranks == 1:
+            return EngineGeometry(spec.engine_id, spec.groups, (self.rank,), spec.identity, self.token.incarnation)
+        with self._lock:
+            whole = self._whole
+        if whole is None:
+            whole = whole_engine(self.homes.own, self.token.ref(), deadline)
+            with self._lock:
+                self._whole = whole
+        return whole
+
+    def _drop(self, peer: SourceEngine) -> None:
+        for agent in peer.agents.values():
+            self.transport.retire(agent.name)
+
+
+class _MeasuredCosts:
+    """The rule by which a rank chooses paths, with the costs of each home; measured once, as its ranks are reached
+    alike."""
+
+    def __init__(self, rule: PathRule, rank: RankGeometry, transport: Transport, *, measured: bool) -> None:
+        self._rule = rule
+        # The memory of a rank is of one kind, as far as costs go.
+        self._plane = rank.planes[0]
+        self._transport = transport
+        self._measured = measured
+        self._lock = threading.Lock()
+        self._rules: dict[str, PathRule] = {}
+
+    def rule_of(self, home: str, agent: AgentInfo, deadline: float) -> PathRule | None:
+        """The rule for sources behind this home, measured at one of their agents; None: as it was given."""
+        if not self._measured:
+            return None
+        with self._lock:
+            known = self._rules.get(home)
+        if known is None:
+            pool = self._transport.pool(self._plane.memory_kind, self._plane.device)
+            costs = measure(self._transport, agent, pool, min(deadline, now() + MEASURE_TIMEOUT))
+            if costs is None:
+                return None
+            known = replace(self._rule, costs=costs)
+            with self._lock:
+                self._rules[home] = known
+        return known
+
+
+def _registration(
+    spec: EngineSpec, token: EngineToken, rank: RankGeometry, memory: RankMemory, agent: ServingAgent | None
+) -> pb.RegisterCacheRequest:
+    registration = pb.RegisterCacheRequest(
+        engine=token.ref(),
+        session_secret=token.session_secret,
+        home=token.home,
+        num_ranks=spec.num_ranks,
+        identity=spec.identity,
+        groups=[group_to_proto(group) for group in spec.groups],
+        rank=rank_to_proto(rank),
+        agent=None if agent is None else _agent_to_proto(agent.info),
+    )
+    what = (
+        f"the registration of rank {rank.rank} with {len(rank.planes)} planes, {len(memory.regions)} regions and "
+        f"{registration.agent.ByteSize()} bytes of its agent"
+    )
+    check_size(what, registration)
+    return registration
+
+
+def _agent_to_proto(info: AgentInfo) -> geometry_pb2.Agent:
+    return geometry_pb2.Agent(
+        name=info.name,
+        metadata=info.metadata,
+        metadata_sha256=info.sha256,
+        regions=[region_to_proto(region) for region in info.regions],
+    )
