@@ -20,8 +20,7 @@ from kvferry._control.renewals import Renewals
 from kvferry._control.session import EngineSession
 from kvferry._engine_spec import EngineSpec
 from kvferry._forks import OneProcess
-from kvferry._memory.permute import device_tensors
-from kvferry._memory.summing import Summers
+from kvferry._memory.rank_memory import RankMemory
 from kvferry._reads.checksum_publisher import Checksummer
 from kvferry._reads.rank_reads import RankRead, RankReads
 from kvferry._reads.read import Read
@@ -127,19 +126,19 @@ class Cache(OneProcess):
             raise
         self._staging = staging
         self._rules: dict[str, PathRule] = {}
-        self._transport = Transport(regions, options, staging=staging, tensors=tensors, keep=keep)
+        self._memory = RankMemory(tensors)
+        self._transport = Transport(regions, options, staging=staging, memory=self._memory, keep=keep)
         rule = PathRule(
             path=staging.chosen,
             costs=staging.costs or Costs(),
             slot_bytes=staging.slot_bytes,
-            device_memory=frozenset(device_tensors(tensors)),
+            device_memory=self._memory.devices,
         )
         self._peers = SourceEngines(
             spec, token.ref(), rank.rank, self._geometry, rule, partial(self._measure, rule), self._drop
         )
-        self._summers = Summers(tensors)
-        self._checksummer = Checksummer(homes.home_of(token), spec, token, rank, self._summers, integrity)
-        self._verifier = Verifier(token.ref(), self._summers, integrity) if integrity.share else None
+        self._checksummer = Checksummer(homes.home_of(token), spec, token, rank, self._memory, integrity)
+        self._verifier = Verifier(token.ref(), self._memory, integrity) if integrity.share else None
         self._reader = Reader(token, rank.rank, self._transport, self._peers, renewals, max_reads, self._verifier)
         self._rank_reads: list[RankReads] = []
         try:
@@ -331,7 +330,7 @@ class Cache(OneProcess):
     def rank_reads(self, ended: Callable[[RankRead], None], quiesced: Callable[[RankRead], None]) -> RankReads:
         """Shares of reads whose lease another process holds; see `RankReads`. Closed with the cache."""
         self._check_open()
-        made = RankReads(self._transport, self._peers, self._summers, self._verifier, ended, quiesced)
+        made = RankReads(self._transport, self._peers, self._memory, self._verifier, ended, quiesced)
         with self._lock:
             self._rank_reads.append(made)
         return made

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kvferry._clock import now
-from kvferry._memory.permute import HostSpace
+from kvferry._memory.host import HostMemory
 from kvferry._transport.calibration import measure
 from kvferry._transport.nixl_agent import NixlOptions
 from kvferry._transport.staging_pool import StagedShare, StagingOptions, StagingPool
@@ -263,7 +263,7 @@ def test_several_stopped_sources_leave_a_slot_for_another(
 
 def shares_of_one_slot(source: Source, memory: Memory, woken: list[str]) -> Callable[[str], StagedShare]:
     """Makes shares, each of its own source, that want the one slot of a pool; `woken` tells when they are called."""
-    pool = StagingPool(HostSpace(1 << 16), 1 << 16, lambda: woken.append("woken"))
+    pool = StagingPool(HostMemory().allocate(1 << 16), 1 << 16, lambda: woken.append("woken"))
 
     def share(name: str) -> StagedShare:
         transfer = Transfer(name, 10, 1, None, now, lambda: None)
@@ -298,7 +298,7 @@ def test_a_share_that_moved_on_is_called_when_its_batch_arrives_on_the_old_agent
 ) -> None:
     """A share keeps two slots at most. What it waits for then may arrive on another thread than its own."""
     woken: list[str] = []
-    pool = StagingPool(HostSpace(12 * BLOCK_BYTES), BLOCK_BYTES, lambda: woken.append("woken"))
+    pool = StagingPool(HostMemory().allocate(12 * BLOCK_BYTES), BLOCK_BYTES, lambda: woken.append("woken"))
     transfer = Transfer("one", 10 * LAYERS * BLOCK_BYTES, 1, None, now, lambda: None)
     share = StagedShare(transfer, source.info, part(source, memory, some(1)[:10], some(2)[:10]).staged, pool, now())
     posted = []

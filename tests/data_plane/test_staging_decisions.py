@@ -17,7 +17,8 @@ import numpy as np
 import pytest
 
 from kvferry._clock import now
-from kvferry._memory.permute import HostSpace, StillCopying
+from kvferry._memory.access import StillCopying
+from kvferry._memory.host import HostMemory
 from kvferry._transport.nixl_agent import AgentInfo
 from kvferry._transport.nixl_options import NixlOptions
 from kvferry._transport.peer_link import Chunk
@@ -133,7 +134,8 @@ def test_readers_of_few_slots(seed: int) -> None:
     memory, sources = Memory(4 * SIZE), [local_source(name) for name in ("one", "other")]
     slots = turns.choice([1, 2, 3, 8])
     options = NixlOptions(chunk_bytes=turns.choice([1 << 20, BLOCK_BYTES + 100]))
-    readers = Readers(turns, StagingPool(HostSpace(slots * SLOT + 100), SLOT, lambda: readers.called()), options)
+    space = HostMemory().allocate(slots * SLOT + 100)
+    readers = Readers(turns, StagingPool(space, SLOT, lambda: readers.called()), options)
     for number in range(4):
         asked = part(turns.choice(sources), memory, some(number, 9), some(9 + number, 9), number * SIZE)
         readers.shares.append(staged_share(readers.pool, asked))
@@ -160,7 +162,8 @@ def test_readers_of_few_slots(seed: int) -> None:
 
 
 def pool_of(slots: int, woken: list[str] | None = None) -> StagingPool:
-    return StagingPool(HostSpace(slots * SLOT), SLOT, lambda: None if woken is None else woken.append("woken"))
+    space = HostMemory().allocate(slots * SLOT)
+    return StagingPool(space, SLOT, lambda: None if woken is None else woken.append("woken"))
 
 
 def test_a_source_has_a_quarter_of_the_slots_and_more_than_one_only_while_half_are_free() -> None:
@@ -220,29 +223,24 @@ def test_what_cannot_be_read_gives_its_slot_back() -> None:
     assert staged_share(pool, asked).next(OPTIONS) is not None
 
 
-@dataclass
-class Device:
-    """Staging memory whose copies do as a test says."""
+class Device(HostMemory):
+    """Memory whose copies do as a test says."""
 
-    space: HostSpace
-    error: Exception | None = None
-    copies: int = 0
-
-    @property
-    def region(self) -> MemoryRegion:
-        return self.space.region
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error = error
+        self.copies = 0
 
     def copy(self, copies: Iterable[Copy]) -> None:
         self.copies += 1
         if self.error is not None:
             raise self.error
-        self.space.copy(copies)
+        super().copy(copies)
 
 
 @pytest.mark.parametrize(("error", "quiet"), [(RuntimeError("a device's"), True), (StillCopying("lost"), False)])
 def test_a_permutation_that_failed_fails_the_read(error: Exception, *, quiet: bool) -> None:
-    device = Device(HostSpace(2 * SLOT), error)
-    pool, memory = StagingPool(device, SLOT, lambda: None), Memory(SIZE)
+    device = Device(error)
+    pool, memory = StagingPool(device.allocate(2 * SLOT), SLOT, lambda: None), Memory(SIZE)
     share = staged_share(pool, part(local_source(), memory, [1], [2]))
     chunk = share.next(OPTIONS)
     assert chunk is not None
@@ -256,8 +254,8 @@ def test_a_permutation_that_failed_fails_the_read(error: Exception, *, quiet: bo
 
 
 def test_what_arrives_after_the_end_is_not_copied_into_the_blocks() -> None:
-    device = Device(HostSpace(2 * SLOT))
-    pool, memory = StagingPool(device, SLOT, lambda: None), Memory(SIZE)
+    device = Device()
+    pool, memory = StagingPool(device.allocate(2 * SLOT), SLOT, lambda: None), Memory(SIZE)
     share = staged_share(pool, part(local_source(), memory, [1], [2]))
     chunk = share.next(OPTIONS)
     assert chunk is not None

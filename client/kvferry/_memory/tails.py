@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
 
-from kvferry._memory.summing import Summers
+from kvferry._memory.rank_memory import RankMemory
 from kvferry.errors import InvalidField
 from kvferry.geometry.blocks import BlockIds, Blocks
 from kvferry.geometry.model import Group, GroupKind, Plane
@@ -31,7 +31,7 @@ def clear_tails(
     groups: Mapping[str, Group],
     blocks: Mapping[str, Blocks],
     moved: Mapping[str, GroupRequest],
-    summers: Summers,
+    memory: RankMemory,
 ) -> None:
     """Clear the tails of a read.
 
@@ -40,7 +40,7 @@ def clear_tails(
         groups: of the destination, by name.
         blocks: the read's destination blocks, by group.
         moved: what it has moved, by group; a group of which nothing was moved has no tail.
-        summers: of the rank's memory.
+        memory: the rank's.
 
     Raises:
         InvalidField: a plane lies in device memory that is not backed by a registered tensor.
@@ -50,10 +50,10 @@ def clear_tails(
         if plane.group not in moved or group.kind is GroupKind.STATE:
             continue
         for alike in tail_of(plane, group, blocks[plane.group], moved[plane.group].end):
-            summer = summers.of(plane)
-            if summer is None:
-                raise InvalidField("tails", plane.name, "memory of a tensor, to be cleared there")
-            summer.clear(plane, alike)
+            own = memory.of(plane)
+            if own is None:
+                raise InvalidField("tails", plane.name, "host memory, or a tensor's, to be cleared")
+            own.clear(plane, alike)
 
 
 def tail_of(plane: Plane, group: Group, blocks: Blocks, end: int) -> Iterator[AlikeBlocks]:

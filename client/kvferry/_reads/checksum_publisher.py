@@ -11,7 +11,7 @@ import numpy as np
 from kvferry._clock import now
 from kvferry._control.connection import Control, retrying
 from kvferry._engine_spec import EngineSpec
-from kvferry._memory.summing import Summers
+from kvferry._memory.rank_memory import RankMemory
 from kvferry._wire.token import EngineToken
 from kvferry.errors import Closed, InvalidField, PublicationReleased, PublicationStale
 from kvferry.geometry.blocks import Blocks, check_ids
@@ -44,7 +44,7 @@ class Checksummer:
         spec: EngineSpec,
         token: EngineToken,
         rank: RankGeometry,
-        summers: Summers,
+        summers: RankMemory,
         options: IntegrityOptions,
     ) -> None:
         self._home = home

@@ -18,8 +18,8 @@ from kvferry._clock import now
 from kvferry._control.acquisition import Cancellation
 from kvferry._control.connection import Control
 from kvferry._forks import OneProcess
-from kvferry._memory.permute import StillCopying
-from kvferry._memory.summing import Summers
+from kvferry._memory.access import StillCopying
+from kvferry._memory.rank_memory import RankMemory
 from kvferry._memory.tails import Tails, clear_tails
 from kvferry._reads.source_engines import SourceEngine, SourceEngines
 from kvferry._reads.verifier import Arrived, Verifier
@@ -134,7 +134,7 @@ class RankReads(OneProcess):
         self,
         transport: Transport,
         peers: SourceEngines,
-        summers: Summers,
+        summers: RankMemory,
         verifier: Verifier | None,
         ended: Callable[[RankRead], None],
         quiesced: Callable[[RankRead], None],

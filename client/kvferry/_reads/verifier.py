@@ -14,7 +14,7 @@ import numpy.typing as npt
 from kvferry._clock import now
 from kvferry._control.backoff import Backoff
 from kvferry._control.connection import CALL_TIMEOUT, Control
-from kvferry._memory.summing import Summers
+from kvferry._memory.rank_memory import RankMemory
 from kvferry.errors import DataLoss, InvalidField, KvferryError
 from kvferry.geometry.blocks import Blocks
 from kvferry.geometry.model import Interval
@@ -110,7 +110,7 @@ class Verifier:
         options: which blocks are compared, and how long sums are waited for.
     """
 
-    def __init__(self, reader: pb.EngineRef, summers: Summers, options: IntegrityOptions) -> None:
+    def __init__(self, reader: pb.EngineRef, summers: RankMemory, options: IntegrityOptions) -> None:
         self._reader = reader
         self._summers = summers
         self._options = options

@@ -12,7 +12,7 @@ from dataclasses import replace
 import numpy as np
 
 from kvferry._clock import now
-from kvferry._memory.permute import StillCopying
+from kvferry._memory.access import StillCopying
 from kvferry._transport.nixl_agent import AgentInfo
 from kvferry._transport.staging_pool import StagingPool
 from kvferry._transport.transport import TransferPart, Transport

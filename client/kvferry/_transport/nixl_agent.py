@@ -26,7 +26,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 import numpy as np
 
-from kvferry._memory.permute import Space
+from kvferry._memory.access import StagingSpace
 from kvferry._transport.bounds import RegionMap, check_agent, check_indices, check_raw, check_table
 from kvferry._transport.nixl_options import PROGRESS_DELAY_US, NixlOptions
 from kvferry.errors import BadAgentMetadata, Closed, InvalidField, NixlError, NixlMissing, WrongThread
@@ -206,7 +206,7 @@ class ReadingAgent:
         self._agent, self._backend = _new_agent(self._nixl, name, options, progress_thread=False)
         start = self._scratch.ctypes.data
         self._scratch_region = MemoryRegion(MemoryKind.DRAM, 0, start, WARM_UP_BYTES)
-        self._spaces: list[Space] = []
+        self._spaces: list[StagingSpace] = []
         """Staging memory; kept until the agent is gone, since what is stuck may still write."""
         _register(self._nixl, self._agent, self._backend, (*regions, self._scratch_region))
 
@@ -225,7 +225,7 @@ class ReadingAgent:
             raise Closed(f"agent {self.name!r} was destroyed")
 
     @_owned
-    def add_space(self, space: Space) -> None:
+    def add_space(self, space: StagingSpace) -> None:
         """Register more memory that is read into. Idempotent; raises `NixlError`."""
         if space not in self._spaces:
             _register(self._nixl, self._agent, self._backend, (space.region,))

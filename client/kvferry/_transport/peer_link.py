@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvferry._memory.permute import Space
+from kvferry._memory.access import StagingSpace
 from kvferry._transport.nixl_agent import AgentInfo, HandleState, NixlError, ReadHandle, ReadingAgent
 from kvferry._transport.nixl_options import NixlOptions
 from kvferry.errors import KvferryError, TransferFailed
@@ -89,7 +89,7 @@ class PeerWork:
         info: AgentInfo,
         descriptors: Sequence[Descriptors],
         since: float,
-        spaces: Sequence[Space] = (),
+        spaces: Sequence[StagingSpace] = (),
         footprint: Footprint | None = None,
     ) -> None:
         self.account = account

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from kvferry._arguments import coerce_integers
-from kvferry._memory.permute import Space, StillCopying
+from kvferry._memory.access import StagingSpace, StillCopying
 from kvferry._transport.nixl_agent import AgentInfo
 from kvferry._transport.nixl_options import NixlOptions
 from kvferry._transport.peer_link import Chunk, PeerWork, divide
@@ -76,7 +76,7 @@ class StagingPool:
         freed: called when a slot has become free that somebody waits for.
     """
 
-    def __init__(self, space: Space, slot_bytes: int, freed: Callable[[], None]) -> None:
+    def __init__(self, space: StagingSpace, slot_bytes: int, freed: Callable[[], None]) -> None:
         self.space = space
         self.slot_bytes = slot_bytes
         self._freed = freed

@@ -14,10 +14,10 @@ import threading
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from kvferry._clock import now
-from kvferry._memory.permute import HostSpace, Space, TorchSpace, device_tensors
+from kvferry._memory.access import StagingSpace
+from kvferry._memory.rank_memory import RankMemory
 from kvferry._transport.bounds import RegionMap, check_descriptors
 from kvferry._transport.nixl_agent import AgentInfo
 from kvferry._transport.nixl_options import NixlOptions
@@ -52,7 +52,7 @@ class TransferPart:
     peer: AgentInfo
     descriptors: Sequence[Descriptors] = ()
     staged: Sequence[StagedRead] = ()
-    spaces: Sequence[Space] = ()
+    spaces: Sequence[StagingSpace] = ()
     footprint: Footprint | None = None
 
     @classmethod
@@ -97,7 +97,7 @@ class Transport:
         regions: the memory that is read into. Unmapped under a read that is not quiet, it crashes the process.
         options: how bytes move.
         staging: how small pieces move.
-        tensors: of device memory among the regions; what lies in none of them is read directly.
+        memory: the memory of the regions, by which small pieces are permuted; None: host memory only.
         keep: what owns the regions. Referenced for as long as an agent may write to them, also when the transport is
             forgotten in the middle of a read.
         clock: seconds, monotonic; deadlines are on it.
@@ -109,7 +109,7 @@ class Transport:
         options: NixlOptions | None = None,
         *,
         staging: StagingOptions | None = None,
-        tensors: Sequence[Any] = (),
+        memory: RankMemory | None = None,
         keep: object = None,
         clock: Callable[[], float] = now,
     ) -> None:
@@ -117,7 +117,7 @@ class Transport:
         self._map = RegionMap("this rank", self._regions)
         self._options = options or NixlOptions()
         self._staging = staging or StagingOptions()
-        self._tensors = device_tensors(tensors)
+        self._memory = memory or RankMemory()
         self._pools: dict[tuple[MemoryKind, int], StagingPool] = {}
         self._keep = keep
         self._clock = clock
@@ -203,15 +203,12 @@ class Transport:
         with self._lock:
             pool = self._pools.get((kind, device))
             if pool is None:
-                options = self._staging
-                size = options.slot_bytes * options.slots
-                space: Space
-                if kind is MemoryKind.DRAM:
-                    space = HostSpace(size)
-                elif device in self._tensors:
-                    space = TorchSpace(size, f"cuda:{device}", self._tensors[device])
-                else:
-                    raise InvalidField("device", device, f"one that a registered tensor lies on: {[*self._tensors]}")
+                options, memory = self._staging, self._memory.at(kind, device)
+                if memory is None:
+                    raise InvalidField(
+                        "device", device, f"one that a registered tensor lies on: {sorted(self._memory.devices)}"
+                    )
+                space = memory.allocate(options.slot_bytes * options.slots)
                 pool = self._pools[kind, device] = StagingPool(space, options.slot_bytes, self._wake)
             return pool
 
