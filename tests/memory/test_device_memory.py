@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvferry._memory.device import DeviceMemory
-from kvferry._memory.host import HostMemory
+from kvferry._memory.device import DeviceAccess
+from kvferry._memory.host import HostAccess
 from kvferry._memory.rank_memory import RankMemory
 from kvferry.errors import InvalidField
 from kvferry.geometry import Interval, MemoryKind, Plane
@@ -77,7 +77,7 @@ def test_a_device_sums_and_clears_as_the_host_does(data: st.DataObject) -> None:
     mine = np.random.default_rng(0).integers(0, 256, size, np.uint8)
     theirs = torch.from_numpy(mine.copy())
     own, other = placed(plane, mine.ctypes.data), placed(plane, theirs.data_ptr())
-    host, device = HostMemory(), DeviceMemory("cpu", [theirs])
+    host, device = HostAccess(), DeviceAccess("cpu", [theirs])
     first = data.draw(st.integers(0, len(plane.units) - 1))
     units = Interval(first, data.draw(st.integers(first + 1, len(plane.units))))
     assert np.array_equal(host.sums(own, units, blocks), device.sums(other, units, blocks))
@@ -91,7 +91,7 @@ def test_a_device_sums_and_clears_as_the_host_does(data: st.DataObject) -> None:
 def test_memory_that_begins_in_a_tensor_and_ends_outside_of_it_is_refused_and_no_tensor_is_resized() -> None:
     """torch would make the tensor's storage larger, and move it."""
     tensor = torch.zeros(4096, dtype=torch.uint8)
-    memory = DeviceMemory("cpu", [tensor])
+    memory = DeviceAccess("cpu", [tensor])
     space = memory.allocate(4096)
     copy = Copy(space.region.base, 64, np.zeros(1, np.int64), tensor.data_ptr(), 64, np.array([64], np.int64), (), 64)
     with pytest.raises(InvalidField, match="a tensor on cpu"):
@@ -104,7 +104,7 @@ def test_a_storage_off_the_boundaries_of_words_is_copied_to_byte_by_byte() -> No
     whole = np.zeros(4104, np.uint8)
     offset = -whole.ctypes.data % 8 + 4
     tensor = torch.from_numpy(whole[offset : offset + 4096])
-    memory = DeviceMemory("cpu", [tensor])
+    memory = DeviceAccess("cpu", [tensor])
     space = memory.allocate(64)
     np.ctypeslib.as_array((ctypes.c_uint8 * 64).from_address(space.region.base))[:] = np.arange(64)
     places, ids = np.zeros(1, np.int64), np.array([1], np.int64)

@@ -16,7 +16,7 @@ class StillCopying(Exception):
     """A device did not say whether its copies have ended, so its memory may still be written."""
 
 
-class Memory(Protocol):
+class MemoryAccess(Protocol):
     """The memory of one address space, by address. Thread-safe."""
 
     def allocate(self, size: int) -> StagingSpace:
@@ -44,9 +44,9 @@ class StagingSpace:
     """
 
     region: MemoryRegion
-    memory: Memory
+    memory: MemoryAccess
     owner: object = field(repr=False)
 
     def copy(self, copies: Iterable[Copy]) -> None:
-        """See `Memory.copy`."""
+        """See `MemoryAccess.copy`."""
         self.memory.copy(copies)

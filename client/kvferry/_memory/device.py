@@ -21,8 +21,8 @@ BYTES_AT_ONCE = 64 << 20
 """Bytes that are gathered at a time to be summed. Each step costs a launch, so this is much more than on the host."""
 
 
-class DeviceMemory:
-    """The memory of one device, see `Memory`. An address is found by the tensor that it lies in.
+class DeviceAccess:
+    """Access to the memory of one device. An address is found by the tensor that it lies in.
 
     Args:
         device: as torch names it.
@@ -42,14 +42,14 @@ class DeviceMemory:
             self._keep(tensor)
 
     def allocate(self, size: int) -> StagingSpace:
-        """See `Memory`. Allocated at once, and kept for as long as this object."""
+        """See `MemoryAccess`. Allocated at once, and kept for as long as this object."""
         tensor = self._torch.empty(size, dtype=self._torch.uint8, device=self._device)
         self._keep(tensor)
         kind = MemoryKind.DRAM if self._device.type == "cpu" else MemoryKind.VRAM
         return StagingSpace(MemoryRegion(kind, self._device.index or 0, tensor.data_ptr(), size), self, tensor)
 
     def copy(self, copies: Iterable[Copy]) -> None:
-        """See `Memory`."""
+        """See `MemoryAccess`."""
         try:
             for copy in copies:
                 self._copy(copy)
@@ -58,7 +58,7 @@ class DeviceMemory:
             self._finish()
 
     def sums(self, plane: Plane, units: Interval, blocks: AlikeBlocks) -> Sums:
-        """See `Memory`."""
+        """See `MemoryAccess`."""
         torch = self._torch
         length = bytes_per_unit(plane, blocks)
         parts = [(run, self._bytes(cells)) for run, cells in block_cells(plane, units, blocks)]
@@ -81,7 +81,7 @@ class DeviceMemory:
         return sums
 
     def clear(self, plane: Plane, blocks: AlikeBlocks) -> None:
-        """See `Memory`."""
+        """See `MemoryAccess`."""
         ids = self._torch.from_numpy(blocks.ids.astype(np.int64)).to(self._device)
         try:
             for run, cells in block_cells(plane, plane.units, blocks):

@@ -21,16 +21,16 @@ BYTES_AT_ONCE = 256 << 10
 """Bytes that are gathered at a time to be summed: small enough for a processor's cache."""
 
 
-class HostMemory:
-    """The host's memory, see `Memory`. Whoever calls it has checked that what it names lies in registered memory."""
+class HostAccess:
+    """Access to the host's memory. Callers have checked that what they name lies in registered memory."""
 
     def allocate(self, size: int) -> StagingSpace:
-        """See `Memory`. It takes no room until it is used."""
+        """See `MemoryAccess`. It takes no room until it is used."""
         array = np.empty(size, np.uint8)
         return StagingSpace(MemoryRegion(MemoryKind.DRAM, 0, array.ctypes.data, size), self, array)
 
     def copy(self, copies: Iterable[Copy]) -> None:
-        """See `Memory`."""
+        """See `MemoryAccess`."""
         for copy in copies:
             source, destination = _view(source_cells(copy)), _view(destination_cells(copy))
             first, last = int(copy.places[0]), int(copy.places[-1])
@@ -39,7 +39,7 @@ class HostMemory:
             destination[copy.ids] = source[first : last + 1] if consecutive else source[copy.places]
 
     def sums(self, plane: Plane, units: Interval, blocks: AlikeBlocks) -> Sums:
-        """See `Memory`."""
+        """See `MemoryAccess`."""
         length = bytes_per_unit(plane, blocks)
         parts = [(run, cells, _view(cells)) for run, cells in block_cells(plane, units, blocks)]
         rows = max(1, BYTES_AT_ONCE // (len(units) * padded(length)))
@@ -66,7 +66,7 @@ class HostMemory:
         return found
 
     def clear(self, plane: Plane, blocks: AlikeBlocks) -> None:
-        """See `Memory`."""
+        """See `MemoryAccess`."""
         for run, cells in block_cells(plane, plane.units, blocks):
             view = _view(cells)
             view[blocks.ids[:, run]] = np.zeros((), view.dtype)

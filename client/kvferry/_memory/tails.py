@@ -50,10 +50,10 @@ def clear_tails(
         if plane.group not in moved or group.kind is GroupKind.STATE:
             continue
         for alike in tail_of(plane, group, blocks[plane.group], moved[plane.group].end):
-            own = memory.of(plane)
-            if own is None:
+            access = memory.of(plane)
+            if access is None:
                 raise InvalidField("tails", plane.name, "host memory, or a tensor's, to be cleared")
-            own.clear(plane, alike)
+            access.clear(plane, alike)
 
 
 def tail_of(plane: Plane, group: Group, blocks: Blocks, end: int) -> Iterator[AlikeBlocks]:

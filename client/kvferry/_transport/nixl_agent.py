@@ -1,12 +1,5 @@
-"""NIXL, wrapped: the only file that imports it. Its and UCX's options are in `kvferry._transport.nixl_options`.
-
-A rank has two kinds of agent (DESIGN, 6): a `ServingAgent`, which registers its cache and never initiates, and
-`ReadingAgent`, which read other ranks' memory. What is below NIXL's Python API is used directly, for two reasons:
-
-- that API fixes the progress thread's delay at 0, which burns a core per idle agent;
-- its handle objects release themselves when they are collected, on whatever thread that happens. With NIXL's locks off,
-  as they are here, that is a crash; with them on it stops the whole interpreter. Here handles are plain numbers.
-"""
+"""NIXL's agents. A rank has two kinds (DESIGN, 6): a `ServingAgent`, which registers its cache and never initiates, and
+`ReadingAgent`s, which read other ranks' memory."""
 
 from __future__ import annotations
 
@@ -14,9 +7,6 @@ import enum
 import functools
 import gc
 import hashlib
-import logging
-import os
-import sys
 import threading
 import weakref
 from collections import OrderedDict
@@ -27,8 +17,9 @@ from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 import numpy as np
 
 from kvferry._memory.access import StagingSpace
+from kvferry._transport import nixl_binding
 from kvferry._transport.bounds import RegionMap, check_agent, check_indices, check_raw, check_table
-from kvferry._transport.nixl_options import PROGRESS_DELAY_US, NixlOptions
+from kvferry._transport.nixl_options import NixlOptions
 from kvferry.errors import BadAgentMetadata, Closed, InvalidField, NixlError, NixlMissing, WrongThread
 from kvferry.geometry.model import MemoryKind, MemoryRegion
 from kvferry.planner.descriptors import Addresses, Descriptors, DescriptorTable, PreparedDescriptors, RawDescriptors
@@ -104,10 +95,10 @@ class ServingAgent:
     def __init__(self, name: str, regions: Sequence[MemoryRegion], options: NixlOptions | None = None) -> None:
         if not regions:
             raise InvalidField("regions", (), "at least one")
-        binding = _binding()
+        binding = nixl_binding.load()
         self._agent: Any = None
-        agent, backend = _new_agent(binding, name, options or NixlOptions(), progress_thread=True)
-        _register(binding, agent, backend, regions)
+        agent, backend = nixl_binding.new_agent(binding, name, options or NixlOptions(), progress_thread=True)
+        nixl_binding.register(binding, agent, backend, regions)
         metadata = bytes(agent.getLocalMD())
         self._agent = agent
         self.info = AgentInfo(name, metadata, hashlib.sha256(metadata).digest(), tuple(regions))
@@ -197,18 +188,18 @@ class ReadingAgent:
     def __init__(self, name: str, regions: Sequence[MemoryRegion], options: NixlOptions) -> None:
         self._owner = threading.get_ident()
         self.name = name
-        self._nixl = _binding()
-        _use_device(regions, options)
-        self._peers: dict[str, _Peer] = {}
+        self._nixl = nixl_binding.load()
+        nixl_binding.use_device(regions, options)
+        self._added: dict[str, _Peer] = {}
         self._local = RegionMap(f"agent {name!r}", regions)
         # The bytes of a peer's first answer. Kept until the agent is gone: a first read that is stuck may still write.
         self._scratch = np.zeros(WARM_UP_BYTES, np.uint8)
-        self._agent, self._backend = _new_agent(self._nixl, name, options, progress_thread=False)
+        self._agent, self._backend = nixl_binding.new_agent(self._nixl, name, options, progress_thread=False)
         start = self._scratch.ctypes.data
         self._scratch_region = MemoryRegion(MemoryKind.DRAM, 0, start, WARM_UP_BYTES)
         self._spaces: list[StagingSpace] = []
         """Staging memory; kept until the agent is gone, since what is stuck may still write."""
-        _register(self._nixl, self._agent, self._backend, (*regions, self._scratch_region))
+        nixl_binding.register(self._nixl, self._agent, self._backend, (*regions, self._scratch_region))
 
     @property
     def destroyed(self) -> bool:
@@ -228,7 +219,7 @@ class ReadingAgent:
     def add_space(self, space: StagingSpace) -> None:
         """Register more memory that is read into. Idempotent; raises `NixlError`."""
         if space not in self._spaces:
-            _register(self._nixl, self._agent, self._backend, (space.region,))
+            nixl_binding.register(self._nixl, self._agent, self._backend, (space.region,))
             self._spaces.append(space)
             self._local = RegionMap(self._local.owner, (*self._local.regions, space.region))
 
@@ -248,15 +239,15 @@ class ReadingAgent:
         except NixlError as error:
             problem = str(error)
         if problem:
-            if answered not in self._peers:
+            if answered not in self._added:
                 self._call("invalidateRemoteMD", info.name, lambda: self._agent.invalidateRemoteMD(answered))
             raise BadAgentMetadata(f"agent {info.name!r}: {problem}", agent=info.name, problem=problem)
-        self._peers[info.name] = _Peer(RegionMap(f"agent {info.name!r}", info.regions), OrderedDict())
+        self._added[info.name] = _Peer(RegionMap(f"agent {info.name!r}", info.regions), OrderedDict())
 
     @_owned
     def remove_peer(self, peer: str) -> None:
         """Forget a peer. Only once nothing of it is under way: this stops nothing."""
-        added = self._peers.pop(peer)
+        added = self._added.pop(peer)
         for _, local, remote in added.tables.values():
             self._release_table(local, remote)
         self._call("invalidateRemoteMD", peer, lambda: self._agent.invalidateRemoteMD(peer))
@@ -264,7 +255,7 @@ class ReadingAgent:
     @_owned
     def warm_up(self, peer: str) -> ReadHandle:
         """A read of a few bytes into memory of this agent's own: the first read connects, and needs the peer's help."""
-        region = self._peers[peer].regions.regions[0]
+        region = self._added[peer].regions.regions[0]
         length = min(WARM_UP_BYTES, region.length)
         here = self._scratch_region
         local = self._segments(here.memory_kind, np.array([[here.base, length, here.device]], np.uint64))
@@ -307,13 +298,13 @@ class ReadingAgent:
         """
         gone = weakref.ref(self._agent)
         self._agent = None
-        self._peers.clear()
+        self._added.clear()
         if gone() is not None:
             gc.collect()
         return gone() is None
 
     def _make_raw(self, peer: str, raw: RawDescriptors) -> ReadHandle:
-        check_raw(raw, self._local, self._peers[peer].regions)
+        check_raw(raw, self._local, self._added[peer].regions)
         memory = raw.memory
         local = self._segments(memory.destination_kind, _rows(raw.destination, raw.length, memory.destination_device))
         remote = self._segments(memory.source_kind, _rows(raw.source, raw.length, memory.source_device))
@@ -342,12 +333,12 @@ class ReadingAgent:
 
     def _table(self, peer: str, table: DescriptorTable) -> tuple[int, int]:
         """The table as NIXL prepared it for this peer: (local, remote)."""
-        tables = self._peers[peer].tables
+        tables = self._added[peer].tables
         known = tables.get(id(table))
         if known is not None:
             tables.move_to_end(id(table))
             return known[1], known[2]
-        check_table(table, self._local, self._peers[peer].regions)
+        check_table(table, self._local, self._added[peer].regions)
         memory = table.memory
         local = self._prepare(self._nixl.NIXL_INIT_AGENT, memory.destination_kind, table.destination, peer)
         remote = self._prepare(peer, memory.source_kind, table.source, peer)
@@ -390,7 +381,7 @@ class ReadingAgent:
         return self._nixl.nixlXferDList(self._space(kind), rows)
 
     def _space(self, kind: MemoryKind) -> Any:
-        return _space(self._nixl, kind)
+        return nixl_binding.memory_type(self._nixl, kind)
 
     def _state(self, status: Any) -> HandleState:
         if status == self._nixl.NIXL_SUCCESS:
@@ -398,73 +389,10 @@ class ReadingAgent:
         return HandleState.MOVING if status == self._nixl.NIXL_IN_PROG else HandleState.ERROR
 
     def _call(self, call: str, peer: str, function: Callable[[], T]) -> T:
-        return _call(call, peer, function)
-
-
-def _binding() -> Any:
-    """NIXL's binding. Loading it takes a second or two, so it happens on first use."""
-    # UCX writes what goes wrong to standard output, which belongs to the program. It reads this when it is loaded.
-    os.environ.setdefault("UCX_LOG_FILE", "stderr")
-    # Importing NIXL makes the logging of the whole process swallow its own errors.
-    raise_exceptions = logging.raiseExceptions
-    try:
-        # By this name, because the package chooses the build that suits the machine's CUDA.
-        from nixl import _bindings
-
-        return _bindings
-    except ImportError as error:
-        raise NixlMissing(
-            f"NIXL cannot be loaded ({error}); it comes with: pip install 'kvferry[nixl]'", problem=str(error)
-        ) from error
-    finally:
-        logging.raiseExceptions = raise_exceptions
-
-
-def _new_agent(nixl: Any, name: str, options: NixlOptions, *, progress_thread: bool) -> tuple[Any, Any]:
-    config = nixl.nixlAgentConfig()
-    config.useProgThread = progress_thread
-    config.pthrDelay = PROGRESS_DELAY_US
-    config.useListenThread = False
-    config.lthrDelay = PROGRESS_DELAY_US
-    config.captureTelemetry = False
-    config.syncMode = nixl.NIXL_THREAD_SYNC_NONE
-    agent = _call("nixlAgent", "", lambda: nixl.nixlAgent(name, config))
-    return agent, _call("createBackend", "", lambda: agent.createBackend("UCX", options.backend()))
-
-
-def _use_device(regions: Sequence[MemoryRegion], options: NixlOptions) -> None:
-    """Make this thread's CUDA context that of the memory; UCX takes the calling thread's."""
-    on_device = [region.device for region in regions if region.memory_kind is MemoryKind.VRAM]
-    torch = sys.modules.get("torch")
-    if on_device and torch is not None:
-        torch.cuda.set_device(on_device[0] if options.cuda_device is None else options.cuda_device)
-
-
-def _register(nixl: Any, agent: Any, backend: Any, regions: Sequence[MemoryRegion]) -> None:
-    for kind in MemoryKind:
-        rows = [[region.base, region.length, region.device] for region in regions if region.memory_kind is kind]
-        if rows:
-            segments = nixl.nixlRegDList(_space(nixl, kind), np.array(rows, np.uint64))
-            _call("registerMem", "", functools.partial(agent.registerMem, segments, [backend]))
-
-
-def _space(nixl: Any, kind: MemoryKind) -> Any:
-    return nixl.VRAM_SEG if kind is MemoryKind.VRAM else nixl.DRAM_SEG
+        return nixl_binding.call(call, peer, function)
 
 
 def _rows(address: Addresses, length: Addresses, device: int) -> Addresses:
     rows = np.empty((len(address), 3), np.uint64)
     rows[:, 0], rows[:, 1], rows[:, 2] = address, length, device
     return rows
-
-
-def _call(call: str, peer: str, function: Callable[[], T]) -> T:
-    """NIXL's exceptions have no common base of their own; whatever it raises becomes a `NixlError`."""
-    problem = ""
-    try:
-        return function()
-    except Exception as error:
-        problem = f"{type(error).__name__}: {error}"
-    # Raised here, without a cause: a traceback would keep the agent alive that the caller may be about to destroy.
-    about = f" (peer {peer!r})" if peer else ""
-    raise NixlError(f"NIXL {call}{about}: {problem}", call=call, peer=peer, problem=problem)
