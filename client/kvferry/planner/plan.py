@@ -16,7 +16,7 @@ from kvferry.geometry.model import EngineGeometry, Group, Plane, RankGeometry
 from kvferry.planner.compatibility import engine_mismatches
 from kvferry.planner.coverage import Coverer, Indexed, PlaneRead
 from kvferry.planner.expansion import Expansion, expand
-from kvferry.planner.footprint import Footprint, Ground, RequestPlaces
+from kvferry.planner.footprint import BlockMap, Footprint, RequestPlaces
 from kvferry.planner.lane import Lane, build_lanes
 from kvferry.planner.path_choice import Path, PathChoice, PathRule, choose_path
 from kvferry.planner.prepared_tables import RECURRING_LIMIT, LaneTables, prepare_tables
@@ -94,12 +94,12 @@ class ReadPlan:
         return _by_name(self.source), _by_name(self.destination)
 
     @cached_property
-    def _grounds(self) -> Mapping[int, Ground]:
+    def _block_maps(self) -> Mapping[int, BlockMap]:
         """By source rank."""
         reads: dict[int, list[PlaneRead]] = {}
         for read in self.reads:
             reads.setdefault(read.source_rank, []).append(read)
-        return {rank: Ground(members) for rank, members in reads.items()}
+        return {rank: BlockMap(members) for rank, members in reads.items()}
 
     def expand(
         self,
@@ -130,7 +130,8 @@ class ReadPlan:
         expansion = expand(self.lanes, self.tables, self.staged, wanted)
         places = RequestPlaces(*self._groups, wanted)
         sources = tuple(
-            replace(found, footprint=Footprint(self._grounds[found.source_rank], places)) for found in expansion.sources
+            replace(found, footprint=Footprint(self._block_maps[found.source_rank], places))
+            for found in expansion.sources
         )
         return replace(expansion, sources=sources)
 
