@@ -1,4 +1,4 @@
-"""What a read leaves untouched behind the last token that it moved: kept, or cleared."""
+"""The tail of a read: the tokens of its blocks behind the last one that it moved."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from kvferry.planner.token_line import StateLayout
 
 
 class Tails(enum.Enum):
-    """What becomes of the tokens of a read's blocks behind the last one moved."""
+    """Whether the tokens of a read's blocks behind the last one moved are kept or cleared."""
 
     KEEP = "keep"
     """They stay as they were."""
     ZERO = "zero"
-    """They are cleared once every byte has arrived: for kernels that read whole blocks, where old bytes may be NaNs."""
+    """They are cleared once every byte has arrived: for kernels that read whole blocks, since old bytes may be NaNs."""
 
 
 def clear_tails(
@@ -39,7 +39,7 @@ def clear_tails(
         planes: of the destination rank.
         groups: of the destination, by name.
         blocks: the read's destination blocks, by group.
-        moved: what it has moved, by group; a group of which nothing was moved has no tail.
+        moved: what the read moved, by group; a group of which nothing was moved has no tail.
         memory: the rank's.
 
     Raises:

@@ -47,9 +47,9 @@ class AgentInfo:
 
     Attributes:
         name: unique per incarnation.
-        metadata: opaque, from NIXL.
-        sha256: digest of metadata; checked before NIXL sees them.
-        regions: what it registered; nothing else of it is ever read.
+        metadata: opaque bytes, from NIXL.
+        sha256: digest of metadata; checked before they are given to NIXL.
+        regions: the memory it registered; nothing else of it is ever read.
     """
 
     name: str
@@ -63,24 +63,23 @@ class AgentInfo:
 
 
 class HandleState(enum.Enum):
-    """What NIXL says about a posted read."""
+    """The state of a posted read, as NIXL reports it."""
 
     DONE = "done"
-    """Every byte has arrived; nothing of it writes any more."""
+    """Every byte has arrived; the read writes no more."""
     MOVING = "moving"
     ERROR = "error"
-    """No proof of anything: the bytes may still be arriving (PROTOCOL, Quiet)."""
+    """It failed, and may still write (PROTOCOL, Quiet)."""
 
 
 class ServingAgent:
-    """Makes a rank's memory readable. Never initiates.
+    """Makes a rank's memory readable. It starts no transfers itself.
 
-    It keeps no memory alive: whoever made it keeps the regions mapped for the life of the process. NIXL does not
-    revoke: closing this stops nobody who has its metadata, and memory unmapped under a reader kills this process on
-    TCP.
+    The caller keeps the regions mapped for the life of the process. NIXL revokes nothing: peers that have the metadata
+    can read after this was closed, and unmapping memory while it is read kills this process on TCP.
 
-    Threading: made and closed on any thread; NIXL's own progress thread does the work, asleep when there is none. On
-    CUDA the calling thread has set its device.
+    Threading: made and closed on any thread; on CUDA the calling thread has set its device. NIXL's own progress thread
+    does the work, and sleeps when there is none.
 
     Args:
         name: unique per incarnation, at most 512 bytes.
@@ -104,7 +103,7 @@ class ServingAgent:
         self.info = AgentInfo(name, metadata, hashlib.sha256(metadata).digest(), tuple(regions))
 
     def close(self) -> None:
-        """End the agent; reads that are under way fail at their readers. Idempotent."""
+        """End the agent; reads under way fail at their readers. Idempotent."""
         self._agent = None
 
 
@@ -115,25 +114,25 @@ T = TypeVar("T")
 def _owned(
     method: Callable[Concatenate[ReadingAgent, P], T],
 ) -> Callable[Concatenate[ReadingAgent, P], T]:
-    """For the owner's thread only."""
+    """Let a method run on the owner's thread only."""
 
     @functools.wraps(method)
     def checked(self: ReadingAgent, *args: P.args, **kwargs: P.kwargs) -> T:
         self.check_owner(method.__name__)
         return method(self, *args, **kwargs)
 
-    # The type of `wraps` names the first parameter, which `Callable` cannot.
+    # The type that `wraps` gives names the first parameter, which a `Callable` type cannot.
     return cast("Callable[Concatenate[ReadingAgent, P], T]", checked)
 
 
 class ReadHandle:
     """One read: made, posted once, checked until it has ended, released.
 
-    Threading: as its agent. Used after its release, or after its agent's end, it raises `Closed` where NIXL would
-        crash.
-
     Releasing stops nothing: bytes of a posted read go on arriving. Only `HandleState.DONE`, or the end of the agent,
-    means that nothing writes any more.
+    proves that nothing writes any more.
+
+    Threading: on its agent's thread only. After its release, or its agent's end, every call raises `Closed`, where
+    NIXL would crash.
     """
 
     __slots__ = ("_agent", "_number", "peer")
@@ -144,21 +143,21 @@ class ReadHandle:
         self.peer = peer
 
     def post(self) -> HandleState:
-        """Start it. May copy all of it before it returns (CMA). Raises `NixlError`, which proves nothing."""
+        """Start it. May copy all bytes before it returns (CMA). Raises `NixlError`; the read may still write."""
         return self._agent.post(self.number("post"), self.peer)
 
     def check(self) -> HandleState:
-        """Where it is; also what makes the agent's reads progress. Raises `NixlError`, which proves nothing."""
+        """Its state. This also makes the agent's reads progress. Raises `NixlError`; the read may still write."""
         return self._agent.check(self.number("check"), self.peer)
 
     def release(self) -> None:
-        """Give it back. Idempotent."""
+        """Give it back to NIXL. Idempotent."""
         if self._number is not None and not self._agent.destroyed:
             self._agent.release(self._number)
         self._number = None
 
     def number(self, call: str) -> int:
-        """NIXL's own handle."""
+        """NIXL's number of it; raises `Closed`."""
         if self._number is None or self._agent.destroyed:
             raise Closed(f"{call} of a read from {self.peer!r} that was released")
         return self._number
@@ -166,7 +165,12 @@ class ReadHandle:
 
 @dataclass(slots=True)
 class _Peer:
-    """An added peer: its regions and the tables prepared for it, by identity, each (local, remote)."""
+    """An added peer.
+
+    Attributes:
+        regions: what it may be read from.
+        tables: those prepared for it, by identity: the table, and NIXL's numbers of its local and remote lists.
+    """
 
     regions: RegionMap
     tables: OrderedDict[int, tuple[DescriptorTable, int, int]]
@@ -175,9 +179,9 @@ class _Peer:
 class ReadingAgent:
     """Reads other ranks' memory into this rank's.
 
-    Threading: owned by the thread that makes it. Every method checks that, because NIXL's locks are off: with them a
-    call would wait, with the interpreter's lock held, for the whole copy that another thread runs. It has no progress
-    thread: that would cost twice the CPU, and `ReadHandle.check` makes progress.
+    Threading: owned by the thread that makes it, which every method checks, because NIXL's locks are off. With the
+    locks on, a call would wait for the whole copy of another thread while it holds the interpreter's lock. There is no
+    progress thread, which would cost twice the CPU: `ReadHandle.check` makes progress.
 
     Args:
         name: unique in the cluster.
@@ -192,13 +196,13 @@ class ReadingAgent:
         nixl_binding.use_device(regions, options)
         self._added: dict[str, _Peer] = {}
         self._local = RegionMap(f"agent {name!r}", regions)
-        # The bytes of a peer's first answer. Kept until the agent is gone: a first read that is stuck may still write.
+        # For the bytes of a first read. Kept until the agent is gone: a first read that is stuck may still write.
         self._scratch = np.zeros(WARM_UP_BYTES, np.uint8)
         self._agent, self._backend = nixl_binding.new_agent(self._nixl, name, options, progress_thread=False)
         start = self._scratch.ctypes.data
         self._scratch_region = MemoryRegion(MemoryKind.DRAM, 0, start, WARM_UP_BYTES)
         self._spaces: list[StagingSpace] = []
-        """Staging memory; kept until the agent is gone, since what is stuck may still write."""
+        """Staging memory. Kept until the agent is gone, since a stuck read may still write to it."""
         nixl_binding.register(self._nixl, self._agent, self._backend, (*regions, self._scratch_region))
 
     @property
@@ -228,7 +232,7 @@ class ReadingAgent:
         """Load a peer's metadata, after checking them.
 
         Raises:
-            BadAgentMetadata: they are not what was announced.
+            BadAgentMetadata: they are not those that were announced.
             NixlError: the peer cannot be reached.
         """
         info.check()
@@ -246,7 +250,7 @@ class ReadingAgent:
 
     @_owned
     def remove_peer(self, peer: str) -> None:
-        """Forget a peer. Only once nothing of it is under way: this stops nothing."""
+        """Forget a peer. Only when no read from it is under way, since this stops none."""
         added = self._added.pop(peer)
         for _, local, remote in added.tables.values():
             self._release_table(local, remote)
@@ -254,7 +258,8 @@ class ReadingAgent:
 
     @_owned
     def warm_up(self, peer: str) -> ReadHandle:
-        """A read of a few bytes into memory of this agent's own: the first read connects, and needs the peer's help."""
+        """A read of a few bytes into the agent's own memory. The first read from a peer connects, which takes the
+        peer's progress thread."""
         region = self._added[peer].regions.regions[0]
         length = min(WARM_UP_BYTES, region.length)
         here = self._scratch_region
@@ -267,7 +272,7 @@ class ReadingAgent:
         """A read, checked and not posted.
 
         Raises:
-            InvalidField: a descriptor lies outside of what is registered here, or announced there.
+            InvalidField: a descriptor lies outside of what is registered here, or of what the peer announced.
             NixlError: NIXL refused it. Nothing was posted.
         """
         if isinstance(descriptors, PreparedDescriptors):
@@ -291,10 +296,10 @@ class ReadingAgent:
 
     @_owned
     def destroy(self) -> bool:
-        """End the agent: the fence after which nothing it posted writes any more. Handles are released by it.
+        """End the agent, and release its handles. After that nothing that it posted writes any more.
 
         Returns:
-            Whether it is gone. False means that something still refers to it, so that nothing is proven.
+            Whether it is gone. False: something still refers to it, and its reads may still write.
         """
         gone = weakref.ref(self._agent)
         self._agent = None
@@ -332,7 +337,7 @@ class ReadingAgent:
         return ReadHandle(self, int(number), peer)
 
     def _table(self, peer: str, table: DescriptorTable) -> tuple[int, int]:
-        """The table as NIXL prepared it for this peer: (local, remote)."""
+        """NIXL's numbers of a table's local and remote lists, which are prepared on first use."""
         tables = self._added[peer].tables
         known = tables.get(id(table))
         if known is not None:
@@ -342,7 +347,7 @@ class ReadingAgent:
         memory = table.memory
         local = self._prepare(self._nixl.NIXL_INIT_AGENT, memory.destination_kind, table.destination, peer)
         remote = self._prepare(peer, memory.source_kind, table.source, peer)
-        # The table itself is kept with them, so that its identity is not given to another one.
+        # The table itself is kept, so that no other one gets its identity.
         tables[id(table)] = (table, local, remote)
         if len(tables) > TABLES_PER_PEER:
             # Handles made from a prepared list have their own copy of it.
@@ -363,7 +368,7 @@ class ReadingAgent:
         self._call("releasedDlistH", "", lambda: self._agent.releasedDlistH(remote))
 
     def _unknown(self, info: AgentInfo) -> str:
-        """Regions that were announced, but of which the loaded metadata know nothing; empty if there are none."""
+        """An announced region that the loaded metadata do not contain, in words; empty if there is none."""
         for region in info.regions:
             rows = np.array([[region.base, region.length, region.device]], np.uint64)
             segments = self._segments(region.memory_kind, rows)

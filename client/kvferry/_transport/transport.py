@@ -1,7 +1,7 @@
-"""The transport of one destination rank: hands transfers to reading threads, and replaces a thread that is given up.
+"""The transport of one destination rank: hands transfers to reading threads, and replaces threads that are retired.
 
-Threading: everything may be called from any thread, and nothing but `Transport.close` waits, for NIXL least of all
-(R11): NIXL is called on the threads of `kvferry._transport.reading_thread` only.
+Threading: everything may be called from any thread. Only `Transport.close` waits, and nothing waits for NIXL (R11),
+which is called on the threads of `kvferry._transport.reading_thread` only.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The read plan: what one destination rank reads, from whom, and how a request becomes descriptors.
 
-Pure: a function of (whole source engine, whole destination engine, rank) and nothing else. Made once per source
-incarnation; `ReadPlan.expand` then turns the block ids of a request into descriptors with vectorised numpy.
+Pure: a function of (whole source engine, whole destination engine, rank) only. A plan is made once per source
+incarnation; `ReadPlan.expand` then turns the block ids of each request into descriptors with vectorised numpy.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kvferry.planner.prepared_tables import RECURRING_LIMIT, LaneTables, prepare
 from kvferry.planner.request_blocks import needed
 
 MAX_SIZE = 1 << 14
-"""Lanes of a plan and pieces of their periods, together. One rank that reads alike from 4,096 ranks counts half of
+"""Lanes of a plan and pieces of their periods, together. A rank that reads alike from 4,096 ranks needs half of
 it."""
 
 
@@ -58,7 +58,7 @@ class ReadPlan:
         return frozenset(index for index, choice in enumerate(self.paths) if choice.path is Path.STAGED)
 
     def choose_paths(self, rule: PathRule) -> ReadPlan:
-        """The same plan with paths chosen anew."""
+        """The same plan, with its paths chosen by another rule."""
         return self._of(self.reads, self.lanes, rule)
 
     def _of(self, reads: tuple[PlaneRead, ...], lanes: tuple[Lane, ...], rule: PathRule) -> ReadPlan:
@@ -151,7 +151,7 @@ def plan_read(
         destination: the whole destination engine; its other ranks decide the stripes only.
         rank: the destination rank.
         striping: spread reads over replicas.
-        rule: how it is chosen what goes through staging memory; None: the defaults, see `PathRule`.
+        rule: how the path of each lane is chosen; None: the defaults, see `PathRule`.
 
     Raises:
         Incompatible: the rank cannot read this engine's cache; every reason is named.

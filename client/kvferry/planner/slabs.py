@@ -23,14 +23,14 @@ class Slabs:
     """Slabs that do not overlap, by rising address: ``uint64[n]`` each.
 
     Where an axis of a plane, its units for example, steps further than from block to block, the same blocks occur
-    again and again in the slab: once per *turn* of that axis.
+    again and again in the slab: once per *cycle* of that axis.
 
     Attributes:
         begin, end: addresses.
         stride: bytes from block to block.
         window: bytes of each stride that belong to the block.
-        span: bytes from the first block to the end of the last, within one turn.
-        turns: (bytes of a turn, bytes of it that are used) of each such axis, the longest first.
+        span: bytes from the first block to the end of the last, within one cycle.
+        cycles: (bytes of a cycle, bytes of it that are used) of each such axis, the longest first.
     """
 
     begin: Addresses
@@ -38,10 +38,10 @@ class Slabs:
     stride: Addresses
     window: Addresses
     span: Addresses
-    turns: tuple[tuple[Addresses, Addresses], ...]
+    cycles: tuple[tuple[Addresses, Addresses], ...]
 
     def blocks(self, address: Addresses, length: Addresses) -> tuple[Bools, Int64s, Int64s]:
-        """Which ranges lie inside one slab and one turn, and the ids of their first and last blocks."""
+        """Which ranges lie inside one slab and one cycle, and the ids of their first and last blocks."""
         place = self._place(address)
         begin = self.begin[place]
         # The ranges lie inside regions (`kvferry._transport.bounds`): their ends do not wrap.
@@ -49,7 +49,7 @@ class Slabs:
         # Ranges that are not inside may wrap here; their ids are not used.
         first = address - begin
         last = first + length - np.uint64(1)
-        for steps, used in self.turns:
+        for steps, used in self.cycles:
             step = steps[place]
             inside &= first // step == last // step
             first, last = first % step, last % step
@@ -61,11 +61,11 @@ class Slabs:
         return inside, first_block.astype(np.int64), (last // stride).astype(np.int64)
 
     def room(self, address: Addresses) -> Addresses:
-        """Bytes from each address to the end of its slab or turn; 0 for addresses in no slab."""
+        """Bytes from each address to the end of its slab or cycle; 0 for addresses in no slab."""
         place = self._place(address)
         begin, span = self.begin[place], self.span[place]
         offset = address - begin
-        for steps, _ in self.turns:
+        for steps, _ in self.cycles:
             offset = offset % steps[place]
         inside = (address >= begin) & (address < self.end[place]) & (offset < span)
         return np.where(inside, span - offset, np.uint64(0))
@@ -100,9 +100,9 @@ def _arrays(slabs: Sequence[_Slab]) -> Slabs:
         np.array([getattr(slab, name) for slab in slabs], np.uint64)
         for name in ("begin", "end", "stride", "window", "span")
     )
-    # A slab with fewer turns than another gets some that never end.
-    turns = zip_longest(*(slab.used for slab in slabs), fillvalue=(ADDRESS_LIMIT, ADDRESS_LIMIT))
-    columns = (zip(*column, strict=True) for column in turns)
+    # A slab with fewer cycles than another gets some that never end.
+    cycles = zip_longest(*(slab.used for slab in slabs), fillvalue=(ADDRESS_LIMIT, ADDRESS_LIMIT))
+    columns = (zip(*column, strict=True) for column in cycles)
     return Slabs(
         begin,
         end,
@@ -115,14 +115,14 @@ def _arrays(slabs: Sequence[_Slab]) -> Slabs:
 
 @dataclass(frozen=True, slots=True)
 class _Slab:
-    """One slab, see `Slabs`. `turns`: (bytes, how many) of each axis."""
+    """One slab, see `Slabs`. `cycles`: (bytes, how many) of each axis."""
 
     begin: int
     end: int
     stride: int
     blocks: int
     window: int
-    turns: tuple[tuple[int, int], ...]
+    cycles: tuple[tuple[int, int], ...]
 
     @classmethod
     def of(cls, plane: Plane) -> _Slab:
@@ -134,20 +134,20 @@ class _Slab:
             (plane.unit_stride, len(plane.units)),
             (plane.token_stride, plane.page_tokens),
         )
-        turns = sorted(((step, count) for step, count in axes if count > 1 and step > plane.block_stride), reverse=True)
-        window = plane.block_extent - sum(step * (count - 1) for step, count in turns)
-        return cls(begin, end, plane.block_stride, plane.num_blocks, window, tuple(turns))
+        cycles = sorted(((step, count) for step, count in axes if count > 1 and step > plane.block_stride), reverse=True)
+        window = plane.block_extent - sum(step * (count - 1) for step, count in cycles)
+        return cls(begin, end, plane.block_stride, plane.num_blocks, window, tuple(cycles))
 
     @property
     def span(self) -> int:
-        """Bytes from the first block to the end of the last, within one turn."""
+        """Bytes from the first block to the end of the last, within one cycle."""
         return self.window + self.stride * (self.blocks - 1)
 
     @property
     def used(self) -> tuple[tuple[int, int], ...]:
-        """(Bytes of a turn, bytes of it that are used) of each axis, the longest first."""
+        """(Bytes of a cycle, bytes of it that are used) of each axis, the longest first."""
         found, span = [], self.span
-        for step, count in reversed(self.turns):
+        for step, count in reversed(self.cycles):
             found.append((step, span))
             span += step * (count - 1)
         return tuple(reversed(found))
@@ -156,16 +156,16 @@ class _Slab:
         """Both as one slab, if their blocks step alike and do not overlap; else None."""
         window = max(self.window, other.begin - self.begin + other.window)
         blocks = max(self.blocks, other.blocks)
-        if (self.stride, self.turns) != (other.stride, other.turns) or window > self.stride:
+        if (self.stride, self.cycles) != (other.stride, other.cycles) or window > self.stride:
             return None
-        both = _Slab(self.begin, max(self.end, other.end), self.stride, blocks, window, self.turns)
+        both = _Slab(self.begin, max(self.end, other.end), self.stride, blocks, window, self.cycles)
         return both if all(used <= step for step, used in both.used) else None
 
 
 def _slabs(planes: Iterable[Plane]) -> Iterator[_Slab]:
     """The slabs of planes. Planes that step alike, as layers packed into one storage do, are joined into one slab."""
     last: _Slab | None = None
-    for slab in sorted(map(_Slab.of, planes), key=lambda slab: (slab.stride, slab.turns, slab.begin)):
+    for slab in sorted(map(_Slab.of, planes), key=lambda slab: (slab.stride, slab.cycles, slab.begin)):
         joined = None if last is None else last.joined(slab)
         if joined is None and last is not None:
             yield last
