@@ -134,7 +134,9 @@ class _Slab:
             (plane.unit_stride, len(plane.units)),
             (plane.token_stride, plane.page_tokens),
         )
-        cycles = sorted(((step, count) for step, count in axes if count > 1 and step > plane.block_stride), reverse=True)
+        cycles = sorted(
+            ((step, count) for step, count in axes if count > 1 and step > plane.block_stride), reverse=True
+        )
         window = plane.block_extent - sum(step * (count - 1) for step, count in cycles)
         return cls(begin, end, plane.block_stride, plane.num_blocks, window, tuple(cycles))
 
