@@ -131,8 +131,8 @@ class ReadHandle:
     Releasing stops nothing: bytes of a posted read go on arriving. Only `HandleState.DONE`, or the end of the agent,
     proves that nothing writes any more.
 
-    Threading: on its agent's thread only. After its release, or its agent's end, every call raises `Closed`, where
-    NIXL would crash.
+    Threading: on its agent's thread only. After its release, or its agent's end, `post` and `check` raise `Closed`,
+    where NIXL would crash.
     """
 
     __slots__ = ("_agent", "_number", "peer")
