@@ -17,7 +17,7 @@ from kvferry._control.watcher import Watcher
 from kvferry._engine_spec import EngineSpec
 from kvferry._forks import OneProcess
 from kvferry._memory.declared import Declared, memory_of
-from kvferry._reads.runtime import ClientRuntime, RankMemory, RankRuntime
+from kvferry._reads.runtime import ClientRuntime, OwnedMemory, RankRuntime
 from kvferry._session import EngineSession, home_session_of
 from kvferry._transport.nixl_options import NixlOptions
 from kvferry._transport.staging_pool import StagingOptions
@@ -187,7 +187,7 @@ class Client(OneProcess):
             engine,
             own,
             RankGeometry(rank, found, {} if labels is None else labels),
-            RankMemory(ranges, tuple((tensors or {}).values()), keep=(tensors, _kept(keep))),
+            OwnedMemory(ranges, tuple((tensors or {}).values()), keep=(tensors, _kept(keep))),
             serve=serve,
         )
         try:

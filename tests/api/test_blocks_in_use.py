@@ -15,8 +15,8 @@ import pytest
 
 from kvferry import Blocks, Client, EngineSpec, Group, NixlOptions
 from kvferry._control.block_use import BlockUse, Pin
-from kvferry._memory.permute import StillCopying
-from kvferry._memory.summing import HostSummer
+from kvferry._memory.access import StillCopying
+from kvferry._memory.host import HostAccess
 from kvferry._session import home_session_of
 from kvferry.engine import ReadEnd, SchedulerPort, Tails, WorkerPort
 from kvferry.errors import BadBlock, BlocksShort, InvalidField, TransferFailed, TransferStuck
@@ -285,7 +285,7 @@ def test_blocks_that_a_lost_device_clears_are_never_quiet(pair: Pair, monkeypatc
     scheduler.acquire("request", publication.reference)
     while scheduler.granted("request") is None:
         threading.Event().wait(0.01)
-    monkeypatch.setattr(HostSummer, "clear", lost)
+    monkeypatch.setattr(HostAccess, "clear", lost)
     worker.start(scheduler.attach("request", ids(1, 2)), tails=Tails.ZERO)
     ended: list[ReadEnd] = []
     while not ended:

@@ -14,7 +14,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvferry._memory.summing import HostSummer, Summer
+from kvferry._memory.access import MemoryAccess
+from kvferry._memory.host import HostAccess
 from kvferry.geometry import Blocks, EngineGeometry, Group, GroupKind, Plane
 from kvferry.planner import ReadPlan, plan_read
 from kvferry.planner.request_blocks import needed
@@ -81,12 +82,12 @@ def brute_sums(geometry: EngineGeometry, memories: list[Memory], blocks: dict[st
 
 
 def source_sums(
-    geometry: EngineGeometry, blocks: dict[str, Blocks], share: float = 1.0, summer: Summer | None = None
+    geometry: EngineGeometry, blocks: dict[str, Blocks], share: float = 1.0, memory: MemoryAccess | None = None
 ) -> dict[Place, int]:
     found = {}
     for rank, plane in geometry.planes():
         for alike in source_blocks(plane, geometry.group(plane.group), blocks[plane.group], PUBLICATION, share):
-            sums = (summer or HostSummer()).sums(plane, plane.units, alike)
+            sums = (memory or HostAccess()).sums(plane, plane.units, alike)
             for place, row in zip(alike.places.tolist(), sums.tolist(), strict=True):
                 for unit, value in zip(range(plane.units.begin, plane.units.end), row, strict=True):
                     assert (rank.rank, plane.name, place, unit) not in found
@@ -109,7 +110,7 @@ def reader_sums(plan: ReadPlan, world: World) -> tuple[dict[Place, int], int]:
             others += held.others * sum(len(read.units) for read in lane.reads)
             for alike in held.alike:
                 for read in lane.reads:
-                    sums = HostSummer().sums(read.destination, read.units, alike)
+                    sums = HostAccess().sums(read.destination, read.units, alike)
                     for place, row in zip(alike.places.tolist(), sums.tolist(), strict=True):
                         for unit, value in zip(range(read.units.begin, read.units.end), row, strict=True):
                             assert (lane.source_rank, read.source.name, place, unit) not in found
@@ -231,7 +232,7 @@ def test_sampled_sums_are_some_of_all(world: World, share: float) -> None:
 
 def test_blocks_beyond_the_pieces_that_are_looked_at_together(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvferry.planner.summed_blocks.STATES_AT_ONCE", 1)
-    monkeypatch.setattr("kvferry._memory.summing.HOST_BYTES", 1)
+    monkeypatch.setattr("kvferry._memory.host.BYTES_AT_ONCE", 1)
     test_reader_finds_the_sums_of_the_source_and_nothing_else()
 
 

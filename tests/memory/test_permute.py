@@ -12,10 +12,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvferry._memory.permute import HostSpace, Space, TorchSpace
+from kvferry._memory.device import DeviceAccess
+from kvferry._memory.host import HostAccess
 from kvferry._transport.nixl_agent import AgentInfo
 from kvferry._transport.nixl_options import NixlOptions
-from kvferry._transport.staging_pool import StagedShare, StagingPool
+from kvferry._transport.staging_pool import StagedWork, StagingPool
 from kvferry._transport.transfer import Transfer, TransferState
 from kvferry.errors import InvalidField, TransferFailed
 from kvferry.geometry import Blocks
@@ -76,7 +77,7 @@ def test_every_cell_goes_to_its_place(library: str, drawn: tuple[int, int, Copy]
     offset, own_offset, copy = drawn
     # torch's own memory on both sides; numpy takes any address.
     memory = torch.full((SIZE,), 0xA5, dtype=torch.uint8)
-    space: Space = HostSpace(SIZE) if library == "numpy" else TorchSpace(SIZE, "cpu", [memory])
+    space = (HostAccess() if library == "numpy" else DeviceAccess("cpu", [memory])).allocate(SIZE)
     staging = np.frombuffer((bytearray(range(251)) * (SIZE // 251 + 1))[:SIZE], np.uint8)
     source = np.ctypeslib.as_array((ctypes.c_uint8 * SIZE).from_address(space.region.base))
     source[:] = staging
@@ -97,7 +98,7 @@ def test_every_cell_goes_to_its_place(library: str, drawn: tuple[int, int, Copy]
 
 
 def test_memory_of_no_tensor_is_refused() -> None:
-    space = TorchSpace(4096, "cpu", [torch.zeros(16)])
+    space = DeviceAccess("cpu", [torch.zeros(16)]).allocate(4096)
     elsewhere = np.zeros(4096, np.uint8)
     places, ids = np.zeros(1, np.int64), np.zeros(1, np.int64)
     copy = Copy(space.region.base, 64, places, elsewhere.ctypes.data, 64, ids, (), 64)
@@ -139,21 +140,21 @@ class Device:
 
 
 @pytest.fixture
-def space_on() -> Callable[[Device], TorchSpace]:
-    def make(device: Device) -> TorchSpace:
-        space = TorchSpace(1 << 14, "cpu", [torch.zeros(1 << 14, dtype=torch.uint8)])
-        space._torch, space._device = device, device
-        return space
+def memory_on() -> Callable[[Device], DeviceAccess]:
+    def make(device: Device) -> DeviceAccess:
+        memory = DeviceAccess("cpu", [torch.zeros(1 << 14, dtype=torch.uint8)])
+        memory._torch, memory._device = device, device
+        return memory
 
     return make
 
 
 @pytest.mark.parametrize("failing", [False, True])
 def test_a_device_is_waited_for_also_when_a_copy_fails(
-    failing: bool, space_on: Callable[[Device], TorchSpace], monkeypatch: pytest.MonkeyPatch
+    failing: bool, memory_on: Callable[[Device], DeviceAccess], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     device = Device()
-    space = space_on(device)
+    memory = memory_on(device)
     made: list[int] = []
 
     def copies() -> Iterator[Copy]:
@@ -167,32 +168,34 @@ def test_a_device_is_waited_for_also_when_a_copy_fails(
         assert device.waited == 0
         made.append(1)
 
-    monkeypatch.setattr(space, "_copy", queued)
+    monkeypatch.setattr(memory, "_copy", queued)
     if failing:
         with pytest.raises(RuntimeError, match="out of memory"):
-            space.copy(copies())
+            memory.copy(copies())
     else:
-        space.copy(copies())
+        memory.copy(copies())
     assert len(made) == (1 if failing else 3)
     assert device.waited == 1
 
 
 def test_a_device_that_cannot_be_waited_for_leaves_the_transfer_unquiet_and_the_slot_in_use(
-    space_on: Callable[[Device], TorchSpace], monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    space = space_on(Device(lost=True))
-    monkeypatch.setattr(space, "_copy", lambda _: None)
+    memory = DeviceAccess("cpu", [])
+    space = memory.allocate(1 << 14)
+    memory._torch = memory._device = Device(lost=True)
+    monkeypatch.setattr(memory, "_copy", lambda _: None)
     pool = StagingPool(space, 1 << 14, lambda: None)
     source, destination = (worlds.plane(base, heads_first=first) for base, first in ((1 << 36, False), (1 << 40, True)))
     expansion = worlds.planned(source, destination, Path.STAGED).expand({"full": Blocks([1])}, {"full": Blocks([2])})
     (read,) = expansion.sources
     transfer = Transfer("t", expansion.total_bytes, 1, None, lambda: 0.0, lambda: None)
     info = AgentInfo("source", b"", b"", ())
-    chunk = StagedShare(transfer, info, read.staged, pool, 0.0, read.footprint).next(NixlOptions())
+    chunk = StagedWork(transfer, info, read.staged, pool, 0.0, read.footprint).next(NixlOptions())
     assert chunk is not None
-    assert chunk.account.begin()
+    assert chunk.owner.begin()
     assert transfer.quiet == transfer.state.final
-    chunk.account.landed(chunk.descriptors.total_bytes)
+    chunk.owner.landed(chunk.descriptors.total_bytes)
     assert transfer.state is TransferState.FAILED
     assert not transfer.quiet
     assert isinstance(transfer.error, TransferFailed)

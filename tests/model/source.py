@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import cast
 
 from kvferry._clock import from_duration
-from kvferry._control.connection import BACKOFF_FIRST
+from kvferry._control.backoff import BACKOFF_FIRST
 from kvferry._control.publications import Offers, Publication, ReleaseOutcome, leaves_open
 from kvferry._wire.authority import incarnation_of
 from kvferry._wire.status import from_notification_error

@@ -115,13 +115,18 @@ TARGETS: dict[str, Target] = {
     "client/kvferry/planner/footprint.py": Target(
         (FOOTPRINT, ORACLE),
         {
-            "_Slabs.blocks: last < used[place] -> last <= used[place]": NO_WINDOW,
-            "_Slabs.room: address < self.end[place] -> address <= self.end[place]": NO_WINDOW,
-            "_Slabs.room: offset < span -> offset <= span": "there is no room either way",
             "_Entries.of: rows[:, 4] == rows[0, 4] -> rows[:, 4] != rows[0, 4]": BOTH_WAYS,
             "_Places._by_id: int(self._ids[-1]) >= BY_ID_LIMIT -> int(self._ids[-1]) > BY_ID_LIMIT": BOTH_WAYS,
             "_Places._by_id: int(self._ids[-1]) >= BY_ID_LIMIT -> int(self._ids[-1]) < BY_ID_LIMIT": BOTH_WAYS,
             "_Places._by_id: 2 -> 3": "one more id that is nobody's",
+        },
+    ),
+    "client/kvferry/planner/slabs.py": Target(
+        (FOOTPRINT, ORACLE),
+        {
+            "Slabs.blocks: last < used[place] -> last <= used[place]": NO_WINDOW,
+            "Slabs.room: address < self.end[place] -> address <= self.end[place]": NO_WINDOW,
+            "Slabs.room: offset < span -> offset <= span": "there is no room either way",
         },
     ),
     "client/kvferry/_transport/transfer.py": Target((("tests/transport/test_tracking.py",), READS)),
@@ -131,6 +136,8 @@ TARGETS: dict[str, Target] = {
             "Link.poll: now < self._poll_at or self.quiet -> now < self._poll_at": "what is quiet has nothing to check",
         },
     ),
+    "client/kvferry/_transport/peer_work.py": Target((LINKS, READS)),
+    "client/kvferry/_transport/inbox.py": Target((READING, READS)),
     "client/kvferry/_transport/reading_thread.py": Target((READING, READS)),
     "client/kvferry/_transport/transport.py": Target((READING, READS, STAGING)),
     "client/kvferry/_transport/staging_pool.py": Target((SLOTS, STAGING)),

@@ -15,8 +15,8 @@ import pytest
 
 from kvferry._clock import now
 from kvferry._control.connection import Control
-from kvferry._memory.permute import StillCopying
-from kvferry._memory.summing import Summers
+from kvferry._memory.access import StillCopying
+from kvferry._memory.rank_memory import RankMemory
 from kvferry._memory.tails import Tails
 from kvferry._reads.rank_read import RankOrder, RankRead, SchedulersLease
 from kvferry._reads.rank_reads import RankReads
@@ -74,7 +74,7 @@ class World:
         self.reads = RankReads(
             cast(Transport, SimpleNamespace(start=lambda *parts, **how: self.transfer(*parts, **how))),
             cast(SourceEngines, self),
-            cast(Summers, None),
+            RankMemory(),
             cast(Verifier, SimpleNamespace(verify=lambda arrived: self.verify(arrived))) if verifies else None,
             self.work,
             self.tell(self.ended),

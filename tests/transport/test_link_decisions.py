@@ -20,9 +20,8 @@ from kvferry._transport.peer_link import (
     STALLED,
     Link,
     LinkState,
-    PeerWork,
-    divide,
 )
+from kvferry._transport.peer_work import PeerWork, divide
 from kvferry._transport.transfer import Transfer, TransferState
 from kvferry.errors import TransferFailed
 from kvferry.planner.descriptors import Descriptors
@@ -96,7 +95,7 @@ class World:
     def share(self, chunks: int, deadline: float | None = None) -> Transfer:
         """A transfer of so many chunks that waits for its turn."""
         transfer = self.transfer(chunks * CHUNK, deadline)
-        self.link.shares.append(PeerWork(transfer, INFO, [raw([0], [0], [chunks * CHUNK])], self.now))
+        self.link.queued.append(PeerWork(transfer, INFO, [raw([0], [0], [chunks * CHUNK])], self.now))
         return transfer
 
     def posted(self, chunks: int = 1, deadline: float | None = None) -> Transfer:
@@ -132,7 +131,7 @@ def test_a_peer_is_dropped_when_it_leaves_or_broke_and_nothing_is_left(world: Wo
     world.now += 1
     # Asked again, it has nothing more: what is under way keeps the peer.
     assert not link.post_next()
-    assert not link.shares
+    assert not link.queued
     assert not link.over
     world.handles[0].state = DONE
     assert world.poll()
@@ -252,14 +251,14 @@ def test_a_share_waits_for_the_first_answer_from_when_it_came() -> None:
     early = world.share(1)
     world.now = 103.0
     late = world.share(1)
-    assert [world.link.answer_due(share) for share in world.link.shares] == [106.0, 108.0]
+    assert [world.link.answer_due(share) for share in world.link.queued] == [106.0, 108.0]
     world.link.settle(106.0)
     assert early.state is TransferState.PENDING
     world.link.settle(106.001)
     assert isinstance(early.error, TransferFailed)
     assert "no answer within 5 s" in early.error.message
     assert late.state is TransferState.PENDING
-    assert [share.account for share in world.link.shares] == [late]
+    assert [share.owner for share in world.link.queued] == [late]
     world.first.state = DONE
     assert world.poll()
     # It has answered: there is nothing to give up.
@@ -334,9 +333,9 @@ def test_a_share_that_waits_for_room_keeps_its_turn_and_one_that_is_through_does
 
     waits = Blocked(world.transfer(CHUNK), INFO, [], world.now)
     through = PeerWork(world.transfer(CHUNK), INFO, [], world.now)
-    world.link.shares.extend([waits, through])
+    world.link.queued.extend([waits, through])
     assert not world.link.post_next()
-    assert list(world.link.shares) == [waits]
+    assert list(world.link.queued) == [waits]
 
 
 def test_short_descriptors_are_posted_so_many_at_a_time() -> None:

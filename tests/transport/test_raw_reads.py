@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvferry._clock import now
-from kvferry._transport import nixl_agent
+from kvferry._transport import nixl_binding
 from kvferry._transport.transport import Transfer, TransferPart, TransferState, Transport
 from kvferry.planner.descriptors import PreparedDescriptors
 from tests.transport.conftest import MakeSource, MakeTransport
@@ -153,14 +153,14 @@ def test_nixl_is_called_on_reading_threads_only(
 ) -> None:
     callers: set[str] = set()
     calls: set[str] = set()
-    real = nixl_agent._call
+    real = nixl_binding.call
 
     def call(name: str, peer: str, function: Callable[[], Any]) -> Any:
         callers.add(threading.current_thread().name)
         calls.add(name)
         return real(name, peer, function)
 
-    monkeypatch.setattr(nixl_agent, "_call", call)
+    monkeypatch.setattr(nixl_binding, "call", call)
     read: Transport = transport(ucx_tls)
     transfer = read.start([TransferPart(source.info, [memory.all_of(source)])], deadline=now() + SOON, label="r11")
     transfer.extend(now() + SOON)

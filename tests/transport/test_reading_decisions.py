@@ -18,7 +18,8 @@ from typing import Any
 import pytest
 
 from kvferry._clock import now
-from kvferry._memory.permute import HostSpace, Space
+from kvferry._memory.access import StagingSpace
+from kvferry._memory.host import HostAccess
 from kvferry._transport.nixl_agent import AgentInfo, HandleState, NixlError
 from kvferry._transport.nixl_options import NixlOptions
 from kvferry._transport.reading_thread import RETIRE_AGAIN, ReadingThread
@@ -89,14 +90,14 @@ class Agent:
         self.peers: dict[str, AgentInfo] = {}
         self.added: list[AgentInfo] = []
         self.handles: list[Handle] = []
-        self.spaces: list[Space] = []
+        self.spaces: list[StagingSpace] = []
         self.destroyed = False
 
     def own(self) -> None:
         assert threading.get_ident() == self.owner
         assert not self.destroyed
 
-    def add_space(self, space: Space) -> None:
+    def add_space(self, space: StagingSpace) -> None:
         self.own()
         if self.agents.no_space is not None:
             raise self.agents.no_space
@@ -315,7 +316,7 @@ def test_what_is_not_registered_is_refused_and_nothing_is_read(world: World) -> 
     good = world.part(world.info())
     beyond = raw([world.bytes.ctypes.data + SIZE], [world.memory.base], [1])
     outside = raw([world.bytes.ctypes.data], [world.memory.base + world.memory.bytes.size], [1])
-    own = HostSpace(4096)
+    own = HostAccess().allocate(4096)
     into_own = raw([world.bytes.ctypes.data], [own.region.base], [4096])
     for wrong in (beyond, outside, into_own):
         with pytest.raises(InvalidField):
@@ -426,7 +427,7 @@ def test_a_thread_that_cannot_be_had_fails_the_read(
 
 
 def test_staging_memory_that_cannot_be_had_fails_the_read(world: World, caplog: pytest.LogCaptureFixture) -> None:
-    own = HostSpace(4096)
+    own = HostAccess().allocate(4096)
     read = world.transport()
     into = raw([world.bytes.ctypes.data], [own.region.base], [4096])
     for refusal in (RuntimeError("a bug"), NixlError("it is refused")):

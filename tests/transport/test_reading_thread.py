@@ -11,7 +11,7 @@ import pytest
 
 from kvferry._transport.nixl_agent import ReadingAgent
 from kvferry._transport.nixl_options import NixlOptions
-from kvferry._transport.peer_link import Chunk, PeerWork
+from kvferry._transport.peer_work import Chunk, PeerWork
 from kvferry._transport.transport import Transfer, TransferPart, TransferState
 from kvferry.errors import InvalidField, TransferFailed
 from kvferry.geometry import Blocks, EngineGeometry, RankGeometry

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from kvferry._clock import now
-from kvferry._memory.permute import HostSpace
+from kvferry._memory.host import HostAccess
 from kvferry._transport.calibration import measure
 from kvferry._transport.nixl_agent import NixlOptions
-from kvferry._transport.staging_pool import StagedShare, StagingOptions, StagingPool
+from kvferry._transport.staging_pool import StagedWork, StagingOptions, StagingPool
 from kvferry._transport.transport import Transfer, TransferState, Transport
 from kvferry.errors import TransferExpired, TransferFailed
 from kvferry.geometry import MemoryKind
@@ -208,14 +208,14 @@ def test_several_stopped_sources_leave_a_slot_for_another(
     assert [ended(transfer) for transfer in late] == [TransferState.DONE] * len(late)
 
 
-def shares_of_one_slot(source: Source, memory: Memory, woken: list[str]) -> Callable[[str], StagedShare]:
+def shares_of_one_slot(source: Source, memory: Memory, woken: list[str]) -> Callable[[str], StagedWork]:
     """Makes shares, each of its own source, that want the one slot of a pool; `woken` tells when they are called."""
-    pool = StagingPool(HostSpace(1 << 16), 1 << 16, lambda: woken.append("woken"))
+    pool = StagingPool(HostAccess().allocate(1 << 16), 1 << 16, lambda: woken.append("woken"))
 
-    def share(name: str) -> StagedShare:
+    def share(name: str) -> StagedWork:
         transfer = Transfer(name, 10, 1, None, now, lambda: None)
         info = replace(source.info, name=name)
-        return StagedShare(transfer, info, part(source, memory, [1], [2]).staged, pool, now())
+        return StagedWork(transfer, info, part(source, memory, [1], [2]).staged, pool, now())
 
     return share
 
@@ -227,16 +227,16 @@ def test_who_ends_while_it_waits_lets_others_have_the_slot(source: Source, memor
     options = NixlOptions()
     assert one.next(options) is not None
     assert two.next(options) is None
-    one.account.fail(TransferFailed("one ends"))
+    one.owner.fail(TransferFailed("one ends"))
     # The slot is free for two, which was called; three is put behind it, and is not called.
     assert three.next(options) is None
     woken.clear()
-    two.account.fail(TransferFailed("two ends before it asks"))
+    two.owner.fail(TransferFailed("two ends before it asks"))
     assert woken, "nobody calls three, which waits for ever"
     # Also where somebody else asks first.
     assert four.next(options) is None
     assert three.next(options) is not None
-    three.account.fail(TransferFailed("three ends"))
+    three.owner.fail(TransferFailed("three ends"))
     assert four.next(options) is not None
 
 
@@ -245,18 +245,18 @@ def test_a_share_that_moved_on_is_called_when_its_batch_arrives_on_the_old_agent
 ) -> None:
     """A share keeps two slots at most. What it waits for then may arrive on another thread than its own."""
     woken: list[str] = []
-    pool = StagingPool(HostSpace(12 * BLOCK_BYTES), BLOCK_BYTES, lambda: woken.append("woken"))
+    pool = StagingPool(HostAccess().allocate(12 * BLOCK_BYTES), BLOCK_BYTES, lambda: woken.append("woken"))
     transfer = Transfer("one", 10 * LAYERS * BLOCK_BYTES, 1, None, now, lambda: None)
-    share = StagedShare(transfer, source.info, part(source, memory, some(1)[:10], some(2)[:10]).staged, pool, now())
+    share = StagedWork(transfer, source.info, part(source, memory, some(1)[:10], some(2)[:10]).staged, pool, now())
     posted = []
     while (chunk := share.next(NixlOptions())) is not None:
-        assert chunk.account.begin()
+        assert chunk.owner.begin()
         posted.append(chunk)
     assert share.blocked
     assert pool.in_use == 2
     assert not woken
     memory.bytes[:] = 0
-    posted[0].account.landed(posted[0].descriptors.total_bytes)
+    posted[0].owner.landed(posted[0].descriptors.total_bytes)
     assert woken, "nobody calls the share, which waits for ever"
     assert share.next(NixlOptions()) is not None
 
@@ -270,7 +270,7 @@ def test_who_cannot_read_now_lets_others_have_the_slot(source: Source, memory: M
     for waits in (two, three):
         assert waits.next(options) is None
         assert waits.blocked
-    one.account.fail(TransferFailed("one ends, nothing of it was posted"))
+    one.owner.fail(TransferFailed("one ends, nothing of it was posted"))
     assert woken == ["woken"]
     # First come, first served; but who has no room to read lets others go before.
     assert three.next(options) is None
@@ -278,7 +278,7 @@ def test_who_cannot_read_now_lets_others_have_the_slot(source: Source, memory: M
     assert woken == ["woken", "woken"]
     assert three.next(options) is not None
     assert two.next(options) is None
-    three.account.fail(TransferFailed("three ends"))
+    three.owner.fail(TransferFailed("three ends"))
     assert two.next(options) is not None
-    two.account.fail(TransferFailed("two ends"))
+    two.owner.fail(TransferFailed("two ends"))
     assert share("four").next(options) is not None

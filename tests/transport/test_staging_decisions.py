@@ -16,14 +16,15 @@ import numpy as np
 import pytest
 
 from kvferry._clock import now
-from kvferry._memory.permute import HostSpace, StillCopying
+from kvferry._memory.access import StillCopying
+from kvferry._memory.host import HostAccess
 from kvferry._transport.nixl_options import NixlOptions
-from kvferry._transport.peer_link import Chunk
-from kvferry._transport.staging_pool import SLOTS_PER_SHARE, StagedShare, StagingOptions, StagingPool
+from kvferry._transport.peer_work import Chunk
+from kvferry._transport.staging_pool import SLOTS_AT_ONCE, StagedWork, StagingOptions, StagingPool
 from kvferry._transport.transfer import Transfer, TransferState
 from kvferry._transport.transport import TransferPart
 from kvferry.errors import InvalidField, TransferFailed
-from kvferry.geometry import MemoryKind, MemoryRegion
+from kvferry.geometry import MemoryKind
 from kvferry.planner import Path
 from kvferry.planner.descriptors import RawDescriptors
 from kvferry.planner.staged_read import Copy, StagedRead
@@ -35,12 +36,12 @@ SIZE = LAYERS * BLOCKS * BLOCK_BYTES
 OPTIONS = NixlOptions()
 
 
-def staged_share(pool: StagingPool, of: TransferPart, name: str = "", *, deadline: float | None = None) -> StagedShare:
+def staged_share(pool: StagingPool, of: TransferPart, name: str = "", *, deadline: float | None = None) -> StagedWork:
     """What a transfer of its own reads."""
     size, count = (sum(getattr(read, what) for read in of.staged) for what in ("total_bytes", "count"))
     transfer = Transfer("t", size, count, deadline, now, lambda: None)
     info = replace(of.peer, name=name or of.peer.name)
-    return StagedShare(transfer, info, of.staged, pool, now(), of.footprint)
+    return StagedWork(transfer, info, of.staged, pool, now(), of.footprint)
 
 
 def read(chunk: Chunk) -> None:
@@ -61,7 +62,7 @@ class Readers:
     turns: Random
     pool: StagingPool
     options: NixlOptions
-    shares: list[StagedShare] = field(default_factory=list)
+    shares: list[StagedWork] = field(default_factory=list)
     asleep: set[int] = field(default_factory=set)
     flying: list[tuple[int, Chunk, int]] = field(default_factory=list)
     posted: dict[int, set[int]] = field(default_factory=dict)
@@ -72,7 +73,7 @@ class Readers:
             return
         number = self.turns.choice(awake)
         share = self.shares[number]
-        if share.account.ended_at is not None:
+        if share.owner.ended_at is not None:
             self.asleep.add(number)
             return
         chunk = share.next(self.options)
@@ -82,36 +83,36 @@ class Readers:
             if share.blocked and self.turns.random() < 0.1:
                 share.step_back()
                 self.asleep.discard(number)
-        elif chunk.account.begin():
+        elif chunk.owner.begin():
             assert isinstance(chunk.descriptors, RawDescriptors)
             at = int(chunk.descriptors.destination[0]) - self.pool.space.region.base
             slot = at // SLOT
             for _, other, taken in self.flying:
-                assert other.account is chunk.account or taken != slot, "a slot has two writers"
+                assert other.owner is chunk.owner or taken != slot, "a slot has two writers"
             self.flying.append((number, chunk, slot))
             mine = {taken for holder, _, taken in self.flying if holder == number}
-            assert len(mine) <= SLOTS_PER_SHARE
+            assert len(mine) <= SLOTS_AT_ONCE
         else:
-            assert share.account.ended_at is not None
+            assert share.owner.ended_at is not None
 
     def land(self) -> None:
         if self.flying:
             _, chunk, _ = self.flying.pop(self.turns.randrange(len(self.flying)))
             read(chunk)
-            chunk.account.landed(chunk.descriptors.total_bytes)
+            chunk.owner.landed(chunk.descriptors.total_bytes)
 
     def lose(self) -> None:
         if self.flying:
             number, chunk, _ = self.flying.pop(self.turns.randrange(len(self.flying)))
-            chunk.account.fail(TransferFailed("the peer died"))
-            assert self.shares[number].account.ended_at is not None
-            chunk.account.fenced()
+            chunk.owner.fail(TransferFailed("the peer died"))
+            assert self.shares[number].owner.ended_at is not None
+            chunk.owner.fenced()
 
     def cancel(self) -> None:
         share = self.turns.choice(self.shares)
         # The engine's blocks are quiet whatever is under way into the slots.
-        assert cast(Transfer, share.account).cancel()
-        share.account.settle(now())
+        assert cast(Transfer, share.owner).cancel()
+        share.owner.settle(now())
 
     def called(self) -> None:
         self.asleep.clear()
@@ -123,12 +124,13 @@ def test_readers_of_few_slots(seed: int) -> None:
     memory, sources = Memory(4 * SIZE), [local_source(name) for name in ("one", "other")]
     slots = turns.choice([1, 2, 3, 8])
     options = NixlOptions(chunk_bytes=turns.choice([1 << 20, BLOCK_BYTES + 100]))
-    readers = Readers(turns, StagingPool(HostSpace(slots * SLOT + 100), SLOT, lambda: readers.called()), options)
+    space = HostAccess().allocate(slots * SLOT + 100)
+    readers = Readers(turns, StagingPool(space, SLOT, lambda: readers.called()), options)
     for number in range(4):
         asked = part(turns.choice(sources), memory, some(number, 9), some(9 + number, 9), number * SIZE)
         readers.shares.append(staged_share(readers.pool, asked))
     weights = (8, 8, *((0, 0) if seed % 3 == 0 else (0.2, 0.1)))
-    transfers = [cast(Transfer, share.account) for share in readers.shares]
+    transfers = [cast(Transfer, share.owner) for share in readers.shares]
     for _ in range(4000):
         turns.choices([readers.ask, readers.land, readers.lose, readers.cancel], weights)[0]()
     while readers.flying or len(readers.asleep) < len(readers.shares):
@@ -150,7 +152,8 @@ def test_readers_of_few_slots(seed: int) -> None:
 
 
 def pool_of(slots: int, woken: list[str] | None = None) -> StagingPool:
-    return StagingPool(HostSpace(slots * SLOT), SLOT, lambda: None if woken is None else woken.append("woken"))
+    space = HostAccess().allocate(slots * SLOT)
+    return StagingPool(space, SLOT, lambda: None if woken is None else woken.append("woken"))
 
 
 def test_a_source_has_a_quarter_of_the_slots_and_more_than_one_only_while_half_are_free() -> None:
@@ -193,8 +196,8 @@ def test_a_slot_is_lent_only_where_nobody_waits() -> None:
     assert woken == ["woken"]
     assert (pool.borrow(), pool.in_use) == (None, 0)
     assert waiting.next(OPTIONS) is not None
-    waiting.account.fail(TransferFailed("it ends"))
-    waiting.account.settle(now())
+    waiting.owner.fail(TransferFailed("it ends"))
+    waiting.owner.settle(now())
     assert pool.borrow() == slot
     assert woken == ["woken"]
 
@@ -210,35 +213,30 @@ def test_what_cannot_be_read_gives_its_slot_back() -> None:
     assert staged_share(pool, asked).next(OPTIONS) is not None
 
 
-@dataclass
-class Device:
-    """Staging memory whose copies do as a test says."""
+class Device(HostAccess):
+    """Memory whose copies do as a test says."""
 
-    space: HostSpace
-    error: Exception | None = None
-    copies: int = 0
-
-    @property
-    def region(self) -> MemoryRegion:
-        return self.space.region
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error = error
+        self.copies = 0
 
     def copy(self, copies: Iterable[Copy]) -> None:
         self.copies += 1
         if self.error is not None:
             raise self.error
-        self.space.copy(copies)
+        super().copy(copies)
 
 
 @pytest.mark.parametrize(("error", "quiet"), [(RuntimeError("a device's"), True), (StillCopying("lost"), False)])
 def test_a_permutation_that_failed_fails_the_read(error: Exception, *, quiet: bool) -> None:
-    device = Device(HostSpace(2 * SLOT), error)
-    pool, memory = StagingPool(device, SLOT, lambda: None), Memory(SIZE)
+    device = Device(error)
+    pool, memory = StagingPool(device.allocate(2 * SLOT), SLOT, lambda: None), Memory(SIZE)
     share = staged_share(pool, part(local_source(), memory, [1], [2]))
     chunk = share.next(OPTIONS)
     assert chunk is not None
-    assert chunk.account.begin()
-    chunk.account.landed(chunk.descriptors.total_bytes)
-    transfer = cast(Transfer, share.account)
+    assert chunk.owner.begin()
+    chunk.owner.landed(chunk.descriptors.total_bytes)
+    transfer = cast(Transfer, share.owner)
     assert isinstance(transfer.error, TransferFailed)
     assert repr(error) in str(transfer.error)
     # A device that cannot be waited for may write to the blocks, and read the slot, for ever.
@@ -246,16 +244,16 @@ def test_a_permutation_that_failed_fails_the_read(error: Exception, *, quiet: bo
 
 
 def test_what_arrives_after_the_end_is_not_copied_into_the_blocks() -> None:
-    device = Device(HostSpace(2 * SLOT))
-    pool, memory = StagingPool(device, SLOT, lambda: None), Memory(SIZE)
+    device = Device()
+    pool, memory = StagingPool(device.allocate(2 * SLOT), SLOT, lambda: None), Memory(SIZE)
     share = staged_share(pool, part(local_source(), memory, [1], [2]))
     chunk = share.next(OPTIONS)
     assert chunk is not None
-    assert chunk.account.begin()
-    transfer = cast(Transfer, share.account)
+    assert chunk.owner.begin()
+    transfer = cast(Transfer, share.owner)
     assert transfer.cancel()
     # Before anybody has run the callbacks of its end, too.
-    chunk.account.landed(chunk.descriptors.total_bytes)
+    chunk.owner.landed(chunk.descriptors.total_bytes)
     assert (device.copies, pool.in_use) == (0, 0)
     assert memory.untouched()
 
@@ -265,12 +263,12 @@ def test_what_is_said_of_a_chunk_is_said_of_its_transfer() -> None:
     share = staged_share(pool, part(local_source(), memory, [1], [2]), deadline=now() - 1)
     chunk = share.next(OPTIONS)
     assert chunk is not None
-    account = chunk.account
-    assert (account.label, account.deadline, account.ended_at) == ("t", share.account.deadline, None)
+    account = chunk.owner
+    assert (account.label, account.deadline, account.ended_at) == ("t", share.owner.deadline, None)
     account.settle(now())
     assert account.ended_at is not None
-    assert account.ended_at == share.account.ended_at
-    assert cast(Transfer, share.account).state is TransferState.EXPIRED
+    assert account.ended_at == share.owner.ended_at
+    assert cast(Transfer, share.owner).state is TransferState.EXPIRED
     assert not account.begin()
     assert pool.in_use == 0
 

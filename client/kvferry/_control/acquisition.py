@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from kvferry._clock import from_duration, now, to_duration
-from kvferry._control.connection import BACKOFF_FIRST, BACKOFF_LAST, SILENCE, Control, retrying
+from kvferry._control.backoff import BACKOFF_FIRST, Backoff
+from kvferry._control.connection import SILENCE, Control, retrying
 from kvferry._control.reader_lease import ReaderLease
 from kvferry._control.renewals import Renewals
 from kvferry._threads import start_thread
@@ -165,7 +166,7 @@ class Acquirer:
             PublicationAborted: the source no longer offers it.
             KvferryError: what the home answered.
         """
-        backoff = BACKOFF_FIRST
+        backoff = Backoff()
         began, said = now(), False
         while True:
             cancellation.check()
@@ -173,7 +174,7 @@ class Acquirer:
                 return self._ask(request, cancellation, extended)
             except KvferryError as error:
                 cancellation.check()
-                pause = max(error.retry_after or 0.0, backoff)
+                pause = backoff.next(error.retry_after)
                 if not error.retryable or now() + pause >= request.deadline:
                     raise
                 if isinstance(error, Unreachable) and request.home.unreachable_for > HOME_PATIENCE:
@@ -184,7 +185,6 @@ class Acquirer:
                     what = f"publication {number} of engine {engine_id!r} at {request.home.address}"
                     logger.warning("still waiting for %s: %s", what, error)
             cancellation.wait(pause)
-            backoff = min(2 * backoff, BACKOFF_LAST)
 
     def _ask(self, request: AcquireRequest, cancellation: Cancellation, extended: Callable[[float], None]) -> Acquired:
         """One ReadBlocks call, up to Complete. The stream is then left: losing it ends nothing (PROTOCOL, Leases 5)."""

@@ -1,4 +1,4 @@
-"""Back-off and circuit breaker for one peer: who fails again and again is asked seldom, and everybody else fails fast.
+"""A circuit breaker for one peer: while the peer keeps failing, few attempts are made and the other calls fail at once.
 
 Pure but for its lock; the clock is the caller's.
 """
@@ -7,10 +7,14 @@ from __future__ import annotations
 
 import threading
 
+from kvferry._control.backoff import Backoff
+
 
 class Breaker:
-    """Closed while the peer answers. After `threshold` failures in a row it opens: one attempt goes through per pause,
-    and each that fails doubles the pause. Any success closes it. Thread-safe.
+    """Lets calls through while the peer answers. Thread-safe.
+
+    After `threshold` failures in a row it opens: it lets one attempt through per pause, and each of those that fails
+    doubles the pause. Any success closes it.
 
     Args:
         threshold: failures in a row that open it.
@@ -19,14 +23,12 @@ class Breaker:
 
     def __init__(self, threshold: int, first: float, last: float) -> None:
         self._threshold = threshold
-        self._first = first
-        self._last = last
         self._lock = threading.Lock()
         self._failures = 0
-        self._pause = first
+        self._backoff = Backoff(first, last)
         self._next = 0.0
         self._probing = False
-        """The attempt of this pause is under way; others that fail now began before it opened."""
+        """The attempt of this pause is under way. Failures of other attempts are of attempts that began earlier."""
         self._failing_since: float | None = None
 
     def ask(self, now: float) -> float:
@@ -39,16 +41,16 @@ class Breaker:
                 return 0.0
             if now < self._next:
                 return self._next - now
-            self._next = now + self._pause
+            self._next = now + self._backoff.pause
             self._probing = True
             return 0.0
 
     def succeeded(self) -> None:
-        """The peer answered, whatever it said."""
+        """The peer answered, even if with an error."""
         with self._lock:
             self._failures = 0
             self._probing = False
-            self._pause = self._first
+            self._backoff.reset()
             self._failing_since = None
 
     def failed(self, now: float) -> None:
@@ -58,13 +60,13 @@ class Breaker:
             if self._failing_since is None:
                 self._failing_since = now
             if self._failures == self._threshold:
-                self._next = now + self._pause
+                self._next = now + self._backoff.pause
             elif self._probing:
                 self._probing = False
-                self._pause = min(2 * self._pause, self._last)
-                self._next = now + self._pause
+                self._backoff.next()
+                self._next = now + self._backoff.pause
 
     def failing_for(self, now: float) -> float:
-        """Seconds since the first failure after the last success; 0.0 while it answers."""
+        """Seconds since the first failure after the last success; 0.0 while the peer answers."""
         with self._lock:
             return 0.0 if self._failing_since is None else now - self._failing_since

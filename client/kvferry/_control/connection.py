@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import random
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,6 +18,7 @@ import grpc
 from google.protobuf.message import Message
 
 from kvferry._clock import now
+from kvferry._control.backoff import Backoff
 from kvferry._control.breaker import Breaker
 from kvferry._threads import no_thread, start_thread
 from kvferry._wire.channel import TlsConfig, connect
@@ -43,9 +43,6 @@ BREAKER_THRESHOLD = 3
 BREAKER_FIRST = 0.1
 BREAKER_LAST = 1.0
 """A node server that restarts is back within seconds, so attempts to reach it never get rarer than one a second."""
-
-BACKOFF_FIRST = 0.02
-BACKOFF_LAST = 1.0
 
 SILENCE = 1.0
 """Seconds after which somebody who waits is told what for."""
@@ -257,19 +254,18 @@ def retrying(
         most: seconds that one call may use.
         what: is being waited for. Given, a warning says so, once, when it takes longer than `SILENCE`.
     """
-    backoff = BACKOFF_FIRST
+    backoff = Backoff(jitter=0.5)
     with announced(what) as waiting:
         while True:
             left = deadline - now()
             try:
                 return call(max(0.001, min(most, left)))
             except KvferryError as error:
-                pause = max(error.retry_after or 0.0, backoff * random.uniform(0.5, 1.0))
+                pause = backoff.next(error.retry_after)
                 if not error.retryable or now() + pause >= deadline:
                     raise
                 waiting.reason = error.message
             wait(pause)
-            backoff = min(2 * backoff, BACKOFF_LAST)
 
 
 class _Waiting:

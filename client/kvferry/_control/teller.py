@@ -7,12 +7,13 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 from kvferry._clock import now
+from kvferry._control.backoff import Backoff
 from kvferry._control.batches import batches
-from kvferry._control.connection import BACKOFF_FIRST, BACKOFF_LAST, Control
+from kvferry._control.connection import Control
 from kvferry._threads import start_thread
 from kvferry._wire.status import from_notification_error
 from kvferry.errors import InternalError, KvferryError, LimitReached
@@ -42,7 +43,7 @@ class _Told:
         until: when it is of no use any more.
         answered: gets its result, or None for each attempt that failed.
         again_at: when to tell it again.
-        pause: before the attempt after the next.
+        backoff: the pauses before it is told again.
     """
 
     home: Control
@@ -50,7 +51,7 @@ class _Told:
     until: float
     answered: Answered | None
     again_at: float = 0.0
-    pause: float = BACKOFF_FIRST
+    backoff: Backoff = field(default_factory=Backoff)
 
 
 class Teller:
@@ -141,7 +142,7 @@ class Teller:
         time = now()
         for told, error in failed:
             _answer(told, None)
-            pause = max(told.pause, error.retry_after or 0.0)
+            pause = told.backoff.next(error.retry_after)
             kind = told.notification.WhichOneof("kind")
             if not error.retryable or time + pause >= told.until:
                 logger.log(
@@ -152,7 +153,7 @@ class Teller:
                     error.message,
                 )
                 continue
-            told.again_at, told.pause = time + pause, min(2 * told.pause, BACKOFF_LAST)
+            told.again_at = time + pause
             with self._changed:
                 if self._closed:
                     return

@@ -8,7 +8,8 @@ import threading
 from collections.abc import Callable
 
 from kvferry._clock import now
-from kvferry._control.connection import BACKOFF_FIRST, BACKOFF_LAST, SILENCE, Control, Stream
+from kvferry._control.backoff import Backoff
+from kvferry._control.connection import SILENCE, Control, Stream
 from kvferry._threads import start_thread
 from kvferry.errors import Closed, InvalidInput, KvferryError, NotFound, Refused, Unavailable, Unreachable
 from kvferry.v1 import kv_transfer_pb2 as pb
@@ -47,7 +48,7 @@ class Watcher:
         """A handler raised: the full state is asked for again."""
         self._again_after = 0.0
         """Seconds after which that makes sense, as far as the handler's error says."""
-        self._backoff = BACKOFF_FIRST
+        self._backoff = Backoff()
         self._thread: threading.Thread | None = None
 
     def open(self, timeout: float) -> pb.WatchOpened:
@@ -93,7 +94,7 @@ class Watcher:
         while not self._closing.is_set():
             try:
                 self._follow()
-                pause = self._back_off()
+                pause = self._backoff.next()
             except KvferryError as error:
                 if self._closing.is_set():
                     return
@@ -101,16 +102,11 @@ class Watcher:
                 self._failure = error
                 if _for_good(error):
                     return
-                pause = max(self._back_off(), error.retry_after or 0.0)
+                pause = self._backoff.next(error.retry_after)
             except Exception:
                 logger.exception("the watch of %s at %s failed", self._name, self._control.address)
-                pause = self._back_off()
+                pause = self._backoff.next()
             self._closing.wait(pause)
-
-    def _back_off(self) -> float:
-        pause = self._backoff
-        self._backoff = min(2 * pause, BACKOFF_LAST)
-        return pause
 
     def _say(self, error: KvferryError) -> None:
         """Warn of what is not just a node server that is away; once, while it stays the same."""
@@ -154,7 +150,7 @@ class Watcher:
                 self._synced.set()
             if synced:
                 self._failure = None
-                self._backoff = BACKOFF_FIRST
+                self._backoff.reset()
 
     def _handle(self, message: pb.WatchResponse) -> None:
         try:

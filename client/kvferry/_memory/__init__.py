@@ -1,1 +1,1 @@
-"""Memory that holds KV cache: what may be registered, and permuting, summing and clearing parts of it."""
+"""The memory of a rank: what it registers, and access to it: copying, summing and clearing blocks."""

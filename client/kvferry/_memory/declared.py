@@ -1,4 +1,4 @@
-"""What memory a rank registers, and which part of the model it says that this memory holds."""
+"""The memory that a rank registers, and the part of the model that it declares this memory to hold."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ONE_OF = "one of heads, holding with its units, and replicated=True"
 
 @dataclass(frozen=True, slots=True)
 class Declared:
-    """Which heads a rank says that it holds; see `Client.register_cache`."""
+    """Which heads a rank declares that it holds; see `Client.register_cache`."""
 
     heads: range | Interval | None
     total_heads: int | None
@@ -28,7 +28,7 @@ class Declared:
         """What the rank's tensors hold; None: all of the model.
 
         Raises:
-            InvalidField: it is said in two ways, or, where the engine has several ranks, in none.
+            InvalidField: it is declared in two ways, or, where the engine has several ranks, in none.
         """
         if self.heads is None and self.total_heads is not None:
             raise InvalidField("heads", None, "the heads that this rank holds of total_heads")
@@ -52,10 +52,10 @@ class Declared:
         return self.holding if self.heads is None else heads_held(self.heads, self.total_heads)
 
     def check_planes(self, num_ranks: int, planes: Sequence[Plane]) -> None:
-        """Raise `InvalidField` if planes hold a whole axis on one rank of several, and nobody said that they all do.
+        """Raise `InvalidField` if planes hold a whole axis on one rank of several, and `replicated` is not set.
 
-        A plane declares its units itself. But one that was made without saying them holds the whole axis, and so does
-        that of every other rank.
+        A plane declares its units itself, but one that was made without units holds the whole axis. Then probably every
+        rank's plane does, by mistake.
         """
         for name in ("heads", "total_heads", "holding"):
             if getattr(self, name) is not None:
@@ -80,7 +80,7 @@ def memory_of(
     planes: Sequence[Plane] | None,
     regions: Sequence[MemoryRegion] | None,
 ) -> tuple[tuple[Plane, ...], tuple[MemoryRegion, ...]]:
-    """The planes and regions of a rank, from whichever of its arguments say them."""
+    """The planes and regions of a rank, from its tensors or from the planes and regions that are given."""
     found: tuple[Plane, ...]
     if planes is not None:
         found = several("planes", planes, Plane, "several Planes")

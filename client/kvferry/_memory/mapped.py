@@ -1,5 +1,8 @@
-"""Whether memory that is about to be registered is there, and may be written: NIXL registers what it is told, and the
-first read into a page that is not there, or is read-only, fails in the middle or kills the process."""
+"""Checks that memory is mapped and writable before it is registered.
+
+NIXL registers any address. The first read into a page that is not mapped, or is read-only, fails halfway or kills the
+process.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +17,11 @@ MAPS = Path("/proc/self/maps")
 
 
 def check_mapped(regions: Iterable[MemoryRegion], planes: Iterable[Plane]) -> None:
-    """Raise `InvalidField` for host memory of this process that is not mapped readable and writable, naming a plane
-    that lies in it. Where the system does not tell, and for device memory, nothing is checked.
+    """Raise `InvalidField` for host memory that is not mapped readable and writable in this process, naming a plane in
+    it. Device memory is not checked, nor is any memory on systems without ``/proc/self/maps``.
 
     The memory of a rank that is only read from has to be writable as well: NIXL registers all memory for remote reads
-    and writes, and devices that pin pages refuse others.
+    and writes, and devices that pin pages refuse read-only ones.
     """
     host = [region for region in regions if region.memory_kind is MemoryKind.DRAM]
     if not host:
@@ -36,7 +39,7 @@ def check_mapped(regions: Iterable[MemoryRegion], planes: Iterable[Plane]) -> No
 
 
 def _usable() -> list[tuple[int, int]] | None:
-    """Memory that may be read and written, rising, neighbours joined; None where the system does not tell."""
+    """Ranges of memory that may be read and written, rising, neighbours joined; None where the system has no map."""
     try:
         # As bytes: the names of mapped files may be anything but a newline.
         lines = MAPS.read_bytes().split(b"\n")
@@ -47,7 +50,7 @@ def _usable() -> list[tuple[int, int]] | None:
         addresses, _, rest = line.partition(b" ")
         if rest.startswith(b"rw"):
             first, last = (int(address, 16) for address in addresses.split(b"-"))
-            # What grows while the list is read may be told twice.
+            # A range that grows while the list is read may occur twice.
             if found and first <= found[-1][1]:
                 found[-1] = found[-1][0], max(last, found[-1][1])
             else:

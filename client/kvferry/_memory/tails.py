@@ -1,4 +1,4 @@
-"""What a read leaves untouched behind the last token that it moved: kept, or cleared."""
+"""The tail of a read: the tokens of its blocks behind the last one that it moved."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
 
-from kvferry._memory.summing import Summers
+from kvferry._memory.rank_memory import RankMemory
 from kvferry.errors import InvalidField
 from kvferry.geometry.blocks import BlockIds, Blocks
 from kvferry.geometry.model import Group, GroupKind, Plane
@@ -18,12 +18,12 @@ from kvferry.planner.token_line import StateLayout
 
 
 class Tails(enum.Enum):
-    """What becomes of the tokens of a read's blocks behind the last one moved."""
+    """Whether the tokens of a read's blocks behind the last one moved are kept or cleared."""
 
     KEEP = "keep"
     """They stay as they were."""
     ZERO = "zero"
-    """They are cleared once every byte has arrived: for kernels that read whole blocks, where old bytes may be NaNs."""
+    """They are cleared once every byte has arrived: for kernels that read whole blocks, since old bytes may be NaNs."""
 
 
 def clear_tails(
@@ -31,7 +31,7 @@ def clear_tails(
     groups: Mapping[str, Group],
     blocks: Mapping[str, Blocks],
     moved: Mapping[str, GroupRequest],
-    summers: Summers,
+    memory: RankMemory,
 ) -> None:
     """Clear the tails of a read.
 
@@ -39,8 +39,8 @@ def clear_tails(
         planes: of the destination rank.
         groups: of the destination, by name.
         blocks: the read's destination blocks, by group.
-        moved: what it has moved, by group; a group of which nothing was moved has no tail.
-        summers: of the rank's memory.
+        moved: what the read moved, by group; a group of which nothing was moved has no tail.
+        memory: the rank's.
 
     Raises:
         InvalidField: a plane lies in device memory that is not backed by a registered tensor.
@@ -50,10 +50,10 @@ def clear_tails(
         if plane.group not in moved or group.kind is GroupKind.STATE:
             continue
         for alike in tail_of(plane, group, blocks[plane.group], moved[plane.group].end):
-            summer = summers.of(plane)
-            if summer is None:
-                raise InvalidField("tails", plane.name, "memory of a tensor, to be cleared there")
-            summer.clear(plane, alike)
+            access = memory.of(plane)
+            if access is None:
+                raise InvalidField("tails", plane.name, "host memory, or a tensor's, to be cleared")
+            access.clear(plane, alike)
 
 
 def tail_of(plane: Plane, group: Group, blocks: Blocks, end: int) -> Iterator[AlikeBlocks]:

@@ -11,7 +11,7 @@ import numpy as np
 from kvferry._clock import now
 from kvferry._control.connection import Control, retrying
 from kvferry._engine_spec import EngineSpec
-from kvferry._memory.summing import Summers
+from kvferry._memory.rank_memory import RankMemory
 from kvferry._wire.token import EngineToken
 from kvferry.errors import Closed, InvalidField, PublicationReleased, PublicationStale
 from kvferry.geometry.blocks import Blocks, check_ids
@@ -34,7 +34,7 @@ class Checksummer:
         home: the engine's home.
         spec, token: the engine.
         rank: whose memory it is.
-        summers: of that memory.
+        memory: of that memory.
         options: which blocks are summed.
     """
 
@@ -44,14 +44,14 @@ class Checksummer:
         spec: EngineSpec,
         token: EngineToken,
         rank: RankGeometry,
-        summers: Summers,
+        memory: RankMemory,
         options: IntegrityOptions,
     ) -> None:
         self._home = home
         self._spec = spec
         self._token = token
         self._rank = rank
-        self._summers = summers
+        self._memory = memory
         self._share = options.share
         self._lock = threading.Lock()
         self._thread: ThreadPoolExecutor | None = None
@@ -85,7 +85,7 @@ class Checksummer:
         check_ids(name, "source", blocks.ids, group.num_blocks, group.null_block)
         planes = [plane for plane in self._rank.planes if plane.group == name]
         for plane in planes:
-            if self._summers.of(plane) is None:
+            if self._memory.of(plane) is None:
                 raise InvalidField("plane", plane.name, "host memory, or a tensor's, to be summed")
         return [(plane, blocks) for plane in planes]
 
@@ -111,7 +111,7 @@ class Checksummer:
 
     def _checksums(self, publication: int, parts: Iterable[tuple[Plane, Blocks]]) -> Iterator[pb.Checksums]:
         for plane, blocks in parts:
-            summer = self._summers.of(plane)
+            summer = self._memory.of(plane)
             if summer is None:
                 continue
             for alike in source_blocks(plane, self._spec.group(plane.group), blocks, publication, self._share):

@@ -14,8 +14,8 @@ from functools import partial
 
 from kvferry._clock import now
 from kvferry._forks import OneProcess
-from kvferry._memory.permute import StillCopying
-from kvferry._memory.summing import Summers
+from kvferry._memory.access import StillCopying
+from kvferry._memory.rank_memory import RankMemory
 from kvferry._memory.tails import Tails, clear_tails
 from kvferry._reads.rank_read import Planned, RankOrder, RankRead
 from kvferry._reads.source_engines import SourceEngine, SourceEngines
@@ -51,7 +51,7 @@ class RankReads(OneProcess):
     Args:
         transport: moves the bytes.
         peers: source engines.
-        summers: of the rank's memory.
+        memory: of the rank's memory.
         verifier: compares what has arrived; None: integrity mode is off.
         work: on whose thread the shares are changed.
         ended: called once with each share when it has ended.
@@ -62,7 +62,7 @@ class RankReads(OneProcess):
         self,
         transport: Transport,
         peers: SourceEngines,
-        summers: Summers,
+        memory: RankMemory,
         verifier: Verifier | None,
         work: WorkQueue,
         ended: Callable[[RankRead], None],
@@ -70,7 +70,7 @@ class RankReads(OneProcess):
     ) -> None:
         self._transport = transport
         self._peers = peers
-        self._summers = summers
+        self._memory = memory
         self._verifier = verifier
         self._work = work
         self._on_ended = ended
@@ -271,7 +271,7 @@ class RankReads(OneProcess):
         sources = {group.name: group for group in plan.source.groups}
         moved = needed(plan.groups, sources, order.granted, order.blocks, order.tokens)
         groups = {group.name: group for group in plan.groups}
-        clear_tails(plan.rank.planes, groups, order.blocks, moved, self._summers)
+        clear_tails(plan.rank.planes, groups, order.blocks, moved, self._memory)
 
     def _cancelled(self, read: RankRead) -> None:
         if read._transfer is not None:

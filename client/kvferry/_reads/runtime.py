@@ -16,8 +16,7 @@ from kvferry._control.homes import Homes
 from kvferry._control.lease_holder import LeaseHolder
 from kvferry._control.renewals import Renewals
 from kvferry._engine_spec import EngineSpec
-from kvferry._memory.permute import device_tensors
-from kvferry._memory.summing import Summers
+from kvferry._memory.rank_memory import RankMemory
 from kvferry._reads.cache_reads import CacheReads
 from kvferry._reads.checksum_publisher import Checksummer
 from kvferry._reads.rank_read import RankRead
@@ -75,8 +74,8 @@ class ClientRuntime:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class RankMemory:
-    """The memory of a rank.
+class OwnedMemory:
+    """The memory that a rank registers, and what owns it.
 
     Attributes:
         regions: where its planes lie.
@@ -113,7 +112,7 @@ class RankRuntime:
         spec: EngineSpec,
         token: EngineToken,
         rank: RankGeometry,
-        memory: RankMemory,
+        memory: OwnedMemory,
         *,
         serve: bool,
     ) -> None:
@@ -135,22 +134,22 @@ class RankRuntime:
         try:
             self._registration = _registration(spec, token, rank, memory, self._agent)
             staging = client.staging
+            self._memory = RankMemory(memory.tensors)
             self.transport = Transport(
-                memory.regions, client.options, staging=staging, tensors=memory.tensors, keep=memory.keep
+                memory.regions, client.options, staging=staging, memory=self._memory, keep=memory.keep
             )
             rule = PathRule(
                 path=staging.chosen,
                 costs=staging.costs or Costs(),
                 slot_bytes=staging.slot_bytes,
-                device_memory=frozenset(device_tensors(memory.tensors)),
+                device_memory=self._memory.devices,
             )
             costs = _MeasuredCosts(rule, rank, self.transport, measured=staging.costs is None)
             self._peers = SourceEngines(spec, token.ref(), rank.rank, self._geometry, rule, costs.rule_of, self._drop)
-            self._summers = Summers(memory.tensors)
             self.checksummer = Checksummer(
-                client.homes.home_of(token), spec, token, rank, self._summers, client.integrity
+                client.homes.home_of(token), spec, token, rank, self._memory, client.integrity
             )
-            self._verifier = Verifier(token.ref(), self._summers, client.integrity) if client.integrity.share else None
+            self._verifier = Verifier(token.ref(), self._memory, client.integrity) if client.integrity.share else None
             self._work = WorkQueue(f"kvferry-rank-{spec.engine_id}-{rank.rank}")
         except KvferryError:
             if self._agent is not None:
@@ -163,7 +162,7 @@ class RankRuntime:
 
     def rank_reads(self, ended: Callable[[RankRead], None], quiesced: Callable[[RankRead], None]) -> RankReads:
         """Shares of reads, see `RankReads`. Closed with the rank."""
-        made = RankReads(self.transport, self._peers, self._summers, self._verifier, self._work, ended, quiesced)
+        made = RankReads(self.transport, self._peers, self._memory, self._verifier, self._work, ended, quiesced)
         with self._lock:
             self._rank_reads.append(made)
         return made
@@ -289,7 +288,7 @@ class _MeasuredCosts:
 
 
 def _registration(
-    spec: EngineSpec, token: EngineToken, rank: RankGeometry, memory: RankMemory, agent: ServingAgent | None
+    spec: EngineSpec, token: EngineToken, rank: RankGeometry, memory: OwnedMemory, agent: ServingAgent | None
 ) -> pb.RegisterCacheRequest:
     registration = pb.RegisterCacheRequest(
         engine=token.ref(),

@@ -12,8 +12,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry._clock import now
+from kvferry._control.backoff import Backoff
 from kvferry._control.connection import CALL_TIMEOUT, Control
-from kvferry._memory.summing import Summers
+from kvferry._memory.rank_memory import RankMemory
 from kvferry.errors import DataLoss, InvalidField, KvferryError
 from kvferry.geometry.blocks import Blocks
 from kvferry.geometry.model import Interval
@@ -105,13 +106,13 @@ class Verifier:
 
     Args:
         reader: the destination engine.
-        summers: of the rank's memory.
+        memory: of the rank's memory.
         options: which blocks are compared, and how long sums are waited for.
     """
 
-    def __init__(self, reader: pb.EngineRef, summers: Summers, options: IntegrityOptions) -> None:
+    def __init__(self, reader: pb.EngineRef, memory: RankMemory, options: IntegrityOptions) -> None:
         self._reader = reader
-        self._summers = summers
+        self._memory = memory
         self._options = options
 
     def verify(self, read: Arrived) -> Verification:
@@ -165,7 +166,7 @@ class Verifier:
         alike = task.alike
         expected, known = _looked_up(plane.units, alike.places, pages)
         rows = np.flatnonzero(known.any(axis=1))
-        summer = self._summers.of(plane.destination)
+        summer = self._memory.of(plane.destination)
         if summer is None or len(rows) == 0:
             return _Compared(0, known.size, 0, None)
         some = AlikeBlocks(alike.places[rows], alike.runs, alike.ids[rows])
@@ -182,7 +183,7 @@ class Verifier:
     def _sums_of(self, read: Arrived, rank: int, tasks: list[_Task], give_up: float) -> dict[str, list[_Page]]:
         """The sums of one source rank by plane; as many as there are."""
         found: dict[str, list[_Page]] = {}
-        pause = PAUSE_FIRST
+        backoff = Backoff(PAUSE_FIRST, PAUSE_LAST)
         requests = [self._request(read, queries) for queries in _packed(rank, tasks)]
         while requests:
             read.check()
@@ -194,9 +195,8 @@ class Verifier:
                 # What cannot be had was not verified. Whether the read is good is not the home's word alone.
                 logger.info("sums of rank %d of publication %d: %s", rank, read.publication, error)
                 return found
-            if rank in answer.pending_ranks and now() + pause < give_up:
-                threading.Event().wait(pause)
-                pause = min(2 * pause, PAUSE_LAST)
+            if rank in answer.pending_ranks and now() + backoff.pause < give_up:
+                threading.Event().wait(backoff.next())
                 continue
             for plane, page in pages:
                 found.setdefault(plane, []).append(page)

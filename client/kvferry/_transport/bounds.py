@@ -1,8 +1,8 @@
-"""The last line of defence before NIXL (R7): may these bytes be touched at all? Pure, vectorised.
+"""Checks every descriptor against the registered regions before it reaches NIXL (R7). Pure, vectorised.
 
-The planner checks block ids; this checks what NIXL would do with its answer. NIXL's own check adds address and length
+The planner checks block ids; this checks the addresses that it made of them. NIXL's own check adds address and length
 and wraps: a length of 2**64 - 4096 kills the process, a stride of that size reads below the region and reports success
-(both measured). Here nothing is added before it is known not to wrap.
+(both measured). Here two numbers are added only when their sum is known not to wrap.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ METADATA_LIMIT = 16 << 20
 REGIONS_LIMIT = 1 << 16
 NAME_LIMIT = 512
 METADATA_HEADER = b"nixlSerDes|Agent"
-"""With this NIXL's metadata begin; the length of the agent's name and the name follow."""
+"""NIXL's metadata begin with this; the length of the agent's name and the name follow."""
 
 INDEX_LIMIT = 1 << 31
 """NIXL takes int32 indices, and truncates larger ones silently."""
 
 
 class RegionMap:
-    """The regions of one agent, for the question whether ranges lie inside of one. Immutable, so thread-safe.
+    """The regions of one agent, to check that ranges lie inside one of them. Immutable, so thread-safe.
 
     Regions that touch are not joined: NIXL refuses a descriptor that spans two.
     """
@@ -48,7 +48,7 @@ class RegionMap:
         for key, ranges in spaces.items():
             both = np.array(sorted(ranges), np.uint64)
             self._bases[key] = both[:, 0].copy()
-            # The furthest end of all regions that begin here or before: also right where regions overlap.
+            # The furthest end of all regions that begin here or before, which is right also where regions overlap.
             self._ends[key] = np.maximum.accumulate(both[:, 1])
 
     def check_ranges(self, field: str, kind: MemoryKind, device: int, address: Addresses, length: Addresses) -> None:
@@ -56,7 +56,7 @@ class RegionMap:
         end = self._ends_at(field, kind, device, address)
         if int(length.min()) < 1:
             raise InvalidField(f"{field} length", 0, "at least 1")
-        # Both sides are below 2**63, and an address that has no end has 0: nothing wraps.
+        # Both sides are below 2**63, and the end of an address in no region is 0: nothing wraps.
         room = np.maximum(end, address) - address
         self._refuse(field, room < length, address, length)
 
@@ -105,7 +105,7 @@ def check_descriptors(descriptors: Descriptors, local: RegionMap, remote: Region
 
 
 def check_raw(raw: RawDescriptors, local: RegionMap, remote: RegionMap) -> None:
-    """The same for descriptors by address. Empty ones pass."""
+    """`check_descriptors` for descriptors by address. An empty list passes."""
     _check_arrays("descriptors", np.uint64, raw.source, raw.destination, raw.length)
     if raw.count == 0:
         return
@@ -115,7 +115,7 @@ def check_raw(raw: RawDescriptors, local: RegionMap, remote: RegionMap) -> None:
 
 
 def check_table(table: DescriptorTable, local: RegionMap, remote: RegionMap) -> None:
-    """The same for the rows of a table."""
+    """`check_descriptors` for the rows of a table."""
     for field, rows in (("source rows", table.source), ("destination rows", table.destination)):
         if rows.dtype != np.uint64 or rows.ndim != 2 or rows.shape[1] != 5 or not len(rows):
             raise InvalidField(field, f"{rows.dtype}{list(rows.shape)}", "uint64[rows, 5], not empty")
@@ -127,7 +127,7 @@ def check_table(table: DescriptorTable, local: RegionMap, remote: RegionMap) -> 
 
 
 def check_indices(prepared: PreparedDescriptors) -> None:
-    """Raise `InvalidField` unless every index is one of its table. Empty ones pass."""
+    """Raise `InvalidField` unless every index is one of its table. An empty list passes."""
     _check_arrays("indices", np.int32, prepared.source, prepared.destination)
     if prepared.count == 0:
         return
@@ -142,11 +142,11 @@ def check_indices(prepared: PreparedDescriptors) -> None:
 
 
 def check_agent(name: str, metadata: bytes, sha256: bytes, regions: Sequence[MemoryRegion]) -> None:
-    """Raise `BadAgentMetadata` unless metadata are what their agent announced.
+    """Raise `BadAgentMetadata` unless the metadata are those that their agent announced.
 
-    NIXL cannot be asked: one flipped bit can kill the process, and a truncated blob spoils the agent's name for the
-    life of the process (both measured). The name that NIXL takes is the one within the metadata: those of one agent,
-    damaged, under the name of another would spoil the first.
+    NIXL cannot check this: one flipped bit can kill the process, and after truncated metadata the agent's name cannot
+    be used again in this process (both measured). NIXL takes the name from the metadata, so damaged metadata of one
+    agent, announced under another's name, would make the first agent's name unusable.
     """
     problem = ""
     if not 1 <= len(name.encode()) <= NAME_LIMIT:

@@ -1,7 +1,7 @@
-"""The constants of the cost model (`kvferry.planner.path_choice`), measured on the machine that will use them.
+"""Measures the constants of the cost model (`kvferry.planner.path_choice`).
 
-Some milliseconds, once for each host that small pieces are read from: a few short and long reads of memory that the
-peer serves anyway, into staging memory, and a few copies within that.
+It takes some milliseconds, once for each host that small pieces are read from: a few short and long reads of the peer's
+memory into staging memory, and a few copies within staging memory.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import replace
 import numpy as np
 
 from kvferry._clock import now
-from kvferry._memory.permute import StillCopying
+from kvferry._memory.access import StillCopying
 from kvferry._transport.nixl_agent import AgentInfo
 from kvferry._transport.staging_pool import StagingPool
 from kvferry._transport.transport import TransferPart, Transport
@@ -24,7 +24,7 @@ from kvferry.planner.staged_read import Copy
 logger = logging.getLogger(__name__)
 
 TIMES = 5
-"""Measurements of each kind; the fastest counts, since whatever disturbs one makes it slower."""
+"""Measurements of each kind; the fastest counts, since any disturbance makes one slower."""
 
 SHORT_BYTES = 256
 SHORT_COUNT = 512
@@ -35,12 +35,13 @@ COLUMNS = 32
 
 
 def measure(transport: Transport, peer: AgentInfo, pool: StagingPool, deadline: float) -> Costs | None:
-    """The constants for reads from one peer; None if they cannot be measured now. Waits, on the thread of a read."""
+    """Measure the constants for reads from one peer; None if that is not possible now. Waits; called on the thread of a
+    read."""
     slot = pool.borrow()
     if slot is None:
         return None
     region = max(peer.regions, key=lambda region: region.length)
-    # What was read before is in some cache, and would seem faster than it is: no byte is read twice.
+    # Bytes that were read before are in a processor's cache, and would seem faster: no byte is read twice.
     count = min(pool.slot_bytes, region.length // (2 * TIMES)) // LONG_BYTES
     if count == 0:
         pool.release(slot)
@@ -66,7 +67,7 @@ def measure(transport: Transport, peer: AgentInfo, pool: StagingPool, deadline: 
             began = now()
             if not transfer.wait(max(0.0, deadline - began)) or transfer.error is not None:
                 transfer.cancel()
-                # Whatever went wrong will go wrong in the read, which says so.
+                # The read that follows will meet the same error, and report it.
                 transfer.add_quiet_callback(lambda _: pool.release(slot))
                 return None
             times[kind].append((transfer.ended_at or now()) - began)
@@ -94,13 +95,13 @@ def _reads(region: MemoryRegion, pool: StagingPool, slot: int, count: int, size:
 
 
 def _copies(pool: StagingPool, slot: int) -> Costs:
-    """What a permutation costs, by runs of two lengths."""
+    """The cost of a permutation, measured with runs of two lengths."""
     half = pool.slot_bytes // 2
     others = []
     while (other := pool.borrow()) is not None:
         others.append(other)
     try:
-        # Into other slots in turn, as far as they are free: an engine's blocks are in no cache either.
+        # Into as many other slots as are free, in turn, because an engine's blocks are in no processor's cache either.
         found = [
             (cell, min(_copied(pool, slot, others or [slot + half], cell) for _ in range(TIMES))) for cell in CELLS
         ]

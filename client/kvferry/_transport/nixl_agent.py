@@ -1,12 +1,5 @@
-"""NIXL, wrapped: the only file that imports it. Its and UCX's options are in `kvferry._transport.nixl_options`.
-
-A rank has two kinds of agent (DESIGN, 6): a `ServingAgent`, which registers its cache and never initiates, and
-`ReadingAgent`, which read other ranks' memory. What is below NIXL's Python API is used directly, for two reasons:
-
-- that API fixes the progress thread's delay at 0, which burns a core per idle agent;
-- its handle objects release themselves when they are collected, on whatever thread that happens. With NIXL's locks off,
-  as they are here, that is a crash; with them on it stops the whole interpreter. Here handles are plain numbers.
-"""
+"""NIXL's agents. A rank has two kinds (DESIGN, 6): a `ServingAgent`, which registers its cache and never initiates, and
+`ReadingAgent`s, which read other ranks' memory."""
 
 from __future__ import annotations
 
@@ -14,9 +7,6 @@ import enum
 import functools
 import gc
 import hashlib
-import logging
-import os
-import sys
 import threading
 import weakref
 from collections import OrderedDict
@@ -26,9 +16,10 @@ from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 import numpy as np
 
-from kvferry._memory.permute import Space
+from kvferry._memory.access import StagingSpace
+from kvferry._transport import nixl_binding
 from kvferry._transport.bounds import RegionMap, check_agent, check_indices, check_raw, check_table
-from kvferry._transport.nixl_options import PROGRESS_DELAY_US, NixlOptions
+from kvferry._transport.nixl_options import NixlOptions
 from kvferry.errors import BadAgentMetadata, Closed, InvalidField, NixlError, NixlMissing, WrongThread
 from kvferry.geometry.model import MemoryKind, MemoryRegion
 from kvferry.planner.descriptors import Addresses, Descriptors, DescriptorTable, PreparedDescriptors, RawDescriptors
@@ -56,9 +47,9 @@ class AgentInfo:
 
     Attributes:
         name: unique per incarnation.
-        metadata: opaque, from NIXL.
-        sha256: digest of metadata; checked before NIXL sees them.
-        regions: what it registered; nothing else of it is ever read.
+        metadata: opaque bytes, from NIXL.
+        sha256: digest of metadata; checked before they are given to NIXL.
+        regions: the memory it registered; nothing else of it is ever read.
     """
 
     name: str
@@ -72,24 +63,23 @@ class AgentInfo:
 
 
 class HandleState(enum.Enum):
-    """What NIXL says about a posted read."""
+    """The state of a posted read, as NIXL reports it."""
 
     DONE = "done"
-    """Every byte has arrived; nothing of it writes any more."""
+    """Every byte has arrived; the read writes no more."""
     MOVING = "moving"
     ERROR = "error"
-    """No proof of anything: the bytes may still be arriving (PROTOCOL, Quiet)."""
+    """It failed, and may still write (PROTOCOL, Quiet)."""
 
 
 class ServingAgent:
-    """Makes a rank's memory readable. Never initiates.
+    """Makes a rank's memory readable. It starts no transfers itself.
 
-    It keeps no memory alive: whoever made it keeps the regions mapped for the life of the process. NIXL does not
-    revoke: closing this stops nobody who has its metadata, and memory unmapped under a reader kills this process on
-    TCP.
+    The caller keeps the regions mapped for the life of the process. NIXL revokes nothing: peers that have the metadata
+    can read after this was closed, and unmapping memory while it is read kills this process on TCP.
 
-    Threading: made and closed on any thread; NIXL's own progress thread does the work, asleep when there is none. On
-    CUDA the calling thread has set its device.
+    Threading: made and closed on any thread; on CUDA the calling thread has set its device. NIXL's own progress thread
+    does the work, and sleeps when there is none.
 
     Args:
         name: unique per incarnation, at most 512 bytes.
@@ -104,16 +94,16 @@ class ServingAgent:
     def __init__(self, name: str, regions: Sequence[MemoryRegion], options: NixlOptions | None = None) -> None:
         if not regions:
             raise InvalidField("regions", (), "at least one")
-        binding = _binding()
+        binding = nixl_binding.load()
         self._agent: Any = None
-        agent, backend = _new_agent(binding, name, options or NixlOptions(), progress_thread=True)
-        _register(binding, agent, backend, regions)
+        agent, backend = nixl_binding.new_agent(binding, name, options or NixlOptions(), progress_thread=True)
+        nixl_binding.register(binding, agent, backend, regions)
         metadata = bytes(agent.getLocalMD())
         self._agent = agent
         self.info = AgentInfo(name, metadata, hashlib.sha256(metadata).digest(), tuple(regions))
 
     def close(self) -> None:
-        """End the agent; reads that are under way fail at their readers. Idempotent."""
+        """End the agent; reads under way fail at their readers. Idempotent."""
         self._agent = None
 
 
@@ -124,25 +114,25 @@ T = TypeVar("T")
 def _owned(
     method: Callable[Concatenate[ReadingAgent, P], T],
 ) -> Callable[Concatenate[ReadingAgent, P], T]:
-    """For the owner's thread only."""
+    """Let a method run on the owner's thread only."""
 
     @functools.wraps(method)
     def checked(self: ReadingAgent, *args: P.args, **kwargs: P.kwargs) -> T:
         self.check_owner(method.__name__)
         return method(self, *args, **kwargs)
 
-    # The type of `wraps` names the first parameter, which `Callable` cannot.
+    # The type that `wraps` gives names the first parameter, which a `Callable` type cannot.
     return cast("Callable[Concatenate[ReadingAgent, P], T]", checked)
 
 
 class ReadHandle:
     """One read: made, posted once, checked until it has ended, released.
 
-    Threading: as its agent. Used after its release, or after its agent's end, it raises `Closed` where NIXL would
-        crash.
-
     Releasing stops nothing: bytes of a posted read go on arriving. Only `HandleState.DONE`, or the end of the agent,
-    means that nothing writes any more.
+    proves that nothing writes any more.
+
+    Threading: on its agent's thread only. After its release, or its agent's end, `post` and `check` raise `Closed`,
+    where NIXL would crash.
     """
 
     __slots__ = ("_agent", "_number", "peer")
@@ -153,21 +143,21 @@ class ReadHandle:
         self.peer = peer
 
     def post(self) -> HandleState:
-        """Start it. May copy all of it before it returns (CMA). Raises `NixlError`, which proves nothing."""
+        """Start it. May copy all bytes before it returns (CMA). Raises `NixlError`; the read may still write."""
         return self._agent.post(self.number("post"), self.peer)
 
     def check(self) -> HandleState:
-        """Where it is; also what makes the agent's reads progress. Raises `NixlError`, which proves nothing."""
+        """Its state. This also makes the agent's reads progress. Raises `NixlError`; the read may still write."""
         return self._agent.check(self.number("check"), self.peer)
 
     def release(self) -> None:
-        """Give it back. Idempotent."""
+        """Give it back to NIXL. Idempotent."""
         if self._number is not None and not self._agent.destroyed:
             self._agent.release(self._number)
         self._number = None
 
     def number(self, call: str) -> int:
-        """NIXL's own handle."""
+        """NIXL's number of it; raises `Closed`."""
         if self._number is None or self._agent.destroyed:
             raise Closed(f"{call} of a read from {self.peer!r} that was released")
         return self._number
@@ -175,7 +165,12 @@ class ReadHandle:
 
 @dataclass(slots=True)
 class _Peer:
-    """An added peer: its regions and the tables prepared for it, by identity, each (local, remote)."""
+    """An added peer.
+
+    Attributes:
+        regions: what it may be read from.
+        tables: those prepared for it, by identity: the table, and NIXL's numbers of its local and remote lists.
+    """
 
     regions: RegionMap
     tables: OrderedDict[int, tuple[DescriptorTable, int, int]]
@@ -184,9 +179,9 @@ class _Peer:
 class ReadingAgent:
     """Reads other ranks' memory into this rank's.
 
-    Threading: owned by the thread that makes it. Every method checks that, because NIXL's locks are off: with them a
-    call would wait, with the interpreter's lock held, for the whole copy that another thread runs. It has no progress
-    thread: that would cost twice the CPU, and `ReadHandle.check` makes progress.
+    Threading: owned by the thread that makes it, which every method checks, because NIXL's locks are off. With the
+    locks on, a call would wait for the whole copy of another thread while it holds the interpreter's lock. There is no
+    progress thread, which would cost twice the CPU: `ReadHandle.check` makes progress.
 
     Args:
         name: unique in the cluster.
@@ -197,18 +192,18 @@ class ReadingAgent:
     def __init__(self, name: str, regions: Sequence[MemoryRegion], options: NixlOptions) -> None:
         self._owner = threading.get_ident()
         self.name = name
-        self._nixl = _binding()
-        _use_device(regions, options)
-        self._peers: dict[str, _Peer] = {}
+        self._nixl = nixl_binding.load()
+        nixl_binding.use_device(regions, options)
+        self._added: dict[str, _Peer] = {}
         self._local = RegionMap(f"agent {name!r}", regions)
-        # The bytes of a peer's first answer. Kept until the agent is gone: a first read that is stuck may still write.
+        # For the bytes of a first read. Kept until the agent is gone: a first read that is stuck may still write.
         self._scratch = np.zeros(WARM_UP_BYTES, np.uint8)
-        self._agent, self._backend = _new_agent(self._nixl, name, options, progress_thread=False)
+        self._agent, self._backend = nixl_binding.new_agent(self._nixl, name, options, progress_thread=False)
         start = self._scratch.ctypes.data
         self._scratch_region = MemoryRegion(MemoryKind.DRAM, 0, start, WARM_UP_BYTES)
-        self._spaces: list[Space] = []
-        """Staging memory; kept until the agent is gone, since what is stuck may still write."""
-        _register(self._nixl, self._agent, self._backend, (*regions, self._scratch_region))
+        self._spaces: list[StagingSpace] = []
+        """Staging memory. Kept until the agent is gone, since a stuck read may still write to it."""
+        nixl_binding.register(self._nixl, self._agent, self._backend, (*regions, self._scratch_region))
 
     @property
     def destroyed(self) -> bool:
@@ -225,10 +220,10 @@ class ReadingAgent:
             raise Closed(f"agent {self.name!r} was destroyed")
 
     @_owned
-    def add_space(self, space: Space) -> None:
+    def add_space(self, space: StagingSpace) -> None:
         """Register more memory that is read into. Idempotent; raises `NixlError`."""
         if space not in self._spaces:
-            _register(self._nixl, self._agent, self._backend, (space.region,))
+            nixl_binding.register(self._nixl, self._agent, self._backend, (space.region,))
             self._spaces.append(space)
             self._local = RegionMap(self._local.owner, (*self._local.regions, space.region))
 
@@ -237,7 +232,7 @@ class ReadingAgent:
         """Load a peer's metadata, after checking them.
 
         Raises:
-            BadAgentMetadata: they are not what was announced.
+            BadAgentMetadata: they are not those that were announced.
             NixlError: the peer cannot be reached.
         """
         info.check()
@@ -248,23 +243,24 @@ class ReadingAgent:
         except NixlError as error:
             problem = str(error)
         if problem:
-            if answered not in self._peers:
+            if answered not in self._added:
                 self._call("invalidateRemoteMD", info.name, lambda: self._agent.invalidateRemoteMD(answered))
             raise BadAgentMetadata(f"agent {info.name!r}: {problem}", agent=info.name, problem=problem)
-        self._peers[info.name] = _Peer(RegionMap(f"agent {info.name!r}", info.regions), OrderedDict())
+        self._added[info.name] = _Peer(RegionMap(f"agent {info.name!r}", info.regions), OrderedDict())
 
     @_owned
     def remove_peer(self, peer: str) -> None:
-        """Forget a peer. Only once nothing of it is under way: this stops nothing."""
-        added = self._peers.pop(peer)
+        """Forget a peer. Only when no read from it is under way, since this stops none."""
+        added = self._added.pop(peer)
         for _, local, remote in added.tables.values():
             self._release_table(local, remote)
         self._call("invalidateRemoteMD", peer, lambda: self._agent.invalidateRemoteMD(peer))
 
     @_owned
     def warm_up(self, peer: str) -> ReadHandle:
-        """A read of a few bytes into memory of this agent's own: the first read connects, and needs the peer's help."""
-        region = self._peers[peer].regions.regions[0]
+        """A read of a few bytes into the agent's own memory. The first read from a peer connects, which takes the
+        peer's progress thread."""
+        region = self._added[peer].regions.regions[0]
         length = min(WARM_UP_BYTES, region.length)
         here = self._scratch_region
         local = self._segments(here.memory_kind, np.array([[here.base, length, here.device]], np.uint64))
@@ -276,7 +272,7 @@ class ReadingAgent:
         """A read, checked and not posted.
 
         Raises:
-            InvalidField: a descriptor lies outside of what is registered here, or announced there.
+            InvalidField: a descriptor lies outside of what is registered here, or of what the peer announced.
             NixlError: NIXL refused it. Nothing was posted.
         """
         if isinstance(descriptors, PreparedDescriptors):
@@ -300,20 +296,20 @@ class ReadingAgent:
 
     @_owned
     def destroy(self) -> bool:
-        """End the agent: the fence after which nothing it posted writes any more. Handles are released by it.
+        """End the agent, and release its handles. After that nothing that it posted writes any more.
 
         Returns:
-            Whether it is gone. False means that something still refers to it, so that nothing is proven.
+            Whether it is gone. False: something still refers to it, and its reads may still write.
         """
         gone = weakref.ref(self._agent)
         self._agent = None
-        self._peers.clear()
+        self._added.clear()
         if gone() is not None:
             gc.collect()
         return gone() is None
 
     def _make_raw(self, peer: str, raw: RawDescriptors) -> ReadHandle:
-        check_raw(raw, self._local, self._peers[peer].regions)
+        check_raw(raw, self._local, self._added[peer].regions)
         memory = raw.memory
         local = self._segments(memory.destination_kind, _rows(raw.destination, raw.length, memory.destination_device))
         remote = self._segments(memory.source_kind, _rows(raw.source, raw.length, memory.source_device))
@@ -341,17 +337,17 @@ class ReadingAgent:
         return ReadHandle(self, int(number), peer)
 
     def _table(self, peer: str, table: DescriptorTable) -> tuple[int, int]:
-        """The table as NIXL prepared it for this peer: (local, remote)."""
-        tables = self._peers[peer].tables
+        """NIXL's numbers of a table's local and remote lists, which are prepared on first use."""
+        tables = self._added[peer].tables
         known = tables.get(id(table))
         if known is not None:
             tables.move_to_end(id(table))
             return known[1], known[2]
-        check_table(table, self._local, self._peers[peer].regions)
+        check_table(table, self._local, self._added[peer].regions)
         memory = table.memory
         local = self._prepare(self._nixl.NIXL_INIT_AGENT, memory.destination_kind, table.destination, peer)
         remote = self._prepare(peer, memory.source_kind, table.source, peer)
-        # The table itself is kept with them, so that its identity is not given to another one.
+        # The table itself is kept, so that no other one gets its identity.
         tables[id(table)] = (table, local, remote)
         if len(tables) > TABLES_PER_PEER:
             # Handles made from a prepared list have their own copy of it.
@@ -372,7 +368,7 @@ class ReadingAgent:
         self._call("releasedDlistH", "", lambda: self._agent.releasedDlistH(remote))
 
     def _unknown(self, info: AgentInfo) -> str:
-        """Regions that were announced, but of which the loaded metadata know nothing; empty if there are none."""
+        """An announced region that the loaded metadata do not contain, in words; empty if there is none."""
         for region in info.regions:
             rows = np.array([[region.base, region.length, region.device]], np.uint64)
             segments = self._segments(region.memory_kind, rows)
@@ -390,7 +386,7 @@ class ReadingAgent:
         return self._nixl.nixlXferDList(self._space(kind), rows)
 
     def _space(self, kind: MemoryKind) -> Any:
-        return _space(self._nixl, kind)
+        return nixl_binding.memory_type(self._nixl, kind)
 
     def _state(self, status: Any) -> HandleState:
         if status == self._nixl.NIXL_SUCCESS:
@@ -398,73 +394,10 @@ class ReadingAgent:
         return HandleState.MOVING if status == self._nixl.NIXL_IN_PROG else HandleState.ERROR
 
     def _call(self, call: str, peer: str, function: Callable[[], T]) -> T:
-        return _call(call, peer, function)
-
-
-def _binding() -> Any:
-    """NIXL's binding. Loading it takes a second or two, so it happens on first use."""
-    # UCX writes what goes wrong to standard output, which belongs to the program. It reads this when it is loaded.
-    os.environ.setdefault("UCX_LOG_FILE", "stderr")
-    # Importing NIXL makes the logging of the whole process swallow its own errors.
-    raise_exceptions = logging.raiseExceptions
-    try:
-        # By this name, because the package chooses the build that suits the machine's CUDA.
-        from nixl import _bindings
-
-        return _bindings
-    except ImportError as error:
-        raise NixlMissing(
-            f"NIXL cannot be loaded ({error}); it comes with: pip install 'kvferry[nixl]'", problem=str(error)
-        ) from error
-    finally:
-        logging.raiseExceptions = raise_exceptions
-
-
-def _new_agent(nixl: Any, name: str, options: NixlOptions, *, progress_thread: bool) -> tuple[Any, Any]:
-    config = nixl.nixlAgentConfig()
-    config.useProgThread = progress_thread
-    config.pthrDelay = PROGRESS_DELAY_US
-    config.useListenThread = False
-    config.lthrDelay = PROGRESS_DELAY_US
-    config.captureTelemetry = False
-    config.syncMode = nixl.NIXL_THREAD_SYNC_NONE
-    agent = _call("nixlAgent", "", lambda: nixl.nixlAgent(name, config))
-    return agent, _call("createBackend", "", lambda: agent.createBackend("UCX", options.backend()))
-
-
-def _use_device(regions: Sequence[MemoryRegion], options: NixlOptions) -> None:
-    """Make this thread's CUDA context that of the memory; UCX takes the calling thread's."""
-    on_device = [region.device for region in regions if region.memory_kind is MemoryKind.VRAM]
-    torch = sys.modules.get("torch")
-    if on_device and torch is not None:
-        torch.cuda.set_device(on_device[0] if options.cuda_device is None else options.cuda_device)
-
-
-def _register(nixl: Any, agent: Any, backend: Any, regions: Sequence[MemoryRegion]) -> None:
-    for kind in MemoryKind:
-        rows = [[region.base, region.length, region.device] for region in regions if region.memory_kind is kind]
-        if rows:
-            segments = nixl.nixlRegDList(_space(nixl, kind), np.array(rows, np.uint64))
-            _call("registerMem", "", functools.partial(agent.registerMem, segments, [backend]))
-
-
-def _space(nixl: Any, kind: MemoryKind) -> Any:
-    return nixl.VRAM_SEG if kind is MemoryKind.VRAM else nixl.DRAM_SEG
+        return nixl_binding.call(call, peer, function)
 
 
 def _rows(address: Addresses, length: Addresses, device: int) -> Addresses:
     rows = np.empty((len(address), 3), np.uint64)
     rows[:, 0], rows[:, 1], rows[:, 2] = address, length, device
     return rows
-
-
-def _call(call: str, peer: str, function: Callable[[], T]) -> T:
-    """NIXL's exceptions have no common base of their own; whatever it raises becomes a `NixlError`."""
-    problem = ""
-    try:
-        return function()
-    except Exception as error:
-        problem = f"{type(error).__name__}: {error}"
-    # Raised here, without a cause: a traceback would keep the agent alive that the caller may be about to destroy.
-    about = f" (peer {peer!r})" if peer else ""
-    raise NixlError(f"NIXL {call}{about}: {problem}", call=call, peer=peer, problem=problem)

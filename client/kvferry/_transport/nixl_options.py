@@ -14,30 +14,31 @@ PROGRESS_DELAY_US = 100_000
 
 @dataclass(frozen=True, slots=True)
 class NixlOptions:
-    """How bytes move. The defaults suit; what an operator sets in the environment (``UCX_...``) goes before them.
+    """How bytes move. UCX's settings in the environment (``UCX_...``) take precedence over these.
 
     Attributes:
-        ucx_tls: UCX transports, as ``UCX_TLS``, one name: ``tcp`` in tests. Empty: UCX chooses. A list does not pass
-            through NIXL, which separates options by commas: set ``UCX_TLS`` instead. Whatever it is, ``tcp`` must be
-            among them, since UCX's shared memory cannot report a peer's death and is refused in error mode "peer".
+        ucx_tls: one UCX transport, as ``UCX_TLS``: ``tcp`` in tests. Empty: UCX chooses. For a list set ``UCX_TLS``
+            instead, because NIXL separates options by commas. A list must contain ``tcp``: UCX's shared memory cannot
+            report a peer's death and is refused in error mode "peer".
         tcp_segment: bytes per segment of UCX's TCP. Its own default is 8 KiB; 256 KiB reads 3 times as fast.
         tcp_user_timeout: seconds until a cut TCP connection is reported; 0: the kernel decides, after minutes. The
             transfer's deadline ends the wait in any case. Not on by default: an agent on either side of a cut that
             heals was seen to abort its process when both had set it.
-        reading_agents: agents, each with a thread, that read at once. One is enough where posts are asynchronous; where
-            they copy synchronously (CMA, same host) two are 1.8 times as fast on idle cores. Peers are spread over
-            them.
+        reading_agents: agents that read at once, each with a thread; peers are spread over them. One is enough where
+            posts are asynchronous; where they copy synchronously (CMA, same host) two are 1.8 times as fast on idle
+            cores.
         chunk_bytes: bytes per NIXL handle. Deadlines, cancelling and fairness act between chunks. 16 MiB cost 3 %.
         chunk_descriptors: descriptors per NIXL handle; each costs 3 microseconds, on TCP 10.
         bytes_in_flight: posted and unfinished bytes per peer; at least two chunks are always allowed.
-        bytes_in_flight_total: the same over all peers, so that many sources do not flood one destination; each reading
-            agent has its part, and one chunk is always allowed.
+        bytes_in_flight_total: the same over all peers, so that many sources do not flood one destination. It is divided
+            equally among the reading agents; one chunk is always allowed.
         warm_up_timeout: seconds for a new peer to answer a first read of a few bytes.
         fence_time: seconds after the end of a transfer until a chunk of it that is still under way counts as stuck, and
-            its agent is given up. Destroying an agent under way was seen to kill the source on TCP, so this is long.
-        retired_agents: agents given up but not destroyed yet, at most: they finish what they read from other peers.
-        cuda_device: the device that reading threads set; None: that of the first region in device memory. Needs torch,
-            already imported: a process whose cache is on a device has it.
+            its agent is retired. This is long, because destroying an agent while it reads was seen to kill the source
+            on TCP.
+        retired_agents: the most agents that are retired and not destroyed yet; they finish their other reads first.
+        cuda_device: the device that reading threads set; None: that of the first region in device memory. It is set by
+            torch, which a process whose cache is on a device has imported.
     """
 
     ucx_tls: str = ""

@@ -1,6 +1,7 @@
-"""One peer on one reading agent: what is to be read from it, what is posted, and what can be said about that.
+"""The connection of one reading agent to one peer: the work that is queued for it, the chunks that are posted, and
+whether those can still write.
 
-Everything here happens on the agent's own thread (`kvferry._transport.reading_thread`) and waits for nothing.
+Everything here runs on the agent's own thread (`kvferry._transport.reading_thread`) and never waits.
 """
 
 from __future__ import annotations
@@ -8,155 +9,54 @@ from __future__ import annotations
 import enum
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable
 
-from kvferry._memory.permute import Space
 from kvferry._transport.nixl_agent import AgentInfo, HandleState, NixlError, ReadHandle, ReadingAgent
 from kvferry._transport.nixl_options import NixlOptions
+from kvferry._transport.peer_work import Chunk, ChunkOwner, PeerWork
 from kvferry.errors import KvferryError, TransferFailed
-from kvferry.planner.descriptors import Descriptors, chunks
-from kvferry.planner.footprint import Footprint
 
 logger = logging.getLogger(__name__)
 
 POLL_FIRST = 50e-6
 POLL_LAST = 1e-3
 POLL_ABANDONED = 10e-3
-"""Between two polls while only reads are under way that nobody waits for any more."""
+"""Seconds between two polls: right after a chunk was posted; at most; at most while all posted chunks are of transfers
+that have ended."""
 
 STALLED = 0.25
-"""Seconds without a chunk that arrives after which a peer counts as stalled."""
+"""Seconds after which a peer from which no chunk has arrived counts as stalled."""
 
 RATE_FIRST = 1e9
-"""Bytes per second that a peer is believed to give before anything was measured."""
-
-
-class ChunkOwner(Protocol):
-    """The transfer that a share belongs to. Thread-safe; its calls return at once, callbacks of its owner included."""
-
-    @property
-    def label(self) -> str:
-        """For messages."""
-
-    @property
-    def deadline(self) -> float | None:
-        """When it ends by itself; None if it does not."""
-
-    @property
-    def ended_at(self) -> float | None:
-        """When it ended, well or not; None while it goes on."""
-
-    def begin(self) -> bool:
-        """A chunk is about to be posted, and may write from now on. False: the transfer has ended, post nothing."""
-
-    def landed(self, size: int) -> None:
-        """A chunk was seen DONE: it writes no more."""
-
-    def fenced(self) -> None:
-        """The agent of a chunk was destroyed: it writes no more, and nothing is known of its bytes."""
-
-    def fail(self, error: KvferryError) -> None:
-        """It cannot succeed. Chunks that are neither landed nor fenced may still write."""
-
-    def settle(self, now: float) -> None:
-        """Judge the deadline, and run callbacks that are due."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Chunk:
-    """What one NIXL handle reads, and whose it is."""
-
-    descriptors: Descriptors
-    account: ChunkOwner
-
-
-class PeerWork:
-    """What one transfer reads from one peer.
-
-    Attributes:
-        account: the transfer.
-        info: the peer.
-        since: when it began to wait for the peer's first answer.
-        spaces: memory that it is read into beside the rank's own.
-        footprint: what may be touched, checked chunk by chunk; None: that was checked before.
-    """
-
-    def __init__(
-        self,
-        account: ChunkOwner,
-        info: AgentInfo,
-        descriptors: Sequence[Descriptors],
-        since: float,
-        spaces: Sequence[Space] = (),
-        footprint: Footprint | None = None,
-    ) -> None:
-        self.account = account
-        self.info = info
-        self.since = since
-        self.spaces = tuple(spaces)
-        self._footprint = footprint
-        self._descriptors = descriptors
-        self._chunks: Iterator[Descriptors] | None = None
-
-    @property
-    def blocked(self) -> bool:
-        """`next` had nothing to give, but will have; the thread is woken then."""
-        return False
-
-    def step_back(self) -> None:
-        """`next` will not be called for now: whoever waits for the same goes before it."""
-
-    def next(self, options: NixlOptions) -> Chunk | None:
-        """The next chunk, to be posted now; None if there is none, at least for now."""
-        if self._chunks is None:
-            self._chunks = self._divided(options)
-        chunk = next(self._chunks, None)
-        return None if chunk is None else Chunk(chunk, self.account)
-
-    def _divided(self, options: NixlOptions) -> Iterator[Descriptors]:
-        for descriptors in self._descriptors:
-            for chunk in divide(descriptors, options):
-                if self._footprint is not None:
-                    self._footprint.check(chunk)
-                yield chunk
-
-
-def divide(descriptors: Descriptors, options: NixlOptions) -> Iterator[Descriptors]:
-    """Descriptors in chunks that suit the transport."""
-    if descriptors.count:
-        # Short descriptors cost by number, so that a chunk of a given size would hold up everything else.
-        mean = max(1, descriptors.total_bytes // descriptors.count)
-        yield from chunks(descriptors, min(options.chunk_bytes, mean * options.chunk_descriptors))
+"""Bytes per second that are assumed of a peer before its first chunk was measured."""
 
 
 class PostedChunk:
     """A posted chunk that has not been seen DONE."""
 
-    __slots__ = ("account", "handle", "lost", "size")
+    __slots__ = ("handle", "lost", "owner", "size")
 
-    def __init__(self, handle: ReadHandle, account: ChunkOwner, size: int) -> None:
+    def __init__(self, handle: ReadHandle, owner: ChunkOwner, size: int) -> None:
         self.handle = handle
-        self.account = account
+        self.owner = owner
         self.size = size
         self.lost = False
-        """NIXL reported an error: what it says from now on proves nothing."""
+        """NIXL reported an error for it. It may still write, and no later answer of NIXL's proves that it does not."""
 
 
 class LinkState(enum.Enum):
-    """Where a peer stands on an agent."""
+    """The state of a link."""
 
     NEW = "new"
     WARMING = "warming"
-    """Its first answer is awaited."""
+    """The peer's answer to the first read is awaited."""
     READY = "ready"
     BROKEN = "broken"
-    """There was an error: nothing more is posted to it, what is posted is polled on."""
+    """There was an error. Nothing more is posted; what is posted is still polled."""
 
 
 class Link:
-    """One peer on one reading agent.
+    """One reading agent's connection to one peer.
 
     Args:
         info: the peer.
@@ -169,10 +69,11 @@ class Link:
         self.info = info
         self.state = LinkState.NEW
         self.leaving = False
-        """No new shares; dropped when the ones it has are through."""
-        self.shares: deque[PeerWork] = deque()
-        self.flights: list[PostedChunk] = []
+        """It takes no new work, and is dropped when the work that it has is done."""
+        self.queued: deque[PeerWork] = deque()
+        self.posted: list[PostedChunk] = []
         self.moved = 0
+        """Bytes seen to have arrived."""
         self._agent = agent
         self._options = options
         self._clock = clock
@@ -187,38 +88,40 @@ class Link:
         self._poll_at = 0.0
 
     def flowing(self, now: float) -> int:
-        """Bytes that are posted and arriving. Those of a peer that has stalled take no room from others (R10)."""
+        """Bytes that are posted and not seen DONE; 0 while the peer has stalled, so that it takes no room from others
+        (R10)."""
         return self._in_flight if now < self._busy_since + STALLED else 0
 
     @property
     def lost(self) -> bool:
-        """Whether it has reads that only the end of the agent can fence."""
-        return self._warming_lost or any(flight.lost for flight in self.flights)
+        """Whether it has reads for which only the end of the agent proves that they write no more."""
+        return self._warming_lost or any(chunk.lost for chunk in self.posted)
 
     @property
     def quiet(self) -> bool:
         """Whether nothing that was posted to it can write any more."""
-        return not self.flights and self._warming is None
+        return not self.posted and self._warming is None
 
     @property
     def over(self) -> bool:
         """Whether it can be dropped."""
-        return (self.leaving or self.state is LinkState.BROKEN) and self.quiet and not self.shares
+        return (self.leaving or self.state is LinkState.BROKEN) and self.quiet and not self.queued
 
     def stuck(self, now: float) -> bool:
-        """Whether a read is under way that nobody has waited for since the fence time."""
+        """Whether a chunk is under way whose transfer ended more than the fence time ago, or the first read has taken
+        more than its time-out and the fence time."""
         fence = self._options.fence_time
         if self._warming is not None and now > self._opened_at + self._options.warm_up_timeout + fence:
             return True
-        return any(_abandoned(flight, now - fence) for flight in self.flights if not flight.lost)
+        return any(_abandoned(chunk, now - fence) for chunk in self.posted if not chunk.lost)
 
     def fence_at(self) -> float | None:
-        """When the agent may be destroyed as far as this peer goes; None: at once. Reads that gave an error do not
-        count: their connection is gone."""
+        """When the agent may be destroyed as far as this peer is concerned; None: at once. Reads that gave an error do
+        not count: their connection is gone."""
         waits = [
-            (self._clock() if flight.account.ended_at is None else flight.account.ended_at) + self._options.fence_time
-            for flight in self.flights
-            if not flight.lost
+            (self._clock() if chunk.owner.ended_at is None else chunk.owner.ended_at) + self._options.fence_time
+            for chunk in self.posted
+            if not chunk.lost
         ]
         if self._warming is not None and not self._warming_lost:
             waits.append(self._opened_at + self._options.warm_up_timeout + self._options.fence_time)
@@ -232,7 +135,7 @@ class Link:
             self._added = True
             handle = self._agent.warm_up(self.info.name)
         except Exception as error:
-            # Whatever it is, it is this peer's alone (R10).
+            # Whatever it is, it concerns this peer only (R10).
             self._break(self._unreadable(error))
             return
         self._warming = handle
@@ -245,73 +148,73 @@ class Link:
         self._on_warming(state)
 
     def post_next(self) -> bool:
-        """Post one chunk of the share whose turn it is. False: there was none, or no room."""
-        for _ in range(len(self.shares)):
+        """Post one chunk of the work whose turn it is. False: there was none, or no room."""
+        for _ in range(len(self.queued)):
             if self.state is not LinkState.READY:
                 return False
-            if len(self.flights) >= 2 and self._in_flight + self._options.chunk_bytes > self._options.bytes_in_flight:
+            if len(self.posted) >= 2 and self._in_flight + self._options.chunk_bytes > self._options.bytes_in_flight:
                 self.step_back()
                 return False
-            share = self.shares.popleft()
-            if share.account.ended_at is not None:
-                share.account.settle(self._clock())
+            work = self.queued.popleft()
+            if work.owner.ended_at is not None:
+                work.owner.settle(self._clock())
                 continue
             try:
-                chunk = share.next(self._options)
+                chunk = work.next(self._options)
             except Exception as error:
-                # Whatever cannot be divided is one transfer's fault; the other peers' go on (R10).
-                share.account.fail(self._unreadable(error))
+                # What cannot be divided fails its own transfer; the others go on (R10).
+                work.owner.fail(self._unreadable(error))
                 continue
-            if chunk is not None or share.blocked:
-                self.shares.append(share)
+            if chunk is not None or work.blocked:
+                self.queued.append(work)
             if chunk is not None:
-                self._post(chunk.account, chunk.descriptors, chunk.descriptors.total_bytes)
+                self._post(chunk)
                 return True
         return False
 
     def step_back(self) -> None:
-        """No share is asked for a chunk for now."""
-        for share in self.shares:
-            share.step_back()
+        """No work is asked for a chunk for now."""
+        for work in self.queued:
+            work.step_back()
 
     def poll(self, now: float) -> bool:
-        """Check what is under way, if it is time. Whether anything came of it."""
+        """Check what is under way, if it is time to. Returns whether anything has ended."""
         if now < self._poll_at or self.quiet:
             return False
         news = False
         if self._warming is not None and not self._warming_lost:
             news = self._poll_warming(self._warming)
-        for flight in [flight for flight in self.flights if not flight.lost]:
-            news |= self._check(flight)
+        for chunk in [chunk for chunk in self.posted if not chunk.lost]:
+            news |= self._check(chunk)
         now = self._clock()
         if news:
             self._pause = POLL_FIRST
         elif now > self._busy_since + 2 * self._in_flight / self._rate + POLL_LAST:
             # Polling is also what makes a TCP read progress, so it backs off only once the read is later than expected.
-            waited_for = any(flight.account.ended_at is None for flight in self.flights)
+            waited_for = any(chunk.owner.ended_at is None for chunk in self.posted)
             self._pause = min(2 * self._pause, POLL_LAST if waited_for else POLL_ABANDONED)
         self._poll_at = now + self._pause
         return news
 
     def next_poll(self) -> float | None:
-        """When `poll` wants to be called again; None if nothing is under way that could answer."""
-        waiting = (self._warming is not None and not self._warming_lost) or any(not f.lost for f in self.flights)
+        """When `poll` is due again; None if nothing is under way that could answer."""
+        waiting = (self._warming is not None and not self._warming_lost) or any(not chunk.lost for chunk in self.posted)
         return self._poll_at if waiting else None
 
     def settle(self, now: float) -> None:
-        """Judge deadlines, give up waiting for a first answer, forget shares that have ended."""
-        for share in tuple(self.shares):
-            if self.state is LinkState.WARMING and now > self.answer_due(share):
-                share.account.fail(self._error(f"no answer within {self._options.warm_up_timeout:g} s"))
-            share.account.settle(now)
-            if share.account.ended_at is not None:
-                self.shares.remove(share)
-        for flight in tuple(self.flights):
-            flight.account.settle(now)
+        """Judge deadlines, give up waiting for the first answer, and drop work that has ended."""
+        for work in tuple(self.queued):
+            if self.state is LinkState.WARMING and now > self.answer_due(work):
+                work.owner.fail(self._error(f"no answer within {self._options.warm_up_timeout:g} s"))
+            work.owner.settle(now)
+            if work.owner.ended_at is not None:
+                self.queued.remove(work)
+        for chunk in tuple(self.posted):
+            chunk.owner.settle(now)
 
-    def answer_due(self, share: PeerWork) -> float:
-        """Until when a share waits for the peer's first answer."""
-        return max(share.since, self._opened_at) + self._options.warm_up_timeout
+    def answer_due(self, work: PeerWork) -> float:
+        """Until when some work waits for the peer's first answer."""
+        return max(work.since, self._opened_at) + self._options.warm_up_timeout
 
     def drop(self) -> None:
         """Remove the peer from the agent. Only when `over`."""
@@ -319,83 +222,84 @@ class Link:
             self._agent.remove_peer(self.info.name)
 
     def fenced(self) -> None:
-        """The agent was destroyed."""
-        flights, self.flights = self.flights, []
+        """The agent was destroyed: nothing that was posted writes any more."""
+        posted, self.posted = self.posted, []
         self._in_flight = 0
         self._warming = None
-        for flight in flights:
-            flight.account.fenced()
+        for chunk in posted:
+            chunk.owner.fenced()
 
     def fail_all(self, error: KvferryError) -> None:
-        """Everything that is to be read, or being read, fails."""
-        shares = tuple(self.shares)
-        self.shares.clear()
-        for share in shares:
-            share.account.fail(error)
-        for flight in tuple(self.flights):
-            flight.account.fail(error)
+        """Fail all work that is queued or posted."""
+        queued = tuple(self.queued)
+        self.queued.clear()
+        for work in queued:
+            work.owner.fail(error)
+        for chunk in tuple(self.posted):
+            chunk.owner.fail(error)
 
-    def _post(self, account: ChunkOwner, chunk: Descriptors, size: int) -> None:
+    def _post(self, chunk: Chunk) -> None:
+        owner = chunk.owner
         try:
-            handle = self._agent.make(self.info.name, chunk)
+            handle = self._agent.make(self.info.name, chunk.descriptors)
         except Exception as error:
             # Nothing was posted. A descriptor that was refused says nothing about the peer; NIXL's refusal does.
-            account.fail(self._unreadable(error))
+            owner.fail(self._unreadable(error))
             if isinstance(error, NixlError):
                 self._break(error)
             return
-        flight = PostedChunk(handle, account, size)
-        if not account.begin():
+        posted = PostedChunk(handle, owner, chunk.descriptors.total_bytes)
+        if not owner.begin():
             self._release(handle)
             return
         before = self._clock()
         try:
             state = handle.post()
         except NixlError as error:
-            self._lose(flight, error)
+            self._lose(posted, error)
             return
         if state is HandleState.DONE:
-            self._landed(flight, before)
+            self._landed(posted, before)
         elif state is HandleState.MOVING:
-            if not self.flights:
+            if not self.posted:
                 self._busy_since = before
-            self.flights.append(flight)
-            self._in_flight += size
+            self.posted.append(posted)
+            self._in_flight += posted.size
             self._pause = POLL_FIRST
             self._poll_at = min(self._poll_at, self._clock() + POLL_FIRST)
         else:
-            self._lose(flight, self._error("the read failed when it was posted"))
+            self._lose(posted, self._error("the read failed when it was posted"))
 
-    def _check(self, flight: PostedChunk) -> bool:
+    def _check(self, chunk: PostedChunk) -> bool:
         try:
-            state = flight.handle.check()
+            state = chunk.handle.check()
         except NixlError as error:
-            self._in_flight -= flight.size
-            self.flights.remove(flight)
-            self._lose(flight, error)
+            self._in_flight -= chunk.size
+            self.posted.remove(chunk)
+            self._lose(chunk, error)
             return True
         if state is HandleState.MOVING:
             return False
-        self._in_flight -= flight.size
-        self.flights.remove(flight)
+        self._in_flight -= chunk.size
+        self.posted.remove(chunk)
         if state is HandleState.DONE:
-            self._landed(flight, self._busy_since)
+            self._landed(chunk, self._busy_since)
             self._busy_since = self._clock()
         else:
-            self._lose(flight, self._error("the read failed"))
+            self._lose(chunk, self._error("the read failed"))
         return True
 
-    def _landed(self, flight: PostedChunk, since: float) -> None:
-        self._release(flight.handle)
-        self.moved += flight.size
+    def _landed(self, chunk: PostedChunk, since: float) -> None:
+        self._release(chunk.handle)
+        self.moved += chunk.size
         took = max(1e-6, self._clock() - since)
-        self._rate = 0.7 * self._rate + 0.3 * max(1e6, flight.size / took)
-        flight.account.landed(flight.size)
+        self._rate = 0.7 * self._rate + 0.3 * max(1e6, chunk.size / took)
+        chunk.owner.landed(chunk.size)
 
-    def _lose(self, flight: PostedChunk, error: KvferryError) -> None:
-        flight.lost = True
-        self.flights.append(flight)
-        flight.account.fail(self._failed(error))
+    def _lose(self, chunk: PostedChunk, error: KvferryError) -> None:
+        chunk.lost = True
+        self.posted.append(chunk)
+        chunk.owner.fail(self._failed(error))
         self._break(error)
 
     def _poll_warming(self, handle: ReadHandle) -> bool:
@@ -424,13 +328,13 @@ class Link:
         if self.state is not LinkState.BROKEN:
             logger.info("peer %s is broken: %s", self.info.name, error)
         self.state = LinkState.BROKEN
-        shares = tuple(self.shares)
-        self.shares.clear()
-        for share in shares:
-            share.account.fail(self._failed(error))
+        queued = tuple(self.queued)
+        self.queued.clear()
+        for work in queued:
+            work.owner.fail(self._failed(error))
 
     def _failed(self, error: KvferryError) -> KvferryError:
-        """The error as the transfer reports it: what says something about input stays what it is."""
+        """The error as the transfer reports it: NIXL's as a `TransferFailed`, others unchanged."""
         if not isinstance(error, NixlError):
             return error
         call, problem = error.values.get("call", "NIXL"), error.values.get("problem", error.message)
@@ -454,13 +358,13 @@ class Link:
 
 
 def _called(name: str) -> str:
-    """What people call a peer: ranks' agents are named ``kvferry/engine/incarnation/rank/serving``."""
+    """A peer's name in messages: rank and engine. Agents are named ``kvferry/engine/incarnation/rank/serving``."""
     parts = name.split("/")
     if len(parts) < 5 or parts[0] != "kvferry":
         return f"peer {name!r}"
     return f"rank {parts[-2]} of engine {'/'.join(parts[1:-3])!r}"
 
 
-def _abandoned(flight: PostedChunk, before: float) -> bool:
-    ended_at = flight.account.ended_at
+def _abandoned(chunk: PostedChunk, before: float) -> bool:
+    ended_at = chunk.owner.ended_at
     return ended_at is not None and ended_at < before

@@ -1,12 +1,11 @@
 """A reading agent and the one thread on which everything about it happens.
 
 The thread posts chunks in turn, peer by peer and transfer by transfer, polls what is under way, judges deadlines, and
-sleeps on a condition when there is nothing to do. A copy may happen inside a post (CMA): that is why it is nobody
-else's thread.
+sleeps when there is nothing to do. It does nothing else, because a copy may happen inside a post (CMA).
 
-An agent's life ends in one of two ways. Closed, it is destroyed when all is quiet. Or it is retired, because a peer's
-read gave an error or is stuck: from then on it gets no new work, what it reads from other peers goes on to its end, and
-then it is destroyed, which is the fence for what was uncertain (PROTOCOL, Quiet).
+An agent ends in one of two ways. Closed, it is destroyed when all is quiet. Or it is retired, because a peer's read
+gave an error or is stuck: from then on it gets no new work, its reads from other peers go on to their end, and then it
+is destroyed. After that nothing it posted writes any more (PROTOCOL, Quiet).
 """
 
 from __future__ import annotations
@@ -19,16 +18,18 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
+from kvferry._transport.inbox import Inbox, Message
 from kvferry._transport.nixl_agent import AgentInfo, NixlError, ReadingAgent
 from kvferry._transport.nixl_options import NixlOptions
-from kvferry._transport.peer_link import Link, LinkState, PeerWork
+from kvferry._transport.peer_link import Link, LinkState
+from kvferry._transport.peer_work import PeerWork
 from kvferry.errors import KvferryError, TransferFailed
 from kvferry.geometry.model import MemoryRegion
 
 logger = logging.getLogger(__name__)
 
 SETTLE_EVERY = 1e-3
-"""Seconds between two looks at deadlines while bytes move."""
+"""Seconds between two checks of deadlines while bytes move."""
 
 RETIRE_AGAIN = 0.5
 """Seconds between two attempts to retire while too many agents are retired already."""
@@ -37,13 +38,13 @@ EXIT_PATIENCE = 2.0
 """Seconds that the interpreter's exit waits for a thread to come out of NIXL: the time of one chunk, with margin."""
 
 FAILURES = 3
-"""Unforeseen errors of a thread, after which it no longer waits for what is posted."""
+"""Unexpected errors of a thread, after which it no longer waits for what is posted."""
 
 _living: weakref.WeakSet[ReadingThread] = weakref.WeakSet()
 
 
 class ReadingThread:
-    """One reading agent.
+    """One reading agent, and its thread.
 
     Threading: `submit`, `warm`, `retire_peer`, `wake` and `close` may be called from any thread and never wait.
 
@@ -53,8 +54,8 @@ class ReadingThread:
         options: how bytes move.
         clock: seconds, monotonic.
         may_retire: asked before the agent is retired; False leaves it as it is.
-        moved_on: gets shares of which nothing is under way here any more, when the agent is retired.
-        gone: called when the thread has ended; True: all that it posted is quiet.
+        moved_on: called with each piece of unposted work when the agent is retired.
+        gone: called when the thread has ended, with whether all that it posted is quiet.
         keep: referenced until the agent is destroyed: the owner of the regions.
     """
 
@@ -81,33 +82,29 @@ class ReadingThread:
         self._moved_on = moved_on
         self._gone = gone
         self._keep = keep
-        self._changed = threading.Condition()
-        # These are shared with the callers, under the condition.
-        self._inbox: list[PeerWork | AgentInfo | str] = []
-        self._woken = False
-        self._accepting = True
+        self._inbox = Inbox()
         self._refusal: KvferryError | None = None
-        """Why it has no agent."""
+        """Why no agent could be made."""
         self._closing = False
-        # All that follows belongs to the thread.
-        self._taken: deque[PeerWork | AgentInfo | str] = deque()
-        self._links: dict[str, Link] = {}
-        self._waiting: dict[str, deque[PeerWork]] = {}
-        """Shares for a peer that has to be dropped before it can be added again."""
-        self._news = False
-        """Something changed since `_settle` looked."""
-        self._settle_at = 0.0
-        self._retire_at = 0.0
         self._parking = False
         self._out_of_nixl = threading.Event()
+        # Only the thread uses what follows.
+        self._taken: deque[Message] = deque()
+        self._links: dict[str, Link] = {}
+        self._waiting: dict[str, deque[PeerWork]] = {}
+        """Work for a peer that has to be dropped before it can be added again."""
+        self._news = False
+        """Something changed since `_settle` ran."""
+        self._settle_at = 0.0
+        self._retire_at = 0.0
         _living.add(self)
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def submit(self, share: PeerWork) -> bool:
-        """Read this. False: the agent is retired or closed, nothing was done. Where no agent could be made, this
-        fails."""
-        return self._send(share)
+    def submit(self, work: PeerWork) -> bool:
+        """Do some work. False: the agent is retired or closed, and nothing was done. Where no agent could be made, the
+        work fails."""
+        return self._send(work)
 
     def warm(self, info: AgentInfo) -> bool:
         """Add a peer before it is needed. False as `submit`."""
@@ -119,24 +116,19 @@ class ReadingThread:
 
     def wake(self) -> None:
         """Look at the transfers at once: one was cancelled."""
-        with self._changed:
-            self._woken = True
-            self._changed.notify()
+        self._inbox.wake()
 
     def close(self) -> None:
-        """End when all is quiet; what has not ended is the caller's to cancel."""
-        with self._changed:
-            self._accepting = False
-            self._closing = True
-            self._woken = True
-            self._changed.notify()
+        """End when all is quiet. The caller cancels the transfers that have not ended."""
+        # Closed first: whatever it has accepted it still takes before it ends.
+        self._inbox.close()
+        self._closing = True
+        self._inbox.wake()
 
     def park(self) -> threading.Event:
-        """Call NIXL no more, and never return: the interpreter exits. The event is set when that is so."""
-        with self._changed:
-            self._parking = True
-            self._woken = True
-            self._changed.notify()
+        """Stop calling NIXL, for ever: the interpreter exits. The event is set when the thread is out of NIXL."""
+        self._parking = True
+        self._inbox.wake()
         return self._out_of_nixl
 
     def join(self, timeout: float) -> bool:
@@ -147,29 +139,26 @@ class ReadingThread:
     @property
     def accepting(self) -> bool:
         """Whether it takes new work."""
-        return self._accepting
+        return self._inbox.open
 
     @property
-    def peers(self) -> int:
+    def peer_count(self) -> int:
         """Peers that are added, or being added."""
         return len(self._links)
 
     @property
-    def flights(self) -> int:
+    def chunks_in_flight(self) -> int:
         """Chunks that are posted and not seen DONE."""
-        return sum(len(link.flights) for link in tuple(self._links.values()))
+        return sum(len(link.posted) for link in tuple(self._links.values()))
 
-    def _send(self, item: PeerWork | AgentInfo | str) -> bool:
-        with self._changed:
-            if self._accepting:
-                self._inbox.append(item)
-                self._changed.notify()
-                return True
+    def _send(self, message: Message) -> bool:
+        if self._inbox.put(message):
+            return True
         if self._refusal is None:
             return False
-        # Another thread would get no agent either, before anything could be given to it, and so on for ever.
-        if isinstance(item, PeerWork):
-            item.account.fail(self._refusal)
+        # Another thread would get no agent either, and the work would be handed from one to the next for ever.
+        if isinstance(message, PeerWork):
+            message.owner.fail(self._refusal)
         return True
 
     def _run(self) -> None:
@@ -193,8 +182,8 @@ class ReadingThread:
                 self._work(agent)
                 return
             except BaseException as error:
-                # A callback's `SystemExit` included. Everything fails, but what is posted is waited for: ending an
-                # agent under way can kill a source.
+                # Also a callback's `SystemExit`. Everything fails, but what is posted is waited for: destroying an
+                # agent while it reads can kill a source.
                 self._fail(self._failed(error))
                 self._closing = True
 
@@ -205,7 +194,7 @@ class ReadingThread:
     def _work(self, agent: ReadingAgent) -> None:
         while True:
             if self._parking:
-                # Not destroyed: under way, that could kill the source. The system closes its connections.
+                # Not destroyed: while it reads, that could kill the source. The system closes its connections.
                 self._out_of_nixl.set()
                 threading.Event().wait()
             busy = self._take_inbox(agent)
@@ -244,75 +233,70 @@ class ReadingThread:
         return flying == 0 or flying + self._options.chunk_bytes <= most
 
     def _take_inbox(self, agent: ReadingAgent) -> bool:
-        with self._changed:
-            self._taken.extend(self._inbox)
-            self._inbox.clear()
-            if self._woken:
-                self._woken = False
-                self._settle_at = 0.0
+        self._taken.extend(self._inbox.take())
+        if self._inbox.take_wake():
+            self._settle_at = 0.0
         busy = bool(self._taken)
         while self._taken:
-            # Taken off only afterwards: should this fail, so does the share, instead of being forgotten.
-            item = self._taken[0]
-            if isinstance(item, PeerWork):
-                self._attach(agent, item)
-            elif isinstance(item, AgentInfo):
-                if item.name not in self._links:
-                    self._add(agent, item)
-            elif item in self._links:
-                self._links[item].leaving = True
+            # Removed only afterwards: if this raises, the work fails instead of being forgotten.
+            message = self._taken[0]
+            if isinstance(message, PeerWork):
+                self._attach(agent, message)
+            elif isinstance(message, AgentInfo):
+                if message.name not in self._links:
+                    self._add(agent, message)
+            elif message in self._links:
+                self._links[message].leaving = True
             self._taken.popleft()
         return busy
 
-    def _attach(self, agent: ReadingAgent, share: PeerWork) -> None:
+    def _attach(self, agent: ReadingAgent, work: PeerWork) -> None:
         try:
-            for space in share.spaces:
+            for space in work.spaces:
                 agent.add_space(space)
         except Exception as error:
-            share.account.fail(
-                error if isinstance(error, KvferryError) else TransferFailed(f"staging memory: {error!r}")
-            )
+            work.owner.fail(error if isinstance(error, KvferryError) else TransferFailed(f"staging memory: {error!r}"))
             return
-        link = self._links.get(share.info.name)
+        link = self._links.get(work.info.name)
         if link is None:
-            link = self._add(agent, share.info)
-        if link.info.sha256 != share.info.sha256 or link.info.regions != share.info.regions:
+            link = self._add(agent, work.info)
+        if link.info.sha256 != work.info.sha256 or link.info.regions != work.info.regions:
             # Another agent under the same name: NIXL would go on with what it knows of the old one.
             link.leaving = True
         if link.state is LinkState.BROKEN or link.leaving:
-            self._waiting.setdefault(share.info.name, deque()).append(share)
+            self._waiting.setdefault(work.info.name, deque()).append(work)
         else:
-            link.shares.append(share)
+            link.queued.append(work)
         self._news = True
 
     def _add(self, agent: ReadingAgent, info: AgentInfo) -> Link:
-        # Opened later, when all shares that have come for it are attached: if that fails, it fails for all of them.
+        # Opened later, when all work that has come for it is attached: if that fails, all of it fails.
         link = self._links[info.name] = Link(info, agent, self._options, self._clock)
         return link
 
     def _settle(self, agent: ReadingAgent, now: float) -> None:
-        """What does not have to happen between any two chunks."""
+        """What is done only every `SETTLE_EVERY` seconds: judge deadlines, drop peers, retire the agent."""
         for link in tuple(self._links.values()):
             link.settle(now)
             if link.over:
                 self._drop(agent, link)
-        for name, shares in tuple(self._waiting.items()):
-            self._settle_waiting(agent, name, shares, now)
+        for name, waiting in tuple(self._waiting.items()):
+            self._settle_waiting(agent, name, waiting, now)
         if not self.retired and now >= self._retire_at:
             given_up = [link for link in self._links.values() if link.lost or link.stuck(now)]
             if given_up:
                 self._retire(given_up, now)
 
-    def _settle_waiting(self, agent: ReadingAgent, name: str, shares: deque[PeerWork], now: float) -> None:
-        """Shares whose peer is being dropped: add it again once that is done."""
-        for share in tuple(shares):
-            share.account.settle(now)
-            if share.account.ended_at is not None:
-                shares.remove(share)
-        if not shares or name not in self._links:
+    def _settle_waiting(self, agent: ReadingAgent, name: str, waiting: deque[PeerWork], now: float) -> None:
+        """Attach the work that waits for a peer to be dropped, once it is, and add the peer again."""
+        for work in tuple(waiting):
+            work.owner.settle(now)
+            if work.owner.ended_at is not None:
+                waiting.remove(work)
+        if not waiting or name not in self._links:
             del self._waiting[name]
-            for share in shares:
-                self._attach(agent, share)
+            for work in waiting:
+                self._attach(agent, work)
 
     def _drop(self, agent: ReadingAgent, link: Link) -> None:
         del self._links[link.info.name]
@@ -322,78 +306,72 @@ class ReadingThread:
             logger.warning("peer %s was not removed: %s", link.info.name, error)
 
     def _retire(self, given_up: Sequence[Link], now: float) -> None:
-        """Reads of these peers end only with the agent: no new work for it."""
+        """Give the agent no new work: reads from these peers end only with it."""
         names = ", ".join(link.info.name for link in given_up)
         if not self._may_retire(self):
             self._retire_at = now + RETIRE_AGAIN
             error = TransferFailed(f"peers {names}: reads from them are uncertain, and too many agents are retired")
             for link in given_up:
-                for share in self._waiting.pop(link.info.name, ()):
-                    share.account.fail(error)
+                for work in self._waiting.pop(link.info.name, ()):
+                    work.owner.fail(error)
             return
         logger.warning("reading agent %s is retired: reads from %s are uncertain", self.name, names)
-        with self._changed:
-            self.retired = True
-            self._accepting = False
-            items, self._inbox = self._inbox, []
-        shares = [item for item in items if isinstance(item, PeerWork)]
+        self._inbox.close()
+        self.retired = True
+        unposted = [message for message in self._inbox.take() if isinstance(message, PeerWork)]
         for link in given_up:
-            shares.extend(link.shares)
-            link.shares.clear()
+            unposted.extend(link.queued)
+            link.queued.clear()
         for waiting in self._waiting.values():
-            shares.extend(waiting)
+            unposted.extend(waiting)
         self._waiting.clear()
-        for share in shares:
-            share.since = now
-            share.step_back()
-            self._moved_on(share)
+        for work in unposted:
+            work.since = now
+            work.step_back()
+            self._moved_on(work)
 
     def _may_end(self, now: float) -> bool:
         """Whether the agent may be destroyed: nothing to do, and every fence time over."""
-        if not (self.retired or self._closing) or self._waiting or self._inbox:
+        if not (self.retired or self._closing) or self._waiting or not self._inbox.empty:
             return False
-        if any(link.shares for link in self._links.values()):
+        if any(link.queued for link in self._links.values()):
             return False
         fences = [link.fence_at() for link in self._links.values()]
         return all(fence is None or now > fence for fence in fences)
 
     def _sleep(self, now: float) -> None:
-        """Until something is due, or somebody calls."""
+        """Wait until something is due, or a message comes."""
         until = min(self._alarms(now), default=None)
-        with self._changed:
-            if not self._inbox and not self._woken:
-                self._changed.wait(None if until is None else max(0.0, until - now))
+        self._inbox.wait(None if until is None else max(0.0, until - now))
 
     def _alarms(self, now: float) -> Iterator[float]:
-        """When something is due though nobody calls."""
-        if self._news or self._woken:
+        """When something is due even if no message comes."""
+        if self._news or self._inbox.woken:
             yield self._settle_at
-        shares = [share for waiting in self._waiting.values() for share in waiting]
+        unposted = [work for waiting in self._waiting.values() for work in waiting]
         for link in self._links.values():
-            # Deadlines of what is posted, and fence times, are looked at between polls.
+            # Deadlines of what is posted, and fence times, are checked between polls.
             poll = link.next_poll()
             if poll is not None:
                 yield poll
             if link.lost and not self.retired:
                 yield max(now, self._retire_at)
             if link.state is LinkState.WARMING:
-                yield from (link.answer_due(share) for share in link.shares)
-            shares.extend(link.shares)
-        for share in shares:
-            if share.account.deadline is not None:
-                yield share.account.deadline
+                yield from (link.answer_due(work) for work in link.queued)
+            unposted.extend(link.queued)
+        for work in unposted:
+            if work.owner.deadline is not None:
+                yield work.owner.deadline
 
     def _fail(self, error: KvferryError) -> None:
-        """The agent cannot go on: everything fails."""
-        with self._changed:
-            self._accepting = False
-            items = [*self._taken, *self._inbox]
-            self._taken.clear()
-            self._inbox.clear()
-        waiting = [share for shares in self._waiting.values() for share in shares]
+        """Fail everything: the agent cannot go on."""
+        self._inbox.close()
+        messages = [*self._taken, *self._inbox.take()]
+        self._taken.clear()
+        waiting = [work for queued in self._waiting.values() for work in queued]
         self._waiting.clear()
-        for share in [*waiting, *(item for item in items if isinstance(item, PeerWork))]:
-            share.account.fail(error)
+        for work in [*waiting, *(message for message in messages if isinstance(message, PeerWork))]:
+            work.owner.fail(error)
         for link in self._links.values():
             link.fail_all(error)
 
@@ -411,7 +389,8 @@ class ReadingThread:
 
 
 def _park_all(process: int = os.getpid()) -> None:
-    """At its exit the interpreter kills daemon threads wherever they are, and inside of C++ that aborts the process."""
+    """Wait until no reading thread is inside NIXL: at its exit the interpreter kills daemon threads wherever they are,
+    and inside C++ that aborts the process."""
     if os.getpid() != process:
         return
     for event in [thread.park() for thread in tuple(_living)]:

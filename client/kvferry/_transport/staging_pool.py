@@ -1,10 +1,10 @@
-"""Staging memory: bounded, shared by all reads of a rank, and safe to abandon.
+"""Staging memory: a bounded number of slots that all reads of a rank use.
 
-A staged share reads batch after batch into slots of the staging memory. When all of a batch has arrived, the reading
-thread permutes it into the destination's blocks and gives the slot back. So NIXL never writes to the blocks: they are
-quiet as soon as the transfer has ended, while a slot waits until nothing can write to it any more (R4).
+Staged work reads batch after batch into slots. When all of a batch has arrived, the reading thread permutes it into the
+destination's blocks and gives the slot back. NIXL never writes to the blocks themselves: they are quiet as soon as the
+transfer has ended, while a slot is given back only when nothing can write to it any more (R4).
 
-Threading: a pool may be used from any thread; a share belongs to the reading thread it was given to, as every share.
+Threading: a pool may be used from any thread. Staged work, as all `PeerWork`, belongs to one reading thread at a time.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from kvferry._arguments import coerce_integers
-from kvferry._memory.permute import Space, StillCopying
+from kvferry._memory.access import StagingSpace, StillCopying
 from kvferry._transport.nixl_agent import AgentInfo
 from kvferry._transport.nixl_options import NixlOptions
-from kvferry._transport.peer_link import Chunk, PeerWork, divide
+from kvferry._transport.peer_work import Chunk, PeerWork, divide
 from kvferry._transport.transfer import Transfer
 from kvferry.errors import InvalidField, KvferryError, TransferFailed
 from kvferry.planner.descriptors import MemoryPair
@@ -30,8 +30,8 @@ from kvferry.planner.staged_read import Batch, StagedRead
 
 logger = logging.getLogger(__name__)
 
-SLOTS_PER_SHARE = 2
-"""One is read into while the other is permuted; more would only keep others waiting."""
+SLOTS_AT_ONCE = 2
+"""Slots that one piece of work holds at most: one is read into while the other is permuted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class StagingOptions:
     """How small pieces are read.
 
     Attributes:
-        path: "auto": whichever is cheaper; "direct" and "staged": that one wherever it is possible.
+        path: "auto": the cheaper one; "direct" and "staged": that one wherever it is possible.
         costs: the constants that decide; None: measured when the first small pieces are to be read from a host.
         slot_bytes: bytes of a slot. Small enough for the processor's cache, large enough for long descriptors.
         slots: how many; together they bound the staging memory of a rank.
@@ -66,17 +66,16 @@ class StagingOptions:
 class StagingPool:
     """The slots in one address space.
 
-    A source that has stopped keeps the slots that are being read from it. So that others find some (R10), a source has
-    at most a quarter of the slots, and more than one only while half of them are free: as many sources as that leaves
-    slots may stop at once, until their agents are given up.
+    A source that has stopped answering keeps the slots that are being read from it. To leave slots for others (R10), a
+    source has at most a quarter of them, and more than one only while more than half of them are free.
 
     Args:
         space: its memory.
         slot_bytes: bytes of a slot.
-        freed: called when a slot has become free that somebody waits for.
+        freed: called when a slot has become free for which some work waits.
     """
 
-    def __init__(self, space: Space, slot_bytes: int, freed: Callable[[], None]) -> None:
+    def __init__(self, space: StagingSpace, slot_bytes: int, freed: Callable[[], None]) -> None:
         self.space = space
         self.slot_bytes = slot_bytes
         self._freed = freed
@@ -86,31 +85,33 @@ class StagingPool:
         self._slots = len(self._free)
         self._holders: dict[int, str] = {}
         """The source that each slot in use is read from."""
-        self._waiting: deque[StagedShare] = deque()
+        self._waiting: deque[StagedWork] = deque()
 
-    def acquire(self, share: StagedShare) -> int | None:
-        """A slot's address; None if none is free for its source, or others came before. Whoever waits is called by
-        `freed`, and then asks, or steps back (`leave`)."""
+    def acquire(self, work: StagedWork) -> int | None:
+        """A slot's address; None if none is free for its source, or other work came before.
+
+        Work that got None waits: it asks again when `freed` was called, or steps back (`leave`).
+        """
         with self._lock:
-            # Whoever has ended wants none, and is about to leave.
-            wanting = (other for other in (*self._waiting, share) if other.account.ended_at is None)
+            # A transfer that has ended needs no slot; its work is about to leave.
+            wanting = (other for other in (*self._waiting, work) if other.owner.ended_at is None)
             first = next((other for other in wanting if self._may_have(other.info.name)), None)
-            if first is share:
-                if share in self._waiting:
-                    self._waiting.remove(share)
+            if first is work:
+                if work in self._waiting:
+                    self._waiting.remove(work)
                 slot = self._free.pop()
-                self._holders[slot] = share.info.name
+                self._holders[slot] = work.info.name
                 return slot
-            if share not in self._waiting and share.account.ended_at is None:
-                self._waiting.append(share)
+            if work not in self._waiting and work.owner.ended_at is None:
+                self._waiting.append(work)
             return None
 
-    def leave(self, share: StagedShare) -> None:
-        """It will not ask, at least for now: who came later goes before it, and is called."""
+    def leave(self, work: StagedWork) -> None:
+        """Wait no longer, at least for now: work that came later goes first. Calls `freed` for it."""
         with self._lock:
-            if share not in self._waiting:
+            if work not in self._waiting:
                 return
-            self._waiting.remove(share)
+            self._waiting.remove(work)
             wanted = bool(self._free and self._waiting)
         if wanted:
             self._freed()
@@ -122,7 +123,7 @@ class StagingPool:
         return held < self._slots // 4 and 2 * len(self._free) > self._slots
 
     def release(self, slot: int) -> None:
-        """Nothing writes to a slot any more."""
+        """Give back a slot to which nothing writes any more."""
         with self._lock:
             self._free.append(slot)
             self._holders.pop(slot, None)
@@ -131,11 +132,11 @@ class StagingPool:
             self._freed()
 
     def call(self) -> None:
-        """Whoever waits looks again."""
+        """Call `freed`: the work that waits asks again."""
         self._freed()
 
     def borrow(self) -> int | None:
-        """A slot's address if one is free that nobody waits for."""
+        """A slot's address, if one is free and no work waits; else None."""
         with self._lock:
             return self._free.pop() if self._free and not self._waiting else None
 
@@ -146,25 +147,25 @@ class StagingPool:
 
     @property
     def in_use(self) -> int:
-        """Slots that are being read into, permuted, or not quiet yet."""
+        """Slots that are read into or permuted, or to which something may still write."""
         with self._lock:
             return self._slots - len(self._free)
 
 
-class StagedShare(PeerWork):
+class StagedWork(PeerWork):
     """What one transfer reads from one peer through staging memory."""
 
     def __init__(
         self,
-        account: Transfer,
+        transfer: Transfer,
         info: AgentInfo,
         reads: Iterable[StagedRead],
         pool: StagingPool,
         since: float,
         footprint: Footprint | None = None,
     ) -> None:
-        super().__init__(account, info, (), since, (pool.space,))
-        self._transfer = account
+        super().__init__(transfer, info, (), since, (pool.space,))
+        self._transfer = transfer
         self._pool = pool
         self._footprint = footprint
         self._batches = (batch for read in reads for batch in read.batches(pool.slot_bytes))
@@ -173,7 +174,7 @@ class StagedShare(PeerWork):
         self._blocked = False
         self._lock = threading.Lock()
         self._arrivals: set[_Arrival] = set()
-        account.add_done_callback(self._ended)
+        transfer.add_done_callback(self._ended)
 
     @property
     def blocked(self) -> bool:
@@ -190,7 +191,7 @@ class StagedShare(PeerWork):
             if self._batch is None:
                 return None
         with self._lock:
-            self._blocked = len(self._arrivals) >= SLOTS_PER_SHARE
+            self._blocked = len(self._arrivals) >= SLOTS_AT_ONCE
         slot = None if self._blocked else self._pool.acquire(self)
         if slot is None:
             self._blocked = True
@@ -220,7 +221,7 @@ class StagedShare(PeerWork):
             self._arrivals.discard(arrival)
             blocked = self._blocked
         if blocked:
-            # It may have landed on another thread than the share's own, which was given up since.
+            # It may have landed on another thread than the work's own: on that of an agent which was retired since.
             self._pool.call()
 
     def _ended(self, _: Transfer) -> None:
@@ -232,9 +233,9 @@ class StagedShare(PeerWork):
 
 
 class _Arrival:
-    """One batch in its slot: the account of the chunks that read it. Thread-safe.
+    """One batch in its slot: the `ChunkOwner` of the chunks that read it. Thread-safe.
 
-    The slot is given back once, when nothing can write to it any more and nobody will permute what is in it.
+    The slot is given back once, when nothing can write to it any more and its content will not be permuted.
     """
 
     def __init__(
@@ -261,7 +262,7 @@ class _Arrival:
 
     @property
     def label(self) -> str:
-        """See `Account`, as all that follows."""
+        """See `ChunkOwner`, as for all that follows."""
         return self._transfer.label
 
     @property
@@ -284,20 +285,20 @@ class _Arrival:
         return False
 
     def landed(self, size: int) -> None:
-        """A chunk is in the slot; with the last one, the batch goes on to the destination's blocks."""
+        """A chunk has arrived in the slot. With the last one, the batch is permuted into the destination's blocks."""
         with self._lock:
             self._missing -= 1
             complete = self._missing == 0 and not self._given_up
-        # Only from here on are the destination's blocks written to, so that only this keeps them from being quiet.
+        # Only the permutation writes to the destination's blocks, so they are quiet until here.
         if complete and self._transfer.begin():
             try:
                 self._pool.space.copy(self._batch.copies(self._slot))
             except Exception as error:
-                # Of numpy's, or of the device's: the batch did not reach its blocks.
+                # An error of numpy or of the device: the batch did not reach its blocks.
                 logger.exception("transfer %r: the permutation failed", self.label)
                 self._transfer.fail(TransferFailed(f"transfer {self.label!r}: the permutation failed: {error!r}"))
                 if isinstance(error, StillCopying):
-                    # Neither the blocks nor the slot are ever quiet: a device that cannot be waited for is lost.
+                    # Neither the blocks nor the slot ever become quiet: the device may write to them at any time.
                     return
                 self._transfer.fenced()
             else:
@@ -314,11 +315,11 @@ class _Arrival:
         self.give_up()
 
     def settle(self, now: float) -> None:
-        """See `Account`."""
+        """See `ChunkOwner`."""
         self._transfer.settle(now)
 
     def give_up(self) -> None:
-        """Nothing more is posted or permuted."""
+        """Post and permute nothing more."""
         with self._lock:
             self._given_up = True
         self._free_if_quiet()

@@ -1,11 +1,12 @@
-"""Transfers, each from its first chunk until nothing can write any more.
+"""The state of a transfer, from its first chunk until nothing can write to its destination any more.
 
 A `Transfer` is one rank's share of a read. It goes PENDING → MOVING → DONE, FAILED, CANCELLED or EXPIRED. Beside the
-state stands `quiet`: whether anything can still write to its destination. Ended and not quiet is UNCERTAIN; when it
-becomes quiet it is QUIESCED, and only then may its blocks be used again (R4). Late success changes nothing.
+state there is `quiet`: that nothing can write to its destination any more. A transfer that has ended and is not quiet
+is UNCERTAIN; when it becomes quiet it is QUIESCED, and only then may its blocks be used again (R4). Bytes that arrive
+after the end change no state.
 
-Threading: everything may be called from any thread; nothing but the two waits ever waits, for NIXL least of all (R11).
-NIXL is called on the threads of `kvferry._transport.reading_thread` only.
+Threading: everything may be called from any thread. Only `wait` and `wait_quiet` wait, and nothing waits for NIXL
+(R11), which is called on the threads of `kvferry._transport.reading_thread` only.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 class TransferState(enum.Enum):
-    """Where a transfer stands. The last four are final."""
+    """The state of a transfer. The last four are final."""
 
     PENDING = "pending"
     """Nothing was posted yet."""
@@ -43,7 +44,7 @@ class TransferState(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class TransferProgress:
-    """How far a transfer is. `chunks` were seen DONE; `chunks_in_flight` may be writing."""
+    """How far a transfer is. `chunks` were seen DONE; `chunks_in_flight` may still write."""
 
     state: TransferState
     quiet: bool
@@ -57,8 +58,8 @@ class TransferProgress:
 class Transfer:
     """One rank's share of a read. Made by `Transport.start`.
 
-    Callbacks run on a thread of the transport, or at once on the caller's if it is too late for that. They must not
-    block; what they raise is logged.
+    Callbacks run on a thread of the transport or, if what they wait for has happened already, at once on the caller's.
+    They must not block; what they raise is logged.
     """
 
     def __init__(
@@ -93,18 +94,17 @@ class Transfer:
 
     @property
     def state(self) -> TransferState:
-        """Where it stands."""
+        """Its state."""
         return self._state
 
     @property
     def quiet(self) -> bool:
-        """It has ended, and nothing can write to its destination any more."""
+        """Whether it has ended and nothing can write to its destination any more."""
         return self._state.final and self._outstanding == 0
 
     @property
     def error(self) -> KvferryError | None:
-        """Why it gave no good bytes; None while it goes on and when it is DONE. A `TransferError`'s `quiet` is kept
-        current."""
+        """Why it failed; None while it goes on, and when it is DONE. A `TransferError`'s `quiet` is kept current."""
         return self._error
 
     @property
@@ -131,20 +131,20 @@ class Transfer:
             )
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait for the end; whether it has ended. Its state is `state`."""
+        """Wait until it has ended; returns whether it has."""
         with self._changed:
             return self._changed.wait_for(lambda: self._state.final, timeout)
 
     def wait_quiet(self, timeout: float | None = None) -> bool:
-        """Wait until its destination may be used again; whether it may."""
+        """Wait until its destination may be used again; returns whether it may."""
         with self._changed:
             return self._changed.wait_for(lambda: self.quiet, timeout)
 
     def cancel(self) -> bool:
-        """Post nothing more; returns at once. What has ended stays as it is.
+        """End it, and post nothing more. Returns at once; a transfer that has ended stays as it is.
 
         Returns:
-            Whether it is quiet already. What NIXL has in hand it cannot stop.
+            Whether it is quiet already. NIXL cannot stop a read that is posted.
         """
         with self._changed:
             if not self._state.final:
@@ -154,13 +154,13 @@ class Transfer:
         return quiet
 
     def tell(self, error: TransferError) -> None:
-        """Keep `error.quiet` current: for whoever gives the transfer up with an error of his own."""
+        """Keep `error.quiet` current, for a caller that ends the read with an error of its own."""
         with self._changed:
             self._told.append(error)
             self._quiesce()
 
     def extend(self, deadline: float) -> bool:
-        """The lease was renewed. A deadline only moves forward, and one that has passed stays passed.
+        """Move the deadline, because the lease was renewed. It only moves forward, and stays passed once it has passed.
 
         Returns:
             Whether bytes still count.
@@ -186,10 +186,10 @@ class Transfer:
                 return
         self._run_callback(callback)
 
-    # What follows is for the reading threads: see `kvferry._transport.peer_link.ChunkOwner`.
+    # What follows is for the reading threads: see `kvferry._transport.peer_work.ChunkOwner`.
 
     def goes_on(self) -> bool:
-        """Something is about to be read, though not into the destination yet."""
+        """A chunk is about to be read into a staging slot. False: the transfer has ended, post nothing."""
         with self._changed:
             self._judge(self._clock())
             if self._state.final:
@@ -198,7 +198,7 @@ class Transfer:
             return True
 
     def begin(self) -> bool:
-        """A chunk is about to be posted."""
+        """A chunk is about to be posted. False: the transfer has ended, post nothing."""
         with self._changed:
             self._judge(self._clock())
             if self._state.final:
@@ -229,7 +229,7 @@ class Transfer:
         self._run_due()
 
     def fail(self, error: KvferryError) -> None:
-        """It cannot succeed. The error may be other transfers' as well, so this one gets its own."""
+        """End it with a copy of an error, which may be that of other transfers too."""
         with self._changed:
             if not self._state.final:
                 own = copy.copy(error)
@@ -238,7 +238,7 @@ class Transfer:
         self._run_due()
 
     def settle(self, now: float) -> None:
-        """Judge the deadline, run callbacks that are due."""
+        """Judge the deadline, and run callbacks that are due."""
         with self._changed:
             self._judge(now)
         self._run_due()

@@ -1,7 +1,7 @@
-"""The transport of one destination rank: hands transfers to reading threads, and replaces a thread that is given up.
+"""The transport of one destination rank: hands transfers to reading threads, and replaces threads that are retired.
 
-Threading: everything may be called from any thread, and nothing but `Transport.close` waits, for NIXL least of all
-(R11): NIXL is called on the threads of `kvferry._transport.reading_thread` only.
+Threading: everything may be called from any thread. Only `Transport.close` waits, and nothing waits for NIXL (R11),
+which is called on the threads of `kvferry._transport.reading_thread` only.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ import threading
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from kvferry._clock import now
-from kvferry._memory.permute import HostSpace, Space, TorchSpace, device_tensors
+from kvferry._memory.access import StagingSpace
+from kvferry._memory.rank_memory import RankMemory
 from kvferry._transport.bounds import RegionMap, check_descriptors
 from kvferry._transport.nixl_agent import AgentInfo
 from kvferry._transport.nixl_options import NixlOptions
-from kvferry._transport.peer_link import PeerWork
+from kvferry._transport.peer_work import PeerWork
 from kvferry._transport.reading_thread import ReadingThread
-from kvferry._transport.staging_pool import StagedShare, StagingOptions, StagingPool
+from kvferry._transport.staging_pool import StagedWork, StagingOptions, StagingPool
 from kvferry._transport.transfer import Transfer, TransferProgress, TransferState
 from kvferry.errors import Closed, InvalidField, KvferryError, TransferFailed
 from kvferry.geometry.model import MemoryKind, MemoryRegion
@@ -45,14 +45,14 @@ class TransferPart:
         peer: its agent.
         descriptors: read straight into their destinations.
         staged: read through staging memory.
-        spaces: memory that the descriptors read into beside the rank's own.
-        footprint: the blocks that may be touched; None: whatever is registered.
+        spaces: staging memory that the descriptors read into, beside the rank's own memory.
+        footprint: the blocks that may be touched; None: anything that is registered.
     """
 
     peer: AgentInfo
     descriptors: Sequence[Descriptors] = ()
     staged: Sequence[StagedRead] = ()
-    spaces: Sequence[Space] = ()
+    spaces: Sequence[StagingSpace] = ()
     footprint: Footprint | None = None
 
     @classmethod
@@ -71,10 +71,10 @@ class TransportGauges:
         quiesced: transfers that were uncertain and became quiet, since the start.
         bytes_moved: since the start.
         chunks_in_flight: posted and not seen DONE.
-        agents: reading agents, the retired ones included.
-        retired_agents: given up, and destroyed as soon as may be.
+        agents: reading agents, including retired ones.
+        retired_agents: agents that get no new work, and are destroyed as soon as that is safe.
         peers: peers added to agents.
-        staging_slots: slots of staging memory in use, those of reads that are not quiet included.
+        staging_slots: slots of staging memory in use, including those of reads that are not quiet.
     """
 
     active: int
@@ -94,12 +94,12 @@ class Transport:
     Its reading agents are made when they are needed, each with its thread.
 
     Args:
-        regions: the memory that is read into. Unmapped under a read that is not quiet, it crashes the process.
+        regions: the memory that is read into. Unmapping it while a read is not quiet crashes the process.
         options: how bytes move.
         staging: how small pieces move.
-        tensors: of device memory among the regions; what lies in none of them is read directly.
-        keep: what owns the regions. Referenced for as long as an agent may write to them, also when the transport is
-            forgotten in the middle of a read.
+        memory: the memory of the regions, by which small pieces are permuted; None: host memory only.
+        keep: what owns the regions. Referenced for as long as an agent may write to them, even if the transport itself
+            is no longer referenced.
         clock: seconds, monotonic; deadlines are on it.
     """
 
@@ -109,7 +109,7 @@ class Transport:
         options: NixlOptions | None = None,
         *,
         staging: StagingOptions | None = None,
-        tensors: Sequence[Any] = (),
+        memory: RankMemory | None = None,
         keep: object = None,
         clock: Callable[[], float] = now,
     ) -> None:
@@ -117,7 +117,7 @@ class Transport:
         self._map = RegionMap("this rank", self._regions)
         self._options = options or NixlOptions()
         self._staging = staging or StagingOptions()
-        self._tensors = device_tensors(tensors)
+        self._memory = memory or RankMemory()
         self._pools: dict[tuple[MemoryKind, int], StagingPool] = {}
         self._keep = keep
         self._clock = clock
@@ -139,14 +139,14 @@ class Transport:
             label: names the transfer in errors and logs.
 
         Raises:
-            InvalidField: a descriptor lies outside of what is registered here, announced by its peer, or the read's to
-                touch.
+            InvalidField: a descriptor lies outside of what is registered here, of what its peer announced, or of the
+                read's blocks.
             BadAgentMetadata: a peer is not what it announced.
             Closed: the transport was closed.
 
-        Everything else is the transfer's `error`: staging memory or a thread that is not to be had, for example. So are
-        blocks that are not the read's to touch, where there are so many descriptors that each chunk is checked before
-        it is posted. If this raises, nothing was posted, and nothing will be.
+        If this raises, nothing was posted, and nothing will be. Every other error is the transfer's `error`: that there
+        is no staging memory or no thread, for example. So is a descriptor outside of the read's blocks, where there are
+        so many descriptors that each chunk is checked just before it is posted.
         """
         maps: dict[str, RegionMap] = {}
         infos: dict[str, AgentInfo] = {}
@@ -203,20 +203,17 @@ class Transport:
         with self._lock:
             pool = self._pools.get((kind, device))
             if pool is None:
-                options = self._staging
-                size = options.slot_bytes * options.slots
-                space: Space
-                if kind is MemoryKind.DRAM:
-                    space = HostSpace(size)
-                elif device in self._tensors:
-                    space = TorchSpace(size, f"cuda:{device}", self._tensors[device])
-                else:
-                    raise InvalidField("device", device, f"one that a registered tensor lies on: {[*self._tensors]}")
+                options, memory = self._staging, self._memory.at(kind, device)
+                if memory is None:
+                    raise InvalidField(
+                        "device", device, f"one that a registered tensor lies on: {sorted(self._memory.devices)}"
+                    )
+                space = memory.allocate(options.slot_bytes * options.slots)
                 pool = self._pools[kind, device] = StagingPool(space, options.slot_bytes, self._wake)
             return pool
 
     def warm(self, peer: AgentInfo) -> None:
-        """Connect to a peer ahead of the first read. A hint: returns at once, and what goes wrong shows in the read.
+        """Connect to a peer ahead of the first read. Returns at once; a connection that fails shows in the read.
 
         Raises:
             BadAgentMetadata: the peer is not what it announced.
@@ -229,20 +226,20 @@ class Transport:
             pass
 
     def prepare(self) -> None:
-        """Make the reading agents ahead of the first read: NIXL's import and an agent take most of a second. Returns
-        at once; raises `Closed`."""
+        """Make the reading agents ahead of the first read: importing NIXL and making an agent take most of a second.
+        Returns at once; raises `Closed`."""
         for place in range(len(self._threads)):
             self._thread_at(place)
 
     def retire(self, peer_name: str) -> None:
-        """Drop a peer as soon as what is read from it has ended and is quiet. It may come back with another read."""
+        """Drop a peer as soon as all reads from it have ended and are quiet. Another read adds it again."""
         with self._lock:
             threads = tuple(self._living)
         for thread in threads:
             thread.retire_peer(peer_name)
 
     def gauges(self) -> TransportGauges:
-        """What it is doing."""
+        """Counts of what it is doing now, and of what it has done."""
         with self._lock:
             threads, transfers, pools = tuple(self._living), tuple(self._transfers), tuple(self._pools.values())
             moved, quiesced = self._moved_before, self._quiesced
@@ -252,18 +249,18 @@ class Transport:
             uncertain=len(transfers) - active,
             quiesced=quiesced,
             bytes_moved=moved + sum(thread.moved for thread in threads),
-            chunks_in_flight=sum(thread.flights for thread in threads),
+            chunks_in_flight=sum(thread.chunks_in_flight for thread in threads),
             agents=len(threads),
             retired_agents=sum(thread.retired for thread in threads),
-            peers=sum(thread.peers for thread in threads),
+            peers=sum(thread.peer_count for thread in threads),
             staging_slots=sum(pool.in_use for pool in pools),
         )
 
     def close(self, timeout: float = 10.0) -> bool:
         """Cancel what has not ended, and end the agents once all is quiet. Idempotent.
 
-        What is stuck keeps its agent until the fence time is over, in the background: ending an agent under way can
-        kill its source.
+        An agent with a stuck read is destroyed in the background, when the fence time is over: destroying an agent
+        while it reads can kill its source.
 
         Args:
             timeout: seconds to wait.
@@ -294,15 +291,15 @@ class Transport:
             memory = read.lane.memory
             by_space.setdefault((memory.destination_kind, memory.destination_device), []).append(read)
         for space, reads in by_space.items():
-            self._submit(StagedShare(transfer, part.peer, reads, self.pool(*space), self._clock(), part.footprint))
+            self._submit(StagedWork(transfer, part.peer, reads, self.pool(*space), self._clock(), part.footprint))
 
-    def _submit(self, share: PeerWork) -> None:
+    def _submit(self, work: PeerWork) -> None:
         try:
-            while not self._thread_of(share.info.name).submit(share):
+            while not self._thread_of(work.info.name).submit(work):
                 pass
         except Exception as error:
-            # Also on a reading thread that hands its shares on, which has to go on whatever happens.
-            share.account.fail(_begin_failed(share.account.label, error))
+            # Not raised: a retired reading thread calls this for its unposted work, and has to go on.
+            work.owner.fail(_begin_failed(work.owner.label, error))
 
     def _thread_of(self, peer_name: str) -> ReadingThread:
         """The thread that reads from a peer; a fresh one where the last was retired."""

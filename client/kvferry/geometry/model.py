@@ -1,7 +1,7 @@
 """Where the bytes of an engine's cache are, which part of the model's state they hold, and what may be cut.
 
-Frozen values that check themselves: a geometry that contradicts itself cannot be made (`BadGeometry`). They know
-nothing of torch, NIXL or gRPC; `kvferry.geometry.formats` makes them from tensors, `kvferry._wire.geometry_codec`
+Frozen values that check themselves: making a geometry that contradicts itself raises `BadGeometry`. They import
+neither torch nor NIXL nor gRPC; `kvferry.geometry.formats` makes them from tensors, and `kvferry._wire.geometry_codec`
 turns them into protos and back.
 
 A plane is one logical KV tensor of one layer on one rank. The address of the contiguous ``state_bytes`` bytes of unit
@@ -10,7 +10,7 @@ A plane is one logical KV tensor of one layer on one rank. The address of the co
     base + id * block_stride + (x // page_tokens) * page_stride + (u - units.begin) * unit_stride
          + (x % page_tokens) * token_stride
 
-A state is what one token leaves, unless ``tokens_per_state`` says otherwise.
+A state is what one token stores, or ``tokens_per_state`` tokens together.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class MemoryKind(enum.IntEnum):
 
 
 class GroupKind(enum.IntEnum):
-    """How the block table of a group is read, numbered as in the proto."""
+    """What the block table of a group holds, numbered as in the proto."""
 
     TOKENS = 1
     WINDOW = 2
@@ -61,7 +61,7 @@ class Interval:
         return f"[{self.begin}, {self.end})"
 
     def intersect(self, other: Interval) -> Interval | None:
-        """What both hold, or None."""
+        """The part that both have in common; None if there is none."""
         begin, end = max(self.begin, other.begin), min(self.end, other.end)
         return Interval(begin, end) if begin < end else None
 
@@ -247,8 +247,8 @@ class Plane:
         for attribute in at_least_one:
             if getattr(self, attribute) < 1:
                 return f"{attribute} is {getattr(self, attribute)}, not at least 1"
-        # Also strides that are never stepped by: whatever is declared fits numpy's int64, and the length of an interval
-        # fits what `len` may answer.
+        # Also strides of axes of one element: every declared number fits numpy's int64, and the length of an interval
+        # fits what `len` may return.
         bounded = ("axis_size", "device", "base", "block_stride", "page_stride", "unit_stride", "token_stride")
         for attribute in bounded:
             if not 0 <= getattr(self, attribute) < ADDRESS_LIMIT:
@@ -270,10 +270,10 @@ class Plane:
         return self._overlap() or self._scattered_cell()
 
     def _overlap(self) -> str:
-        """Two different (block, page, unit, state) may not share a byte.
+        """What is wrong if two different (block, page, unit, state) share a byte; else empty.
 
-        Sorted by stride, each axis must step over everything that the axes below it span: sufficient, and true of every
-        layout that is a permuted, padded array.
+        Sorted by stride, each axis must step over everything that the axes below it span. That is sufficient, and true
+        of every layout that is a permuted, padded array.
         """
         axes = sorted(
             (stride, count, label)
@@ -293,7 +293,8 @@ class Plane:
         return ""
 
     def _scattered_cell(self) -> str:
-        """What may not be cut must be contiguous: strides within it would be a promise about its inner order."""
+        """What is wrong if bytes that may not be cut apart are not contiguous; else empty. Strides within them would
+        declare their order, which is unknown."""
         granule, held = self.token_granule, len(self.units)
         token_inner = granule == 1 or self.token_stride == self.state_bytes
         if self.units_divide:
@@ -315,7 +316,7 @@ class RankGeometry:
     Attributes:
         rank: index in the engine.
         planes: its planes; names are unique.
-        labels: tp_rank, pp_rank ... for people and tools; the planner never looks at them.
+        labels: tp_rank, pp_rank ... for people and tools; the planner does not use them.
     """
 
     rank: int
@@ -342,7 +343,7 @@ class RankGeometry:
 
 @dataclass(frozen=True, slots=True)
 class EngineGeometry:
-    """Everything a planner needs to know of an engine.
+    """All that the planner needs to know about an engine.
 
     Attributes:
         engine_id: the engine's name.
@@ -350,7 +351,7 @@ class EngineGeometry:
         ranks: by rising rank; may be incomplete.
         identity: what the cache was computed with: model, revision digest, quantisation, rope ... Equal on both
             engines.
-        incarnation: 16 bytes, or empty for a geometry that no running engine declared.
+        incarnation: 16 bytes; empty for a geometry that is not of a running engine.
     """
 
     engine_id: str
@@ -439,8 +440,8 @@ class MemoryRegion:
 
 
 def check_regions(rank: RankGeometry, regions: Iterable[MemoryRegion]) -> None:
-    """Raise `BadGeometry` if a plane does not lie within one of the regions: NIXL refuses, or worse, reads past
-    them."""
+    """Raise `BadGeometry` if a plane does not lie within one of the regions: NIXL would refuse to read it, or read past
+    the region."""
     regions = tuple(regions)
     for plane in rank.planes:
         if not any(region.holds(plane) for region in regions):

@@ -1,13 +1,13 @@
-"""Whether planes share bytes: a read into both would write them twice.
+"""Whether planes share bytes, so that a read into both would write those bytes twice.
 
-A plane is a box: an address for every choice of block, page, unit and state, each step a stride. Boxes are first
-separated all at once: those whose extents are apart, then, within one period of the largest stride, those whose parts
-of a period are apart, and so on down. Layers, keys and values that interleave in one storage come apart that way,
-thousands of them. For the few that do not, "is there a byte in both" is an equation in bounded integers, searched
-exactly.
+A plane is a box: it has an address for every choice of block, page, unit and state, each step a stride. Boxes are first
+separated all at once: those whose extents are apart; then, within one period of the largest stride, those whose parts
+of a period are apart; and so on for each smaller stride. That separates layers, keys and values that interleave in one
+storage, thousands of them. For the few boxes that it does not separate, "is there a byte in both" is an equation in
+bounded integers, which is solved by an exact search.
 
-The search is bounded, so that no geometry that a peer declares can hold a server up. What it cannot decide in time
-(strides without a common measure, as no engine has them) passes: a layout that may be right is never refused.
+The search is bounded, so that no geometry of a peer can keep a server busy. What it cannot decide in time (strides
+without a common divisor, which no engine has) passes: a layout that may be right is never refused.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvferry.errors import BadGeometry
 from kvferry.geometry.model import Group, Plane
 
 MOST_STEPS = 200_000
-"""Boxes looked at, and places tried, for all planes of a rank: some tenths of a second."""
+"""Boxes compared, and places tried, for all planes of a rank: some tenths of a second."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class _Box:
         first: address of its first byte.
         cell: contiguous bytes at every address.
         axes: (stride, count) of more than one step, largest stride first; each steps over all that follow (`Plane`
-            sees to that).
+            checks that).
     """
 
     plane: Plane
@@ -61,7 +61,7 @@ class _Steps:
         self._left = MOST_STEPS
 
     def take(self, count: int) -> bool:
-        """Whether that many were left."""
+        """Count so many steps; returns whether they were left."""
         self._left -= count
         return self._left >= 0
 
@@ -69,8 +69,8 @@ class _Steps:
 def check_apart(groups: Iterable[Group], rank: int, planes: Iterable[Plane]) -> None:
     """Raise `BadGeometry` if two planes that a read writes share a byte, and name both.
 
-    Groups of one pool lie over each other by design. A source may declare memory twice, layers that share their cache
-    for example; a destination declares it once.
+    Groups of one pool overlap by design. A source may declare memory twice, for example for layers that share their
+    cache; a destination declares it once.
 
     Args:
         groups: of the engine.
@@ -112,7 +112,7 @@ def _box(plane: Plane, group: Group) -> _Box:
 
 
 def _suspects(boxes: list[_Box], steps: _Steps) -> Iterator[tuple[_Box, _Box]]:
-    """Pairs that may not share a byte, and that separating all at once leaves together."""
+    """Pairs that may not share a byte, and that are not separated all at once."""
     whole = {box.plane.name: box for box in boxes}
     groups: dict[str, list[_Box]] = {}
     for box in boxes:
@@ -120,7 +120,7 @@ def _suspects(boxes: list[_Box], steps: _Steps) -> Iterator[tuple[_Box, _Box]]:
     for members in groups.values():
         for cluster in _together(members, steps, across_pools=False):
             yield from combinations([whole[box.plane.name] for box in cluster], 2)
-    # Apart from the groups' own planes, lest groups of a pool hold together what is apart within each.
+    # Separately from each group's own planes: groups of one pool overlap, and would join planes that are apart.
     for cluster in _together(boxes, steps, across_pools=True):
         for one, other in combinations([whole[box.plane.name] for box in cluster], 2):
             if one.pool != other.pool:
@@ -128,7 +128,7 @@ def _suspects(boxes: list[_Box], steps: _Steps) -> Iterator[tuple[_Box, _Box]]:
 
 
 def _together(boxes: list[_Box], steps: _Steps, *, across_pools: bool) -> Iterator[list[_Box]]:
-    """Clusters of boxes that no cut between their parts of a period takes apart."""
+    """Clusters of boxes that cannot be separated by their parts of a period."""
     waiting = [boxes]
     while waiting:
         for cluster in _touching(waiting.pop()):
@@ -158,9 +158,9 @@ def _touching(boxes: list[_Box]) -> Iterator[list[_Box]]:
 
 
 def _fold(cluster: list[_Box]) -> list[_Box] | None:
-    """The boxes within one period of their largest stride, each as if it went on for ever; None if they do not fit.
+    """The boxes within one period of their largest stride, as if each were repeated for ever; None if they do not fit.
 
-    Boxes that are apart then were apart before.
+    Boxes that are apart then are apart.
     """
     period = max((box.axes[0][0] for box in cluster if box.axes), default=0)
     if period == 0:

@@ -1,6 +1,6 @@
 """Which part of a model each rank holds, for engines that split it by rule.
 
-The planner never calls this: ranks declare what they hold, and these are the rules by which most engines come to it.
+The planner never calls this: ranks declare what they hold. These are the rules by which most engines divide it.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ def diff(source: EngineGeometry, destination: EngineGeometry) -> tuple[Mismatch,
     """Every reason why the destination's ranks cannot read the source's cache; empty if they can.
 
     The destination may hold just the ranks that ask. Identity is compared key by key, groups by what decides how their
-    block tables are read, planes by format, dtype and cut (`covering.COMPARED`), and every unit and token must be held.
+    block tables are read, planes by format, dtype and cut (`coverage.COMPARED`), and every unit and token must be held.
 
     Raises:
         BadGeometry: a destination rank declares a byte in two planes that a read writes.

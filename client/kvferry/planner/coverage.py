@@ -1,7 +1,7 @@
-"""Whether and from whom a destination rank can read its planes; each unit and token exactly once.
+"""Whether, and from which source ranks, a destination rank can read its planes: each unit and token exactly once.
 
-Nothing here is derived from rank arithmetic: planes are matched by ``layer/component``, their fields compared, and what
-the ranks declare to hold is shared out (`kvferry.planner.line_rule`).
+Nothing here is derived from rank numbers: planes are matched by ``layer/component``, their fields are compared, and the
+parts that ranks declare to hold are divided among the readers (`kvferry.planner.line_rule`).
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from kvferry.planner.line_rule import RankHolding, ReadShare, Stripe, effort, sh
 
 MAX_CELLS = 1 << 20
 """Units times states of a block of one plane: what is enumerated to find its contiguous rows. 128 heads of 8,192 tokens
-fit; whoever declares more would fill our memory."""
+fit; more would fill the memory of the process that plans."""
 
 MAX_RANK_CELLS = 1 << 23
 """The same of all planes that one rank reads together. 1,056 tokens of 8 heads in 96 layers, keys and values, need a
 fifth of it."""
 
 MAX_EFFORT = 1 << 21
-"""Steps of sharing out one rank's planes, some of them a microsecond. A thousand ranks that hold a unit each need half
-of it."""
+"""Steps of dividing one rank's planes among source ranks; some of them take a microsecond. A thousand ranks that hold a
+unit each need half of it."""
 
 MAX_TOLD = 32
-"""Ranks, or intervals of units, that a message lists; of more it says how many."""
+"""Ranks, or intervals of units, that a message lists; of the others it gives the number."""
 
 COMPARED = ("group", "format", "dtype", "state_bytes", "axis_size", "tokens_per_state", "token_granule", "units_divide")
 """Fields of a plane that must be equal on both sides, whatever its shard and layout."""
@@ -75,7 +75,7 @@ class Covering:
 _signature = attrgetter(
     *COMPARED, "block_states", "unit_stride", "token_stride", "token_shard.count", "token_shard.interleave", "units"
 )
-"""Everything of a plane that `_mismatches` looks at."""
+"""All fields of a plane that `_mismatches` compares."""
 
 
 class _Named:
@@ -94,8 +94,8 @@ class _Named:
         for rank, plane in planes.items():
             kinds.setdefault(_signature(plane), (rank, plane))
         self.kinds = tuple(kinds.values())
-        # One object for all names that are held alike: to compare many ranks' holdings plane by plane takes longer than
-        # to share them out.
+        # One object for all names that are held alike, because comparing many ranks' holdings plane by plane takes
+        # longer than dividing them.
         holdings = tuple(RankHolding(rank, plane.units, plane.token_shard) for rank, plane in planes.items())
         self.holdings: tuple[RankHolding, ...] = known.setdefault(holdings, holdings)
         signatures = tuple(kinds)
@@ -103,7 +103,7 @@ class _Named:
 
 
 class Indexed:
-    """An engine with its planes by name: made once, for however many it is compared with. Immutable.
+    """An engine with its planes by name; made once for any number of comparisons. Immutable.
 
     Attributes:
         engine: the engine.
@@ -234,13 +234,13 @@ def _too_large(plane: Plane, message: str) -> Mismatch:
 
 
 def _mismatches(offered: Iterable[tuple[int, Plane]], wanted: Plane, kind: GroupKind) -> Iterator[Mismatch]:
-    """Every compared field in which a source plane differs from the destination's, once per pair of values; and what
-    equal fields do not make readable."""
+    """Every compared field in which a source plane differs from the destination's, once per pair of values, and every
+    other reason why it cannot be read."""
     fields = [*COMPARED]
     if kind is GroupKind.STATE:
         fields.append("block_states")
     if not wanted.units_divide:
-        # What is moved whole has an order of its own, so the same strides must hold within it.
+        # The order within pages that move whole is not declared, so their strides have to be equal.
         fields += ["unit_stride"] if len(wanted.units) > 1 else []
         fields += ["token_stride"] if wanted.token_granule > 1 else []
     seen: set[tuple[str, str]] = set()
@@ -269,7 +269,7 @@ def _field_mismatch(wanted: Plane, name: str, rank: int, theirs: str, ours: str)
 
 
 def _shard_mismatch(source: Plane, wanted: Plane) -> list[Mismatch]:
-    """Token shards that differ must not cut through a granule or a state."""
+    """What is wrong if token shards differ and cut through a granule or a state; else empty."""
     mine, theirs = wanted.token_shard, source.token_shard
     same = (mine.count, mine.interleave) == (theirs.count, theirs.interleave)
     granule_tokens = wanted.token_granule * wanted.tokens_per_state

@@ -1,7 +1,6 @@
 """What the planner hands to the data plane: descriptors as numpy arrays, and their division into chunks.
 
-A descriptor is one contiguous ``(source address, destination address, length)``. There are two ways to say many of
-them:
+A descriptor is one contiguous ``(source address, destination address, length)``. A list of them takes one of two forms:
 
 - `RawDescriptors`: three arrays, for few or long ones;
 - `PreparedDescriptors`: indices into a `DescriptorTable` that NIXL prepares once per peer, for many short ones

@@ -1,8 +1,7 @@
 """From the blocks of one request to descriptors: vectorised, merged, raw or prepared by run length.
 
 Every address in an expansion is ``row address + id * block_stride`` with a checked id (`request_blocks`), and every
-plane lies inside a registered region with all its blocks, so that nothing that overflows, wraps or runs past a region
-can be expressed.
+plane lies with all its blocks inside a registered region, so no address can wrap or lie outside the region.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ class SourceDescriptors:
         source_rank: the rank.
         descriptors: read straight into their destinations.
         staged: read through staging memory.
-        footprint: the blocks that either may touch; a plan always says.
+        footprint: the blocks that either may touch; a plan always gives it.
     """
 
     source_rank: int

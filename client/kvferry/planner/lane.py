@@ -1,9 +1,9 @@
 """Lanes: what one destination rank reads from one source rank in one step, ready to be expanded.
 
-A lane is a set of plane reads that share everything about how a request's blocks turn into addresses: source rank,
-stripe, memory kinds, token layout and block strides on both sides. Plane by plane only the place of block 0 differs,
-so that the rows of a lane (`rows`) are made once and a request adds ``id * block_stride``. Rows that are
-adjacent on both sides are fused when they are made: K with V, layers of one storage.
+A lane is a set of plane reads whose blocks turn into addresses in the same way: with the same source rank, stripe,
+memory kinds, token layout and block strides on both sides. Only the address of block 0 differs from plane to plane. So
+the rows of a lane (`rows`) are made once, and a request adds ``id * block_stride``. Rows that are adjacent on both
+sides are fused when they are made: K with V, layers of one storage.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from kvferry.planner.rows import AlikePlanes, Cut, Loop, RowExtent, Rows, alike,
 from kvferry.planner.token_line import Line, StateLayout
 
 ROWS_KEPT = 1024
-"""Cuts whose rows a lane keeps. Requests have few different ones, but a caller who asks for ever new token ranges must
-not fill our memory."""
+"""Cuts whose rows a lane keeps. Requests have few different ones; a caller that asks for ever new token ranges must not
+fill the memory."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,7 +75,7 @@ class Lane:
     @cached_property
     def linear_bytes(self) -> tuple[int, ...]:
         """Bytes per held state of each member of `planes`, if all its bytes lie end to end on both sides, block after
-        block; else empty. Then whatever is contiguous in block ids is so in memory, whatever the block sizes."""
+        block; else empty. Then blocks with consecutive ids are contiguous in memory, whatever the block sizes."""
         if not self.line.same_tokens or self.group.kind is GroupKind.STATE:
             return ()
         if all(_is_linear(plane, len(read.units)) for read in self.reads for plane in (read.source, read.destination)):

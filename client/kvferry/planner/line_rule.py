@@ -1,4 +1,4 @@
-"""The line rule: how the readers of a tensor share those who hold it, unit by unit and token by token.
+"""The line rule: which of the ranks that hold the same part of a tensor serves which blocks to which reader.
 
 A reader's units are cut at every boundary that any holder or reader declares, so that each elementary interval has one
 set of holders (replicas) and one of readers. Then (DESIGN §5):
@@ -58,13 +58,13 @@ class ReadShare:
 def shares(
     held: tuple[RankHolding, ...], wanted: tuple[RankHolding, ...], me: RankHolding, *, divide: bool, striping: bool
 ) -> tuple[tuple[ReadShare, ...], tuple[Interval, ...]]:
-    """The shares of one reader, and the units that nobody can give it.
+    """The shares of one reader, and the units that no rank can give it.
 
     Args:
         held: what the source's ranks hold.
         wanted: what the destination's ranks hold, the reader among them.
         me: the reader.
-        divide: whether single units may be read; else all of the reader's from holders of just these.
+        divide: whether single units may be read; else all of the reader's units from ranks that hold exactly these.
         striping: whether to spread reads over replicas; else the line rule chooses one replica for a whole read.
     """
     found: list[ReadShare] = []
@@ -104,8 +104,8 @@ def _elementary(held: tuple[RankHolding, ...], wanted: tuple[RankHolding, ...], 
 def _token_shards(holders: list[RankHolding], wanted: TokenShard) -> tuple[TokenShard, ...]:
     """The holders' shards that together hold the wanted tokens, each once; empty if there are none.
 
-    Shards of one (count, interleave) are disjoint. Of several complete families the reader's own is taken, which needs
-    no recutting, else the one with the fewest shards.
+    Shards of one (count, interleave) are disjoint. If several such families are complete, the reader's own is taken,
+    because it needs no cuts, else the one with the fewest shards.
     """
     own = (wanted.count, wanted.interleave)
     families = {(holder.tokens.count, holder.tokens.interleave) for holder in holders}

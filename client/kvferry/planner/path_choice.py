@@ -1,8 +1,8 @@
-"""Which way the bytes of a lane go: straight into the destination's blocks, or through staging memory.
+"""Which path the bytes of a lane take: directly into the destination's blocks, or through staging memory.
 
-Every descriptor costs some microseconds however short it is. Where a change of layout leaves short pieces, it is often
+Every descriptor costs some microseconds, however short it is. Where a change of layout leaves short pieces, it is often
 cheaper to read whole rows of the source's blocks into staging memory and to permute them on the cache's own device:
-more bytes, far fewer descriptors. Which is cheaper is a sum of four constants, measured at start-up
+that moves more bytes with far fewer descriptors. The costs are estimated with four constants, which are measured
 (`kvferry._transport.calibration`) or configured. Pure.
 """
 
@@ -22,7 +22,7 @@ from kvferry.planner.token_line import Pieces
 
 
 class Path(enum.Enum):
-    """The way of a lane's bytes."""
+    """The path of a lane's bytes."""
 
     DIRECT = "direct"
     STAGED = "staged"
@@ -56,9 +56,10 @@ class PathRule:
 
     Attributes:
         path: this one wherever it is possible; None: the cheaper one.
-        costs: constants.
-        slot_bytes: staging memory of one batch: what does not fit goes direct.
-        device_memory: devices whose memory can be permuted, since tensors of it are known; host memory always can.
+        costs: the constants.
+        slot_bytes: staging memory of one batch; rows that do not fit are read directly.
+        device_memory: devices whose memory can be permuted, because tensors on them are known; host memory always can
+            be.
     """
 
     path: Path | None = None
@@ -75,7 +76,7 @@ class PathChoice:
         path: the chosen one.
         reason: why, for people.
         direct, staged: estimated seconds per block of the destination. Equal where there was nothing to compare.
-        measurable: whether other constants could have led to the other path.
+        measurable: whether other constants could lead to the other path.
     """
 
     path: Path
@@ -87,7 +88,7 @@ class PathChoice:
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """What both paths do for the same blocks of a lane."""
+    """The counts by which both paths cost, for the same blocks of a lane."""
 
     blocks: float
     bytes: int
@@ -124,7 +125,7 @@ def choose_path(lane: Lane, rule: PathRule) -> PathChoice:
     )
     pieces = f"{work.bytes // work.descriptors} B"
     rows = f"{work.staged_bytes // work.staged_descriptors} B"
-    # A staged row costs as much as a direct one, so that without fewer of them no constants speak for staging.
+    # A staged row costs as much as a direct one: unless there are fewer of them, staging is never cheaper.
     measurable = work.staged_descriptors < work.descriptors
     if staged < direct:
         reason = f"rows of {rows} and a permutation take {staged / direct:.2f} of the time of pieces of {pieces}"

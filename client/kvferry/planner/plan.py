@@ -1,7 +1,7 @@
 """The read plan: what one destination rank reads, from whom, and how a request becomes descriptors.
 
-Pure: a function of (whole source engine, whole destination engine, rank) and nothing else. Made once per source
-incarnation; `ReadPlan.expand` then turns the block ids of a request into descriptors with vectorised numpy.
+Pure: a function of (whole source engine, whole destination engine, rank) only. A plan is made once per source
+incarnation; `ReadPlan.expand` then turns the block ids of each request into descriptors with vectorised numpy.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from kvferry.geometry.model import EngineGeometry, Group, Plane, RankGeometry
 from kvferry.planner.compatibility import engine_mismatches
 from kvferry.planner.coverage import Coverer, Indexed, PlaneRead
 from kvferry.planner.expansion import Expansion, expand
-from kvferry.planner.footprint import Footprint, Ground, RequestPlaces
+from kvferry.planner.footprint import BlockMap, Footprint, RequestPlaces
 from kvferry.planner.lane import Lane, build_lanes
 from kvferry.planner.path_choice import Path, PathChoice, PathRule, choose_path
 from kvferry.planner.prepared_tables import RECURRING_LIMIT, LaneTables, prepare_tables
 from kvferry.planner.request_blocks import needed
 
 MAX_SIZE = 1 << 14
-"""Lanes of a plan and pieces of their periods, together. One rank that reads alike from 4,096 ranks counts half of
+"""Lanes of a plan and pieces of their periods, together. A rank that reads alike from 4,096 ranks needs half of
 it."""
 
 
@@ -58,7 +58,7 @@ class ReadPlan:
         return frozenset(index for index, choice in enumerate(self.paths) if choice.path is Path.STAGED)
 
     def choose_paths(self, rule: PathRule) -> ReadPlan:
-        """The same plan with paths chosen anew."""
+        """The same plan, with its paths chosen by another rule."""
         return self._of(self.reads, self.lanes, rule)
 
     def _of(self, reads: tuple[PlaneRead, ...], lanes: tuple[Lane, ...], rule: PathRule) -> ReadPlan:
@@ -94,12 +94,12 @@ class ReadPlan:
         return _by_name(self.source), _by_name(self.destination)
 
     @cached_property
-    def _grounds(self) -> Mapping[int, Ground]:
+    def _block_maps(self) -> Mapping[int, BlockMap]:
         """By source rank."""
         reads: dict[int, list[PlaneRead]] = {}
         for read in self.reads:
             reads.setdefault(read.source_rank, []).append(read)
-        return {rank: Ground(members) for rank, members in reads.items()}
+        return {rank: BlockMap(members) for rank, members in reads.items()}
 
     def expand(
         self,
@@ -130,7 +130,8 @@ class ReadPlan:
         expansion = expand(self.lanes, self.tables, self.staged, wanted)
         places = RequestPlaces(*self._groups, wanted)
         sources = tuple(
-            replace(found, footprint=Footprint(self._grounds[found.source_rank], places)) for found in expansion.sources
+            replace(found, footprint=Footprint(self._block_maps[found.source_rank], places))
+            for found in expansion.sources
         )
         return replace(expansion, sources=sources)
 
@@ -150,7 +151,7 @@ def plan_read(
         destination: the whole destination engine; its other ranks decide the stripes only.
         rank: the destination rank.
         striping: spread reads over replicas.
-        rule: how it is chosen what goes through staging memory; None: the defaults, see `PathRule`.
+        rule: how the path of each lane is chosen; None: the defaults, see `PathRule`.
 
     Raises:
         Incompatible: the rank cannot read this engine's cache; every reason is named.

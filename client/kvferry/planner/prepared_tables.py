@@ -1,7 +1,7 @@
-"""Descriptor tables: rows that NIXL prepares once per peer, for everything that whole blocks of a long request need.
+"""Descriptor tables: rows that NIXL prepares once per peer, for all cuts that whole blocks of a long request need.
 
-NIXL takes int32 indices and silently truncates larger ones, so that no table has 2**31 entries: its rows go on in
-another.
+NIXL takes int32 indices and silently truncates larger ones, so every table has fewer than 2**31 entries; more rows go
+into another table.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ TABLE_LIMIT = 1 << 31
 """Entries of a table, on either side, stay below this."""
 
 RECURRING_LIMIT = 512
-"""Pieces per period up to which a lane's cuts get table rows; block sizes with more of them (lcm far above both) stay
-raw."""
+"""Pieces per period up to which a lane's cuts get table rows; for block sizes with more of them (lcm far above both)
+descriptors are made by address."""
 
 RECURRING_CELLS = 1 << 23
-"""States times units per period, over all planes of a lane, up to which the same holds."""
+"""States times units per period, over all planes of a lane, up to which its cuts get table rows."""
 
 RECURRING_BLOCKS = 1 << 22
-"""Blocks per plane up to which the same holds: of more, a table has room for less than 512 rows."""
+"""Blocks per plane up to which a lane's cuts get table rows: with more, a table has room for less than 512 rows."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -82,7 +82,7 @@ class _Side:
 
 
 class _Builder:
-    """A table in the making: rows of one source rank, memory pair and length."""
+    """Builds a table: rows of one source rank, memory pair and length."""
 
     def __init__(self, memory: MemoryPair, entry_bytes: int) -> None:
         self.memory = memory
@@ -146,8 +146,8 @@ def recurring_cuts(lane: Lane) -> tuple[Cut, ...]:
 
 
 def sample(lane: Lane, most: int = RECURRING_LIMIT) -> int:
-    """The end of the stretch of a lane's line that stands for all of it: a period, or where that is long a block of the
-    destination, or where even that has more than `most` pieces its beginning."""
+    """The end of a stretch of a lane's line that is typical of all of it: a period; where that is long, a block of the
+    destination; where even that has more than `most` pieces, the beginning of one."""
     line = lane.line
     if _recurs(lane) and line.pieces_per_period <= most:
         return line.period

@@ -1,7 +1,7 @@
-"""What a request moves of each group, and every check of R7: nothing is expanded that is not known to be right.
+"""What a request moves of each group, and every check of R7, made before anything is expanded.
 
-Checked are the groups, the block ids (range, null block, each destination once per pool), the token ranges, and that
-both sides' blocks hold what is needed. Sums are Python integers, so that no number wraps.
+This checks the groups, the block ids (range, null block, each destination once per pool), the token ranges, and that
+both sides' blocks hold the tokens that are needed. Sums are Python integers, so no number wraps.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvferry.geometry.blocks import AnyIds, BlockIds, Blocks, check_ids, check_u
 from kvferry.geometry.model import Group, GroupKind
 
 TOKEN_LIMIT = 1 << 40
-"""Token positions stay below this. States are at most 2**20 per token (`covering.MAX_CELLS`), so that their positions
+"""Token positions stay below this. States are at most 2**20 per token (`coverage.MAX_CELLS`), so that their positions
 fit numpy's int64."""
 
 
@@ -27,8 +27,8 @@ class NeededBlocks:
     """The blocks of one side that hold what is needed.
 
     Attributes:
-        ids: block ids, ``int64[n]``, so that whatever is computed from them is: before numpy 2 an int32 array times an
-            ``np.int64`` stays int32, and wraps in caches above 2 GiB. A copy of the caller's.
+        ids: block ids, ``int64[n]``, a copy of the caller's. They have 64 bits because before numpy 2 an int32 array
+            times an ``np.int64`` stays int32, and wraps in caches above 2 GiB.
         first: place of the first of them in the request, counted in blocks of this side.
     """
 
@@ -88,8 +88,8 @@ def needed(
         wanted = _state(group, theirs, mine) if is_state else _tokens(group, source_group, theirs, mine, asked)
         if wanted is None:
             continue
-        # The null block stands in tables for what is not there, such as blocks that left a window: it is refused only
-        # where something is needed.
+        # The null block stands in tables for blocks that are not there, such as those that left a window. It is
+        # refused only where a token is needed.
         for side, of, blocks in (("source", source_group, wanted.source), ("destination", group, wanted.destination)):
             if of.null_block is not None:
                 check_ids(group.name, side, blocks.ids, of.num_blocks, of.null_block)
@@ -111,8 +111,8 @@ def written(
 
     Args:
         groups: the destination's.
-        source: what was granted; None: not known yet, so that the answer may hold more blocks than are written, and
-            whether they are enough or given twice is `needed`'s to say.
+        source: what was granted; None: not known yet. Then the answer may hold more blocks than are written, and only
+            `needed` checks whether they are enough and given once.
         destination, tokens: see `needed`.
 
     Raises:
@@ -239,7 +239,7 @@ def _widened(ids: BlockIds) -> npt.NDArray[np.int64]:
 
 
 def _span(group: Group, side: str, blocks: Blocks) -> tuple[int, int]:
-    """Tokens that the blocks hold: what they say, but never more than there are blocks for."""
+    """The tokens that the blocks hold: those that they declare, but never more than the blocks have room for."""
     room = (blocks.first_token // group.block_tokens + len(blocks.ids)) * group.block_tokens
     end = room if blocks.end_token is None else blocks.end_token
     if end > room:

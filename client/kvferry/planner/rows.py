@@ -53,7 +53,7 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class Strides:
-    """What places the cells of a plane on one side, apart from where the plane begins."""
+    """The strides of a plane on one side: with its base they give every cell's address."""
 
     unit_stride: int
     page_tokens: int
@@ -74,7 +74,7 @@ class Strides:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AlikePlanes:
-    """Plane reads that differ in nothing but where they begin, so that their cells are enumerated once.
+    """Plane reads that differ only in their base addresses, so that their cells are enumerated once.
 
     Attributes:
         source, destination: strides on both sides.

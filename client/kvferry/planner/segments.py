@@ -1,7 +1,7 @@
 """Which states a lane moves for a request, as few cuts with many blocks each.
 
-The pieces of one period of the lane's line, multiplied by slicing the block ids, are those of a request of any length;
-only its two ends are enumerated.
+The pieces of one period of the lane's line repeat, so those of a request of any length are made by slicing its block
+ids; only the two ends of the request are enumerated.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def span(lane: Lane, needed: GroupRequest) -> tuple[int, int]:
     if begin >= end:
         return 0, 0
     if not lane.line.same_tokens:
-        # Interleaves are multiples of the granule (`covering`), so that a granule is one on both sides.
+        # Interleaves are multiples of the granule (`coverage`), so that a granule is one on both sides.
         low = begin // granule * granule
         if low < begin and low * per_state < needed.floor:
             raise _torn(lane, needed, granule * per_state)

@@ -5,14 +5,14 @@ The design, of which `kvferry.planner.checksum` has the sum itself:
 - A *sum* belongs to (source rank, plane, block, unit). The block is named by its *place*, counted in the source's
   blocks from the request's first token. Summed are the published states of the block. A block whose published tokens
   end, or begin, inside a granule or a state has no sum: the rest of that granule may still change.
-- A source rank sums the blocks of a publication where they lie, when its engine tells it to (`Cache.checksum`, after
-  the publish), and sends the sums to the home in pages. The publish says that sums will come, and the last page of a
-  rank that there will be no more, so a reader knows what is worth waiting for.
+- A source rank sums the blocks of a publication in its own memory, when its engine calls `Cache.checksum` after the
+  publish, and sends the sums to the home in pages. The publish announces the sums, and a rank's last page is marked as
+  the last, so a reader knows which sums to wait for.
 - The home keeps them with the publication, within a limit, until it is released. A home that restarts has lost them,
   and nobody sends them again: what they would have verified counts as unverified.
 - A reader, once all bytes have arrived and before the read counts, asks for the sums of the blocks that it holds whole,
-  sums its own memory, and compares. Whatever has no sum, or was read in part (a prefix was there already, the tokens
-  are shared out otherwise), or was left out by sampling, is counted as unverified: never an accusation, never a pass.
+  sums its own memory, and compares. Blocks that have no sum, were read in part (a prefix was there already, or tokens
+  are sharded differently) or were left out by sampling count as unverified: neither an error nor a success.
 - Where the states lie at the destination is worked out here from the geometries and block tables alone, not from the
   descriptors that moved them, so that a mistake in those is found as well.
 """
@@ -38,7 +38,7 @@ from kvferry.planner.segments import span
 from kvferry.planner.token_line import StateLayout
 
 STATES_AT_ONCE = 1 << 18
-"""States that are looked at together, so that a long request does not fill our memory."""
+"""States that are handled together, so that a long request does not fill the memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class IntegrityOptions:
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """What became of the sums of one read, counted in units of source blocks of planes.
+    """The result of comparing the sums of one read, counted in units of source blocks of planes.
 
     Attributes:
         verified: compared, and equal.

@@ -1,8 +1,8 @@
-"""The line on which the blocks of both sides are laid end to end, and the pieces that it falls into.
+"""The token line: the blocks of both sides laid end to end, and the pieces into which they cut it.
 
-It is the line of the held states where both sides hold the same tokens, that of all states where their token shards
-differ. A *piece* is a stretch that lies in one block of either side, and that both hold. Pieces repeat with every lcm
-of the block sizes.
+Its points are the held states where both sides hold the same tokens, and all states where their token shards differ. A
+*piece* is a stretch that lies within one block on each side and that both sides hold. Pieces repeat with the lcm of the
+block sizes.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class Pieces:
 
 @dataclass(frozen=True, eq=False)
 class Line:
-    """See the module's docstring.
+    """The token line of two layouts.
 
     Attributes:
         source, destination: the layouts of both sides.

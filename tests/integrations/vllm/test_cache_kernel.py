@@ -18,7 +18,7 @@ from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 from vllm.v1.attention.backends.mla.cpu_mla import CPUMLAImpl
 
 from kvferry import Blocks, EngineGeometry, Group, Interval, RankGeometry, plan_read
-from kvferry._memory.permute import HostSpace
+from kvferry._memory.host import HostAccess
 from kvferry.errors import Incompatible
 from kvferry.geometry import formats
 from kvferry.geometry.tensors import Holding
@@ -92,7 +92,7 @@ def move(
     source: EngineGeometry, destination: EngineGeometry, theirs: Blocks, mine: Blocks, tokens: int, path: Path
 ) -> None:
     """Every descriptor of every rank's plan as a plain copy; staging memory as it is."""
-    space = HostSpace(1 << 20)
+    space = HostAccess().allocate(1 << 20)
     for rank in destination.ranks:
         plan = plan_read(source, destination, rank.rank, rule=PathRule(path))
         expansion = plan.expand({"full": theirs}, {"full": mine}, (0, tokens))

@@ -1,0 +1,43 @@
+"""The pauses between attempts at something that fails."""
+
+from __future__ import annotations
+
+import random
+
+BACKOFF_FIRST = 0.02
+BACKOFF_LAST = 1.0
+
+
+class Backoff:
+    """Pauses in seconds, each twice as long as the one before, up to a longest one. Not thread-safe.
+
+    Args:
+        first, last: seconds of the first and of the longest pause.
+        jitter: 0.0 to 1.0: the share of each pause that is random, so that many clients do not retry in step. With
+            0.5 a pause of 1 s is between 0.5 s and 1 s.
+    """
+
+    __slots__ = ("_first", "_jitter", "_last", "pause")
+
+    def __init__(self, first: float = BACKOFF_FIRST, last: float = BACKOFF_LAST, *, jitter: float = 0.0) -> None:
+        self._first = first
+        self._last = last
+        self._jitter = jitter
+        self.pause = first
+        """Seconds of the next pause, before jitter."""
+
+    def next(self, at_least: float | None = None) -> float:
+        """Seconds to wait before the next attempt; doubles the pause after it.
+
+        Args:
+            at_least: seconds that the peer asked for (`KvferryError.retry_after`); None: it asked for none.
+        """
+        pause = self.pause
+        self.pause = min(2 * pause, self._last)
+        if self._jitter:
+            pause *= random.uniform(1.0 - self._jitter, 1.0)
+        return max(at_least or 0.0, pause)
+
+    def reset(self) -> None:
+        """Begin again with the first pause: an attempt succeeded."""
+        self.pause = self._first

@@ -1,0 +1,44 @@
+"""All memory of one rank: the host's, and that of each device on which it has tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from kvferry._memory.access import MemoryAccess
+from kvferry._memory.device import DeviceAccess
+from kvferry._memory.host import HostAccess
+from kvferry.geometry.model import MemoryKind, Plane
+from kvferry.geometry.tensors import view_of
+
+
+class RankMemory:
+    """The memory of one rank, by address space. Thread-safe.
+
+    Args:
+        tensors: those that the rank was registered with. Device memory is reached by way of them only; host memory
+            needs none.
+    """
+
+    def __init__(self, tensors: Iterable[Any] = ()) -> None:
+        by_device: dict[int, list[Any]] = {}
+        for tensor in tensors:
+            if hasattr(tensor, "untyped_storage"):
+                view = view_of(tensor)
+                if view.memory_kind is MemoryKind.VRAM:
+                    by_device.setdefault(view.device, []).append(tensor)
+        self._host = HostAccess()
+        self._devices = {device: DeviceAccess(str(members[0].device), members) for device, members in by_device.items()}
+
+    @property
+    def devices(self) -> frozenset[int]:
+        """The devices on which it has tensors."""
+        return frozenset(self._devices)
+
+    def at(self, kind: MemoryKind, device: int) -> MemoryAccess | None:
+        """The memory of an address space; None for a device on which no tensor is known."""
+        return self._host if kind is MemoryKind.DRAM else self._devices.get(device)
+
+    def of(self, plane: Plane) -> MemoryAccess | None:
+        """The memory that a plane lies in; None for a device on which no tensor is known."""
+        return self.at(plane.memory_kind, plane.device)
