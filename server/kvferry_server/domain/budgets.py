@@ -74,7 +74,8 @@ def check_budget(limit: str, budget: Budget, holder: Hashable, retry_after: floa
     """
     if not budget.fits(holder, size):
         raise LimitReached(
-            f"{limit}: this caller holds {budget.held(holder)}, and all callers {budget.used} of {budget.capacity}",
+            f"{limit}: {budget.used} of {budget.capacity} are in use, {budget.held(holder)} of them by "
+            f"{str(holder) or LOCAL}, which may not have {size} more",
             retry_after=retry_after,
             limit=limit,
             value=budget.capacity,
@@ -172,8 +173,8 @@ class MemoryBudget:
         if self._by_engine.fits(holder, size) and (host is None or self._by_host.fits(host, size)):
             return
         raise LimitReached(
-            f"memory: {holder} holds {self._by_engine.held(holder)} bytes; {size} more exceed its share "
-            f"of this server's {self._by_engine.capacity}",
+            f"memory: {self._by_engine.used} of this server's {self._by_engine.capacity} bytes are in use, "
+            f"{self._by_engine.held(holder)} of them by {holder}, which may not have {size} more",
             retry_after=self._retry_after,
             limit="memory",
             value=self._by_engine.capacity,

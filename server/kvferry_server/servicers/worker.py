@@ -1,7 +1,7 @@
 """The worker: one thread of a node server for decoding, comparing and encoding geometries of many planes.
 
 There is one thread, not several, because it competes with the event loop for the interpreter, and renewals must stay
-fast. Hosts take turns on it, so that a host that asks for much delays only itself.
+fast. It serves hosts in rotation, so that a host that asks for much delays only itself.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Worker:
         self._executor = ThreadPoolExecutor(1, "kvferry-worker")
         self._waiting_bytes = Budget(MAX_WAITING_BYTES)
         self._busy = False
-        # The waiting calls by host, in the order in which hosts have their turn; only hosts that have calls.
+        # The waiting calls by host, in the order in which hosts get the thread; only hosts that have calls.
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
 
     async def run(self, host: str, size: int, call: Callable[[], Result]) -> Result:
@@ -53,7 +53,7 @@ class Worker:
             )
         self._waiting_bytes.take(host, size)
         try:
-            async with self._turn(host):
+            async with self._thread(host):
                 return await asyncio.get_running_loop().run_in_executor(self._executor, call)
         finally:
             self._waiting_bytes.give(host, size)
@@ -67,15 +67,16 @@ class Worker:
         self._executor.shutdown(wait=False, cancel_futures=True)
 
     @asynccontextmanager
-    async def _turn(self, host: str) -> AsyncIterator[None]:
+    async def _thread(self, host: str) -> AsyncIterator[None]:
+        """Have the thread while the context lasts, after waiting for it."""
         if self._busy:
-            turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._waiting.setdefault(host, deque()).append(turn)
+            free: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._waiting.setdefault(host, deque()).append(free)
             try:
-                await turn
+                await free
             except asyncio.CancelledError:
-                # This call was cancelled after it had been given the turn: pass it to the next one.
-                if turn.done() and not turn.cancelled():
+                # This call was cancelled after it had been given the thread: pass it on.
+                if free.done() and not free.cancelled():
                     self._pass_on()
                 raise
         self._busy = True
@@ -85,14 +86,14 @@ class Worker:
             self._pass_on()
 
     def _pass_on(self) -> None:
-        """Give the turn to the host that has waited longest."""
+        """Give the thread to the next call of the host that has waited longest."""
         while self._waiting:
             host = next(iter(self._waiting))
-            turns = self._waiting.pop(host)
-            turn = turns.popleft()
-            if turns:
-                self._waiting[host] = turns
-            if not turn.done():
-                turn.set_result(None)
+            calls = self._waiting.pop(host)
+            free = calls.popleft()
+            if calls:
+                self._waiting[host] = calls
+            if not free.done():
+                free.set_result(None)
                 return
         self._busy = False
