@@ -137,17 +137,17 @@ class Host:
     def register(self, registration: Registration, secret: bytes) -> float:
         """As the servicer does; seconds of `reuse_after`."""
         home = self.home
-        home.check_taking()
+        home.check_not_draining()
         with home.turn():
             home.register(registration, secret)
             return from_duration(to_duration(home.reuse_after(registration.engine)))
 
     def read_blocks(self, request: pb.ReadBlocksRequest) -> Pulled[pb.ReadBlocksResponse]:
         self.heard.append(request)
-        home, ask = self.home, decode.ask(request, self.home.limits.ranks, NOBODY)
+        home, asked = self.home, decode.lease_request(request, self.home.limits.ranks, NOBODY)
         wait = min(from_duration(request.wait) or TIMES.max_wait, TIMES.max_wait)
         return Pulled(
-            read_blocks(home, ask, wait),
+            read_blocks(home, asked, wait),
             lambda message: encode.read_message(home.epoch, message, home.times, home.clock.now()),
         )
 

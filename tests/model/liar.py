@@ -234,7 +234,7 @@ class Liar:
 
     def _secret(self, size: int, turns: random.Random) -> bytes:
         """Something of a secret's length that is none: a number, a name, a token's part."""
-        leases = [lease.number for lease in cast(Host, self._world.host).home.lessor.leases()][-4:]
+        leases = [lease.number for lease in cast(Host, self._world.host).home.records.leases()][-4:]
         number = turns.choice([*leases, *leases, self._number(turns)])
         found = [
             number.to_bytes(size, "big"),

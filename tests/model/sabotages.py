@@ -11,11 +11,13 @@ import pytest
 from kvferry._control import judgement, publications, reader_lease
 from kvferry.errors import WrongSession
 from kvferry.v1 import kv_transfer_pb2 as pb
-from kvferry_server.domain import ledger, lessor, registry
+from kvferry_server.domain import book as books
+from kvferry_server.domain import lessor, registry, sources
+from kvferry_server.domain.book import Book, Standing
+from kvferry_server.domain.engine import Engine
 from kvferry_server.domain.identity import EngineRef, Names
-from kvferry_server.domain.ledger import Book, Standing
 from kvferry_server.domain.publications import Lease, PublicationRecord
-from kvferry_server.domain.reads import Ask, LeaseState, RankReport, Verdict
+from kvferry_server.domain.reads import LeaseRequest, LeaseState, RankReport, Verdict
 from kvferry_server.servicers import introspection, paging
 from tests.model import readers
 
@@ -52,26 +54,26 @@ def reports_counted_instead_of_a_set(patch: pytest.MonkeyPatch) -> None:
 
 @sabotage
 def abort_cuts_leases_short(patch: pytest.MonkeyPatch) -> None:
-    original = lessor.Lessor._abort
+    original = sources.Sources._abort
 
-    def abort(self: lessor.Lessor, publication: PublicationRecord, now: float) -> None:
+    def abort(self: sources.Sources, publication: PublicationRecord, now: float) -> None:
         original(self, publication, now)
         _end_leases(self, publication, now)
 
-    patch.setattr(lessor.Lessor, "_abort", abort)
+    patch.setattr(sources.Sources, "_abort", abort)
 
 
 @sabotage
 def new_incarnation_cuts_leases_short(patch: pytest.MonkeyPatch) -> None:
-    original = lessor.Lessor.end_engine
+    original = sources.Sources.end_engine
 
-    def end_engine(self: lessor.Lessor, source: EngineRef, standing: Standing) -> None:
-        book = self._endings.book(source)
+    def end_engine(self: sources.Sources, source: EngineRef, standing: Standing) -> None:
+        book = self._records.book(source)
         original(self, source, standing)
         for publication in list(book.publications.values()):
-            _end_leases(self, publication, self.advance())
+            _end_leases(self, publication, self._records.advance())
 
-    patch.setattr(lessor.Lessor, "end_engine", end_engine)
+    patch.setattr(sources.Sources, "end_engine", end_engine)
 
 
 @sabotage
@@ -88,9 +90,9 @@ def deadline_counts_from_the_reply(patch: pytest.MonkeyPatch) -> None:
 def replay_extends(patch: pytest.MonkeyPatch) -> None:
     original = lessor.Lessor.grant
 
-    def grant(self: lessor.Lessor, ask: Ask) -> Lease:
-        lease = original(self, ask)
-        lease.expires = max(lease.expires, self.advance() + self._times.ttl)
+    def grant(self: lessor.Lessor, request: LeaseRequest) -> Lease:
+        lease = original(self, request)
+        lease.expires = max(lease.expires, self._records.advance() + self._times.ttl)
         return lease
 
     patch.setattr(lessor.Lessor, "grant", grant)
@@ -98,16 +100,16 @@ def replay_extends(patch: pytest.MonkeyPatch) -> None:
 
 @sabotage
 def release_soon_after_a_home_restart(patch: pytest.MonkeyPatch) -> None:
-    def touch(self: lessor.Lessor, book: Book, publication: PublicationRecord, now: float) -> None:
+    def touch(self: sources.Sources, book: Book, publication: PublicationRecord, now: float) -> None:
         if book.snapshot is not None:
             book.snapshot.add(publication.number)
 
-    patch.setattr(lessor.Lessor, "_touch", touch)
+    patch.setattr(sources.Sources, "_touch", touch)
 
 
 @sabotage
 def publication_is_revived(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(ledger.Book, "check_may_come", lambda self, number, not_before: None)
+    patch.setattr(books.Book, "check_may_arrive", lambda self, number, not_before: None)
 
 
 @sabotage
@@ -178,7 +180,7 @@ def leases_are_known_by_their_public_number(patch: pytest.MonkeyPatch) -> None:
 
     def lease(self: lessor.Lessor, lease_id: bytes, reader: EngineRef, names: Names, now: float) -> Lease | None:
         number = int.from_bytes(lease_id, "big")
-        found = next((one.lease_id for one in self._endings.leases.values() if one.number == number), lease_id)
+        found = next((one.lease_id for one in self._records.leases_by_id.values() if one.number == number), lease_id)
         return original(self, found, reader, names, now)
 
     patch.setattr(lessor.Lessor, "_lease", lease)
@@ -202,8 +204,8 @@ def any_reader_may_report(patch: pytest.MonkeyPatch) -> None:
     """By its own name, the newest lease of that reader."""
 
     def lease(self: lessor.Lessor, lease_id: bytes, reader: EngineRef, names: Names, now: float) -> Lease | None:
-        found = self._endings.leases.get(lease_id)
-        own = [one for one in self._endings.leases.values() if one.ask.read.reader == reader]
+        found = self._records.leases_by_id.get(lease_id)
+        own = [one for one in self._records.leases_by_id.values() if one.request.read.reader == reader]
         return found or (own[-1] if own else None)
 
     patch.setattr(lessor.Lessor, "_lease", lease)
@@ -232,7 +234,7 @@ def sources_are_believed_without_a_secret(patch: pytest.MonkeyPatch) -> None:
 
 @of_a_liar
 def decline_without_a_key(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(ledger.Book, "check_key", lambda self, number, key: None)
+    patch.setattr(books.Book, "check_key", lambda self, number, key: None)
 
 
 @of_a_liar
@@ -242,14 +244,14 @@ def another_incarnation_evicts_the_living(patch: pytest.MonkeyPatch) -> None:
 
 @of_a_liar
 def whoever_is_first_at_a_restarted_home_has_the_name(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(registry.Registry, "_new", property(lambda self: False))
+    patch.setattr(registry.Registry, "_recovering", property(lambda self: False))
 
 
-def _end_leases(self: lessor.Lessor, publication: PublicationRecord, now: float) -> None:
+def _end_leases(self: sources.Sources, publication: PublicationRecord, now: float) -> None:
     for lease in list(publication.leases):
-        self._endings.end_lease(lease, LeaseState.EXPIRED, now)
+        self._records.end_lease(lease, LeaseState.EXPIRED, now)
 
 
-def _evict(self: registry.Registry, engine: registry.Engine, now: float) -> None:
+def _evict(self: registry.Registry, engine: Engine, now: float) -> None:
     if not engine.dead:
         self._forget(engine)

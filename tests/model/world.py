@@ -158,11 +158,11 @@ class World:
         host = self.host
         if host is None:
             return
-        lessor, now = host.home.lessor, host.clock.now()
+        records, now = host.home.records, host.clock.now()
         over = {(one.source.ref, one.number) for one in self.offered if one.free or one.aborted}
-        for publication in lessor.publications():
+        for publication in records.publications():
             key = (publication.source, publication.number)
-            if publication.offered and key in over and not lessor.recovering(publication.source):
+            if publication.grantable and key in over and not host.home.sources.recovering(publication.source):
                 raise Violation(f"{publication} was released or aborted, and is offered again")
             for lease in publication.leases:
                 extended = max(self._granted.setdefault(lease.lease_id, now), host.renewed_at.get(lease.lease_id, 0))
@@ -176,7 +176,7 @@ class World:
         """R1: who believes in a live lease has one, if its home lives."""
         if self.host is None:
             return
-        held = {lease.lease_id: lease for lease in self.host.home.lessor.leases()}
+        held = {lease.lease_id: lease for lease in self.host.home.records.leases()}
         for share in self.shares:
             if share.lease is None or share.reader.fell_behind or not share.relies:
                 continue

@@ -28,7 +28,8 @@ from kvferry_server.domain.identity import EngineRef
 from kvferry_server.domain.limits import Limits
 from kvferry_server.domain.watch_feed import Process
 from kvferry_server.home.home import Home
-from kvferry_server.node.guard import CallLimits, Guard
+from kvferry_server.node.guard import Guard
+from kvferry_server.node.limits import CallLimits
 from kvferry_server.servicers import add_servicers
 from kvferry_server.servicers.relay import Relays
 from kvferry_server.servicers.worker import Worker

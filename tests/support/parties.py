@@ -8,13 +8,14 @@ from typing import Any
 
 from kvferry._wire.authority import SECRET_BYTES, incarnation_of, publication_key
 from kvferry.geometry import Group, GroupKind, Interval, MemoryKind, MemoryRegion, Plane, RankGeometry
-from kvferry_server.domain.endings import Released
 from kvferry_server.domain.identity import EngineRef
 from kvferry_server.domain.lessor import Lessor
 from kvferry_server.domain.limits import Limits
 from kvferry_server.domain.publications import Lease, PublicationOutcome, PublicationRecord
-from kvferry_server.domain.reads import Ask, LeaseState, RankOutcome, RankReport, ReadKey, ReportAnswer
+from kvferry_server.domain.reads import LeaseRequest, LeaseState, RankOutcome, RankReport, ReadKey, ReportAnswer
+from kvferry_server.domain.records import Records, Released
 from kvferry_server.domain.registrations import Agent, Registration
+from kvferry_server.domain.sources import Sources
 from kvferry_server.domain.steps import GroupBlocks, PublicationStep
 from kvferry_server.domain.times import Times
 
@@ -78,7 +79,7 @@ def offer(number: int = 1, step: int = 0, **changes: Any) -> PublicationStep:
         "request_id": f"r{number}",
         "groups": (blocks(4 * step, start=1 + 4 * step),),
     }
-    return PublicationStep(number, step=step, **{**given, **changes})
+    return PublicationStep(number, index=step, **{**given, **changes})
 
 
 def ask(
@@ -87,10 +88,10 @@ def ask(
     name: str = "read",
     source: EngineRef = P,
     **changes: Any,
-) -> Ask:
+) -> LeaseRequest:
     """A call for a publication; `name` stands for the read_id."""
     given = {"key": key(number, source), **changes}
-    return Ask(ReadKey(source, number, reader, read_id(name)), **given)
+    return LeaseRequest(ReadKey(source, number, reader, read_id(name)), **given)
 
 
 def done(*ranks: int, outcome: RankOutcome = RankOutcome.DONE) -> list[RankReport]:
@@ -99,48 +100,51 @@ def done(*ranks: int, outcome: RankOutcome = RankOutcome.DONE) -> list[RankRepor
 
 @dataclass
 class Scene:
-    """A lessor with one open source."""
+    """A home's records with one open source."""
 
     clock: FakeClock
+    records: Records
+    sources: Sources
     lessor: Lessor
     times: Times
 
     def __init__(self, times: Times = TIMES, limits: Limits | None = None, recovering: bool = False) -> None:
         self.clock, self.times = FakeClock(), times
-        self.lessor = Lessor(self.clock, times, limits or Limits())
-        self.lessor.open(P, SECRETS[P])
+        self.records = Records(self.clock, times, limits or Limits())
+        self.sources, self.lessor = Sources(self.records), Lessor(self.records)
+        self.sources.open(P, SECRETS[P])
         if not recovering:
-            self.lessor.begin_snapshot(P)
-            self.lessor.end_snapshot(P, 0)
-        self.lessor.set_groups(P, GROUPS)
+            self.sources.begin_snapshot(P)
+            self.sources.end_snapshot(P, 0)
+        self.sources.set_groups(P, GROUPS)
 
     def publish(self, number: int = 1, step: int = 0, source: EngineRef = P, **changes: Any) -> PublicationRecord:
-        return self.lessor.publish(source, offer(number, step, **changes))
+        return self.sources.publish(source, offer(number, step, **changes))
 
     def grant(self, number: int = 1, reader: EngineRef = D, name: str = "read", **changes: Any) -> Lease:
         return self.lessor.grant(ask(number, reader, name, P, **changes))
 
     def report(self, lease: Lease, *ranks: int, outcome: RankOutcome = RankOutcome.DONE) -> ReportAnswer:
-        return self.lessor.report(lease.lease_id, lease.ask.read.reader, done(*ranks, outcome=outcome))
+        return self.lessor.report(lease.lease_id, lease.request.read.reader, done(*ranks, outcome=outcome))
 
     def renew(self, lease: Lease) -> float:
-        return self.lessor.renew(lease.lease_id, lease.ask.read.reader).remaining
+        return self.lessor.renew(lease.lease_id, lease.request.read.reader).remaining
 
     def cancel(self, lease: Lease) -> None:
-        self.lessor.cancel(lease.lease_id, lease.ask.read.reader)
+        self.lessor.cancel(lease.lease_id, lease.request.read.reader)
 
     def wait(self, seconds: float) -> None:
         """Time passes, and the timers fire as they become due."""
         until = self.clock.time + seconds
-        while self.lessor.next_deadline() <= until:
-            self.clock.time = max(self.clock.time, self.lessor.next_deadline())
-            self.lessor.advance()
+        while self.records.next_deadline() <= until:
+            self.clock.time = max(self.clock.time, self.records.next_deadline())
+            self.records.advance()
         self.clock.time = until
-        self.lessor.advance()
+        self.records.advance()
 
     def told(self) -> list[tuple[int, PublicationOutcome | None]]:
         """Releases told since the last call."""
-        effects = self.lessor.take_effects()
+        effects = self.records.take_effects()
         return [(e.publication.number, e.publication.outcome) for e in effects if isinstance(e, Released)]
 
     def states(self, publication: PublicationRecord) -> list[LeaseState]:

@@ -1,1 +1,1 @@
-"""What a home decides: engines, publications, leases, endings. Pure: no I/O, and a clock that is passed in."""
+"""What a home decides: engines, publications, leases and how they end. No I/O; the clock is passed in."""

@@ -1,6 +1,6 @@
-"""The clock of the node server: monotonic, and counting suspends, since a lease goes on while a host sleeps.
+"""The clock of a node server: monotonic, and it counts the time a host is suspended, because leases run on meanwhile.
 
-The domain never reads a clock by itself: it is given one, so that tests can turn time by hand.
+The domain never reads a clock itself. It is given one, so that tests can move time by hand.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ class Clock(Protocol):
     """Where a home takes its time from."""
 
     def now(self) -> float:
-        """Seconds since some fixed point; never falls, and counts the time a host was suspended."""
+        """Return the seconds since some fixed point. Never decreases, and counts the time the host was suspended."""
         ...
 
 
@@ -22,5 +22,5 @@ class BootClock:
     """CLOCK_BOOTTIME of this host."""
 
     def now(self) -> float:
-        """Seconds since boot, suspends included."""
+        """Return the seconds since boot, including time suspended."""
         return kvferry._clock.now()

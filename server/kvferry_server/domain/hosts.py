@@ -1,4 +1,4 @@
-"""Whose share a caller's work counts on: that of his host."""
+"""Hosts: which host a call is counted against in limits and budgets."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ import ipaddress
 
 
 def host_of(peer: str) -> str:
-    """Who a peer of gRPC's counts as: its host; of IPv6 the network of 64 bits, which one host may have whole. Callers
-    on the UNIX socket all look alike, and are empty."""
+    """Return the host of a gRPC peer, such as ``ipv4:10.0.0.1:4711``.
+
+    An IPv6 address counts as its 64-bit network, because one host may own all addresses of it. Callers on the UNIX
+    socket cannot be told apart: their host is empty.
+    """
     kind, _, address = peer.partition(":")
     if kind not in ("ipv4", "ipv6"):
         return ""
@@ -16,7 +19,7 @@ def host_of(peer: str) -> str:
 
 
 def host_of_address(text: str) -> str:
-    """As `host_of`, for an address without a port."""
+    """Return the host of an IP address without a port, as `host_of` does."""
     try:
         address = ipaddress.ip_address(text.partition("%")[0])
     except ValueError:

@@ -1,4 +1,4 @@
-"""Who somebody is: one start of an engine, and the names of a certificate."""
+"""Identities: one start of an engine, and the names in a certificate."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 Names: TypeAlias = frozenset[bytes]
-"""What a verified certificate calls its owner."""
+"""The names in a verified certificate."""
 
 NOBODY: Names = frozenset()
-"""A caller without a certificate."""
+"""The names of a caller without a certificate."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -18,7 +18,7 @@ class EngineRef:
 
     Attributes:
         engine_id: the stable name.
-        incarnation: 16 bytes, the digest of the session secret that one process of the engine draws per start.
+        incarnation: 16 bytes, derived from the session secret that one process of the engine draws per start.
     """
 
     engine_id: str

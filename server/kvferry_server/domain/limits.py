@@ -1,4 +1,5 @@
-"""What a home holds at most. Beyond a limit the answer is LIMIT with a retry delay, never a queue without end."""
+"""The limits of a home: how much it holds at most. Beyond a limit a call fails with LIMIT and a retry delay; nothing
+queues without bound."""
 
 from __future__ import annotations
 
@@ -9,45 +10,87 @@ from kvferry.errors import LimitReached
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Counts, unless a field says otherwise. Far above what real engines need; they bound what a broken one can
+    """Counts, unless a field says bytes. Far above what working engines need; they bound what a faulty one can
     take."""
 
     engines: int = 1024
-    """Engines at a home, dead ones that may still come back included."""
+    """Engines at a home, including dead ones that may still come back."""
     ranks: int = 4096
     """Ranks of one engine; also the parties of one read."""
     memory: int = 1 << 30
-    """Bytes that the home keeps on behalf of all engines: registrations, publications, leases, reports, sums, events.
-    An engine, and all engines of one peer together, get at most as much as stays free."""
+    """Bytes that the home keeps for all engines together: registrations, publications, leases, reports, checksums and
+    events. An engine, and all engines of one host together, get at most as much as stays free."""
     engine_memory: int = 1 << 20
-    """Bytes of it that no engine is refused, whatever others take."""
+    """Bytes that an engine always gets, whatever the others hold."""
     publications: int = 65_536
-    """Publications of one engine, until their release is acknowledged."""
+    """Publications of one engine whose release is not acknowledged."""
     checksum_bytes: int = 1 << 28
-    """Bytes that the sums of the unreleased publications of one engine take."""
+    """Bytes of checksums for the unreleased publications of one engine."""
     reads: int = 1024
-    """Reads of one publication, ended ones included."""
+    """Reads of one publication, including ended ones."""
     raised_reads: int = 64
-    """Reads that a reader can make a publication expect; its source may state as many as `reads`."""
+    """The most reads that a reader can make a publication expect. Its source may state up to `reads`."""
     leases: int = 262_144
-    """Leases at a home, ended ones included whose outcome is still kept. On one engine's publications there are at most
+    """Leases at a home, including ended ones whose outcome is still kept. The publications of one engine get at most
     as many as stay free."""
     waiting_reads: int = 4096
-    """Live leases on publications of one engine that have not come. A reader gets at most as many as stay free."""
+    """Live leases on publications of one engine that have not arrived. A reader gets at most as many as stay free."""
     waiting_declines: int = 4096
-    """Publications of one engine that were declined before they came."""
+    """Publications of one engine that were declined before they arrived."""
     watch_queue: int = 1024
-    """Events that a Watch may be behind before it is told that it lagged."""
+    """Events that a Watch may fall behind before it is told that it lagged."""
+
+
+MAX_ENDED_AT_ONCE = 256
+"""Leases, and publications, that one pass of the timers ends. A hundred thousand may be due at once, and everything
+else on the event loop waits for a pass."""
+
+MAX_SKIPPED = 1024
+"""Publication numbers below an engine's high-water mark that may still arrive."""
+
+MAX_PAYLOAD = 64 * 1024
+"""Bytes of a publication's payload."""
+
+MAX_STALE_STREAMS = 8
+"""ReadBlocks streams of one lease beyond one per party: for streams whose readers have gone, which this server has not
+noticed yet."""
+
+MAX_REGION_CHECKS = 1 << 22
+"""Planes times regions of one rank. It bounds how long a node server works on one registration."""
+
+MAX_CHECKSUM_PAGES = 256
+"""Checksum pages of one plane of a publication: each new page is compared with all of them."""
+
+CHECKSUM_BATCH = 1 << 14
+"""Block positions that a new checksum page is compared with in one step."""
+
+MAX_NAMED_RANKS = 64
+"""Missing ranks that an answer or error lists; of the others it gives the number."""
+
+MAX_NAMED_NODES = 16
+"""Node servers of missing ranks that an error lists."""
+
+RANK_PAGE_BYTES = 1 << 20
+"""Bytes of ranks in one Handshake message. Far below the message limit, so that sending one takes little time."""
+
+MAX_RANK_BYTES = 7 << 19
+"""Encoded bytes of one rank and its agent, 3.5 MiB: with `MAX_HEADER_BYTES` they fit one message."""
+
+MAX_HEADER_BYTES = 1 << 18
+"""Encoded bytes of an engine without its ranks."""
+
+CALLER_FLOOR_BYTES = 64 << 10
+"""Bytes of unsent answers that every caller gets. Most answers are far smaller."""
 
 
 def check_limit(limit: str, count: int, most: int, retry_after: float) -> None:
     """Raise `LimitReached` if there is no room for one more.
 
     Args:
-        limit: the field of `Limits`.
+        limit: a field of `Limits`, for the error.
         count: how many there are.
         most: how many there may be.
-        retry_after: seconds after which there can be room.
+        retry_after: seconds after which there may be room.
     """
     if count >= most:
         raise LimitReached(

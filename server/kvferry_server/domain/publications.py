@@ -1,4 +1,4 @@
-"""A publication and the leases on it, as their home knows them."""
+"""Publications and leases: the records that a home keeps of them."""
 
 from __future__ import annotations
 
@@ -18,35 +18,34 @@ from kvferry.errors import (
 from kvferry_server.domain.agenda import NEVER
 from kvferry_server.domain.checksum_pages import Checksums
 from kvferry_server.domain.identity import EngineRef, Names
-from kvferry_server.domain.reads import Ask, LeaseState, RankReport, RevokeReason, Verdict
+from kvferry_server.domain.reads import LeaseRequest, LeaseState, RankReport, RevokeReason, Verdict
 from kvferry_server.domain.steps import PublicationStep, PublishedExtent
 
 PUBLICATION_BYTES = 2048
-"""About what a publication takes in memory beside its steps, until it is forgotten."""
-
+"""Bytes that a publication takes in memory beside its steps, until it is forgotten; estimated."""
 
 LEASE_BYTES = 1024
-"""About what a lease takes in memory, with its place in the lists of its home."""
+"""Bytes that a lease takes in memory, with its entries in the home's indexes; estimated."""
 
 REPORT_BYTES = 160
-"""About what a rank's report takes in memory."""
+"""Bytes that a rank's report takes in memory, estimated."""
 
 
 class PublicationStage(enum.Enum):
-    """Where a publication stands. It moves downwards only."""
+    """The stages of a publication. It only moves down this list."""
 
     AWAITED = "awaited"
-    """Asked for or declined, but not come yet."""
+    """Its source has not published it, but a reader asked for it or a router declined it."""
     PUBLISHING = "publishing"
-    """More steps will come."""
+    """Further steps will arrive."""
     PUBLISHED = "published"
-    """All blocks are offered."""
+    """All blocks are published."""
     ENDING = "ending"
-    """No new leases; it is released with its last one."""
+    """No new leases; it is released when its last live lease ends."""
     RELEASED = "released"
     """The source may reuse the blocks, and has not acknowledged that yet."""
     FORGOTTEN = "forgotten"
-    """No part of any book."""
+    """It is in no book any more."""
 
 
 class PublicationOutcome(enum.IntEnum):
@@ -61,30 +60,30 @@ class PublicationOutcome(enum.IntEnum):
 
 @dataclass(slots=True, eq=False)
 class PublicationRecord:
-    """A publication at its home.
+    """A publication at its home. All times are seconds on the home's clock.
 
     Attributes:
-        source: the engine that offers it.
+        source: the engine that publishes it.
         number: rising per incarnation.
-        stage: where it stands.
-        request_id: as its first step said.
-        steps: the offers so far; dropped when it is released.
-        extents: what they hold together, by group: a step is checked without a look at all before it.
-        step_count: how many came.
-        blocks: offered so far, over all groups.
-        expected_reads: the highest that anyone stated.
+        stage: how far it has come.
+        request_id: from its first step.
+        steps: the steps so far; dropped when it is released.
+        extents: what the steps so far hold of each group, so that a new step is checked without going through them.
+        step_count: how many steps arrived.
+        blocks: blocks published so far, over all groups.
+        expected_reads: the highest number that anyone stated.
         valid_reads: distinct reads that ended VALID.
-        outcome: why it ends; set with ENDING, the first reason counts.
-        first_at: when the first step came.
-        final_at: no lease reaches past it.
-        hold_until: when it ends for want of a reader; counts while it has no live lease.
-        release_floor: not released before: at a restarted home, readers that it does not know may still be reading.
-        leases: the live ones.
-        reads: all leases there ever were, in order.
-        declined: before it came.
+        outcome: why it ends, set with ENDING; the first reason counts.
+        first_at: when the first step arrived.
+        final_at: the final deadline; no lease extends past it.
+        hold_until: when it ends as unread; applies while it has no live lease.
+        release_not_before: earliest release. At a restarted home, readers that it does not know may still be reading.
+        leases: the live leases.
+        reads: all leases ever granted on it, in order.
+        declined: it was declined before it arrived.
         awaited_until: until when that is remembered.
-        tell_again_at: when its source is told of the release again, if it has not acknowledged it.
-        checksums: of its blocks; dropped when it is released.
+        tell_again_at: when its source is told of the release again, unless it acknowledges.
+        checksums: checksums of its blocks; dropped when it is released.
     """
 
     source: EngineRef
@@ -101,7 +100,7 @@ class PublicationRecord:
     first_at: float = NEVER
     final_at: float = NEVER
     hold_until: float = NEVER
-    release_floor: float = 0.0
+    release_not_before: float = 0.0
     leases: set[Lease] = field(default_factory=set)
     reads: list[Lease] = field(default_factory=list)
     declined: bool = False
@@ -111,31 +110,31 @@ class PublicationRecord:
     scheduled: float = NEVER
 
     @property
-    def offered(self) -> bool:
-        """Whether new readers may have it."""
+    def grantable(self) -> bool:
+        """Whether new leases on it may be granted."""
         return self.stage in (PublicationStage.PUBLISHING, PublicationStage.PUBLISHED)
 
     @property
     def complete(self) -> bool:
-        """Whether all blocks are offered."""
+        """Whether its last step has arrived."""
         return bool(self.steps) and self.steps[-1].last
 
     @property
     def size(self) -> int:
-        """About as many bytes as it takes in memory."""
-        return sum(offer.size for offer in self.steps)
+        """Estimated bytes that its steps take in memory."""
+        return sum(step.size for step in self.steps)
 
     @property
     def awaits_checksums(self) -> bool:
-        """Whether its source has said that its ranks send sums. What was sent to this home's predecessor is not sent
-        again."""
-        return self.release_floor == 0.0 and any(offer.checksums for offer in self.steps)
+        """Whether its source stated that its ranks will send checksums. After a restart of this home, checksums that
+        were sent before are not sent again, so none are awaited."""
+        return self.release_not_before == 0.0 and any(step.checksums for step in self.steps)
 
-    def add(self, offer: PublicationStep) -> None:
-        """Take the next step."""
-        self.steps.append(offer)
+    def add(self, step: PublicationStep) -> None:
+        """Append the next step."""
+        self.steps.append(step)
         self.step_count += 1
-        for new in offer.groups:
+        for new in step.groups:
             self.blocks += new.blocks
             before = self.extents.get(new.group) or PublishedExtent(new.first_token, new.end_token, 0)
             self.extents[new.group] = PublishedExtent(
@@ -145,28 +144,28 @@ class PublicationRecord:
             )
 
     def drop_steps(self) -> None:
-        """Nobody will be told them any more."""
+        """Drop the steps: they are sent to no reader any more."""
         self.steps.clear()
         self.extents.clear()
 
     def due(self) -> float:
-        """When it ends, is released or forgotten, or its source is told again."""
+        """Return when it ends, is released, is forgotten, or when its source is told again."""
         if self.stage is PublicationStage.FORGOTTEN:
             return NEVER
         if self.stage is PublicationStage.RELEASED:
             return self.tell_again_at
-        if self.offered:
+        if self.grantable:
             return self.final_at if self.leases else min(self.final_at, self.hold_until)
         if self.leases:
             return NEVER
-        return self.release_floor if self.stage is PublicationStage.ENDING else self.awaited_until
+        return self.release_not_before if self.stage is PublicationStage.ENDING else self.awaited_until
 
     def refusal(self) -> KvferryError:
-        """Why nobody can have it any more: it is ending, or released."""
+        """Return the error for new leases on it, given that it is ending or released."""
         engine_id, outcome = self.source.engine_id, self.outcome.name if self.outcome else ""
         if self.stage is PublicationStage.ENDING and self.outcome is PublicationOutcome.ABORTED:
             return PublicationAborted(f"{self} was aborted", engine_id=engine_id, publication=self.number)
-        message = f"{self} is released: {outcome}"
+        message = f"{self} was released; its outcome is {outcome}"
         return PublicationReleased(message, engine_id=engine_id, publication=self.number, outcome=outcome)
 
     def __str__(self) -> str:
@@ -175,25 +174,25 @@ class PublicationRecord:
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """The home's promise to a reader, and what became of it.
+    """A lease at its home. All times are seconds on the home's clock.
 
     Attributes:
-        lease_id: 16 random bytes; the reader's secret.
-        number: names it in public; rising per start of the home.
-        ask: the call that was accepted.
-        publication: what is read.
-        granted_at: when it was accepted.
-        expires: when it ends by time; moves later only.
-        revoked: why it will not be renewed; advice.
-        reports: by rank, those that came while it was live. A set: repeating one changes nothing.
+        lease_id: 16 random bytes; a secret of the reader.
+        number: its public name; rising per start of the home.
+        request: the reader's call that was accepted.
+        publication: the publication that is read.
+        granted_at: when it was granted.
+        expires: when it ends unless it is renewed; only moves later.
+        revoked: why it is not renewed any more; advice to the reader.
+        reports: by rank, those that arrived while it was live. Repeating one changes nothing.
         ended_as: how it ended; None while it is live.
         forget_at: until when its outcome is kept.
-        streams: that tell its blocks.
+        streams: how many open streams send its blocks.
     """
 
     lease_id: bytes = field(repr=False)
     number: int
-    ask: Ask
+    request: LeaseRequest
     publication: PublicationRecord
     granted_at: float
     expires: float
@@ -206,75 +205,75 @@ class Lease:
 
     @property
     def size(self) -> int:
-        """About as many bytes as it takes in memory."""
+        """Estimated bytes that it takes in memory."""
         return LEASE_BYTES + REPORT_BYTES * len(self.reports)
 
     @property
     def live(self) -> bool:
-        """Whether it has not ended; true of the moment the lessor last advanced to."""
+        """Whether it had not ended when the records were last advanced."""
         return self.ended_as is None
 
     @property
     def complete(self) -> bool:
         """Whether all parties have reported."""
-        return len(self.reports) == self.ask.parties
+        return len(self.reports) == self.request.parties
 
     @property
     def state(self) -> LeaseState:
-        """State of the read."""
+        """The state of the read."""
         if self.ended_as is not None:
             return self.ended_as
         return LeaseState.READING if self.publication.complete else LeaseState.WAITING
 
     def due(self) -> float:
-        """When it ends, or its outcome is forgotten."""
+        """Return when it ends, or when its outcome is forgotten."""
         return self.expires if self.live else self.forget_at
 
     def remaining(self, now: float) -> float:
-        """Seconds left; 0 once it has ended."""
+        """Return the seconds left; 0 once it has ended."""
         return max(0.0, self.expires - now) if self.live else 0.0
 
     def check_names(self, names: Names) -> None:
-        """Raise `WrongIdentity` for a caller whose certificate shares no name with that of who acquired the lease.
-        Callers on a UNIX socket have none: its directory's mode says who they may be."""
-        if names and self.ask.names and not names & self.ask.names:
+        """Raise `WrongIdentity` if the caller's certificate shares no name with the one that acquired the lease.
+        Callers on a UNIX socket have no names: the mode of its directory decides who may connect."""
+        if names and self.request.names and not names & self.request.names:
             raise WrongIdentity(f"{self} was acquired under another certificate", lease_number=self.number)
 
-    def check_replay(self, ask: Ask) -> None:
-        """Check another call of this read.
+    def check_replay(self, request: LeaseRequest) -> None:
+        """Check a further lease request of this read.
 
         Raises:
-            WrongIdentity: it comes from somebody else.
-            PartiesMismatch: it has other parties.
+            WrongIdentity: it comes from another caller.
+            PartiesMismatch: it states another number of parties.
             LeaseEnded: the read has ended.
         """
-        self.check_names(ask.names)
-        if ask.parties != self.ask.parties:
+        self.check_names(request.names)
+        if request.parties != self.request.parties:
             raise PartiesMismatch(
-                f"the read of {self} has {self.ask.parties} parties, not {ask.parties}",
+                f"the read of {self} has {self.request.parties} parties, not {request.parties}",
                 lease_number=self.number,
                 field="parties",
-                value=ask.parties,
-                expected=self.ask.parties,
+                value=request.parties,
+                expected=self.request.parties,
             )
         if not self.live:
-            raise LeaseEnded(f"the read of {self} has ended: {self.state.name}", lease_number=self.number)
+            raise LeaseEnded(f"the read of {self} has ended as {self.state.name}", lease_number=self.number)
 
     def add(self, reports: Iterable[RankReport]) -> Verdict:
-        """Take reports of ranks: the first of each rank counts, and only while the lease is live.
+        """Add reports of ranks. The first of each rank counts, and only while the lease is live.
 
         Raises:
-            PartiesMismatch: more distinct ranks than parties.
+            PartiesMismatch: more distinct ranks have reported than the read has parties.
         """
         new = {report.rank: report for report in reversed(tuple(reports)) if report.rank not in self.reports}
-        if len(self.reports) + len(new) > self.ask.parties:
+        if len(self.reports) + len(new) > self.request.parties:
             ranks = sorted({*self.reports, *new})
             raise PartiesMismatch(
-                f"the read of {self} has {self.ask.parties} parties, reports come from ranks {ranks}",
+                f"the read of {self} has {self.request.parties} parties, but ranks {ranks} have reported",
                 lease_number=self.number,
                 field="parties",
                 value=len(ranks),
-                expected=self.ask.parties,
+                expected=self.request.parties,
             )
         if not self.live:
             return Verdict.EXPIRED if new else Verdict.VALID
@@ -285,19 +284,19 @@ class Lease:
         return f"lease {self.number}"
 
 
-def check_follows(publication: PublicationRecord | None, offer: PublicationStep) -> None:
-    """Check that a step goes on where the ones before it ended; raises `InvalidField`."""
+def check_follows(publication: PublicationRecord | None, step: PublicationStep) -> None:
+    """Raise `InvalidField` unless a step continues where the steps before it ended."""
     steps = publication.steps if publication is not None else []
-    if offer.step != len(steps):
-        raise InvalidField("publish.step", offer.step, f"{len(steps)}, the next one")
+    if step.index != len(steps):
+        raise InvalidField("publish.step", step.index, f"{len(steps)}, the next step")
     if publication is None or not steps:
         return
     if steps[-1].last:
-        raise InvalidField("publish.step", offer.step, f"at most {len(steps) - 1}, which was the last")
-    if offer.request_id != publication.request_id:
-        raise InvalidField("publish.request_id", "another one", "the same in every step")
-    for blocks in offer.groups:
+        raise InvalidField("publish.step", step.index, f"at most {len(steps) - 1}, the last step of the publication")
+    if step.request_id != publication.request_id:
+        raise InvalidField("publish.request_id", step.request_id, f"{publication.request_id!r}, as in the first step")
+    for blocks in step.groups:
         before = publication.extents.get(blocks.group)
         if before is not None and blocks.first_token != before.end_token:
-            problem = f"{before.end_token}, going on"
-            raise InvalidField(f"publish.groups[{blocks.group}].first_token", blocks.first_token, problem)
+            expected = f"{before.end_token}, where the step before ended"
+            raise InvalidField(f"publish.groups[{blocks.group}].first_token", blocks.first_token, expected)

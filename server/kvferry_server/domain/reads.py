@@ -1,4 +1,4 @@
-"""What readers say and are told: calls, reports, verdicts. Values only."""
+"""What readers say and what they are answered: lease requests, reports and verdicts. Values only."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvferry_server.domain.identity import NOBODY, EngineRef, Names
 
 
 class LeaseState(enum.IntEnum):
-    """State of a read, numbered as in the proto. The first two are of a live lease."""
+    """The state of a read, numbered as in the proto. In the first two its lease is live."""
 
     WAITING = 1
     READING = 2
@@ -21,7 +21,7 @@ class LeaseState(enum.IntEnum):
 
 
 class RankOutcome(enum.IntEnum):
-    """How a rank's share ended, numbered as in the proto."""
+    """How the transfer of one rank ended, numbered as in the proto."""
 
     DONE = 1
     FAILED = 2
@@ -30,7 +30,7 @@ class RankOutcome(enum.IntEnum):
 
 
 class Verdict(enum.IntEnum):
-    """The home's judgement of a report, numbered as in the proto."""
+    """The home's verdict on a report, numbered as in the proto."""
 
     VALID = 1
     EXPIRED = 2
@@ -38,7 +38,7 @@ class Verdict(enum.IntEnum):
 
 
 class RevokeReason(enum.IntEnum):
-    """Why a lease will not be renewed any more, numbered as in the proto."""
+    """Why a lease is not renewed any more, numbered as in the proto."""
 
     ABORTED = 1
     SOURCE_LOST = 2
@@ -47,7 +47,7 @@ class RevokeReason(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class RankReport:
-    """The end of one rank's share: `bytes` is what it moved."""
+    """The end of one rank's transfer, and the bytes it moved."""
 
     rank: int
     outcome: RankOutcome
@@ -65,16 +65,16 @@ class ReadKey:
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
-    """A reader's call for a publication.
+class LeaseRequest:
+    """A reader's call for a lease on a publication.
 
     Attributes:
-        read: which read.
-        key: of the reference.
+        read: the read that the call belongs to.
+        key: the key in the reference.
         parties: ranks that will report.
-        expected_reads: reads that will be made of the publication; 0: as its source said.
-        names: those of the caller's certificate.
-        peer: that the call came from, if it can be told apart from others.
+        expected_reads: reads that will be made of the publication; 0: as its source stated.
+        names: the names in the caller's certificate.
+        host: the host the call came from; empty if unknown.
     """
 
     read: ReadKey
@@ -82,17 +82,18 @@ class Ask:
     parties: int = 1
     expected_reads: int = 0
     names: Names = NOBODY
-    peer: str = ""
+    host: str = ""
 
     @property
-    def asker(self) -> Hashable:
-        """Whose share of what is left for readers this takes: readers name themselves as they like, peers do not."""
-        return self.peer or self.read.reader
+    def holder(self) -> Hashable:
+        """Who the lease is counted against in budgets for readers: the host, because readers choose their own names;
+        the reader if its host is unknown."""
+        return self.host or self.read.reader
 
 
 @dataclass(frozen=True, slots=True)
 class Renewal:
-    """The answer to a renewal: seconds that remain, and why there will be no more, if so."""
+    """The answer to a renewal: the seconds that remain, and the reason if the lease is not renewed any more."""
 
     remaining: float
     revoked: RevokeReason | None
@@ -100,7 +101,7 @@ class Renewal:
 
 @dataclass(frozen=True, slots=True)
 class ReportAnswer:
-    """The answer to reports: the verdict on them, distinct ranks so far, and whether these are all."""
+    """The answer to reports: the verdict, how many distinct ranks have reported, and whether all have."""
 
     verdict: Verdict
     reported: int = 0

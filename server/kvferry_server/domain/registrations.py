@@ -1,4 +1,4 @@
-"""What a rank says of itself when it registers, and whether that can be true (R7)."""
+"""Registrations: what a rank states about its cache, and the checks that it is consistent (R7)."""
 
 from __future__ import annotations
 
@@ -8,18 +8,16 @@ import hmac
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from kvferry.errors import BadAgentMetadata, InvalidField
+from kvferry.errors import BadAgentMetadata, CacheDiffers, InvalidField
 from kvferry.geometry.model import EngineGeometry, Group, MemoryRegion, Plane, RankGeometry, check_regions
 from kvferry_server.domain.identity import EngineRef
+from kvferry_server.domain.limits import MAX_REGION_CHECKS
 
 PLANE_BYTES = 512
-"""About what a plane takes in memory. Its names are shared with no other, for a peer chooses them."""
+"""Bytes that a plane or group takes in memory beside its names, estimated."""
 
 REGISTRATION_BYTES = 4096
-"""About what a registration takes in memory beside what grows."""
-
-MAX_REGION_CHECKS = 1 << 22
-"""Planes times regions of one rank: what one registration may cost a node server to check."""
+"""Bytes that a registration takes in memory beside its planes, groups, identity and agent; estimated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,18 +32,18 @@ class Agent:
 
 @dataclass(frozen=True, slots=True)
 class Registration:
-    """One rank's cache. A registration that contradicts itself cannot be made.
+    """One rank's cache. The constructor refuses a registration that contradicts itself.
 
     Attributes:
-        engine: that the rank belongs to.
+        engine: the engine that the rank belongs to.
         num_ranks, identity, groups: of the engine, the same in every rank's registration.
         geometry: the rank's planes.
-        agent: None for a rank that only reads.
+        agent: the agent that serves the cache; None for a rank that only reads.
 
     Raises:
-        InvalidField: a rank that the engine has not, or too many regions.
-        BadGeometry: planes that contradict the groups, or lie outside the agent's memory.
-        BadAgentMetadata: metadata that is not what its digest says.
+        InvalidField: the rank's index is not below `num_ranks`, or the agent has too many regions.
+        BadGeometry: planes contradict the groups, or lie outside the agent's memory.
+        BadAgentMetadata: the agent's metadata does not match its digest.
     """
 
     engine: EngineRef
@@ -66,25 +64,25 @@ class Registration:
     def _check_agent(self, agent: Agent) -> None:
         if not hmac.compare_digest(hashlib.sha256(agent.metadata).digest(), agent.metadata_sha256):
             raise BadAgentMetadata(
-                f"{self.engine}, rank {self.rank}: metadata_sha256 is not the digest of metadata",
+                f"{self.engine}, rank {self.rank}: metadata_sha256 is not the SHA-256 of metadata",
                 engine_id=self.engine.engine_id,
                 rank=self.rank,
-                problem="metadata_sha256 is not the digest of metadata",
+                problem="metadata_sha256 is not the SHA-256 of metadata",
             )
         planes = len(self.geometry.planes)
         if planes * len(agent.regions) > MAX_REGION_CHECKS:
             most = MAX_REGION_CHECKS // planes
-            raise InvalidField("agent.regions", f"{len(agent.regions)} regions", f"at most {most} for so many planes")
+            raise InvalidField("agent.regions", f"{len(agent.regions)} regions", f"at most {most} for {planes} planes")
         check_regions(self.geometry, agent.regions)
 
     @property
     def rank(self) -> int:
-        """Index of the rank."""
+        """The index of the rank."""
         return self.geometry.rank
 
     @property
     def size(self) -> int:
-        """About as many bytes as it takes in memory."""
+        """Estimated bytes that it takes in memory. Names count in full: peers choose them, so none are shared."""
         names = sum(
             len(text.encode()) for plane in self.geometry.planes for text in (plane.layer, plane.format, plane.dtype)
         )
@@ -95,19 +93,19 @@ class Registration:
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of the rank's planes, without holes."""
+        """Bytes of the rank's planes, without gaps between blocks."""
         return sum(plane.num_blocks * plane.bytes_per_block for plane in self.geometry.planes)
 
 
 def first_difference(one: Registration, other: Registration) -> str:
-    """Name of the first field in which two registrations of one rank differ; empty if they are equal."""
+    """Return the name of the first field in which two registrations of one rank differ; empty if they are equal."""
     return (
         engine_difference(one, other) or _rank_difference(one.geometry, other.geometry) or _agent_difference(one, other)
     )
 
 
 def engine_difference(one: Registration, other: Registration) -> str:
-    """Name of the first field in which two ranks disagree about their engine; empty if they agree."""
+    """Return the name of the first field in which two ranks disagree about their engine; empty if they agree."""
     if one.num_ranks != other.num_ranks:
         return "num_ranks"
     for key in sorted({*one.identity, *other.identity}):
@@ -120,6 +118,18 @@ def engine_difference(one: Registration, other: Registration) -> str:
             if getattr(mine, name) != getattr(theirs, name):
                 return f"groups[{mine.name}].{name}"
     return ""
+
+
+def check_same(registration: Registration, difference: str) -> None:
+    """Raise `CacheDiffers` if a registration differs from an earlier one, in the field named `difference`."""
+    if difference:
+        ref, rank = registration.engine, registration.rank
+        raise CacheDiffers(
+            f"rank {rank} of {ref} was registered before with another {difference}",
+            engine_id=ref.engine_id,
+            rank=rank,
+            field=difference,
+        )
 
 
 def _rank_difference(one: RankGeometry, other: RankGeometry) -> str:

@@ -1,137 +1,302 @@
-"""What a home tells of an engine: made once from its registrations, for however many ask.
+"""The sources of a home: what engines may do with their publications, and what becomes of these when engines come and
+go (PROTOCOL, What the source promises, Endings, Home restart).
 
-To compare and encode an engine of a hundred ranks takes tenths of a second, so it is not done for each of a hundred
-readers anew.
+    publish ─────────► PUBLISHING ─► PUBLISHED ─► ENDING ─(no live lease)─► RELEASED ─(acknowledged)─► forgotten
+    read or declined early ─► AWAITED ─┘          read as often as expected, declined, aborted, unread, final
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import cached_property
+from collections.abc import Iterable
 
-from kvferry._wire.geometry_codec import engine_to_proto, rank_to_proto, region_to_proto
-from kvferry.errors import Incompatible
-from kvferry.geometry.model import EngineGeometry
-from kvferry.planner.compatibility import diff_indexed
-from kvferry.planner.coverage import Indexed
-from kvferry.v1 import geometry_pb2
-from kvferry.v1 import kv_transfer_pb2 as pb
+from kvferry.errors import (
+    EngineIncomplete,
+    InvalidField,
+    KvferryError,
+    PublicationStale,
+    ServerDraining,
+)
+from kvferry.geometry.model import Group
+from kvferry_server.domain.book import Book, Standing
+from kvferry_server.domain.budgets import Budget
+from kvferry_server.domain.checksum_pages import ChecksumPage
 from kvferry_server.domain.identity import EngineRef
-from kvferry_server.domain.registrations import Agent, Registration
+from kvferry_server.domain.limits import MAX_ENDED_AT_ONCE, check_limit
+from kvferry_server.domain.publications import (
+    PUBLICATION_BYTES,
+    PublicationOutcome,
+    PublicationRecord,
+    PublicationStage,
+    check_follows,
+)
+from kvferry_server.domain.reads import RevokeReason
+from kvferry_server.domain.records import Records
+from kvferry_server.domain.steps import PublicationStep, check_step
 
-PAGE_BYTES = 1 << 20
-"""Bytes of a page of ranks: small beside what a message may have, so that sending one holds nobody up."""
 
-MAX_RANK_BYTES = 7 << 19
-"""Bytes of a rank and its agent as they are told, 3.5 MiB: they fit a message together with `MAX_HEADER_BYTES`."""
+class Sources:
+    """The calls of sources on a home's records. Not thread-safe: it belongs to its home's event loop."""
 
-MAX_HEADER_BYTES = 1 << 18
-"""Bytes of an engine without its ranks as it is told."""
+    def __init__(self, records: Records) -> None:
+        self._records = records
+        self._times = records.times
+        self._limits = records.limits
+        self._memory = records.memory
 
+    # Engines come and go.
 
-class Source:
-    """An engine as its readers see it.
-
-    Threading: for the node server's worker (`kvferry_server.servicers.worker`) only, where each part is made when it is
-    first needed.
-
-    Args:
-        ref: the engine.
-        registrations: of its ranks, by rising rank; at least one.
-    """
-
-    def __init__(self, ref: EngineRef, registrations: tuple[Registration, ...]) -> None:
-        self._ref = ref
-        self._registrations = registrations
-        self._pages: dict[bool, tuple[bytes, ...]] = {}
-
-    @cached_property
-    def geometry(self) -> EngineGeometry:
-        """The whole engine."""
-        first, ranks = self._registrations[0], tuple(registration.geometry for registration in self._registrations)
-        return EngineGeometry(self._ref.engine_id, first.groups, ranks, first.identity, self._ref.incarnation)
-
-    def check_readable_by(self, reader: EngineGeometry) -> None:
-        """Raise `Incompatible` unless the ranks of a reader can read this engine's cache."""
-        mismatches = diff_indexed(self._indexed, reader)
-        if mismatches:
-            raise Incompatible(mismatches)
-
-    def pages(self, epoch: bytes, times: pb.Times, *, agents: bool) -> tuple[bytes, ...]:
-        """The engine as encoded messages of a handshake (`HandshakeResponse`).
+    def open(self, source: EngineRef, secret: bytes) -> None:
+        """Note that an incarnation's Watch is open. An incarnation without records here must send its snapshot.
 
         Args:
-            epoch, times: of the home; they do not change.
-            agents: whether the ranks' agents are told.
+            source: the incarnation.
+            secret: the secret of its session.
         """
-        if agents not in self._pages:
-            engine = engine_header(self._ref, self._registrations[0])
-            first = pb.HandshakeResponse(
-                home_epoch=epoch, times=times, engine=engine, num_ranks=len(self._registrations)
-            )
-            head = pb.HandshakeResponse(home_epoch=epoch).SerializeToString()
-            self._pages[agents] = (first.SerializeToString(), *self._rank_pages(head, agents=agents))
-        return self._pages[agents]
+        self._records.advance(MAX_ENDED_AT_ONCE)
+        book = self._records.books.get(source)
+        if book is None:
+            self._records.books[source] = Book(source, secret, Budget(self._limits.waiting_reads))
+        else:
+            book.standing = Standing.LIVE
 
-    def ranks(self) -> Iterator[tuple[int, bytes]]:
-        """The encoded geometry of each rank, by rising rank."""
-        numbers = (registration.rank for registration in self._registrations)
-        return zip(numbers, self._encoded, strict=True)
+    def lose(self, source: EngineRef) -> None:
+        """Note that an engine's Watch is lost: its leases are not renewed until it is back."""
+        self._records.book(source).standing = Standing.LOST
 
-    @cached_property
-    def _indexed(self) -> Indexed:
-        return Indexed(self.geometry)
+    def end_engine(self, source: EngineRef, standing: Standing) -> None:
+        """End all publications of an engine that is now `DEAD` or `REPLACED`. Live leases end when they would have
+        ended anyway."""
+        now = self._records.advance(MAX_ENDED_AT_ONCE)
+        book = self._records.book(source)
+        book.standing = standing
+        for publication in list(book.publications.values()):
+            self._records.revoke(publication, RevokeReason.SOURCE_LOST)
+            if publication.stage is not PublicationStage.AWAITED:
+                self._records.end(publication, PublicationOutcome.ABORTED, now)
+            elif not publication.leases:
+                self._records.forget(publication)
+            if publication.stage is PublicationStage.RELEASED and standing is Standing.REPLACED:
+                self._records.forget(publication)
+        self._records.close_if_empty(book)
 
-    @cached_property
-    def _encoded(self) -> tuple[bytes, ...]:
-        return tuple(rank_bytes(registration) for registration in self._registrations)
+    def set_groups(self, source: EngineRef, groups: Iterable[Group]) -> None:
+        """Set the engine's groups, which its first rank has registered.
 
-    def _rank_pages(self, head: bytes, *, agents: bool) -> Iterator[bytes]:
-        parts, size = [head], 0
-        for registration, geometry in zip(self._registrations, self._encoded, strict=True):
-            rank = embedded(pb.HandshakeResponse.RANKS_FIELD_NUMBER, geometry)
-            if agents:
-                rank += embedded(pb.HandshakeResponse.AGENTS_FIELD_NUMBER, agent_bytes(registration.agent))
-            if size and size + len(rank) > PAGE_BYTES:
-                yield b"".join(parts)
-                parts, size = [head], 0
-            parts.append(rank)
-            size += len(rank)
-        yield b"".join(parts)
+        Publications from a snapshot that arrived before are checked now; those that fail are aborted (R7).
+        """
+        now = self._records.advance(MAX_ENDED_AT_ONCE)
+        book = self._records.book(source)
+        if book.groups is not None:
+            return
+        book.groups = {group.name: group for group in groups}
+        for publication in list(book.publications.values()):
+            try:
+                for step in publication.steps:
+                    check_step(book.groups, step)
+            except KvferryError:
+                self._abort(publication, now)
 
+    # Publications.
 
-def engine_header(ref: EngineRef, registration: Registration) -> geometry_pb2.EngineGeometry:
-    """An engine without its ranks, as any of them registered it."""
-    bare = EngineGeometry(ref.engine_id, registration.groups, (), registration.identity, ref.incarnation)
-    return engine_to_proto(bare)
+    def publish(self, source: EngineRef, step: PublicationStep) -> PublicationRecord:
+        """Accept a step of a publication. Idempotent by (source, publication, step).
 
+        Raises:
+            InvalidField, BadBlock: the step contradicts itself, an earlier step, or the engine's groups.
+            PublicationStale, PublicationReleased, PublicationAborted: the publication has ended.
+            EngineIncomplete: no rank has registered groups yet.
+            HomeRecovering: the steps before it are missing; the engine's snapshot has them.
+            LimitReached: the engine has too many publications.
+            ServerDraining: this would be a new publication, and the home is draining.
+        """
+        now = self._records.advance(MAX_ENDED_AT_ONCE)
+        book = self._records.book(source)
+        publication = self._records.publication(book, step.number, now)
+        if publication is None or publication.stage is PublicationStage.AWAITED:
+            book.check_may_arrive(step.number, now - self._times.max_ttl)
+        elif step.index < publication.step_count:
+            if publication.steps and publication.steps[step.index] != step:
+                raise InvalidField("publish.step", step.index, "the same content as when it was first sent")
+            self._touch(book, publication, now)
+            return publication
+        elif publication.stage in (PublicationStage.ENDING, PublicationStage.RELEASED):
+            raise publication.refusal()
+        self._check_step(book, publication, step)
+        if publication is None:
+            publication = self._records.add_awaited(book, step.number)
+        if publication.stage is PublicationStage.AWAITED:
+            self._arrive(book, publication, step, now)
+        self._append(book, publication, step, now)
+        return publication
 
-def rank_bytes(registration: Registration) -> bytes:
-    """The encoded geometry of a rank."""
-    return rank_to_proto(registration.geometry).SerializeToString()
+    def abort(self, source: EngineRef, number: int) -> None:
+        """Abort a publication: no new leases and no renewals; it is released when its last live lease ends. Idempotent.
 
+        A publication that has not arrived is released as well, and cannot arrive any more: its source keeps the blocks
+        until it is told of the release.
 
-def agent_bytes(agent: Agent | None) -> bytes:
-    """An encoded agent; one without a name for a rank that serves nothing."""
-    if agent is None:
-        return b""
-    return geometry_pb2.Agent(
-        name=agent.name,
-        metadata=agent.metadata,
-        metadata_sha256=agent.metadata_sha256,
-        regions=[region_to_proto(region) for region in agent.regions],
-    ).SerializeToString()
+        Raises:
+            LimitReached: the engine has too many publications.
+        """
+        now = self._records.advance(MAX_ENDED_AT_ONCE)
+        book = self._records.book(source)
+        publication = self._records.publication(book, number, now)
+        if publication is None or publication.stage is PublicationStage.AWAITED:
+            try:
+                book.check_may_arrive(number, now - self._times.max_ttl)
+            except PublicationStale:
+                return
+            # It is kept until its source acknowledges the release, so it counts as a publication.
+            self._check_room(book, number, 0)
+            publication = publication or self._records.add_awaited(book, number)
+            self._records.arrive(book, publication, now)
+            self._touch(book, publication, now)
+        self._abort(publication, now)
 
+    def acknowledge(self, source: EngineRef, numbers: Iterable[int]) -> None:
+        """Forget released publications whose release the source acknowledges. Idempotent; other numbers are ignored."""
+        self._records.advance(MAX_ENDED_AT_ONCE)
+        book = self._records.book(source)
+        for number in numbers:
+            publication = book.publications.get(number)
+            if publication is not None and publication.stage is PublicationStage.RELEASED:
+                self._records.forget(publication)
 
-def embedded(number: int, message: bytes) -> bytes:
-    """A field of this number that holds an encoded message, as protobuf writes it: what is encoded need not be parsed
-    again to become part of a page."""
-    return _varint(number << 3 | 2) + _varint(len(message)) + message
+    # Checksums.
 
+    def unreleased(self, source: EngineRef, number: int) -> PublicationRecord:
+        """Return a publication that has arrived and is not released: somebody may be reading it.
 
-def _varint(value: int) -> bytes:
-    parts = []
-    while value > 0x7F:
-        parts.append(value & 0x7F | 0x80)
-        value >>= 7
-    return bytes((*parts, value))
+        Raises:
+            PublicationStale, PublicationReleased: there is none with this number.
+            HomeRecovering: there is none, but the source's snapshot may have it.
+        """
+        now = self._records.advance(MAX_ENDED_AT_ONCE)
+        book = self._records.book(source)
+        publication = self._records.publication(book, number, now)
+        if publication is None or publication.stage is PublicationStage.AWAITED:
+            book.check_recovered()
+            message = f"publication {number} of {source} is gone or was never published"
+            raise PublicationStale(message, engine_id=source.engine_id, publication=number)
+        if publication.stage is PublicationStage.RELEASED:
+            raise publication.refusal()
+        return publication
+
+    def add_checksums(
+        self, source: EngineRef, number: int, rank: int, pages: Iterable[ChecksumPage], *, last: bool
+    ) -> None:
+        """Keep checksums of a publication's blocks until it is released. Idempotent.
+
+        Args:
+            source, number: the publication.
+            rank: whose blocks were summed.
+            pages: checksums of planes and blocks that exist.
+            last: the rank sends no more.
+
+        Raises:
+            InvalidField: a page contradicts another one.
+            LimitReached: the engine has too many checksums.
+            KvferryError: all that `unreleased` raises.
+        """
+        publication = self.unreleased(source, number)
+        book = self._records.book(source)
+        new = publication.checksums.new(pages)
+        size = sum(page.size for page in new)
+        most = self._limits.checksum_bytes
+        check_limit("checksum_bytes", book.checksum_bytes + size, most, self._times.ttl)
+        self._memory.check(source, size)
+        self._memory.take(source, size)
+        publication.checksums.add(new)
+        book.checksum_bytes += size
+        if last:
+            publication.checksums.done.add(rank)
+
+    # Snapshots.
+
+    def recovering(self, source: EngineRef) -> bool:
+        """Whether the source must send its snapshot."""
+        return self._records.book(source).recovering
+
+    def begin_snapshot(self, source: EngineRef, name: bytes = b"") -> None:
+        """Begin a snapshot: from now on the source names everything it holds published. `end_snapshot` must repeat
+        the `name`."""
+        self._records.advance(MAX_ENDED_AT_ONCE)
+        book = self._records.book(source)
+        book.snapshot, book.snapshot_name = set(), name
+
+    def end_snapshot(self, source: EngineRef, high_water: int, name: bytes = b"") -> None:
+        """End a snapshot: abort the publications with numbers up to `high_water` that the source did not name.
+
+        Later numbers are left alone: a snapshot that is delivered twice must not end what was published after it.
+
+        Raises:
+            InvalidField: this home saw no begin of this snapshot, because it restarted since or another has begun.
+        """
+        now = self._records.advance(MAX_ENDED_AT_ONCE)
+        book = self._records.book(source)
+        if book.snapshot is None:
+            raise InvalidField("resync.phase", "END", "BEGIN first")
+        if book.snapshot_name != name:
+            raise InvalidField("resync.snapshot", name.hex(), f"{book.snapshot_name.hex()!r}, which has begun since")
+        for number, publication in list(book.publications.items()):
+            if number <= high_water and number not in book.snapshot and publication.grantable:
+                self._abort(publication, now)
+        self._records.close_below(book, high_water)
+        book.snapshot, book.recovering = None, False
+
+    # Helpers.
+
+    def _check_step(self, book: Book, publication: PublicationRecord | None, step: PublicationStep) -> None:
+        if step.index == 0:
+            if self._records.draining:
+                raise ServerDraining("this node server is draining: publish again")
+            self._check_room(book, step.number, step.size)
+        else:
+            self._memory.check(book.source, step.size)
+            if publication is None or publication.stage is PublicationStage.AWAITED:
+                # Its first steps are in the snapshot.
+                book.check_recovered()
+        check_follows(publication, step)
+        if book.groups is not None:
+            check_step(book.groups, step)
+        elif not book.recovering:
+            problem = f"no rank of {book.source} has registered groups: register its caches before publishing"
+            raise EngineIncomplete(problem, engine_id=book.source.engine_id, missing_ranks="")
+
+    def _check_room(self, book: Book, number: int, size: int) -> None:
+        """Raise `LimitReached` unless the engine may have one more publication, whose step takes `size` bytes."""
+        check_limit("publications", book.num_arrived, self._limits.publications, self._times.ttl)
+        self._memory.check(book.source, PUBLICATION_BYTES + book.skipped_size(number) + size)
+
+    def _arrive(self, book: Book, publication: PublicationRecord, step: PublicationStep, now: float) -> None:
+        """Start a publication with its first step."""
+        # The lease of a waiting reader is never cut short, not even by a `final` that is shorter than the ttl.
+        waiting = max((lease.expires for lease in publication.leases), default=0.0)
+        publication.final_at = max(now + self._times.final, waiting)
+        publication.request_id = step.request_id
+        self._records.arrive(book, publication, now)
+
+    def _append(self, book: Book, publication: PublicationRecord, step: PublicationStep, now: float) -> None:
+        publication.add(step)
+        publication.expected_reads = max(publication.expected_reads, step.expected_reads)
+        publication.hold_until = now + self._times.hold
+        publication.stage = PublicationStage.PUBLISHED if step.last else PublicationStage.PUBLISHING
+        self._memory.take(book.source, step.size)
+        self._touch(book, publication, now)
+        self._records.reschedule(publication)
+        self._records.changed(publication)
+        if publication.declined:
+            self._records.end(publication, PublicationOutcome.DECLINED, now)
+        self._records.end_if_read(publication, now)
+
+    def _abort(self, publication: PublicationRecord, now: float) -> None:
+        self._records.revoke(publication, RevokeReason.ABORTED)
+        self._records.end(publication, PublicationOutcome.ABORTED, now)
+
+    def _touch(self, book: Book, publication: PublicationRecord, now: float) -> None:
+        """Note that the source named a publication: it is part of the current snapshot; and at a restarted home, it is
+        not released while readers from before the restart may still be reading."""
+        if book.snapshot is not None:
+            book.snapshot.add(publication.number)
+        if book.recovering:
+            publication.release_not_before = max(publication.release_not_before, now + self._times.max_ttl)

@@ -1,4 +1,4 @@
-"""One step of a publication, as its source sent it, and the rules it has to keep (R7)."""
+"""Steps of publications: what a source sends, and the rules that a step must keep (R7)."""
 
 from __future__ import annotations
 
@@ -10,9 +10,6 @@ import numpy as np
 from kvferry.errors import BadBlock, InvalidField
 from kvferry.geometry.model import Group, GroupKind
 
-MAX_PAYLOAD = 64 * 1024
-"""Bytes of a publication's payload."""
-
 
 @dataclass(frozen=True, slots=True)
 class GroupBlocks:
@@ -21,8 +18,8 @@ class GroupBlocks:
     Attributes:
         group: name of the group.
         first_token, end_token: the tokens held, half-open; 0 for state groups.
-        state_token: tokens that the state has seen; 0 but for state groups.
-        starts, counts: first ids and lengths of the runs, as many of the one as of the other.
+        state_token: the token that the state stands at; 0 except for state groups.
+        starts, counts: first ids and lengths of the runs, equally many of each.
     """
 
     group: str
@@ -40,23 +37,22 @@ class GroupBlocks:
 
 @dataclass(frozen=True, slots=True)
 class PublicationStep:
-    """One step of a publication, as its source sent it. Equal offers are one (PROTOCOL: idempotent by publication,
-    step).
+    """One step of a publication, as its source sent it. Idempotent by publication and index.
 
     Attributes:
-        number: of the publication.
-        request_id: at the source.
-        step: from 0, without gaps.
-        groups: that gain blocks.
+        number: the number of the publication.
+        request_id: the request's id at the source.
+        index: from 0, without gaps.
+        groups: the blocks that groups gain with this step.
         last: no step follows.
         expected_reads: reads that will be made.
-        payload: for the readers; with the last step only.
-        checksums: every rank will send the sums of its blocks.
+        payload: opaque bytes for the readers; with the last step only.
+        checksums: every rank will send the checksums of its blocks.
     """
 
     number: int
     request_id: str
-    step: int = 0
+    index: int = 0
     groups: tuple[GroupBlocks, ...] = ()
     last: bool = True
     expected_reads: int = 1
@@ -65,36 +61,36 @@ class PublicationStep:
 
     @property
     def size(self) -> int:
-        """About as many bytes as it takes in memory."""
+        """Estimated bytes that it takes in memory."""
         runs = sum(len(blocks.starts) for blocks in self.groups)
         return 512 + len(self.payload) + 512 * len(self.groups) + 80 * runs
 
 
 @dataclass(frozen=True, slots=True)
 class PublishedExtent:
-    """What all steps of a publication hold of one group: the tokens, half-open, and how many blocks."""
+    """What the steps of a publication hold of one group: a half-open range of tokens, and how many blocks."""
 
     first_token: int
     end_token: int
     blocks: int
 
 
-def check_step(groups: Mapping[str, Group], offer: PublicationStep) -> None:
-    """Check an offer against the groups of its engine.
+def check_step(groups: Mapping[str, Group], step: PublicationStep) -> None:
+    """Check a step against the groups of its engine.
 
     Raises:
-        InvalidField: a group that the engine does not have or named twice, tokens and block ids that do not fit each
-            other, or something that may only come with the last step.
-        BadBlock: a block id out of range, or the null block.
+        InvalidField: a group is unknown or named twice, its tokens and its number of blocks do not match, or the step
+            has something that only the last step may have.
+        BadBlock: a block id is out of range, or the null block.
     """
-    names = [blocks.group for blocks in offer.groups]
+    names = [blocks.group for blocks in step.groups]
     if len(set(names)) != len(names):
         raise InvalidField("publish.groups", names, "each group once")
-    for blocks in offer.groups:
+    for blocks in step.groups:
         group = groups.get(blocks.group)
         if group is None:
             raise InvalidField("publish.groups.group", blocks.group, f"one of {sorted(groups)}")
-        _check_tokens(group, blocks, offer.last)
+        _check_tokens(group, blocks, step.last)
         _check_ids(group, blocks)
 
 
@@ -104,7 +100,7 @@ def _check_tokens(group: Group, blocks: GroupBlocks, last: bool) -> None:
         if blocks.first_token or blocks.end_token:
             raise InvalidField(where, (blocks.first_token, blocks.end_token), "no token range in a state group")
     elif blocks.state_token:
-        raise InvalidField(f"{where}.state_token", blocks.state_token, "0 but in a state group")
+        raise InvalidField(f"{where}.state_token", blocks.state_token, "0, because this is no state group")
     else:
         end_block = -(-blocks.end_token // group.block_tokens)
         needed = 0
@@ -112,24 +108,27 @@ def _check_tokens(group: Group, blocks: GroupBlocks, last: bool) -> None:
             needed = end_block - blocks.first_token // group.block_tokens
         if blocks.blocks != needed:
             tokens = f"tokens [{blocks.first_token}, {blocks.end_token})"
-            raise InvalidField(where, f"{blocks.blocks} block ids", f"{needed} for {tokens} of {group.block_tokens}")
+            expected = f"{needed} for {tokens} in blocks of {group.block_tokens}"
+            raise InvalidField(where, f"{blocks.blocks} block ids", expected)
     if last:
         return
-    # What the source may still write to is not offered early (PROTOCOL, What the source promises when it publishes).
+    # What the source may still write to comes last (PROTOCOL, What the source promises when it publishes).
     if group.kind is not GroupKind.TOKENS:
-        raise InvalidField(where, group.kind.name, "groups that are never rewritten, before the last step")
+        raise InvalidField(where, group.kind.name, "a group of kind TOKENS, because this is not the last step")
     if blocks.end_token % group.block_tokens:
-        raise InvalidField(where, blocks.end_token, f"full blocks of {group.block_tokens} tokens, before the last step")
+        expected = f"full blocks of {group.block_tokens} tokens, because this is not the last step"
+        raise InvalidField(where, f"end_token {blocks.end_token}", expected)
 
 
 def _check_ids(group: Group, blocks: GroupBlocks) -> None:
-    """As `kvferry.geometry.blocks.check_ids`, on runs: a peer's few bytes must not become a million ids here."""
+    """Check block ids as `kvferry.geometry.blocks.check_ids` does, but as runs: a few bytes from a peer must not be
+    expanded into a million ids."""
     null = group.null_block
-    # There may be many, and everybody waits for them.
+    # Vectorised: there may be many runs, and the event loop waits meanwhile.
     starts, counts = np.array(blocks.starts, np.int64), np.array(blocks.counts, np.int64)
     beyond = starts[starts + counts > group.num_blocks]
     if len(beyond):
         block = max(int(beyond[0]), group.num_blocks)
         raise BadBlock(group.name, "source", block, group.num_blocks, "out of range")
     if null is not None and bool(((starts <= null) & (null < starts + counts)).any()):
-        raise BadBlock(group.name, "source", null, group.num_blocks, "the null block holds nothing")
+        raise BadBlock(group.name, "source", null, group.num_blocks, "it is the null block, which holds no tokens")

@@ -1,4 +1,4 @@
-"""The durations and limits in force at a home (PROTOCOL, Times)."""
+"""The durations in force at a home, in seconds (PROTOCOL, Times)."""
 
 from __future__ import annotations
 
@@ -6,26 +6,35 @@ from dataclasses import dataclass, fields
 
 from kvferry.errors import InvalidField
 
+RECOVERING_RETRY_AFTER = 0.25
+"""Seconds after which a client repeats a call to a home that still waits for its engines after a restart."""
+
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Seconds, published to engines and readers in answers; shrunk in tests."""
+    """Settings of a home, each in seconds. Engines and readers get them in answers; tests shrink them.
+
+    Raises:
+        InvalidField: a duration is not positive, or `ttl` is longer than `max_ttl`.
+    """
 
     ttl: float = 30.0
-    """A lease from its acceptance or renewal."""
+    """How long a lease lasts from its acceptance, or from its last renewal."""
     max_ttl: float = 30.0
-    """The longest a lease may run without a renewal; the grace of a re-publish at a restarted home."""
+    """The longest a lease may last without a renewal. A restarted home releases no re-published request earlier than
+    this after its re-publication."""
     engine_ttl: float = 10.0
-    """From the loss of an engine's Watch until the engine counts as dead, and how long a restarted home waits for
-    engines it does not know."""
+    """From the loss of an engine's Watch until the engine counts as dead. A restarted home waits this long for engines
+    it does not know."""
     hold: float = 120.0
-    """A publication that nobody reads."""
+    """How long a publication is held without a live lease before it ends as unread."""
     final: float = 600.0
-    """From the first step of a publication: no lease reaches past it."""
+    """From the first step of a publication until its final deadline. No lease extends past it."""
     max_wait: float = 120.0
-    """The longest that ReadBlocks waits for a publication that has not come."""
+    """The longest that ReadBlocks waits for a publication that has not arrived."""
     retire: float = 600.0
-    """How long a retired incarnation is refused, so that a delayed message cannot evict the living."""
+    """How long a replaced incarnation is refused, so that a delayed message cannot evict the live one; also how long
+    a dead engine is remembered."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -37,10 +46,10 @@ class Times:
 
     @property
     def renew_every(self) -> float:
-        """How often a reader renews."""
+        """Seconds between a reader's renewals."""
         return self.ttl / 3
 
     @property
-    def outcomes(self) -> float:
-        """How long the outcome of a lease is kept and replayed unchanged."""
+    def keep_outcome(self) -> float:
+        """Seconds for which the outcome of an ended lease is kept and replayed unchanged."""
         return 2 * self.max_ttl

@@ -1,6 +1,6 @@
-"""What each process of an engine is told on its Watch: numbered events, a bounded number of which are kept.
+"""Feeds: the numbered events that each process of an engine gets on its Watch. A feed keeps a bounded number of them.
 
-The same few events serve a Watch that keeps up, one that resumes, and one that lagged. Pure.
+The kept events serve a Watch that keeps up, one that resumes and one that lagged.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kvferry_server.domain.publications import PublicationRecord
 
 
 class Role(enum.IntEnum):
-    """What a process is in its engine, numbered as in the proto."""
+    """The role of a process in its engine, numbered as in the proto."""
 
     SCHEDULER = 1
     RANK = 2
@@ -27,7 +27,9 @@ class Process:
     """One process of an engine.
 
     Attributes:
-        rank: 0 for the scheduler.
+        engine: the engine.
+        role: scheduler or rank.
+        rank: the rank; 0 for the scheduler.
         node: address of the node server that relays for it; empty: it is a process of the home's own node.
     """
 
@@ -38,15 +40,15 @@ class Process:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class PublicationReleased:
-    """The source may reuse a publication's blocks. State: told in full until acknowledged."""
+class ReleaseEvent:
+    """The source may reuse a publication's blocks. This is state: part of every full state until acknowledged."""
 
     publication: PublicationRecord
 
 
 @dataclass(frozen=True, slots=True)
 class RankLost:
-    """The process of a rank is gone, alone or with the `node` server that relayed for it."""
+    """The process of a rank is gone; with `node_lost`, together with the `node` server that relayed for it."""
 
     rank: int
     node: str = ""
@@ -58,62 +60,66 @@ class Draining:
     """The node server takes no new work."""
 
 
-Event: TypeAlias = PublicationReleased | RankLost | Draining
+Event: TypeAlias = ReleaseEvent | RankLost | Draining
 
 
 @dataclass(frozen=True, slots=True)
 class Numbered:
-    """An event with its place in the feed."""
+    """An event with its number in the feed."""
 
     sequence: int
     event: Event
 
 
 class Feed:
-    """The events of one process.
+    """The events of one process. Not thread-safe.
+
+    Args:
+        process: the process that watches.
+        kept: how many events are kept.
 
     Attributes:
-        process: whose.
+        process: the process that watches.
         sequence: number of the last event, from 1; 0 before the first.
-        holder: number of the Watch that has it now; an older one was taken over.
-        tellings: Watches that are being told the full state, older ones included.
+        current_watch: number of the Watch that the feed serves; older ones were taken over.
+        full_states: how many Watches, older ones included, are being sent the full state.
     """
 
     def __init__(self, process: Process, kept: int) -> None:
         self.process = process
         self.sequence = 0
-        self.holder = 0
-        self.tellings = 0
+        self.current_watch = 0
+        self.full_states = 0
         self._kept = kept
         self._dropped = 0
         self._events: deque[Numbered] = deque()
 
     def push(self, event: Event) -> None:
-        """Add an event; the oldest makes room."""
+        """Add an event. If the feed is full, the oldest event is dropped."""
         self.sequence += 1
         if len(self._events) == self._kept:
             self._dropped = self._events.popleft().sequence
         self._events.append(Numbered(self.sequence, event))
 
     def acknowledged(self, numbers: Collection[int]) -> None:
-        """Its process knows of these releases: they need not be told again, nor be held."""
+        """Remove the releases of these publications: the process knows of them."""
         self._events = deque(
             numbered
             for numbered in self._events
-            if not isinstance(numbered.event, PublicationReleased) or numbered.event.publication.number not in numbers
+            if not isinstance(numbered.event, ReleaseEvent) or numbered.event.publication.number not in numbers
         )
 
     def take_over(self) -> int:
-        """A newer Watch takes the feed; returns its number."""
-        self.holder += 1
-        return self.holder
+        """Serve a newer Watch from now on. Returns its number."""
+        self.current_watch += 1
+        return self.current_watch
 
     def dropped_after(self, sequence: int) -> int | None:
-        """How many events after this one are not kept any more; None if this one has never been."""
+        """Return how many events after this one are not kept any more; None if there has been no such event."""
         if sequence > self.sequence:
             return None
         return max(0, self._dropped - sequence)
 
     def after(self, sequence: int) -> list[Numbered]:
-        """The kept events after this one, in order."""
+        """Return the kept events after this one, in order."""
         return [numbered for numbered in self._events if numbered.sequence > sequence]

@@ -1,1 +1,1 @@
-"""A home on its event loop: the domain, those who wait for it, and what is streamed to them."""
+"""One home on its event loop, and the streams that it serves. Knows nothing of gRPC."""

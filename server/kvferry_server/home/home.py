@@ -1,8 +1,8 @@
-"""The home: engines, leases and events on one clock, and the loop that drives their deadlines.
+"""The home: engines, publications, leases and feeds on one clock, and the loop that acts on their deadlines.
 
-Everything happens in turns, `with home.turn(): ...`: time is brought up to the present, something is asked of `engines`
-or `lessor`, and what that did to others is passed on. Between turns nothing is pending, so that streams see only
-settled states.
+Every access is a turn, `with home.turn(): ...`. It first acts on deadlines that have passed; then the caller uses
+`engines`, `sources`, `lessor` or `records`; at the end the effects are passed on to feeds and streams. Between turns
+nothing is pending, so streams only see settled states.
 """
 
 from __future__ import annotations
@@ -15,45 +15,48 @@ from contextlib import contextmanager
 from kvferry._wire.reference import format_reference
 from kvferry.errors import ServerDraining
 from kvferry.v1 import kv_transfer_pb2
+from kvferry_server.domain.book import Standing
+from kvferry_server.domain.budgets import MemoryBudget
 from kvferry_server.domain.clock import Clock
-from kvferry_server.domain.endings import Released
+from kvferry_server.domain.engine import Engine
 from kvferry_server.domain.identity import EngineRef
-from kvferry_server.domain.ledger import Standing
-from kvferry_server.domain.lessor import SLICE, Lessor
-from kvferry_server.domain.limits import Limits
+from kvferry_server.domain.lessor import Lessor
+from kvferry_server.domain.limits import MAX_ENDED_AT_ONCE, Limits
 from kvferry_server.domain.publications import PublicationRecord
+from kvferry_server.domain.records import Records, Released
 from kvferry_server.domain.registrations import Registration
-from kvferry_server.domain.registry import Engine, EngineDied, EngineGone, RankDied, Registry
-from kvferry_server.domain.shares import Memory
+from kvferry_server.domain.registry import EngineDied, EngineGone, RankDied, Registry
+from kvferry_server.domain.sources import Sources
 from kvferry_server.domain.times import Times
-from kvferry_server.domain.watch_feed import Draining, Event, Feed, Process, PublicationReleased, RankLost, Role
+from kvferry_server.domain.watch_feed import Draining, Event, Feed, Process, RankLost, ReleaseEvent, Role
 from kvferry_server.home.wakeups import Waker, Wakeups
 
 EVENT_BYTES = 160
-"""About what an event takes in memory while it is kept, or waits to be told."""
+"""Bytes that an event takes in memory while it is kept or waits to be sent; estimated."""
 
 FEED_BYTES = 2048
-"""About what the feed of a process takes in memory beside its events. A rank's has next to none."""
+"""Bytes that the feed of a process takes in memory beside its events, estimated. A rank's feed has hardly any."""
 
 SHORTEST_SLEEP = 0.001
-"""Seconds: a timer that fires a little early must not spin."""
+"""Seconds that the loop sleeps at least, so that a timer that fires a little early does not make it spin."""
 
 
 class Home:
-    """One home. Belongs to the event loop that runs it; nothing here is thread-safe.
+    """One home. Not thread-safe: it belongs to the event loop that runs it.
 
     Args:
-        clock: all time comes from it.
+        clock: where the time comes from.
         times: the durations in force.
-        advertise: the address to put into references, as others reach this home.
-        limits: what it holds at most.
+        advertise: the address to put into references, at which others reach this home.
+        limits: how much it holds at most.
 
     Attributes:
         epoch: 16 bytes, random per start.
-        engines, lessor: the domain; to be asked within a `turn`.
-        memory: what they and the events take.
-        wakeups: topics are publications and feeds.
-        draining: no new work is taken.
+        engines: the engines; to be used within a `turn`.
+        sources, lessor, records: what sources and readers do, and the records of it; to be used within a `turn`.
+        memory: budget of the bytes that all of these take.
+        wakeups: wakes streams; its topics are publications and feeds.
+        draining: no new work is accepted.
     """
 
     def __init__(self, clock: Clock, times: Times, advertise: str, limits: Limits | None = None) -> None:
@@ -62,9 +65,11 @@ class Home:
         self.advertise = advertise
         self.limits = limits or Limits()
         self.epoch = secrets.token_bytes(16)
-        self.memory = Memory(self.limits.memory, self.limits.engine_memory, times.renew_every)
+        self.memory = MemoryBudget(self.limits.memory, self.limits.engine_memory, times.renew_every)
         self.engines = Registry(clock, times, self.limits, self.memory)
-        self.lessor = Lessor(clock, times, self.limits, self.memory)
+        self.records = Records(clock, times, self.limits, self.memory)
+        self.sources = Sources(self.records)
+        self.lessor = Lessor(self.records)
         self.wakeups = Wakeups()
         self.draining = False
         self._started = clock.now()
@@ -75,7 +80,8 @@ class Home:
 
     @contextmanager
     def turn(self) -> Iterator[float]:
-        """Gives the present. Whatever is done within takes effect when it is left, also by an error."""
+        """Act on deadlines, then give the present in seconds on the home's clock. What is done within takes effect
+        when the context ends, also by an error."""
         self._settle()
         try:
             yield self.clock.now()
@@ -85,11 +91,11 @@ class Home:
                 self._driver.ring()
 
     def next_deadline(self) -> float:
-        """When the next turn is due, on the home's clock."""
-        return min(self.engines.next_deadline(), self.lessor.next_deadline())
+        """Return when the next turn is due, in seconds on the home's clock."""
+        return min(self.engines.next_deadline(), self.records.next_deadline())
 
     async def run(self) -> None:
-        """Drive the deadlines until cancelled. Sleeps until the next one is due."""
+        """Act on deadlines as they pass, until cancelled."""
         while True:
             self._driver.clear()
             with self.turn() as now:
@@ -99,36 +105,45 @@ class Home:
             await self._driver.wait(None if math.isinf(sleep) else max(SHORTEST_SLEEP, sleep))
 
     def drain(self) -> None:
-        """Take no new work; renewals are answered and reports taken. Streams say so and end with DRAINING.
-        Idempotent."""
+        """Accept no new work. Renewals are still answered and reports taken. Streams end with DRAINING; each Watch is
+        told before. Idempotent."""
         if self.draining:
             return
         self.draining = True
-        self.lessor.drain()
+        self.records.drain()
         for feed in self._feeds.values():
             feed.push(Draining())
         self.wakeups.wake_all()
 
-    def check_taking(self) -> None:
-        """Raise `ServerDraining` once no new work is taken."""
+    def check_not_draining(self) -> None:
+        """Raise `ServerDraining` if no new work is accepted."""
         if self.draining:
             raise ServerDraining("this node server is draining")
 
-    # An engine's processes.
+    # Processes of engines.
 
-    def open_watch(self, process: Process, secret: bytes, peer: str = "") -> Feed:
-        """A process's Watch opens, within a turn. Errors as `Registry.open_engine` or `Registry.open_rank`, and
-        `LimitReached`: the engine takes too much memory."""
+    def open_watch(self, process: Process, secret: bytes, host: str = "") -> Feed:
+        """Open a process's Watch, within a turn. Returns its feed.
+
+        Args:
+            process: the process that watches.
+            secret: the secret of its engine's session.
+            host: the host that the Watch comes from; empty if unknown.
+
+        Raises:
+            LimitReached: the engine takes too much memory.
+            KvferryError: all that `Registry.open_engine` and `Registry.open_rank` raise.
+        """
         size = FEED_BYTES
         if process.role is Role.SCHEDULER:
             size += EVENT_BYTES * self.limits.watch_queue
         if process not in self._feeds:
             self.memory.check(process.engine, size)
         if process.role is Role.SCHEDULER:
-            engine = self.engines.open_engine(process.engine, secret, peer)
-            # The end of a predecessor comes before the beginning of its successor.
+            engine = self.engines.open_engine(process.engine, secret, host)
+            # A replaced incarnation ends before its successor opens.
             self._settle()
-            self.lessor.open(engine.ref, secret)
+            self.sources.open(engine.ref, secret)
         else:
             self.engines.open_rank(process.engine, secret, process.rank, process.node)
         feed = self._feeds.get(process)
@@ -139,53 +154,54 @@ class Home:
         return feed
 
     def close_watch(self, process: Process) -> None:
-        """The Watch that a process had ended, and no newer one took over; within a turn."""
+        """Note that a process's Watch ended and that no newer one took over; within a turn."""
         if process.role is Role.RANK:
             self.engines.close_rank(process.engine, process.rank)
         elif process in self._feeds:
             self.engines.close_engine(process.engine)
-            self.lessor.lose(process.engine)
+            self.sources.lose(process.engine)
 
     def register(self, registration: Registration, secret: bytes) -> Engine:
-        """Take a rank's cache, within a turn; returns its engine. Errors as `Registry.register`."""
+        """Register a rank's cache, within a turn. Returns its engine. Raises as `Registry.register`."""
         engine = self.engines.register(registration, secret)
-        self.lessor.set_groups(registration.engine, registration.groups)
+        self.sources.set_groups(registration.engine, registration.groups)
         return engine
 
     def acknowledge(self, source: EngineRef, numbers: Collection[int]) -> None:
-        """A source knows of these releases, within a turn."""
-        self.lessor.acknowledge(source, numbers)
+        """Forget publications whose release their source acknowledges, within a turn."""
+        self.sources.acknowledge(source, numbers)
         feed = self._feeds.get(Process(source, Role.SCHEDULER))
         if feed is not None:
             feed.acknowledged(numbers)
 
     def reuse_after(self, engine: EngineRef) -> float:
-        """Seconds until the last lease on older incarnations has ended (PROTOCOL, A source that restarts over the same
-        memory).
+        """Return the seconds until the last lease on older incarnations of an engine has ended (PROTOCOL, A source
+        that restarts over the same memory).
 
-        A home that has been up for less than max_ttl does not know them; its predecessor granted none after this one
-        started. An older incarnation that still seems to live may be granted more, until it is found to be dead.
+        A home that has been up for less than max_ttl does not know all of them; but none was granted after it started.
+        Leases on an older incarnation that still seems to be alive may be extended until it is found dead, at most to
+        their final deadline.
         """
         if self.engines.has_rival(engine):
             return self.times.final
         unknown_until = self._started + self.times.max_ttl
-        return max(0.0, max(self.lessor.others_until(engine), unknown_until) - self.clock.now())
+        return max(0.0, max(self.records.others_until(engine), unknown_until) - self.clock.now())
 
     def need_resync(self, process: Process) -> bool:
-        """Whether a process has to tell this home again what it is: its snapshot, or its rank's registration."""
+        """Whether a process must send this home its state again: a scheduler its snapshot, a rank its registration."""
         if process.role is Role.SCHEDULER:
-            return self.lessor.recovering(process.engine)
+            return self.sources.recovering(process.engine)
         engine = self.engines.find(process.engine)
         return process.rank not in engine.ranks or process.rank in engine.lost_ranks
 
     def state(self, process: Process) -> list[Event]:
-        """What a process has to know, whatever it was told before."""
+        """Return the full state for a process, as events, whatever it was told before."""
         if process.role is Role.RANK:
             return []
         engine = self.engines.find(process.engine)
-        released = self.lessor.released(process.engine)
+        released = self.records.released(process.engine)
         return [
-            *(PublicationReleased(publication) for publication in released),
+            *(ReleaseEvent(publication) for publication in released),
             *(
                 RankLost(rank, engine.nodes.get(rank, ""), engine.lost_with_node(rank))
                 for rank in sorted(engine.lost_ranks)
@@ -193,7 +209,7 @@ class Home:
         ]
 
     def reference(self, publication: PublicationRecord) -> str:
-        """The reference of a publication."""
+        """Return the reference of a publication."""
         return format_reference(
             kv_transfer_pb2.Reference(
                 home=self.advertise,
@@ -201,30 +217,29 @@ class Home:
                 incarnation=publication.source.incarnation,
                 publication=publication.number,
                 request_id=publication.request_id,
-                key=self.lessor.key(publication),
+                key=self.records.key(publication),
             )
         )
 
-    # Within.
-
+    # Helpers.
     def _settle(self) -> None:
         self.engines.advance()
         for happened in self.engines.take_effects():
             if isinstance(happened, EngineDied):
-                self.lessor.end_engine(happened.engine, Standing.DEAD)
+                self.sources.end_engine(happened.engine, Standing.DEAD)
             elif isinstance(happened, EngineGone):
-                self.lessor.end_engine(happened.engine, Standing.REPLACED)
+                self.sources.end_engine(happened.engine, Standing.REPLACED)
                 self._drop_feeds(happened.engine)
             elif isinstance(happened, RankDied):
                 lost = RankLost(happened.rank, happened.node, happened.node_lost)
                 self._push(Process(happened.engine, Role.SCHEDULER), lost)
-        self.lessor.advance(SLICE)
-        for change in self.lessor.take_effects():
-            if isinstance(change, Released):
-                scheduler = Process(change.publication.source, Role.SCHEDULER)
-                self._push(scheduler, PublicationReleased(change.publication))
+        self.records.advance(MAX_ENDED_AT_ONCE)
+        for effect in self.records.take_effects():
+            if isinstance(effect, Released):
+                scheduler = Process(effect.publication.source, Role.SCHEDULER)
+                self._push(scheduler, ReleaseEvent(effect.publication))
             else:
-                self.wakeups.wake(change.publication)
+                self.wakeups.wake(effect.publication)
 
     def _push(self, process: Process, event: Event) -> None:
         feed = self._feeds.get(process)

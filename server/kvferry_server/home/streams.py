@@ -1,5 +1,5 @@
-"""The two streams of the contract, as values: what a reader of blocks, and what a process of an engine, is told and
-when."""
+"""The two streams of the contract, as values: `read_blocks` sends a reader its blocks, `watch` sends a process of an
+engine its events."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from kvferry.errors import PublicationTimeout, ServerDraining, WatchTakenOver
-from kvferry_server.domain.limits import check_limit
+from kvferry_server.domain.limits import MAX_STALE_STREAMS, check_limit
 from kvferry_server.domain.publications import Lease, PublicationRecord, PublicationStage
-from kvferry_server.domain.reads import Ask, RevokeReason
+from kvferry_server.domain.reads import LeaseRequest, RevokeReason
 from kvferry_server.domain.steps import PublicationStep
 from kvferry_server.domain.watch_feed import Feed, Numbered, Process
 from kvferry_server.home.home import EVENT_BYTES, Home
@@ -19,14 +19,14 @@ from kvferry_server.home.home import EVENT_BYTES, Home
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Accepted:
-    """A lease was granted, or is still had."""
+    """A lease was granted, or an earlier call of the same read has it."""
 
     lease: Lease
 
 
 @dataclass(frozen=True, slots=True)
 class Completed:
-    """All blocks were sent."""
+    """All blocks have been sent."""
 
     payload: bytes
     steps: int
@@ -34,34 +34,31 @@ class Completed:
 
 @dataclass(frozen=True, slots=True)
 class Revoked:
-    """Advice to stop."""
+    """The lease is not renewed any more: advice to stop."""
 
     reason: RevokeReason
 
-
-STREAMS_CUT_OFF = 8
-"""Streams of one lease whose readers have gone, as this server has not seen yet."""
 
 ReadMessage: TypeAlias = Accepted | PublicationStep | Completed | Revoked
 
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """A Watch is open."""
+    """A Watch is open; with `resumed`, it goes on where the last one ended, without a full state."""
 
     resumed: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Synced:
-    """The full state was told."""
+    """The full state has been sent. With `need_resync`, the process must send its own state again."""
 
     need_resync: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Lagged:
-    """Events were dropped; the full state follows."""
+    """This many events were dropped; the full state follows."""
 
     dropped: int
 
@@ -69,21 +66,24 @@ class Lagged:
 WatchMessage: TypeAlias = Opened | Numbered | Synced | Lagged
 
 
-async def read_blocks(home: Home, ask: Ask, wait: float) -> AsyncGenerator[ReadMessage, None]:
-    """Lease a publication and tell its blocks as they come, until the lease ends. Leaving early ends nothing.
+async def read_blocks(home: Home, request: LeaseRequest, wait: float) -> AsyncGenerator[ReadMessage, None]:
+    """Grant a lease on a publication and yield its blocks as they are published, until the lease ends. Closing the
+    generator early does not end the lease.
 
     Args:
-        home: of the source.
-        ask: what is asked.
-        wait: seconds to wait for a publication that has not come.
+        home: the source's home.
+        request: the reader's call.
+        wait: seconds to wait for a publication that has not arrived.
 
     Raises:
-        PublicationTimeout: it did not come.
-        KvferryError: all that `Lessor.grant` raises.
+        PublicationTimeout: the publication did not arrive in time.
+        ServerDraining: the node server is draining; the lease goes on.
+        KvferryError: all that `Lessor.grant` and `Engine.check_readable` raise.
     """
+    source = request.read.source
     with home.turn() as now:
-        home.engines.check_readable(home.engines.find_live(ask.read.source.engine_id, ask.read.source.incarnation))
-        lease = home.lessor.grant(ask)
+        home.engines.find_live(source.engine_id, source.incarnation).check_readable()
+        lease = home.lessor.grant(request)
     publication, waits_until = lease.publication, now + wait
     with _streaming(home, lease), home.wakeups.watching(publication) as waker:
         yield Accepted(lease)
@@ -110,29 +110,37 @@ async def read_blocks(home: Home, ask: Ask, wait: float) -> AsyncGenerator[ReadM
 
 
 async def watch(
-    home: Home, process: Process, secret: bytes, resume_epoch: bytes, resume_sequence: int, peer: str = ""
+    home: Home, process: Process, secret: bytes, resume_epoch: bytes, resume_sequence: int, host: str = ""
 ) -> AsyncGenerator[WatchMessage, None]:
-    """Be a process's Watch: its full state, or what came after `resume_sequence`, then events as they happen.
+    """Serve a process's Watch: yield its full state, or the events after `resume_sequence`, then events as they happen.
+
+    Args:
+        home: the engine's home.
+        process: the process that watches.
+        secret: the secret of its engine's session.
+        resume_epoch: epoch of the home that the process last watched; empty: it watches for the first time.
+        resume_sequence: number of the last event that it got.
+        host: the host that the Watch comes from; empty if unknown.
 
     Raises:
-        WatchTakenOver: a newer Watch of the process has come.
-        ServerDraining: after it was told.
+        WatchTakenOver: a newer Watch of the process has opened.
+        ServerDraining: the node server is draining, which the process was told.
         KvferryError: all that `Home.open_watch` raises.
     """
     with home.turn():
-        home.check_taking()
-        feed = home.open_watch(process, secret, peer)
-        holder = feed.take_over()
+        home.check_not_draining()
+        feed = home.open_watch(process, secret, host)
+        number = feed.take_over()
         home.wakeups.wake(feed)
         told = resume_sequence
         resumed = resume_epoch == home.epoch and feed.dropped_after(told) == 0
-        # A home that needs a resync could not say so in a resumed stream, which has no `synced`.
+        # A home that needs a resync must send the full state: only `synced`, at its end, can say so.
         resumed = resumed and not home.need_resync(process)
     try:
         yield Opened(resumed)
         if not resumed:
             told = feed.sequence
-            async with aclosing(_full_state(home, feed, holder)) as messages:
+            async with aclosing(_full_state(home, feed, number)) as messages:
                 async for message in messages:
                     yield message
         with home.wakeups.watching(feed) as waker:
@@ -142,48 +150,49 @@ async def watch(
                 if dropped:
                     yield Lagged(dropped)
                     told = feed.sequence
-                    async with aclosing(_full_state(home, feed, holder)) as messages:
+                    async with aclosing(_full_state(home, feed, number)) as messages:
                         async for message in messages:
                             yield message
                 for numbered in feed.after(told):
-                    _check_holder(feed, holder)
+                    _check_current(feed, number)
                     told = numbered.sequence
                     yield numbered
-                _check_holder(feed, holder)
+                _check_current(feed, number)
                 if feed.after(told):
                     continue
                 if home.draining:
                     raise ServerDraining("this node server is draining")
                 await waker.wait()
     finally:
-        # A stream that drain has ended says nothing about its process.
-        if feed.holder == holder and not home.draining:
+        # A stream that ended because of a drain says nothing about its process.
+        if feed.current_watch == number and not home.draining:
             with home.turn():
                 home.close_watch(process)
 
 
-async def _full_state(home: Home, feed: Feed, holder: int) -> AsyncGenerator[WatchMessage, None]:
+async def _full_state(home: Home, feed: Feed, number: int) -> AsyncGenerator[WatchMessage, None]:
     process = feed.process
     events = home.state(process)
     size = EVENT_BYTES * len(events)
-    if feed.tellings:
-        # A Watch that was taken over may not take what it is told. The first is never refused: an engine dies without.
+    if feed.full_states:
+        # Only the first is sent unchecked, since without one the engine dies. Watches that were taken over may never
+        # take what is sent, so further ones count.
         home.memory.check(process.engine, size)
-    feed.tellings += 1
+    feed.full_states += 1
     try:
         with home.memory.holding(process.engine, size):
             for event in events:
-                _check_holder(feed, holder)
+                _check_current(feed, number)
                 yield Numbered(0, event)
     finally:
-        feed.tellings -= 1
+        feed.full_states -= 1
     yield Synced(home.need_resync(process))
 
 
 @contextmanager
 def _streaming(home: Home, lease: Lease) -> Iterator[None]:
-    """One more stream tells the blocks of a lease: one for each party, and some that were cut off unseen."""
-    most = lease.ask.parties + STREAMS_CUT_OFF
+    """Count one more stream of a lease; raises `LimitReached` if there are too many."""
+    most = lease.request.parties + MAX_STALE_STREAMS
     check_limit("streams", lease.streams, most, home.times.renew_every)
     lease.streams += 1
     try:
@@ -192,15 +201,15 @@ def _streaming(home: Home, lease: Lease) -> Iterator[None]:
         lease.streams -= 1
 
 
-def _check_holder(feed: Feed, holder: int) -> None:
-    if feed.holder != holder:
+def _check_current(feed: Feed, number: int) -> None:
+    if feed.current_watch != number:
         engine_id = feed.process.engine.engine_id
         raise WatchTakenOver(f"a newer Watch of the same process of {engine_id!r} took over", engine_id=engine_id)
 
 
 def _timeout(publication: PublicationRecord, wait: float) -> PublicationTimeout:
     return PublicationTimeout(
-        f"{publication} did not come within {wait:.3f} s",
+        f"{publication} was not published within {wait:.3f} s",
         engine_id=publication.source.engine_id,
         publication=publication.number,
         waited_ms=round(wait * 1000),

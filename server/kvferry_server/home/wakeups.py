@@ -1,4 +1,4 @@
-"""How a stream waits until something it looks at has changed."""
+"""Wakeups: how a stream waits until a publication or a feed has changed."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from contextlib import contextmanager
 
 
 class Waker:
-    """One stream's bell. Clear it, look, wait: a change between the look and the wait is not missed."""
+    """What one stream waits on. Clear it, look, then wait: a change after the look ends the wait."""
 
     def __init__(self) -> None:
         self._event = asyncio.Event()
 
     def clear(self) -> None:
-        """From here on a change ends the next `wait`."""
+        """Forget earlier changes: only changes from now on end the next `wait`."""
         self._event.clear()
 
     def ring(self) -> None:
-        """Something has changed."""
+        """Note that something has changed, and end the wait."""
         self._event.set()
 
     async def wait(self, seconds: float | None = None) -> None:
-        """Until something has changed, or `seconds` have passed."""
+        """Wait until something has changed, or until `seconds` have passed."""
         try:
             await asyncio.wait_for(self._event.wait(), seconds)
         except asyncio.TimeoutError:
@@ -30,14 +30,14 @@ class Waker:
 
 
 class Wakeups:
-    """Who is to be woken when what changes. Belongs to one event loop."""
+    """The wakers of streams, by what they watch. Belongs to one event loop."""
 
     def __init__(self) -> None:
         self._wakers: dict[Hashable, set[Waker]] = {}
 
     @contextmanager
     def watching(self, topic: Hashable) -> Iterator[Waker]:
-        """A waker that rings when the topic changes."""
+        """Give a waker that every change of the topic rings while the context lasts."""
         waker = Waker()
         self._wakers.setdefault(topic, set()).add(waker)
         try:
@@ -49,11 +49,11 @@ class Wakeups:
                 del self._wakers[topic]
 
     def wake(self, topic: Hashable) -> None:
-        """The topic has changed."""
+        """Ring the wakers of a topic, which has changed."""
         for waker in self._wakers.get(topic, ()):
             waker.ring()
 
     def wake_all(self) -> None:
-        """Everything has changed."""
+        """Ring all wakers."""
         for topic in self._wakers:
             self.wake(topic)

@@ -1,1 +1,1 @@
-"""A node server as a process: settings, addresses, gRPC servers and what guards them."""
+"""A node server as a process: settings, addresses, gRPC servers, and the guard around every call."""

@@ -1,8 +1,8 @@
-"""Requests that arrive: how many of a host are read at once, and who makes room when others of that host wait.
+"""Arrivals: how many requests of one host are read at once, and which calls make room when others of that host wait.
 
-A request that does not come holds its place. If others had to wait for that, a few slow bodies would keep a host's
-renewals out until its leases are lost. So whoever keeps others waiting, because his peer neither sends nor takes, is
-told to come back.
+A request holds a slot while it is read. If others had to wait for a slow one, a few slow request bodies would keep a
+host's renewals out until its leases are lost. So a call whose peer neither sends nor takes data, while others wait for
+a slot, fails with `LimitReached` and a retry delay.
 """
 
 from __future__ import annotations
@@ -14,20 +14,12 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from kvferry.errors import InvalidField, KvferryError, LimitReached
-
-REQUEST_TIMEOUT = 10.0
-"""Seconds that a request may take to arrive."""
-
-PATIENCE = 0.25
-"""The same while others of its host wait to be read."""
-
-RETRY_AFTER = 0.25
-"""Seconds after which a call that made room is worth repeating."""
+from kvferry_server.node.times import REQUEST_TIMEOUT, RETRY_AFTER, SLOW_PEER_TIMEOUT
 
 
 @dataclass(eq=False, slots=True)
 class _Idle:
-    """A call that has a place and waits for its peer."""
+    """A call that has a slot and waits for its peer."""
 
     since: float
     task: asyncio.Task[Any]
@@ -35,49 +27,52 @@ class _Idle:
 
 
 class Arrivals:
-    """The places of one host. Belongs to one event loop.
+    """The slots of one host. Belongs to one event loop.
 
     Args:
-        most: places.
+        most: how many slots there are.
     """
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._places = asyncio.Semaphore(most)
+        self._slots = asyncio.Semaphore(most)
         self._wanted = 0
-        # Whoever began to wait first is first.
+        # In the order in which they began to wait.
         self._idle: dict[_Idle, None] = {}
         self._timer: asyncio.TimerHandle | None = None
 
     @contextlib.asynccontextmanager
-    async def place(self) -> AsyncIterator[ArrivalPlace]:
-        """Have a place, in the order of asking; it is free again at the end, or after `ArrivalPlace.free`."""
+    async def slot(self) -> AsyncIterator[RequestSlot]:
+        """Wait for a slot, first come first served. It is free again when the context ends, or after
+        `RequestSlot.free`."""
         self._wanted += 1
         try:
-            self._hurry()
-            await self._places.acquire()
+            self._schedule()
+            await self._slots.acquire()
         finally:
             self._wanted -= 1
-        place = ArrivalPlace(self)
+        slot = RequestSlot(self)
         try:
-            yield place
+            yield slot
         finally:
-            place.free()
+            slot.free()
 
     @contextlib.contextmanager
     def waits_for_peer(self) -> Iterator[None]:
-        """What waits for the peer, with a place in hand; raises `LimitReached` if others needed the place."""
+        """Mark the current task as waiting for its peer while it has a slot; raises `LimitReached` if others needed the
+        slot meanwhile."""
         task = cast("asyncio.Task[Any]", asyncio.current_task())
         idle = _Idle(asyncio.get_running_loop().time(), task)
         self._idle[idle] = None
-        self._hurry()
+        self._schedule()
         try:
             yield
         except asyncio.CancelledError:
             if not idle.ended:
                 raise
             raise LimitReached(
-                f"requests: all {self._most} places of this host are taken, others wait, and this call's peer was slow",
+                f"requests: this host has all {self._most} requests that are read at once, others of it wait, and this "
+                "call's peer was slow",
                 retry_after=RETRY_AFTER,
                 limit="requests",
                 value=self._most,
@@ -86,62 +81,63 @@ class Arrivals:
             self._idle.pop(idle, None)
 
     def give_back(self) -> None:
-        """One place is free."""
-        self._places.release()
+        """Free one slot."""
+        self._slots.release()
 
-    def _hurry(self) -> None:
-        """Somebody waits for a place, or for his peer: look when patience is over."""
-        if self._timer is None and self._wanted and self._places.locked():
+    def _schedule(self) -> None:
+        """Set the timer that makes room, if calls wait for slots."""
+        if self._timer is None and self._wanted and self._slots.locked():
             oldest = next(iter(self._idle), None)
             if oldest is not None:
                 loop = asyncio.get_running_loop()
-                self._timer = loop.call_at(oldest.since + PATIENCE, self._make_room)
+                self._timer = loop.call_at(oldest.since + SLOW_PEER_TIMEOUT, self._make_room)
 
     def _make_room(self) -> None:
+        """End as many calls that have waited too long for their peers as other calls wait for slots."""
         self._timer = None
-        overdue = asyncio.get_running_loop().time() - PATIENCE
+        overdue = asyncio.get_running_loop().time() - SLOW_PEER_TIMEOUT
         for idle in tuple(self._idle)[: self._wanted]:
             if idle.since <= overdue:
                 idle.ended = True
                 del self._idle[idle]
                 idle.task.cancel()
-        self._hurry()
+        self._schedule()
 
 
-class ArrivalPlace:
-    """A place among the requests of a host that are read, or worked on if they are large."""
+class RequestSlot:
+    """A slot among the requests of one host that are read, or worked on if they are large."""
 
     def __init__(self, arrivals: Arrivals) -> None:
         self._arrivals: Arrivals | None = arrivals
 
     def free(self) -> None:
-        """Give it to the next one. Idempotent."""
+        """Free the slot for the next request. Idempotent."""
         arrivals, self._arrivals = self._arrivals, None
         if arrivals is not None:
             arrivals.give_back()
 
     def waits_for_peer(self) -> contextlib.AbstractContextManager[None]:
-        """See `Arrivals`; nothing, once it is free."""
+        """Do as `Arrivals.waits_for_peer`; nothing, once the slot is free."""
         return contextlib.nullcontext() if self._arrivals is None else self._arrivals.waits_for_peer()
 
     async def read(self, context: Any) -> Any:
-        """A call's next message.
+        """Return a call's next message, undecoded.
 
         Raises:
-            InvalidField: it does not come.
-            LimitReached: others needed the place meanwhile.
+            InvalidField: it did not arrive within `REQUEST_TIMEOUT`.
+            LimitReached: others needed the slot meanwhile.
         """
         with self.waits_for_peer():
-            return await within(REQUEST_TIMEOUT, context.read(), _not_sent)
+            return await within(REQUEST_TIMEOUT, context.read(), _late_request)
 
 
-def _not_sent() -> KvferryError:
-    return InvalidField("request", "unfinished", f"all of it within {REQUEST_TIMEOUT:g} s")
+def _late_request() -> KvferryError:
+    return InvalidField("request", "unfinished", f"a request that arrives within {REQUEST_TIMEOUT:g} s")
 
 
 async def within(seconds: float, what: Awaitable[Any], late_error: Callable[[], KvferryError]) -> Any:
-    """Wait for something at most so long; raises `late_error` after that."""
-    # A timer instead of `asyncio.wait_for`, whose task would be a sixth of what a call costs.
+    """Wait for `what` at most `seconds`, and return its result; after that, raise the error that `late_error` makes."""
+    # A timer instead of `asyncio.wait_for`, whose extra task would make a call cost a sixth more.
     loop, task, late = asyncio.get_running_loop(), cast("asyncio.Task[Any]", asyncio.current_task()), False
 
     def end() -> None:

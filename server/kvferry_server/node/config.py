@@ -1,8 +1,8 @@
-"""The settings of a node server: each defined once, in `NodeConfig`, with its help text.
+"""The settings of a node server: each is defined once, in `NodeConfig`, with its help text.
 
-Flags win over the environment (``KVFERRY_…``), which wins over a TOML file (``--config``), which wins over
-the defaults. An error names the setting, its value and where that came from; `kvferryd --check-config` prints
-all three for every setting.
+Flags win over the environment (``KVFERRY_…``), which wins over a TOML file (``--config``), which wins over the
+defaults. An error names the setting, its value and the value's origin; `kvferryd --check-config` prints all three for
+every setting.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from pydantic_settings import (
 from kvferry._wire.channel import Address, TlsConfig, parse_address
 from kvferry.errors import InvalidField, KvferryError
 from kvferry_server.domain.times import Times
-from kvferry_server.node.guard import CallLimits
+from kvferry_server.node.limits import CallLimits
 
 ENV_PREFIX = "KVFERRY_"
 CONFIG_FILE = ENV_PREFIX + "CONFIG"
@@ -39,97 +39,102 @@ _LIMITS = CallLimits()
 
 
 class BadConfig(KvferryError):
-    """Settings that a node server cannot run with. Values: setting, value, origin, problem of the first."""
+    """Settings are wrong. The message has a line for each. Values, for the first: setting, value, origin, problem."""
 
 
 class NodeConfig(BaseSettings):
-    """Everything that can be set. Constructed directly, it takes nothing from the environment or from
-    files."""
+    """All settings of a node server. The constructor reads neither the environment nor files: see `load`.
+
+    Durations are in seconds.
+
+    Raises:
+        pydantic.ValidationError: settings are wrong; `load` and `configure` raise `BadConfig` for it.
+    """
 
     model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, extra="forbid", frozen=True)
 
     listen: str = Field(
         "127.0.0.1:7423",
-        description="TCP address for engines and node servers of other hosts. Port 0 takes a free one; empty: no TCP.",
+        description="TCP address for engines and node servers of other hosts. Port 0: a free port. Empty: no TCP.",
         json_schema_extra={"group": "addresses", "metavar": "HOST:PORT"},
     )
     unix: str = Field(
         "/run/kvferry/node.sock",
-        description="UNIX socket for the engines of this host. Who may enter its directory may connect. Empty: none.",
+        description="UNIX socket for engines of this host. Users who may enter its directory may connect. Empty: none.",
         json_schema_extra={"group": "addresses", "metavar": "PATH"},
     )
     advertise: str = Field(
         "",
-        description="How other nodes reach this one; goes into references. Empty: the TCP address, else the socket. "
-        "Without a port: the one that is listened on.",
+        description="The address at which other nodes reach this server; it goes into references. Without a port: the "
+        "port of `listen`. Empty: the TCP address, else the UNIX socket.",
         json_schema_extra={"group": "addresses", "metavar": "HOST[:PORT]"},
     )
 
     tls_cert: Path | None = Field(
         None,
-        description="PEM file of this server's certificate chain. Turns TLS on for TCP.",
+        description="PEM file with this server's certificate chain. Turns on TLS for TCP.",
         json_schema_extra={"group": "security", "metavar": "FILE"},
     )
     tls_key: Path | None = Field(
         None,
-        description="PEM file of the certificate's private key.",
+        description="PEM file with the certificate's private key.",
         json_schema_extra={"group": "security", "metavar": "FILE"},
     )
     tls_ca: Path | None = Field(
         None,
-        description="PEM file of authorities: clients must show a certificate of one of them (mTLS).",
+        description="PEM file with certificate authorities: clients must show a certificate of one of them (mTLS).",
         json_schema_extra={"group": "security", "metavar": "FILE"},
     )
     insecure: bool = Field(
         False,
-        description="Listen off loopback without TLS. For networks that only engines can reach.",
+        description="Allow listening beyond loopback without TLS. Only for networks that nobody else can reach.",
         json_schema_extra={"group": "security"},
     )
     anonymous_tls: bool = Field(
         False,
-        description="Listen off loopback with TLS that asks clients for no certificate (no tls_ca).",
+        description="Allow listening beyond loopback with TLS but without client certificates (no tls_ca).",
         json_schema_extra={"group": "security"},
     )
     relay_homes: str = Field(
         "",
-        description="Homes that ranks here may name, as shell patterns of host:port, separated by commas. Empty: any "
-        "host with tls_ca or `insecure`, else this host.",
+        description="Homes that this server may relay to, as shell patterns of host:port, separated by commas. Empty: "
+        "any home with tls_ca or `insecure`, otherwise only homes on this host.",
         json_schema_extra={"group": "security", "metavar": "PATTERNS"},
     )
 
     ttl: float = Field(
         _TIMES.ttl,
-        description="How long a lease lasts from its acceptance or renewal; it is renewed every third of it.",
+        description="How long a lease lasts from its acceptance or renewal. Readers renew it after a third of that.",
         json_schema_extra={"group": "times"},
     )
     max_ttl: float = Field(
         _TIMES.max_ttl,
-        description="The longest that any lease may last without a renewal.",
+        description="The longest that a lease may last without a renewal.",
         json_schema_extra={"group": "times"},
     )
     engine_ttl: float = Field(
         _TIMES.engine_ttl,
-        description="From the loss of an engine's Watch until it counts as dead.",
+        description="From the loss of an engine's Watch until the engine counts as dead.",
         json_schema_extra={"group": "times"},
     )
     hold: float = Field(
         _TIMES.hold,
-        description="How long a publication is held that nobody reads.",
+        description="How long a publication that nobody reads is held.",
         json_schema_extra={"group": "times"},
     )
     final: float = Field(
         _TIMES.final,
-        description="From publication until the blocks are released whatever happens; no lease reaches past it.",
+        description="From publication until its blocks are released in any case. No lease extends past it.",
         json_schema_extra={"group": "times"},
     )
     max_wait: float = Field(
         _TIMES.max_wait,
-        description="The longest that a reader may wait for a publication that has not come.",
+        description="The longest that a reader may wait for a publication that has not arrived.",
         json_schema_extra={"group": "times"},
     )
     retire: float = Field(
         _TIMES.retire,
-        description="How long messages of an engine's former incarnation are recognised and refused.",
+        description="How long messages of a replaced incarnation of an engine are recognised and refused.",
         json_schema_extra={"group": "times"},
     )
 
@@ -137,35 +142,35 @@ class NodeConfig(BaseSettings):
         5.0,
         ge=0,
         le=3600,
-        description="How long live leases and calls in progress are waited for once the server was told to stop.",
+        description="How long a server that is told to stop waits for live leases and for calls in progress.",
         json_schema_extra={"group": "operation"},
     )
     max_calls: int = Field(
         _LIMITS.calls,
         ge=1,
         le=1_000_000,
-        description="Calls that may run at once over TCP, and again over the socket; more are told to come back. Over "
-        "TCP no host gets more than are left.",
+        description="Calls that may run at once over TCP, and as many over the UNIX socket. Further ones are refused "
+        "with a retry delay. Over TCP a host gets a further call only while it has fewer than are free.",
         json_schema_extra={"group": "operation", "metavar": "N"},
     )
     max_streams: int = Field(
         _LIMITS.streams,
         ge=1,
         le=1_000_000,
-        description="Streams (ReadBlocks, Watch) that may be open at once; otherwise like max_calls.",
+        description="Streams (ReadBlocks, Watch) that may be open at once, limited in the same way as max_calls.",
         json_schema_extra={"group": "operation", "metavar": "N"},
     )
     max_connections: int = Field(
         4096,
         ge=8,
         le=1_000_000,
-        description="TCP connections, and again as many to the socket. Fewer where the process may not open so many "
-        "files. When TCP's are nearly used up, whoever has the most loses his newest.",
+        description="TCP connections, and as many over the UNIX socket. Fewer if the process may not open so many "
+        "files. When three quarters of the TCP connections are in use, the host with the most loses its newest.",
         json_schema_extra={"group": "operation", "metavar": "N"},
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         "info",
-        description="The least that is logged, to stderr.",
+        description="Level from which messages are logged, to stderr.",
         json_schema_extra={"group": "operation"},
     )
 
@@ -178,7 +183,7 @@ class NodeConfig(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Only what is passed: `load` reads the sources, since it has to know which value came from where."""
+        """Use only what is passed: `load` reads the other sources itself, to know where each value comes from."""
         return (init_settings,)
 
     @field_validator("tls_cert", "tls_key", "tls_ca", mode="before")
@@ -188,12 +193,12 @@ class NodeConfig(BaseSettings):
 
     @model_validator(mode="after")
     def _fits_together(self) -> NodeConfig:
-        # Each raises an InvalidField that names its setting.
+        # Each of these raises an InvalidField that names its setting.
         _ = (self.times, self.tls, self.listen_address, self.unix_path)
         if self.tls is not None and self.tls.cert is None:
             raise InvalidField("tls_ca", str(self.tls_ca), "tls_cert and tls_key beside it")
         if not self.listen and not self.unix:
-            raise InvalidField("listen", "", "a TCP address here or a path in unix: both are empty")
+            raise InvalidField("listen", "", "a TCP address, unless unix has a path: both are empty")
         return self
 
     @property
@@ -202,35 +207,35 @@ class NodeConfig(BaseSettings):
         return Times(**{field.name: getattr(self, field.name) for field in fields(Times)})
 
     @property
-    def limits(self) -> CallLimits:
-        """The bounds on what runs at once."""
+    def call_limits(self) -> CallLimits:
+        """How many calls may run at once."""
         return CallLimits(calls=self.max_calls, streams=self.max_streams)
 
     @property
     def relay_patterns(self) -> tuple[str, ...]:
-        """Of `relay_homes`."""
+        """The patterns in `relay_homes`."""
         return tuple(pattern.strip() for pattern in self.relay_homes.split(",") if pattern.strip())
 
     @property
     def tls(self) -> TlsConfig | None:
-        """The files for TLS; None: no TLS."""
+        """The TLS files; None: no TLS. Raises `InvalidField` if one is missing."""
         if self.tls_cert is None and self.tls_key is None and self.tls_ca is None:
             return None
         return TlsConfig(ca=self.tls_ca, cert=self.tls_cert, key=self.tls_key)
 
     @property
     def listen_address(self) -> Address | None:
-        """The TCP address as it was asked for; None: no TCP."""
+        """The TCP address to listen on; None: no TCP. Raises `InvalidField`."""
         if not self.listen:
             return None
         address = parse_address(self.listen, "listen")
         if address.is_unix:
-            raise InvalidField("listen", self.listen, "host:port; a UNIX socket is named by unix")
+            raise InvalidField("listen", self.listen, "host:port; set a UNIX socket with unix")
         return address
 
     @property
     def unix_path(self) -> Path | None:
-        """The UNIX socket; None: none."""
+        """The UNIX socket to listen on; None: none. Raises `InvalidField`."""
         if not self.unix:
             return None
         path = Path(self.unix.removeprefix("unix:")).absolute()
@@ -239,24 +244,24 @@ class NodeConfig(BaseSettings):
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """Settings, and where each came from: ``--flag``, ``KVFERRY_NAME``, a file, or ``default``."""
+    """Settings, and the origin of each: ``--flag``, ``KVFERRY_NAME``, a file, or ``default``."""
 
     config: NodeConfig
     origins: Mapping[str, str]
 
     def describe(self) -> str:
-        """The effective configuration as TOML that `--config` takes, with the origins as comments."""
+        """Return the effective settings as TOML that `--config` takes, with the origins as comments."""
         lines = []
         for name in NodeConfig.model_fields:
             value = getattr(self.config, name)
-            # JSON's strings, numbers and booleans are TOML's.
+            # Strings, numbers and booleans are written alike in JSON and TOML.
             text = json.dumps("" if value is None else str(value) if isinstance(value, Path) else value)
             lines.append(f"{f'{name} = {text}':<44} # {self.origins[name]}")
         return "\n".join(lines)
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """A flag for every setting, grouped, with its default and its name in the environment."""
+    """Add a flag for every setting to a parser, in groups, with the default and the name in the environment."""
     groups: dict[str, Any] = {}
     for name, field in NodeConfig.model_fields.items():
         extra = field.json_schema_extra
@@ -277,14 +282,14 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def load(flags: Mapping[str, Any], file: Path | None = None) -> Loaded:
-    """The settings from all sources.
+    """Load the settings from all sources.
 
     Args:
-        flags: by setting, those that were given.
+        flags: the flags that were given, by setting.
         file: the TOML file; None: none.
 
     Raises:
-        BadConfig: a message for each setting that is wrong.
+        BadConfig: settings are wrong; the message has a line for each.
     """
     sources: list[tuple[Mapping[str, Any], str]] = [
         (flags, "flag"),
@@ -301,17 +306,17 @@ def load(flags: Mapping[str, Any], file: Path | None = None) -> Loaded:
 
 
 def configure(**settings: Any) -> NodeConfig:
-    """The settings of a server that a program starts: what it says, else the defaults; no environment, no
-    file.
+    """Return the settings of a server that a program starts: what it passes, otherwise the defaults. Reads neither the
+    environment nor a file.
 
     Raises:
-        BadConfig: a message for each setting that is wrong.
+        BadConfig: settings are wrong; the message has a line for each.
     """
     return _validated(settings, dict.fromkeys(settings, "the caller"))
 
 
 def config_file(flag: str | None) -> Path | None:
-    """The TOML file: what ``--config`` says, else what ``KVFERRY_CONFIG`` says."""
+    """Return the TOML file that ``--config`` names, otherwise the one that ``KVFERRY_CONFIG`` names; None: neither."""
     name = flag if flag is not None else os.environ.get(CONFIG_FILE, "")
     return Path(name) if name else None
 
@@ -328,8 +333,8 @@ def _flag(name: str) -> str:
 
 
 def _read_file(path: Path) -> dict[str, Any]:
-    # The source skips files that do not exist; somebody who named one wants it read.
-    problem = f"there is no such file: {path}"
+    # pydantic's source skips files that do not exist, but this one was named.
+    problem = f"{path} does not exist"
     if path.is_file():
         try:
             return TomlConfigSettingsSource(NodeConfig, path)()

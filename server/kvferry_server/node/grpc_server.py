@@ -1,12 +1,12 @@
-"""grpcio's asyncio server, without the flaw by which a stranger ends it.
+"""grpcio's asyncio server, with a workaround for a bug by which any client can end it.
 
-grpcio (1.84 and 1.85) decodes a request's path on the task that accepts all calls. A path that is not UTF-8
-raises there, and the server shuts down with all its connections. It decodes nothing for methods that were registered
-beforehand. So all methods that we offer are registered, and calls of any other path are taken by a task of ours,
-which never looks at it: they are refused as not offered, without their name.
+grpcio 1.84 and 1.85 decode a call's path in the task that accepts all calls. A path that is not UTF-8 raises there, and
+the server shuts down with all its connections. For methods that were registered beforehand nothing is decoded. So all
+methods of this server are registered, and calls with any other path are accepted by a task here that never decodes the
+path: they are refused as not offered, without naming it.
 
-This is the one file that reaches into grpcio's private parts. Where it does not decode (1.80 to 1.82) there is nothing
-to mend, but all methods share one queue. `kvferry_server.node.serving` replaces a server that ended all the same.
+This is the only file that uses private parts of grpcio. Versions 1.80 to 1.82 do not have the bug and need no
+workaround, but all their methods share one queue. `kvferry_server.node.serving` replaces a server that ends anyway.
 """
 
 from __future__ import annotations
@@ -23,30 +23,32 @@ from grpc._cython import cygrpc
 from grpc.aio import _server as aio_server
 
 from kvferry._wire.channel import ONE_QUEUE_OPTIONS
-from kvferry_server.node.guard import NO_NAME
+from kvferry_server.node.guard import UNKNOWN_METHOD
 
 logger = logging.getLogger(__name__)
 
 _NEEDED = ("_schedule_rpc_coro", "_handle_rpc")
 _CAN_MEND = hasattr(cygrpc.AioServer, "_make_request_call_future") and all(hasattr(cygrpc, name) for name in _NEEDED)
+"""Whether this version of grpcio has the parts that the workaround replaces."""
 
 
-class _Unregistered:
-    """Finds no method."""
+class _NoHandlers:
+    """A handler table in which no method is found."""
 
     def resolve_handler(self, _: object) -> None:
         return None
 
 
 class _AioServer(cygrpc.AioServer):  # type: ignore[misc]
-    """Takes calls of methods that nobody registered by itself, if `mended`; says when it has ended by itself."""
+    """grpcio's server. If `mended`, it accepts calls of unregistered methods itself. The future `ended` gets the reason
+    if the server ends without being stopped."""
 
     def __init__(
         self, loop: asyncio.AbstractEventLoop, interceptors: tuple[Any, ...], options: Any, *, mended: bool
     ) -> None:
         super().__init__(loop, None, (), interceptors, options, None)
         self.ended: asyncio.Future[BaseException] = loop.create_future()
-        # grpcio's own attributes are not to be had from Python.
+        # Kept here because grpcio's own attributes cannot be read from Python.
         self._known = (loop, interceptors, mended)
         self._calls: set[asyncio.Task[None]] = set()
 
@@ -54,51 +56,52 @@ class _AioServer(cygrpc.AioServer):  # type: ignore[misc]
         loop, _, mended = self._known
         if method is not None or not mended:
             return super()._make_request_call_future(method)
-        return loop.create_task(self._take_unregistered())
+        return loop.create_task(self._accept_unregistered())
 
-    async def _take_unregistered(self) -> None:
-        """Ends as grpcio's own would that takes one call: by its error when the server stops."""
+    async def _accept_unregistered(self) -> None:
+        """Accept calls of unregistered methods until the server stops. Ends with the same error as grpcio's own task
+        that accepts one call."""
         loop, interceptors, _ = self._known
         while True:
             state = await self._request_call()
-            handling = cygrpc._handle_rpc(NO_NAME, _Unregistered(), interceptors, state, loop, False)
-            call = loop.create_task(cygrpc._schedule_rpc_coro(handling, state, loop, NO_NAME))
+            handling = cygrpc._handle_rpc(UNKNOWN_METHOD, _NoHandlers(), interceptors, state, loop, False)
+            call = loop.create_task(cygrpc._schedule_rpc_coro(handling, state, loop, UNKNOWN_METHOD))
             self._calls.add(call)
             call.add_done_callback(self._calls.discard)
 
     def _serving_task_crash_handler(self, task: asyncio.Task[None]) -> None:
         super()._serving_task_crash_handler(task)
-        # With calls that go on, grpcio's `wait_for_termination` would not say so.
+        # `wait_for_termination` does not return while calls go on.
         error = None if task.cancelled() else task.exception()
         if error is not None and not self.ended.done():
             self.ended.set_result(error)
 
 
 class Server(aio_server.Server):
-    """`grpc.aio.Server` around the one above."""
+    """`grpc.aio.Server` around `_AioServer`."""
 
     def __init__(self, interceptor: grpc.aio.ServerInterceptor, options: Sequence[tuple[str, Any]], *, mended: bool):
         self._loop = cygrpc.get_working_loop()
         self._server = _AioServer(self._loop, (interceptor,), tuple(options), mended=mended)
 
     async def stop(self, grace: float | None) -> None:
-        """As of `grpc.aio.Server`."""
+        """Stop the server as `grpc.aio.Server.stop` does, also one that has ended by itself."""
         try:
             await super().stop(grace)
         except Exception:
-            # Why it ended by itself, told to whoever stops it first and in the middle of that. The rest is to be done.
+            # The first stop of a server that ended by itself raises the reason before it has finished: stop it again.
             if not self._server.ended.done():
                 raise
             await super().stop(grace)
 
     async def ended(self) -> BaseException:
-        """Wait until it has ended by itself; why."""
+        """Wait until the server has ended by itself. Returns the reason."""
         error: BaseException = await asyncio.shield(self._server.ended)
         return error
 
 
 class _Collected:
-    """What the generated `add_…_to_server` takes for a server."""
+    """Collects handlers: stands in for a server in the generated `add_…_to_server`."""
 
     def __init__(self) -> None:
         self.generic: list[grpc.GenericRpcHandler] = []
@@ -107,10 +110,12 @@ class _Collected:
         self.generic.extend(handlers)
 
     def add_registered_method_handlers(self, service: str, handlers: object) -> None:
-        """The same again, from newer generators."""
+        """Ignore the same handlers, which newer generators pass a second time."""
 
 
 class _Details:
+    """The details of a call, with which a generic handler is asked for a method."""
+
     def __init__(self, method: str) -> None:
         self.method = method
         self.invocation_metadata = ()
@@ -124,14 +129,14 @@ def make_server(
     *,
     mended: bool = True,
 ) -> Server:
-    """A server for the running loop, without an address yet.
+    """Make a server for the running event loop, without an address yet.
 
     Args:
-        interceptor: stands around every call, those of methods that are not offered included.
-        options: gRPC's.
+        interceptor: wraps every call, including those of unknown methods.
+        options: gRPC channel arguments.
         services: full names of all services that `add` adds.
-        add: calls the generated ``add_…_to_server`` with what it is given.
-        mended: False: grpcio's server as it is, for tests of what happens when it ends.
+        add: passes its argument to the generated ``add_…_to_server`` functions.
+        mended: False: without the workaround, for tests of what happens when grpcio's server ends.
     """
     if not _CAN_MEND:
         options = tuple({**dict(options), **dict(ONE_QUEUE_OPTIONS)}.items())

@@ -1,12 +1,12 @@
-"""What stands around every handler of a node server.
+"""The guard: an interceptor around every handler of a node server.
 
-`Guard` is the only way that an error gets out: typed errors as their status, anything else as INTERNAL with
-an id that is also in the log, and nothing of its text. It requires deadlines; it bounds how many calls run at
-once, and shares them out among hosts; and it knows the open streams, which must be ended before a server can
-stop, since a single one would hold up its whole grace.
-
-It reads and decodes requests itself. So a call is refused before its request was read; bytes that are no message
-of ours end in a typed error too; and only so many requests of one host are in memory at once.
+- Errors leave a server only through it: typed errors as their status; any other exception as INTERNAL, with an id that
+  is also in the log, and without its text.
+- It requires deadlines.
+- It limits how many calls run at once, and how many of them one host has.
+- It knows the open streams and ends them before the server stops: gRPC would wait for a single one for the whole grace.
+- It reads and decodes requests itself, so that a call is refused before its request is read, that bytes that do not
+  decode end in a typed error, and that few requests of one host are in memory at once.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import logging
 import secrets
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Awaitable, Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias, cast
 from weakref import WeakValueDictionary
@@ -35,28 +34,32 @@ from kvferry.errors import (
     NotImplementedHere,
     ServerDraining,
 )
+from kvferry_server.domain.budgets import Budget, check_budget
 from kvferry_server.domain.hosts import host_of
-from kvferry_server.domain.shares import Shares as Room
-from kvferry_server.domain.shares import check_share
-from kvferry_server.node.arrivals import ArrivalPlace, Arrivals
+from kvferry_server.node.arrivals import Arrivals, RequestSlot
 from kvferry_server.node.connections import end_connection
+from kvferry_server.node.limits import (
+    LARGE_MESSAGE,
+    MAX_LOCAL_REQUESTS,
+    MAX_PENDING_ANSWERS,
+    MAX_REQUESTS,
+    MAX_STREAM_REQUEST,
+    CallLimits,
+)
+from kvferry_server.node.times import ANSWER_TIMEOUT, RETRY_AFTER
 
 logger = logging.getLogger(__name__)
 
 INTROSPECTION = "/kvferry.v1.Introspection/"
 
-OUR_SERVICE = "/kvferry.v1.KVTransfer/"
-"""The calls that need a deadline. Introspection never waits, and operators' tools (`buf curl`, `grpcurl`) send none."""
+KV_TRANSFER = "/kvferry.v1.KVTransfer/"
+"""Its calls need a deadline. Introspection never waits, and operators' tools (`buf curl`, `grpcurl`) send none."""
 
-WITHOUT_DEADLINE = frozenset({"/kvferry.v1.KVTransfer/Watch"})
-"""Calls of ours that last as long as a process does."""
+WITHOUT_DEADLINE = frozenset({KV_TRANSFER + "Watch"})
+"""Calls that last as long as a process does."""
 
-NO_NAME = "a method of another name"
-"""What a call is called whose method nobody offers: its path is not looked at."""
-
-RETRY_AFTER = 0.25
-"""Seconds after which a call refused by a limit is worth repeating."""
-
+UNKNOWN_METHOD = "the called method"
+"""Stands in messages for the path of a call to an unknown method, which is never decoded."""
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 Behaviour: TypeAlias = Callable[[Any, Any], Any]
@@ -64,47 +67,24 @@ Decode: TypeAlias = Callable[[bytes], Any]
 Encode: TypeAlias = Callable[[Any], bytes]
 
 
-GEOMETRIES = frozenset({OUR_SERVICE + "RegisterCache", OUR_SERVICE + "Handshake", INTROSPECTION + "PlanRead"})
-"""Calls that carry geometries: large, and worked on for seconds. They wait for one another, and nothing else does."""
+GEOMETRIES = frozenset({KV_TRANSFER + "RegisterCache", KV_TRANSFER + "Handshake", INTROSPECTION + "PlanRead"})
+"""Calls that carry geometries: large, and worked on for seconds. They have request slots of their own, so that only
+they wait for one another."""
 
-REQUESTS = 16
-"""Requests of one host that are being read, or worked on if they are large: so many with geometries, and so many
-others. At most 4 MiB each."""
-
-LOCAL_REQUESTS = 64
-"""The same for all callers of the UNIX socket together: gRPC does not tell one from another."""
-
-LARGE = 256 * 1024
-"""Bytes from which a request counts as large."""
-
-STREAM_REQUEST = 64 * 1024
-"""Bytes that the request of a stream may have. It may be kept for as long as the stream is open."""
-
-LARGE_REQUESTS = frozenset({OUR_SERVICE + "Handshake"})
-"""Streams that spread one answer over several messages: their requests are as large as those of calls."""
-
-ANSWER_TIMEOUT = 10.0
-"""Seconds that an answer, a page of one, or a status may take to be taken."""
-
-ANSWERS = 64 << 20
-"""Bytes of large answers that wait to be taken; no host gets more than are left."""
+PAGED_ANSWERS = frozenset({KV_TRANSFER + "Handshake"})
+"""Streams that are one answer in several messages. Their requests may be as large as those of unary calls."""
 
 
-@dataclass(frozen=True, slots=True)
-class CallLimits:
-    """How many calls run at once. Streams are counted apart: readers that wait must not keep renewals and
-    reports out."""
+class CallBudget:
+    """How many calls may run at once, and how many of them one host may have.
 
-    calls: int = 1024
-    """Unary calls."""
-    streams: int = 8192
-    """ReadBlocks, Watch, and the streams of health and reflection."""
+    A host may start a call as long as it has fewer than are free: one host alone gets half, each of two gets a third,
+    and one is always free for a host that has none. Callers on the UNIX socket cannot be told apart and may have all.
 
-
-class CallShares:
-    """Room for so many calls. A host gets another one as long as it has fewer than are left: one host alone gets half,
-    each of two a third, and there is always one left for a host that has none. Callers on the UNIX socket, which all
-    look alike, have all of it."""
+    Args:
+        limit: the name of the limit, for errors.
+        most: how many calls may run at once.
+    """
 
     def __init__(self, limit: str, most: int) -> None:
         self._limit, self._most = limit, most
@@ -113,12 +93,12 @@ class CallShares:
 
     @contextlib.contextmanager
     def one(self, host: str) -> Iterator[None]:
-        """Have room for a call, or raise `LimitReached`."""
+        """Count one call of a host while the context lasts; raises `LimitReached` if it may not start."""
         mine, left = self._hosts[host], self._most - self._all
         if left <= 0 or (host and mine >= left):
-            who = f"{mine} of them by {host}" if host else "over the UNIX socket"
+            who = f"{mine} of them from {host}" if host else "over the UNIX socket"
             raise LimitReached(
-                f"{self._limit}: {self._all} of {self._most} are running at once, {who}",
+                f"{self._limit}: {self._all} of at most {self._most} calls are running, {who}",
                 retry_after=RETRY_AFTER,
                 limit=self._limit,
                 value=self._most,
@@ -135,12 +115,12 @@ class CallShares:
 
 
 class Guard(grpc.aio.ServerInterceptor):
-    """Wraps every handler. Belongs to one event loop."""
+    """Wraps every handler of one gRPC server; see the module. Belongs to one event loop."""
 
     def __init__(self, limits: CallLimits) -> None:
-        self._calls = CallShares("max_calls", limits.calls)
-        self._room = CallShares("max_streams", limits.streams)
-        self._answers = Room(ANSWERS, 0)
+        self._call_budget = CallBudget("max_calls", limits.calls)
+        self._stream_budget = CallBudget("max_streams", limits.streams)
+        self._answer_budget = Budget(MAX_PENDING_ANSWERS, 0)
         self._arriving: WeakValueDictionary[tuple[str, bool], Arrivals] = WeakValueDictionary()
         self._streams: set[asyncio.Task[Any]] = set()
         self._ending = False
@@ -150,10 +130,10 @@ class Guard(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Handler:
-        """Called by gRPC for each call, before its request is read."""
+        """Return the guarded handler of a call. gRPC calls this for each call, before its request is read."""
         method = handler_call_details.method
         handler = await continuation(handler_call_details)
-        # Handlers of streams all of them: gRPC reads the request of any other before it calls.
+        # All are made stream handlers: for any other kind, gRPC reads the request before it calls the handler.
         if handler is not None:
             decode, encode = handler.request_deserializer, partial(_encoded, handler.response_serializer)
             if handler.stream_stream is not None:
@@ -170,7 +150,7 @@ class Guard(grpc.aio.ServerInterceptor):
 
     @property
     def open_streams(self) -> int:
-        """Streams that have not ended."""
+        """The number of streams that have not ended."""
         return len(self._streams)
 
     def end_streams(self) -> None:
@@ -180,7 +160,7 @@ class Guard(grpc.aio.ServerInterceptor):
             task.cancel()
 
     async def streams_ended(self, timeout: float) -> bool:
-        """Wait until no stream is open; whether that was so within `timeout` seconds."""
+        """Wait until no stream is open, at most `timeout` seconds. Returns whether none is open."""
         if self._streams:
             await asyncio.wait(tuple(self._streams), timeout=timeout)
         return not self._streams
@@ -189,14 +169,14 @@ class Guard(grpc.aio.ServerInterceptor):
         async def call(_: object, context: Context) -> None:
             try:
                 host = host_of(context.peer())
-                with self._calls.one(host):
+                with self._call_budget.one(host):
                     _check_deadline(method, context)
                     async with self._request(host, method, context) as (raw, _):
                         request = _decoded(decode, raw)
                         del raw
                         answer = encode(await behaviour(request, context))
                 with self._answering(host, len(answer)):
-                    # Not for gRPC to send, after us: it would keep what is never taken, for anybody who asks.
+                    # Sent here and not by gRPC after the handler: gRPC would keep answers that are never taken.
                     await _taken(context, context.write(answer))
             except Exception as error:
                 await _abort(context, method, error)
@@ -205,16 +185,16 @@ class Guard(grpc.aio.ServerInterceptor):
 
     @contextlib.contextmanager
     def _answering(self, host: str, size: int) -> Iterator[None]:
-        """Room for an answer until it is taken. Small ones are not counted."""
-        if size < LARGE:
+        """Count a large answer until it is taken; raises `LimitReached` if too many bytes wait already."""
+        if size < LARGE_MESSAGE:
             yield
             return
-        check_share("answers", self._answers, host, RETRY_AFTER, size)
-        self._answers.take(host, size)
+        check_budget("answers", self._answer_budget, host, RETRY_AFTER, size)
+        self._answer_budget.take(host, size)
         try:
             yield
         finally:
-            self._answers.give(host, size)
+            self._answer_budget.give(host, size)
 
     def _guarded_stream(
         self, method: str, behaviour: Behaviour, decode: Decode | None, *, one_request: bool
@@ -226,21 +206,21 @@ class Guard(grpc.aio.ServerInterceptor):
                 if self._ending:
                     raise _draining()
                 host = host_of(context.peer())
-                with self._room.one(host):
+                with self._stream_budget.one(host):
                     _check_deadline(method, context)
                     request: Any = _decoded_each(decode, raws)
-                    if method in LARGE_REQUESTS:
-                        async with self._request(host, method, context) as (raw, place):
+                    if method in PAGED_ANSWERS:
+                        async with self._request(host, method, context) as (raw, slot):
                             request = _decoded(decode, raw)
                             del raw
-                            await _drive(behaviour(request, context), partial(_write_page, context, place))
+                            await _drive(behaviour(request, context), partial(_write_page, context, slot))
                         return
                     if one_request:
                         async with self._request(host, method, context) as (raw, _):
                             request = _decoded(decode, _short(raw))
                     await _drive(behaviour(request, context), context.write)
             except asyncio.CancelledError:
-                # Either the client left, and nobody is there to hear of it, or we end our own streams.
+                # Either the client has left, or the server ends its streams.
                 if not self._ending:
                     raise
                 await _abort(context, method, _draining())
@@ -252,26 +232,26 @@ class Guard(grpc.aio.ServerInterceptor):
         return stream
 
     @contextlib.asynccontextmanager
-    async def _request(self, host: str, method: str, context: Context) -> AsyncIterator[tuple[bytes, ArrivalPlace]]:
-        """The bytes of a call's one request, and its place. A small one is let go of at once, for the next of the same
-        host to be read; a large one when it was worked on."""
+    async def _request(self, host: str, method: str, context: Context) -> AsyncIterator[tuple[bytes, RequestSlot]]:
+        """Give the bytes of a call's one request, and its slot. The slot of a small request is freed at once, that of a
+        large one when the context ends."""
         key = host, method in GEOMETRIES
         arrivals = self._arriving.get(key)
         if arrivals is None:
-            arrivals = self._arriving[key] = Arrivals(REQUESTS if host else LOCAL_REQUESTS)
-        async with arrivals.place() as place:
-            raw = await place.read(context)
+            arrivals = self._arriving[key] = Arrivals(MAX_REQUESTS if host else MAX_LOCAL_REQUESTS)
+        async with arrivals.slot() as slot:
+            raw = await slot.read(context)
             if raw is grpc.aio.EOF:
                 raise InvalidField("request", "nothing", "one message")
-            if len(raw) < LARGE:
-                place.free()
-            yield raw, place
+            if len(raw) < LARGE_MESSAGE:
+                slot.free()
+            yield raw, slot
 
 
 def _check_deadline(method: str, context: Context) -> None:
-    needed = method.startswith(OUR_SERVICE) and method not in WITHOUT_DEADLINE
+    needed = method.startswith(KV_TRANSFER) and method not in WITHOUT_DEADLINE
     if needed and context.time_remaining() is None:
-        raise DeadlineRequired(f"{method} needs a deadline: set a timeout on the call")
+        raise DeadlineRequired(f"{method} needs a deadline: set a timeout for the call")
 
 
 def _draining() -> ServerDraining:
@@ -279,13 +259,13 @@ def _draining() -> ServerDraining:
 
 
 def _short(raw: bytes) -> bytes:
-    if len(raw) > STREAM_REQUEST:
-        raise InvalidField("request", f"{len(raw)} bytes", f"at most {STREAM_REQUEST} for a stream's request")
+    if len(raw) > MAX_STREAM_REQUEST:
+        raise InvalidField("request", f"{len(raw)} bytes", f"at most {MAX_STREAM_REQUEST} bytes for this method")
     return raw
 
 
 async def _drive(answer: AsyncGenerator[Any, None] | Awaitable[None], write: Callable[[Any], Awaitable[None]]) -> None:
-    """Run a streaming handler of either kind: one that yields, or one that writes by itself."""
+    """Run a streaming handler of either kind: an async generator, or a coroutine that writes by itself."""
     if isinstance(answer, Awaitable):
         await answer
         return
@@ -294,14 +274,14 @@ async def _drive(answer: AsyncGenerator[Any, None] | Awaitable[None], write: Cal
             await write(message)
 
 
-async def _write_page(context: Context, place: ArrivalPlace, page: Any) -> None:
-    with place.waits_for_peer():
+async def _write_page(context: Context, slot: RequestSlot, page: Any) -> None:
+    with slot.waits_for_peer():
         await _taken(context, context.write(page))
 
 
 async def _taken(context: Context, sending: Awaitable[None]) -> None:
-    """Wait until gRPC has sent something. A client that takes nothing for `ANSWER_TIMEOUT` loses its connection: there
-    is no other way to give a call up whose bytes wait, and until then gRPC keeps them."""
+    """Wait until gRPC has sent something. A client that takes nothing for `ANSWER_TIMEOUT` loses its connection: gRPC
+    has no other way to drop what it keeps for the client."""
     timer = asyncio.get_running_loop().call_later(ANSWER_TIMEOUT, end_connection, context.peer())
     try:
         await sending
@@ -315,13 +295,13 @@ def _decoded(decode: Decode | None, raw: Any) -> Any:
     try:
         return decode(raw)
     except Exception as error:
-        # protobuf's own DecodeError, or whatever else its C code makes of garbage.
+        # Usually protobuf's DecodeError, but its C code raises other errors as well.
         name = getattr(getattr(decode, "__self__", None), "__name__", "message")
         raise InvalidField("request", f"{len(raw)} bytes", f"an encoded {name}") from error
 
 
 def _encoded(encode: Encode | None, message: Any) -> bytes:
-    """What is encoded already, because many are told the same, goes as it is."""
+    """Encode a message. Bytes, encoded before because many clients get the same, are returned as they are."""
     encoded: bytes = message if isinstance(message, bytes) or encode is None else encode(message)
     return encoded
 
@@ -333,23 +313,23 @@ async def _decoded_each(decode: Decode | None, raws: AsyncIterable[Any]) -> Asyn
 
 async def _abort(context: Context, method: str, error: Exception) -> None:
     if isinstance(error, grpc.aio.AbortError):
-        # The handler has aborted the call by itself (health does).
+        # The handler has aborted the call itself, as the health servicer does.
         raise error
     if _is_gone(error):
         raise _left() from None
     if isinstance(error, NotImplementedError):
-        # What the base class of a servicer raises for a call it does not have.
+        # Raised by a servicer's generated base class for a method that is not implemented.
         error = NotImplementedHere(f"this node server does not offer {method}", what=method)
     if not isinstance(error, KvferryError) or not error.reason:
         error_id = secrets.token_hex(8)
         logger.error("%s failed, error_id %s", method, error_id, exc_info=error)
-        error = InternalError(f"the node server failed; its log has more under {error_id}", error_id=error_id)
+        error = InternalError(f"internal error; the node server's log has details under {error_id}", error_id=error_id)
     status = to_status(error)
     try:
-        # It waits behind what was written before it.
+        # The status is sent after what was written before.
         await _taken(context, context.abort(status.code, status.message, status.metadata))
     except grpc.aio.BaseError as failed:
-        # AbortError among them: that is how it goes well.
+        # AbortError is the normal case.
         if _is_gone(failed):
             raise _left() from None
         raise
@@ -362,7 +342,7 @@ def _is_gone(error: Exception) -> bool:
 
 
 def _left() -> asyncio.CancelledError:
-    """Nobody is there to answer any more, which gRPC calls an error: whoever wants to fills a log with it."""
+    """Return what to raise when the client has left: gRPC would log an error for each such call."""
     return asyncio.CancelledError("the call has ended")
 
 

@@ -1,11 +1,11 @@
-"""Where a node server listens: TCP ports, UNIX sockets, and the checks that come before.
+"""Listeners: the TCP port and the UNIX socket of a node server, and the checks before it listens.
 
-gRPC takes a UNIX socket's path from a running server without a word, and leaves the file of a killed one in the way. So
-the path belongs to whoever holds the lock on ``<path>.lock``: a second server is refused, and a file that nobody holds
-the lock for is left over and taken over. Both files are gone when a server has ended by itself.
+gRPC silently takes a UNIX socket's path from a running server, and fails on the file that a killed server left. So a
+path belongs to the process that holds the lock on ``<path>.lock``: a second server is refused, and a socket whose lock
+nobody holds is a leftover, which is replaced. A server that stops removes both files.
 
-A port is held by a socket beside gRPC's own that listens to nobody, so that it stays ours while a gRPC server takes
-another's place (`kvferry_server.node.serving`).
+A port is reserved with a socket beside gRPC's own that does not listen, so that no other process gets the port while
+one gRPC server replaces another (`kvferry_server.node.serving`).
 """
 
 from __future__ import annotations
@@ -26,48 +26,46 @@ import grpc
 from kvferry._wire.channel import MAX_SOCKET_PATH, Address, TlsConfig, parse_address
 from kvferry.errors import InvalidField, KvferryError
 from kvferry_server.node.grpc_server import Server
+from kvferry_server.node.limits import PORT_TRIES
 
 logger = logging.getLogger(__name__)
 
-PORT_TRIES = 20
-"""Free ports that are tried until one is free on every address of a name."""
-
 
 class CannotListen(KvferryError):
-    """An address that this node server cannot have. Values: address, problem."""
+    """The node server cannot listen on an address. Values: address, problem."""
 
     def __init__(self, address: Address | str, problem: str) -> None:
         super().__init__(f"cannot listen on {address}: {problem}", address=address, problem=problem)
 
 
 class Listener(Protocol):
-    """An address that is ours until `close`; gRPC servers come and go on it."""
+    """An address that this process holds until `close`, and on which gRPC servers can replace each other."""
 
     address: Address
-    """With its real port, once `hold` has returned."""
+    """The address, with its real port once `hold` has returned."""
 
     def hold(self) -> None:
-        """Make the address ours, or raise `CannotListen`."""
+        """Reserve the address; raises `CannotListen`."""
 
     def bind(self, server: Server) -> None:
-        """Have this server listen there, where no other does; or raise `CannotListen`."""
+        """Make a gRPC server listen on the address, on which no other may; raises `CannotListen`."""
 
     def close(self) -> None:
         """Give the address up. Idempotent."""
 
     def forget(self) -> None:
-        """In a forked child: the address is the parent's, and must not outlive it here."""
+        """Close the descriptors in a forked child, so that the address does not outlive the parent there."""
 
 
 class UnixListener:
-    """A UNIX socket and the lock that makes it ours."""
+    """A UNIX socket, and the lock that reserves its path."""
 
     def __init__(self, path: Path) -> None:
         self.address = Address(path=str(path))
         self._path = path
         self._lock = path.with_name(path.name + ".lock")
-        # gRPC binds here, and the socket is renamed when its mode is right: the path is never without a server that
-        # has one, nor with a socket that is open to more than it should be.
+        # gRPC binds to this path, and the socket is renamed once its mode is right. So there is always a socket at the
+        # real path while one server replaces another, and never one that more users can connect to than should.
         self._new = path.with_name("." + path.name)
         self._lock_fd = -1
         self._bound = False
@@ -76,19 +74,19 @@ class UnixListener:
         """Lock the path.
 
         Raises:
-            CannotListen: another server has it, or the directory does not allow it.
+            CannotListen: another server has it, or its directory is not usable or not safe.
         """
         if len(os.fsencode(self._new)) > MAX_SOCKET_PATH:
-            raise CannotListen(self.address, f"a path of at most {MAX_SOCKET_PATH - 1} bytes can be had")
+            raise CannotListen(self.address, f"the path may have at most {MAX_SOCKET_PATH - 1} bytes")
         self._make_directory()
         self._check_directory()
         self._acquire()
 
     def bind(self, server: Server) -> None:
-        """Clear the path, and bind.
+        """Make a gRPC server listen on the path.
 
         Raises:
-            CannotListen: something else than a socket is there, or the directory does not allow it.
+            CannotListen: a file that is no socket is there, or the directory is not writable.
         """
         self._check_clear()
         try:
@@ -108,8 +106,8 @@ class UnixListener:
             return
         if self._bound:
             self._path.unlink(missing_ok=True)
-        # While it is still locked: the file that a waiting server has opened is then not the one at the path
-        # any more, and it notices (see _acquire).
+        # Removed while it is still locked: a server that waits for the lock has opened a file that is not at the path
+        # any more, and notices (see _acquire).
         self._lock.unlink(missing_ok=True)
         self._let_go()
 
@@ -122,26 +120,26 @@ class UnixListener:
         except OSError as error:
             raise CannotListen(
                 self.address,
-                f"its directory is missing and cannot be made ({error.strerror}); create it, or name another path",
+                f"its directory does not exist and cannot be created ({error.strerror}); create it or set another path",
             ) from None
-        logger.info("made %s, open to this user only", directory)
+        logger.info("created %s, which only this user may enter", directory)
 
     def _check_directory(self) -> None:
-        """In a directory that everybody may write to, as in /tmp, names may be a stranger's: a link of his, or a
-        directory in which he exchanges our socket for his."""
+        """Raise `CannotListen` if another user could replace the socket: in a directory that everybody may write to,
+        such as /tmp, a file or directory on the way to it may be another user's."""
         for inner in (self._lock, *self._path.parents):
             outer = inner.parent.stat().st_mode
             if not outer & stat.S_IWOTH or inner == inner.parent:
                 continue
             if not outer & stat.S_ISVTX:
                 raise CannotListen(
-                    self.address, f"everybody may exchange files in {inner.parent}; name another path, or chmod o-w it"
+                    self.address, f"everybody may exchange files in {inner.parent}: set another path, or chmod o-w it"
                 )
             with contextlib.suppress(FileNotFoundError):
                 if inner.lstat().st_uid not in (0, os.geteuid()):
                     raise CannotListen(
                         self.address,
-                        f"{inner} is another user's, in a directory that everybody may write to; name another path",
+                        f"{inner} is another user's, in a directory that everybody may write to: set another path",
                     )
 
     def _acquire(self) -> None:
@@ -155,7 +153,7 @@ class UnixListener:
                 raise CannotListen(self.address, f"another node server has it (process {owner})") from None
             if _is_at(fd, self._lock):
                 break
-            # Its last owner removed it after we had opened it.
+            # Its last owner removed the file after this process opened it.
             os.close(fd)
         os.ftruncate(fd, 0)
         os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
@@ -163,7 +161,7 @@ class UnixListener:
         _held.add(self)
 
     def _open_lock(self) -> int:
-        # No link is followed, and no pipe waited for: what is opened here is written to.
+        # The file is written to: do not follow links, and do not block on a pipe.
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         try:
             fd = os.open(self._lock, flags, 0o600)
@@ -173,23 +171,23 @@ class UnixListener:
         if stat.S_ISREG(opened.st_mode) and opened.st_uid == os.geteuid() and opened.st_nlink <= 1:
             return fd
         os.close(fd)
-        raise CannotListen(self.address, f"{self._lock} is not a plain file of this user with that one name")
+        raise CannotListen(self.address, f"{self._lock} is not a regular file of this user without other links")
 
     def _check_clear(self) -> None:
         with contextlib.suppress(FileNotFoundError):
             if not stat.S_ISSOCK(self._path.lstat().st_mode):
-                raise CannotListen(self.address, "there is a file of that name that is not a socket")
+                raise CannotListen(self.address, "a file that is not a socket is there")
             if not self._bound:
-                # Nobody else holds the lock, so nobody serves it: left over by a server that was killed.
-                logger.info("taking over %s, which a server left behind", self._path)
+                # Nobody else holds the lock, so no server listens on it: a server that was killed left it.
+                logger.info("replacing %s, which a killed server left", self._path)
 
     def _open_to_directory(self) -> None:
-        """Give the socket the mode of its directory: who may enter may connect."""
+        """Set the socket's mode so that users who may enter its directory may connect."""
         entering = self._path.parent.stat().st_mode & 0o111
         self._new.chmod(entering << 1 | entering << 2 | 0o600)
         if entering & 0o001 and not self._bound:
             logger.warning(
-                "every user of this host can connect to %s: its directory %s is open to all",
+                "every user of this host can connect to %s, because every user may enter its directory %s",
                 self._path,
                 self._path.parent,
             )
@@ -201,27 +199,27 @@ class UnixListener:
             os.close(fd)
 
     def forget(self) -> None:
-        """See `Listener`."""
+        """Close the lock file in a forked child."""
         self._let_go()
 
 
 class TcpListener:
-    """A TCP address; with TLS if there are credentials."""
+    """A TCP address, with TLS if there are credentials."""
 
     def __init__(self, address: Address, credentials: grpc.ServerCredentials | None) -> None:
         self.address = address
         self._credentials = credentials
-        self._holding: list[socket.socket] = []
+        self._reserving: list[socket.socket] = []
 
     def hold(self) -> None:
-        """Find the port, if it was 0, and keep it.
+        """Reserve the port; for port 0, find a free one.
 
         Raises:
-            CannotListen: it is in use, or not an address of this host.
+            CannotListen: the port is in use, or the address is not one of this host.
         """
         for left in reversed(range(PORT_TRIES)):
             try:
-                port = self._hold(self.address.port)
+                port = self._reserve(self.address.port)
             except OSError as error:
                 self.close()
                 if self.address.port or not left:
@@ -232,10 +230,10 @@ class TcpListener:
                 return
 
     def bind(self, server: Server) -> None:
-        """Bind.
+        """Make a gRPC server listen on the address.
 
         Raises:
-            CannotListen: somebody has taken it.
+            CannotListen: the address is in use.
         """
         try:
             if self._credentials is None:
@@ -243,33 +241,33 @@ class TcpListener:
             else:
                 server.add_secure_port(str(self.address), self._credentials)
         except RuntimeError:
-            # gRPC says that it failed, not why.
+            # gRPC does not say why it failed.
             raise CannotListen(self.address, _why_not(self.address)) from None
 
     def close(self) -> None:
-        """See `Listener`."""
+        """Give the port up. Idempotent."""
         _held.discard(self)
-        for holding in self._holding:
-            holding.close()
-        self._holding.clear()
+        for reserving in self._reserving:
+            reserving.close()
+        self._reserving.clear()
 
     def forget(self) -> None:
-        """See `Listener`."""
+        """Close the sockets in a forked child."""
         self.close()
 
-    def _hold(self, port: int) -> int:
-        """Bind, without listening, each address of the host; the port."""
+    def _reserve(self, port: int) -> int:
+        """Bind each address of the host without listening. Returns the port."""
         found = socket.getaddrinfo(self.address.host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         for family, kind, protocol, _, at in dict.fromkeys(found):
-            holding = socket.socket(family, kind, protocol)
-            self._holding.append(holding)
-            # As gRPC's own sockets, which may then bind beside it. Another process's may, too, if it asks for that and
-            # nobody listens; without it, or by chance, it cannot.
-            holding.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            reserving = socket.socket(family, kind, protocol)
+            self._reserving.append(reserving)
+            # With this option, which gRPC's own sockets also have, gRPC can bind to the same port. Another process can
+            # do so only with the option and while nobody listens; it never gets this port as a free one.
+            reserving.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             if family == socket.AF_INET6:
-                holding.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-            holding.bind((at[0], port, *at[2:]))
-            port = holding.getsockname()[1]
+                reserving.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            reserving.bind((at[0], port, *at[2:]))
+            port = reserving.getsockname()[1]
         return port
 
 
@@ -285,11 +283,16 @@ os.register_at_fork(after_in_child=_forget_all)
 
 
 def check_exposure(address: Address, tls: TlsConfig | None, *, insecure: bool, anonymous_tls: bool) -> None:
-    """Refuse to be reachable from other hosts by anybody.
+    """Refuse to listen where every other host can connect, unless that was explicitly allowed.
+
+    Args:
+        address: the address to listen on.
+        tls: the TLS files; None: no TLS.
+        insecure: listening beyond loopback without TLS is allowed.
+        anonymous_tls: listening beyond loopback without client certificates is allowed.
 
     Raises:
-        InvalidField: off loopback without TLS, or with TLS that asks for no certificate, and not told that this is
-            meant.
+        InvalidField: the address is not on loopback, and neither mTLS nor one of the two settings is on.
     """
     if insecure or _is_loopback(address):
         return
@@ -299,49 +302,49 @@ def check_exposure(address: Address, tls: TlsConfig | None, *, insecure: bool, a
         raise InvalidField(
             "tls_ca",
             None,
-            f"a file (--tls-ca): without it {address} is encrypted, and everybody who reaches it is served, strangers "
-            "too. Where only engines can reach it, --anonymous-tls allows that",
+            f"a file (--tls-ca): without it, {address} is encrypted but serves everyone who can connect. If only "
+            "engines can reach it, allow that with --anonymous-tls",
         )
     raise InvalidField(
         "listen",
         str(address),
-        "an address on loopback, or TLS (--tls-cert, --tls-key, --tls-ca): anybody who reaches this port could "
-        "read and end every request. In a network that only engines can reach, --insecure allows it",
+        "an address on loopback, or TLS (--tls-cert, --tls-key, --tls-ca): otherwise everyone who can connect could "
+        "read and end every request. If only engines can reach this network, allow that with --insecure",
     )
 
 
 def advertised(wanted: str, listening: Address | None, unix: Address | None) -> str:
-    """The address to put into references.
+    """Return the address to put into references.
 
     Args:
-        wanted: ``host:port``, ``host`` (the real port is added), or empty: what is listened on.
-        listening: the bound TCP address.
-        unix: the bound UNIX socket, advertised if there is no TCP address.
+        wanted: ``host:port``, ``host`` (the real port is added), or empty: the address of the listener.
+        listening: the reserved TCP address; None: no TCP.
+        unix: the reserved UNIX socket, advertised if there is no TCP address; None: none.
 
     Raises:
-        InvalidField: nothing that others could dial follows from these.
+        InvalidField: these give no address that others can connect to.
     """
     if wanted:
-        # A host alone, perhaps an IPv6 address in brackets, takes the port that is listened on.
+        # A host alone, which may be an IPv6 address in brackets, gets the port of the listener.
         has_port = ":" in wanted and not wanted.endswith("]")
         address = parse_address(wanted if has_port else f"{wanted}:0", "advertise")
         port = address.port or (listening.port if listening is not None else 0)
         if not address.is_unix and port == 0:
-            raise InvalidField("advertise", wanted, "host:port, because there is no TCP port to take it from")
+            raise InvalidField("advertise", wanted, "host:port, because this server listens on no TCP port")
         return str(Address(address.path, address.host, port))
     if listening is not None:
         if _is_wildcard(listening):
             raise InvalidField(
-                "advertise", "", f"the host that other nodes reach this one by, because nobody can dial {listening}"
+                "advertise", "", f"the host at which other nodes reach this one: they cannot connect to {listening}"
             )
         return str(listening)
     if unix is not None:
         return str(unix)
-    raise InvalidField("listen", "", "a TCP address here or a socket in 'unix'; both are empty")
+    raise InvalidField("listen", "", "a TCP address, unless unix has a path: both are empty")
 
 
 def _is_loopback(address: Address) -> bool:
-    """Whether all that the host stands for is loopback; a name that does not resolve is not."""
+    """Whether all addresses of the host are loopback; False for a name that does not resolve."""
     try:
         found = socket.getaddrinfo(address.host, None, type=socket.SOCK_STREAM)
     except OSError:
@@ -366,7 +369,7 @@ def _is_at(fd: int, path: Path) -> bool:
 
 
 def _why_not(address: Address) -> str:
-    """Why a bind failed, by trying it the plain way."""
+    """Return why a bind failed, by trying it with a plain socket."""
     try:
         with contextlib.closing(socket.create_server((address.host, address.port))):
             pass

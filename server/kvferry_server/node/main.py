@@ -1,8 +1,7 @@
-"""The command `kvferryd`: one node server, until it is told to stop.
+"""The command `kvferryd`: runs one node server until it is told to stop.
 
-SIGTERM and SIGINT drain it; a second one ends it at once. SIGHUP is heard and changes nothing: settings are read
-once, at the start. Exit codes: 0 after a drain, 1 if it could not
-start or had to give up, 2 for settings that are wrong.
+SIGTERM and SIGINT drain it; a second one stops it at once. SIGHUP only logs that settings need a restart.
+Exit codes: 0 after a drain, 1 if it could not start or failed, 2 for wrong settings.
 """
 
 from __future__ import annotations
@@ -25,31 +24,28 @@ if TYPE_CHECKING:
 EXTRA = {"grpc_health", "grpc_reflection", "pydantic", "pydantic_settings", "uvloop"}
 """Top-level packages of the extra `server`."""
 
-SWITCH_INTERVAL = 0.0005
-"""Seconds for which a thread may keep the interpreter while another one waits."""
-
 DESCRIPTION = """\
-The node server of kvferry: one per node. Engines of this host register their caches and publish their requests here;
-the readers of other nodes come here for what engines of this host have published.
+The node server of kvferry: one per node. Engines of this host register their caches and publish their requests here,
+and engines of other hosts ask it for what is published here.
 
   kvferryd                                          try it on this host
   kvferryd --listen 0.0.0.0:7423 --advertise $POD_IP \\
            --tls-cert node.pem --tls-key node.key --tls-ca fleet-ca.pem
-                                                    one of a fleet
+                                                    run one per node of a cluster
 """
 
 EPILOG = """\
-Every setting can also stand in the environment (its name is in brackets, after the default) or in a TOML file:
-flags win over the environment, which wins over the file.
+Every setting can also be set in the environment (its name is in brackets, after the default) or in a TOML file.
+Flags win over the environment, which wins over the file. Durations are in seconds.
 
-Then look at it with: kvferry engines --server unix:/run/kvferry/node.sock
+See what a running server holds with: kvferry engines --server unix:/run/kvferry/node.sock
 """
 
 logger = logging.getLogger("kvferryd")
 
 
 def main() -> None:
-    """Entry point of the command."""
+    """Run the command with the process's arguments, and exit."""
     try:
         sys.exit(run(sys.argv[1:]))
     except ModuleNotFoundError as error:
@@ -59,11 +55,12 @@ def main() -> None:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run the command; its exit code."""
-    # Here, because all of these are in the extra.
+    """Run the command with these arguments. Returns the exit code."""
+    # Imported here, so that `main` can say which package of the extra is missing.
     import uvloop
 
     from kvferry_server.node.config import BadConfig, add_flags, config_file, load
+    from kvferry_server.node.times import SWITCH_INTERVAL
 
     parser = argparse.ArgumentParser(
         "kvferryd", description=DESCRIPTION, epilog=EPILOG, formatter_class=_Formatter, allow_abbrev=False
@@ -90,8 +87,9 @@ def run(arguments: Sequence[str]) -> int:
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
         stream=sys.stderr,
     )
-    # This process is nobody else's: while a thread compares geometries, the event loop waits at most this long for its
-    # turn. With Python's own 5 ms, renewals take tenths of a second while a hundred ranks handshake.
+    # While the worker thread compares geometries, the event loop waits at most this long for the interpreter. With
+    # Python's default of 5 ms, renewals take tenths of a second while a hundred ranks handshake. Set here and not in
+    # NodeServer, because it applies to the whole process.
     sys.setswitchinterval(SWITCH_INTERVAL)
     try:
         uvloop.run(_serve(loaded))
@@ -115,33 +113,33 @@ async def _serve(loaded: Loaded) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, signals.put_nowait, number)
-    # Its default would end us without a drain, as when a terminal closes.
-    loop.add_signal_handler(signal.SIGHUP, logger.warning, "SIGHUP: nothing is reloaded; settings need a restart")
+    # By default it would end the process without a drain, for example when a terminal closes.
+    loop.add_signal_handler(signal.SIGHUP, logger.warning, "SIGHUP: settings are not reloaded; restart to change them")
     raise_file_limit()
 
     server = NodeServer(loaded.config)
     await server.start()
-    # Always printed: it is how a person or a script learns the real port.
+    # People and scripts learn the real port from this line.
     line = "ready: listens on %s, advertises %s, epoch %s"
     values = (" and ".join(server.addresses), server.advertise, server.home.epoch.hex()[:8])
     message = f"kvferryd {kvferry.__version__} {line}"
-    # Handled without asking for the level, so that it is no error where only errors are logged.
+    # Passed to the handlers directly, so that it appears at every log level, and as an info message.
     logger.handle(logger.makeRecord(logger.name, logging.INFO, __file__, 0, message, values, None))
 
-    told = asyncio.ensure_future(signals.get())
+    stopping = asyncio.ensure_future(signals.get())
     failed = asyncio.ensure_future(server.failed())
-    await asyncio.wait([told, failed], return_when=asyncio.FIRST_COMPLETED)
-    if not told.done():
-        told.cancel()
+    await asyncio.wait([stopping, failed], return_when=asyncio.FIRST_COMPLETED)
+    if not stopping.done():
+        stopping.cancel()
         await server.stop(0)
         await failed
     failed.cancel()
-    logger.info("%s: draining, for at most %g s", told.result().name, loaded.config.drain)
+    logger.info("%s: draining for at most %g s", stopping.result().name, loaded.config.drain)
     drained = asyncio.ensure_future(server.stop())
     again = asyncio.ensure_future(signals.get())
     await asyncio.wait([drained, again], return_when=asyncio.FIRST_COMPLETED)
     if again.done():
-        logger.warning("%s again: stopping at once", again.result().name)
+        logger.warning("%s while draining: stopping at once", again.result().name)
         drained.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await drained
@@ -153,7 +151,7 @@ async def _serve(loaded: Loaded) -> None:
 
 
 class _Formatter(argparse.RawDescriptionHelpFormatter):
-    """Wide enough for the examples."""
+    """Wide enough for the examples in the description."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=28, width=110)

@@ -1,6 +1,6 @@
-"""One node server, put together: listeners, guard, health, reflection, and the home with its servicers.
+"""The node server: puts listeners, guards, health, reflection, and the home with its servicers together.
 
-`kvferryd`, `kvferry.serve()` and the tests all run this. It belongs to the event loop that started it.
+`kvferryd`, `kvferry.serve()` and the tests all run a `NodeServer`.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ from kvferry.v1 import introspection_pb2, kv_transfer_pb2
 from kvferry_server.domain.clock import BootClock, Clock
 from kvferry_server.home.home import Home
 from kvferry_server.node.config import NodeConfig
-from kvferry_server.node.connections import Doorkeeper, connections_each, open_files
+from kvferry_server.node.connections import ConnectionLimiter, connections_each, file_limit
 from kvferry_server.node.grpc_server import make_server
 from kvferry_server.node.guard import Guard
 from kvferry_server.node.listen import Listener, TcpListener, UnixListener, advertised, check_exposure
 from kvferry_server.node.serving import Serving
+from kvferry_server.node.times import DRAIN_STREAMS, LEASE_POLL
 from kvferry_server.servicers import add_servicers
 from kvferry_server.servicers.relay import Relays
 from kvferry_server.servicers.worker import Worker
@@ -41,23 +42,22 @@ SERVICES = (
 """The services of the contract."""
 
 OFFERED = (*SERVICES, HEALTH, REFLECTION)
-"""All services."""
-
-STREAMS_END = 0.5
-"""Seconds that streams get to say what drain told them, and to end by themselves, before they are ended."""
-
-LEASES_LOOK = 0.05
-"""Seconds between looks at whether leases are still live, during a drain."""
+"""All services, with health and reflection."""
 
 
 class NodeServer:
-    """A node server. `start` it once, `stop` it once.
+    """A node server. `start` it once, `stop` it once. Not thread-safe: it belongs to the event loop that starts it.
 
-    The socket and the port have a gRPC server each, and each its own limits: neither starves the other.
+    The UNIX socket and the TCP port have a gRPC server each, each with its own limits, so that neither starves the
+    other.
+
+    Args:
+        config: the settings.
+        clock: where the home takes its time from; None: CLOCK_BOOTTIME.
 
     Attributes:
-        home: the domain behind the servicers; there once the server has started.
-        addresses: what it listens on, UNIX socket first, with real ports.
+        home: the home behind the servicers; set by `start`.
+        addresses: the addresses that it listens on, UNIX socket first, with real ports.
         advertise: the address that goes into references.
     """
 
@@ -75,17 +75,17 @@ class NodeServer:
         self._guards: list[Guard] = []
         self._servings: list[Serving] = []
         self._driver: asyncio.Task[None] | None = None
-        self._doorkeeper: asyncio.Task[None] | None = None
+        self._limiter: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Hold the addresses, and serve.
+        """Reserve the addresses and start to serve.
 
         Raises:
-            CannotListen: an address is taken, or cannot be had.
-            InvalidField: settings that do not go together, or a file of TLS that cannot be read.
+            CannotListen: it cannot listen on an address.
+            InvalidField: settings contradict each other, or a TLS file cannot be read.
         """
         try:
-            # Ports first: what is advertised depends on them. Nobody is served before the home is there.
+            # The advertised address depends on the ports, and the home on it. gRPC servers come last.
             tcp = self._hold()
             self.home = Home(self._clock, self._config.times, self.advertise)
             self._relays = Relays(
@@ -95,10 +95,10 @@ class NodeServer:
                 patterns=self._config.relay_patterns,
             )
             self._driver = asyncio.create_task(self.home.run(), name="kvferry-home")
-            connections = connections_each(self._config.max_connections, len(self._listeners), open_files())
+            connections = connections_each(self._config.max_connections, len(self._listeners), file_limit())
             if tcp is not None:
-                keeper = Doorkeeper(tcp.address.port, connections)
-                self._doorkeeper = asyncio.create_task(keeper.run(), name="kvferry-doorkeeper")
+                limiter = ConnectionLimiter(tcp.address.port, connections)
+                self._limiter = asyncio.create_task(limiter.run(), name="kvferry-connections")
             for listener in self._listeners:
                 await self._serve(listener, connections)
         except BaseException:
@@ -108,11 +108,11 @@ class NodeServer:
             await self._health.set(service, health_pb2.HealthCheckResponse.SERVING)
 
     async def failed(self) -> None:
-        """Wait until the server cannot go on.
+        """Wait until the server cannot go on because of a bug, and raise it.
 
         Raises:
-            InternalError: always. The home's timers have stopped, so that nothing would be released any more; or what
-                replaces gRPC's servers has.
+            InternalError: the home's timers have stopped, so that nothing would be released any more, or gRPC servers
+                are not replaced any more. Also if the server was not started.
         """
         if self._driver is None:
             raise InternalError("the server was not started")
@@ -130,28 +130,28 @@ class NodeServer:
         raise InternalError(f"{what} has stopped") from cause
 
     async def stop(self, grace: float | None = None) -> None:
-        """Drain and end, leaving no file. May be called again, to hurry an earlier call that was cancelled.
+        """Drain and stop; removes the socket's files. May be called again, to hurry an earlier call that was cancelled.
 
         Args:
-            grace: seconds for leases and calls in progress; None: as configured; 0: at once.
+            grace: seconds for live leases and calls in progress; None: as configured; 0: none.
         """
         grace = self._config.drain if grace is None else grace
         if self._servings and self._relays is not None:
-            self._relays.end()
-            # The order matters: load balancers leave, then new work is refused, then our own streams end. A
-            # single open stream, even a health Watch, would make gRPC wait for the whole grace.
+            self._relays.stop()
+            # The order matters: load balancers leave, then new work is refused, then streams end. A single open stream,
+            # even a health Watch, would make gRPC wait for the whole grace.
             await self._health.enter_graceful_shutdown()
             self.home.drain()
             if grace > 0:
-                await asyncio.gather(*(guard.streams_ended(STREAMS_END) for guard in self._guards))
+                await asyncio.gather(*(guard.streams_ended(DRAIN_STREAMS) for guard in self._guards))
             for guard in self._guards:
                 guard.end_streams()
-            # Readers still report what they have read, and may; gRPC's stop takes no new call.
+            # Readers can still report what they have read: only gRPC's stop refuses new calls.
             grace = await self._leases_end(grace)
         await asyncio.gather(*(serving.stop(grace) for serving in self._servings))
         if self._relays is not None:
             await self._relays.close()
-        for task in (self._driver, self._doorkeeper):
+        for task in (self._driver, self._limiter):
             if task is not None:
                 task.cancel()
                 await asyncio.wait([task])
@@ -160,16 +160,16 @@ class NodeServer:
         self._worker.close()
 
     async def _leases_end(self, grace: float) -> float:
-        """Wait until no lease is live, at most `grace` seconds; the seconds that are left."""
+        """Wait until no lease is live, at most `grace` seconds. Returns the seconds that are left."""
         loop = asyncio.get_running_loop()
         until = loop.time() + grace
-        # The domain knows no asyncio that could wake us.
-        while any(lease.live for lease in self.home.lessor.leases()) and loop.time() < until:  # noqa: ASYNC110
-            await asyncio.sleep(LEASES_LOOK)
+        # Polled, because the domain has no asyncio events to wait for.
+        while any(lease.live for lease in self.home.records.leases()) and loop.time() < until:  # noqa: ASYNC110
+            await asyncio.sleep(LEASE_POLL)
         return max(0.0, until - loop.time())
 
     def _hold(self) -> TcpListener | None:
-        """Make all addresses ours; the TCP one, if there is one."""
+        """Reserve all addresses. Returns the TCP listener; None: no TCP."""
         config = self._config
         unix: UnixListener | None = None
         tcp: TcpListener | None = None
@@ -190,7 +190,7 @@ class NodeServer:
         return tcp
 
     async def _serve(self, listener: Listener, connections: int) -> None:
-        guard = Guard(self._config.limits)
+        guard = Guard(self._config.call_limits)
         options = (*SERVER_OPTIONS, (MAX_CONNECTIONS, connections))
         serving = Serving(listener, lambda: make_server(guard, options, OFFERED, self._add_services))
         self._guards.append(guard)
@@ -199,9 +199,9 @@ class NodeServer:
 
     def _add_services(self, server: Any) -> None:
         if self._relays is None:
-            raise InternalError("services need the relays")
+            raise InternalError("the server was not started")
         add_servicers(server, self.home, self._relays, self._worker)
         add_HealthServicer_to_server(self._health, server)
-        # Ships no types.
+        # grpc_reflection ships no types.
         add_reflection: Any = add_ServerReflectionServicer_to_server
         add_reflection(reflection_aio.ReflectionServicer(OFFERED), server)

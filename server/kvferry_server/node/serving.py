@@ -1,8 +1,8 @@
-"""A gRPC server on one address, and another one in its place whenever it ends by itself.
+"""Serving: a gRPC server on one address, replaced by a new one whenever it ends by itself.
 
-What engines have at a home must not depend on grpcio's server: it ends when something in it raises (see
-`kvferry_server.node.grpc_server` for what did). Then its calls are cut, which clients take as a lost connection, and
-the next one listens at the same address within milliseconds. The home knows nothing of it.
+grpcio's server ends when something in it raises (see `kvferry_server.node.grpc_server`). The state of a home must not
+depend on that. The calls of the ended server fail, which clients treat as a lost connection, and the next server
+listens at the same address within a fraction of a second. The home is not affected.
 """
 
 from __future__ import annotations
@@ -13,21 +13,16 @@ from collections.abc import Callable
 
 from kvferry_server.node.grpc_server import Server
 from kvferry_server.node.listen import CannotListen, Listener
+from kvferry_server.node.times import RESTART_LOG_PAUSE, RESTART_PAUSE
 
 logger = logging.getLogger(__name__)
-
-AGAIN = 0.1
-"""Seconds from one server's start to the next one's, at least: whoever can end them can do so at once again."""
-
-LOG_EVERY = 10.0
-"""Seconds between lines in the log about servers that ended."""
 
 
 class Serving:
     """Serves one address until `stop`. Belongs to one event loop.
 
     Args:
-        listener: holds the address, and is given up by `stop`.
+        listener: holds the address; `stop` closes it.
         make: makes a gRPC server with all its services, without an address.
     """
 
@@ -36,25 +31,25 @@ class Serving:
         self._make = make
         self._server: Server | None = None
         self._replacing: asyncio.Task[None] | None = None
-        self._ended, self._logged = 0, float("-inf")
+        self._problems, self._logged = 0, float("-inf")
 
     async def start(self) -> None:
-        """Serve.
+        """Start to serve.
 
         Raises:
-            CannotListen: the address cannot be had.
+            CannotListen: the server cannot listen on the address.
         """
         self._server = await self._started()
         self._replacing = asyncio.create_task(self._replace(), name=f"kvferry-serving-{self.listener.address}")
 
     async def failed(self) -> None:
-        """Wait until the replacing itself fails, which is a bug; its exception is raised."""
+        """Wait until replacing servers fails, which would be a bug, and raise its exception."""
         if self._replacing is not None:
             await asyncio.shield(self._replacing)
 
     async def stop(self, grace: float) -> None:
-        """End the server, give calls in progress `grace` seconds, and give the address up. May be called again, to
-        hurry an earlier call."""
+        """Stop the server after at most `grace` seconds for calls in progress, and close the listener. May be called
+        again, to hurry an earlier call."""
         if self._replacing is not None:
             self._replacing.cancel()
             await asyncio.wait([self._replacing])
@@ -68,7 +63,7 @@ class Serving:
             self.listener.bind(server)
             await server.start()
         except BaseException:
-            # A server that has bound holds the address, also when it has not started.
+            # A server that has bound keeps the address, even if it has not started.
             await server.stop(0)
             raise
         return server
@@ -78,21 +73,21 @@ class Serving:
         while self._server is not None:
             began = loop.time()
             why = await self._server.ended()
-            # It has ended when this returns, and nothing of it is in the way of the next.
+            # Once this returns, nothing of it keeps the next server from listening.
             await self._server.stop(0)
             self._server = None
-            await asyncio.sleep(max(0.0, began + AGAIN - loop.time()))
-            self._tell(f"gRPC's server ended by itself ({why!r}); another one takes its place, and nothing is lost")
+            await asyncio.sleep(max(0.0, began + RESTART_PAUSE - loop.time()))
+            self._log(f"gRPC's server ended by itself ({why!r}); a new one replaces it, and no state is lost")
             while self._server is None:
                 try:
                     self._server = await self._started()
                 except CannotListen as error:
-                    self._tell(f"{error}; it is tried again")
-                    await asyncio.sleep(AGAIN)
+                    self._log(f"{error}; trying again")
+                    await asyncio.sleep(RESTART_PAUSE)
 
-    def _tell(self, what: str) -> None:
-        self._ended += 1
+    def _log(self, problem: str) -> None:
+        self._problems += 1
         now = asyncio.get_running_loop().time()
-        if now - self._logged >= LOG_EVERY:
+        if now - self._logged >= RESTART_LOG_PAUSE:
             self._logged = now
-            logger.error("%s: %s [%d times since the start]", self.listener.address, what, self._ended)
+            logger.error("%s: %s [%d problems since the start]", self.listener.address, problem, self._problems)

@@ -1,4 +1,4 @@
-"""Thin adapters between gRPC and the home: validate, call the domain, encode."""
+"""Thin adapters between gRPC and the home: each validates a request, calls the domain and encodes the answer."""
 
 from __future__ import annotations
 
@@ -14,6 +14,6 @@ from kvferry_server.servicers.worker import Worker
 
 
 def add_servicers(server: grpc.aio.Server, home: Home, relays: Relays, worker: Worker) -> None:
-    """Add KVTransfer and Introspection of a home to a server, which must run on the home's event loop."""
+    """Add a home's KVTransfer and Introspection services to a server, which must run on the home's event loop."""
     add_KVTransferServicer_to_server(KVTransfer(home, relays, worker), server)
     add_IntrospectionServicer_to_server(Introspection(home, worker), server)

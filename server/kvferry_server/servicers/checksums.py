@@ -1,4 +1,4 @@
-"""Sums of blocks in messages: taken from ranks (Notify checksums), answered to readers (ReadChecksums)."""
+"""Checksums of blocks in messages: accepted from ranks (Notify) and sent to readers (ReadChecksums)."""
 
 from __future__ import annotations
 
@@ -8,45 +8,35 @@ from kvferry.errors import InvalidField
 from kvferry.geometry.model import Interval
 from kvferry.planner.checksum import places_of, runs_of
 from kvferry.v1 import kv_transfer_pb2 as pb
-from kvferry_server.domain.checksum_pages import Page, Query, answers, check_places
+from kvferry_server.domain.checksum_pages import ChecksumPage, ChecksumQuery, answers, check_places
 from kvferry_server.domain.identity import EngineRef, Names
 from kvferry_server.home.home import Home
-from kvferry_server.servicers import checks
-from kvferry_server.servicers.turns import Turns
+from kvferry_server.servicers import checks, limits
+from kvferry_server.servicers.limits import MAX_ASKED_PLANES, MAX_ASKED_SUMS, MAX_PAGE_PARTS, MAX_PAGE_SUMS
+from kvferry_server.servicers.time_slice import TimeSlice
 from kvferry_server.servicers.worker import Worker
 
-MAX_PAGE_SUMS = 1 << 17
-"""Sums of one notification."""
 
-MAX_PAGE_PARTS = 1024
-"""Parts of one notification."""
+async def publish_checksums(home: Home, sender: EngineRef, message: pb.PublishChecksums, time_slice: TimeSlice) -> None:
+    """Accept checksums of a source's rank, part by part, since each part is compared with hundreds of others.
 
-MAX_ASKED_SUMS = 1 << 19
-"""Sums of one answer: 2 MiB."""
-
-MAX_ASKED_PLANES = 4096
-"""Planes named in one call; each is looked up."""
-
-
-async def publish_checksums(home: Home, sender: EngineRef, message: pb.PublishChecksums, turns: Turns) -> None:
-    """Take a page of a source's rank, part by part: a part is compared with hundreds of others. What came before a part
-    that is refused stays; it may come again.
+    If a part is refused, the parts before it are kept; sending them again is harmless.
 
     Raises:
-        InvalidField: a rank, plane, unit or block that does not exist, or a page that contradicts another one.
-        PublicationStale, PublicationReleased: nobody needs sums of this publication any more.
-        LimitReached: the engine has too many.
+        InvalidField: a rank, plane, unit or block does not exist, or a part contradicts an earlier one.
+        PublicationStale, PublicationReleased: nobody needs checksums of this publication any more.
+        LimitReached: the engine has too many checksums.
     """
     number = checks.positive("checksums.publication", message.publication)
     parts, sums = len(message.checksums), sum(len(part.sums) for part in message.checksums)
     if parts > MAX_PAGE_PARTS or sums > MAX_PAGE_SUMS:
-        limits = f"at most {MAX_PAGE_SUMS} sums in {MAX_PAGE_PARTS} parts"
-        raise InvalidField("checksums", f"{sums} sums in {parts} parts", limits)
+        most = f"at most {MAX_PAGE_SUMS} sums in {MAX_PAGE_PARTS} parts"
+        raise InvalidField("checksums", f"{sums} sums in {parts} parts", most)
     with home.turn():
         registration = home.engines.find(sender).ranks.get(message.rank)
-        home.lessor.offered(sender, number)
+        home.sources.unreleased(sender, number)
     if registration is None:
-        raise InvalidField("checksums.rank", message.rank, "a rank that has registered")
+        raise InvalidField("checksums.rank", message.rank, "a registered rank")
     planes = {plane.name: plane for plane in registration.geometry.planes}
     groups = {group.name: group for group in registration.groups}
     for part in message.checksums:
@@ -57,22 +47,29 @@ async def publish_checksums(home: Home, sender: EngineRef, message: pb.PublishCh
         if page.units.intersect(plane.units) != page.units:
             raise InvalidField(f"checksums of {page.plane}", f"units {page.units}", f"units in {plane.units}")
         with home.turn():
-            check_places(groups[plane.group], home.lessor.offered(sender, number).extents, page)
-            home.lessor.add_checksums(sender, number, message.rank, [page], last=False)
-        await turns.give()
+            check_places(groups[plane.group], home.sources.unreleased(sender, number).extents, page)
+            home.sources.add_checksums(sender, number, message.rank, [page], last=False)
+        await time_slice.pause_if_over()
     with home.turn():
-        home.lessor.add_checksums(sender, number, message.rank, [], last=message.last)
+        home.sources.add_checksums(sender, number, message.rank, [], last=message.last)
 
 
 async def read_checksums(
     home: Home, worker: Worker, request: pb.ReadChecksumsRequest, names: Names, host: str
 ) -> pb.ReadChecksumsResponse:
-    """Answer a reader; `names` are those of its certificate, `host` is where it is.
+    """Answer a reader's ReadChecksums.
+
+    Args:
+        home: the source's home.
+        worker: encodes large answers.
+        request: the call.
+        names: the names in the caller's certificate.
+        host: the host that the call came from; empty if unknown.
 
     Raises:
-        InvalidField: a malformed query, or more than one answer holds.
+        InvalidField: a query is malformed, or the answer does not fit one message.
         LeaseEnded: the lease is not live.
-        WrongIdentity: it is somebody else's.
+        WrongIdentity: the lease was acquired by another caller.
     """
     reader = checks.engine_ref("reader", request.reader)
     lease_id = checks.random_bytes("lease_id", request.lease_id)
@@ -86,15 +83,17 @@ async def read_checksums(
 
     def answer() -> pb.ReadChecksumsResponse:
         response = pb.ReadChecksumsResponse(home_epoch=home.epoch, pending_ranks=sorted(pending))
-        left = checks.MAX_ANSWER_BYTES - response.ByteSize()
+        left = limits.MAX_ANSWER_BYTES - response.ByteSize()
         for query, pages in found:
             for page in answers(query, pages):
                 part = _to_proto(page)
                 left -= checks.entry_size(part)
                 if left < 0:
-                    problem = f"{sum(len(asked.planes) for asked in queries)} planes with more than an answer holds"
+                    planes = sum(len(asked.planes) for asked in queries)
                     raise InvalidField(
-                        "queries", problem, f"an answer of {checks.MAX_ANSWER_BYTES} bytes: ask for fewer"
+                        "queries",
+                        f"{planes} planes",
+                        f"so few that the answer has at most {limits.MAX_ANSWER_BYTES} bytes: ask in several calls",
                     )
                 response.checksums.append(part)
         return response
@@ -102,18 +101,18 @@ async def read_checksums(
     return await worker.run_if_heavy(host, size, answer)
 
 
-def _queries(request: pb.ReadChecksumsRequest) -> list[Query]:
+def _queries(request: pb.ReadChecksumsRequest) -> list[ChecksumQuery]:
     planes = sums = 0
     for message in request.queries:
         blocks = sum(message.place_counts)
         planes += len(message.planes)
         sums += len(message.planes) * blocks * max(0, message.unit_end - message.unit_begin)
-        # Before any is written out: a few bytes of runs are as many places as their sender likes.
+        # Checked before runs are expanded: a few bytes of them can stand for any number of places.
         if sums > MAX_ASKED_SUMS or planes > MAX_ASKED_PLANES or blocks > MAX_ASKED_SUMS:
-            limits = f"at most {MAX_ASKED_SUMS} sums of {MAX_ASKED_PLANES} planes"
-            raise InvalidField("queries", f"{sums} sums of {planes} planes", limits)
+            most = f"at most {MAX_ASKED_SUMS} sums of {MAX_ASKED_PLANES} planes"
+            raise InvalidField("queries", f"{sums} sums of {planes} planes", most)
     return [
-        Query(
+        ChecksumQuery(
             message.rank,
             tuple(dict.fromkeys(message.planes)),
             _units(message.unit_begin, message.unit_end),
@@ -123,23 +122,23 @@ def _queries(request: pb.ReadChecksumsRequest) -> list[Query]:
     ]
 
 
-def _page(message: pb.Checksums) -> Page:
+def _page(message: pb.Checksums) -> ChecksumPage:
     units = _units(message.unit_begin, message.unit_end)
     places = places_of(message.place_starts, message.place_counts, MAX_PAGE_SUMS)
     if len(places) * len(units) != len(message.sums):
         expected = f"{len(places)} blocks of {len(units)} units"
         raise InvalidField(f"checksums of {message.plane}", f"{len(message.sums)} sums", expected)
     sums = np.array(message.sums, np.uint32).reshape(len(places), len(units))
-    return Page(message.rank, checks.text("checksums.plane", message.plane), units, places, sums)
+    return ChecksumPage(message.rank, checks.text("checksums.plane", message.plane), units, places, sums)
 
 
 def _units(begin: int, end: int) -> Interval:
     if not begin < end:
-        raise InvalidField("units", f"[{begin}, {end})", "at least one")
+        raise InvalidField("units", f"[{begin}, {end})", "at least one unit")
     return Interval(begin, end)
 
 
-def _to_proto(page: Page) -> pb.Checksums:
+def _to_proto(page: ChecksumPage) -> pb.Checksums:
     starts, counts = runs_of(page.places)
     return pb.Checksums(
         rank=page.rank,

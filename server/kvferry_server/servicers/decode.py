@@ -1,4 +1,4 @@
-"""Requests as values of the domain. Whatever bytes a peer sent end in a checked value or in a typed error."""
+"""Decoding: requests become values of the domain. Any content ends in a checked value or in a typed error."""
 
 from __future__ import annotations
 
@@ -11,36 +11,31 @@ from kvferry.geometry.blocks import MAX_BLOCKS
 from kvferry.geometry.model import EngineGeometry
 from kvferry.v1 import geometry_pb2
 from kvferry.v1 import kv_transfer_pb2 as pb
+from kvferry_server.domain.engine_description import agent_bytes, engine_header, rank_bytes
 from kvferry_server.domain.identity import EngineRef, Names
-from kvferry_server.domain.reads import Ask, RankOutcome, RankReport, ReadKey
+from kvferry_server.domain.limits import MAX_HEADER_BYTES, MAX_PAYLOAD, MAX_RANK_BYTES
+from kvferry_server.domain.reads import LeaseRequest, RankOutcome, RankReport, ReadKey
 from kvferry_server.domain.registrations import Agent, Registration
-from kvferry_server.domain.sources import MAX_HEADER_BYTES, MAX_RANK_BYTES, agent_bytes, engine_header, rank_bytes
-from kvferry_server.domain.steps import MAX_PAYLOAD, GroupBlocks, PublicationStep
+from kvferry_server.domain.steps import GroupBlocks, PublicationStep
 from kvferry_server.domain.watch_feed import Process, Role
 from kvferry_server.servicers.checks import engine_ref, positive, random_bytes, session_secret, text
-
-MAX_METADATA = 2 << 20
-"""Bytes of a NIXL agent's metadata."""
-
-MAX_AGENT_NAME = 512
-"""Bytes of an agent's name, which holds an engine_id, an incarnation and more."""
-
-MAX_IDENTITY = 256
-"""Entries of an identity."""
-
-MAX_GROUPS = 256
-"""Groups of one step of a publication."""
-
-MAX_RUNS = 1 << 17
-"""Runs of one step of a publication, over all groups: what a step costs to check, and to send to each reader at once.
-Two million tokens in blocks of 16, no two of which are neighbours; more go into a further step."""
-
-TOKEN_LIMIT = 1 << 62
-"""Token numbers stay below, so that sums of them fit 64 bits."""
+from kvferry_server.servicers.limits import (
+    MAX_AGENT_NAME,
+    MAX_GROUPS,
+    MAX_IDENTITY,
+    MAX_METADATA,
+    MAX_RUNS,
+    TOKEN_LIMIT,
+)
 
 
 def registration(request: pb.RegisterCacheRequest) -> Registration:
-    """A rank's cache, checked in itself, and for whether a message can tell it. Takes milliseconds for many planes."""
+    """Decode a rank's cache. Takes milliseconds for many planes.
+
+    Raises:
+        InvalidField: a field is malformed, or the rank does not fit the messages that readers get.
+        BadGeometry, BadAgentMetadata: see `Registration`.
+    """
     if not request.HasField("rank"):
         raise InvalidField("rank", None, "the geometry of a rank")
     made = Registration(
@@ -61,7 +56,7 @@ def registration(request: pb.RegisterCacheRequest) -> Registration:
 
 
 def reader_geometry(request: pb.HandshakeRequest) -> EngineGeometry:
-    """The engine of the one rank that asks. Takes milliseconds for many planes."""
+    """Decode the geometry of a handshaking reader: an engine with one rank. Takes milliseconds for many planes."""
     if not request.HasField("rank"):
         raise InvalidField("rank", None, "the geometry of the rank that asks")
     return EngineGeometry(
@@ -73,28 +68,49 @@ def reader_geometry(request: pb.HandshakeRequest) -> EngineGeometry:
     )
 
 
-def ask(request: pb.ReadBlocksRequest, max_parties: int, names: Names, peer: str = "") -> Ask:
-    """What a reader asks for; raises `NotImplementedHere` for a reference that a router made."""
+def lease_request(request: pb.ReadBlocksRequest, max_parties: int, names: Names, host: str = "") -> LeaseRequest:
+    """Decode a ReadBlocks call.
+
+    Args:
+        request: the call.
+        max_parties: how many parties a read may have.
+        names: the names in the caller's certificate.
+        host: the host that the call came from; empty if unknown.
+
+    Raises:
+        InvalidField, BadReference: a field is malformed.
+        NotImplementedHere: the reference was made by a router.
+    """
     if not 1 <= request.parties <= max_parties:
         raise InvalidField("parties", request.parties, f"1 to {max_parties}")
     source, number, key = reference(request.reference)
     read = ReadKey(source, number, engine_ref("reader", request.reader), random_bytes("read_id", request.read_id))
-    return Ask(read, key, request.parties, request.expected_reads, names, peer)
+    return LeaseRequest(read, key, request.parties, request.expected_reads, names, host)
 
 
 def reference(given: str) -> tuple[EngineRef, int, bytes]:
-    """Source, publication number and key of a reference; raises `BadReference`, `NotImplementedHere`."""
+    """Decode a reference into source, publication number and key.
+
+    Raises:
+        BadReference: it is malformed.
+        NotImplementedHere: it was made by a router.
+    """
     parsed = parse_reference(given)
     if parsed.router_key:
-        what = "references that a router made (router_key)"
+        what = "references made by a router (router_key)"
         raise NotImplementedHere(f"this node server does not offer {what}", what=what)
     source = pb.EngineRef(engine_id=parsed.engine_id, incarnation=parsed.incarnation)
     return engine_ref("reference", source), parsed.publication, parsed.key
 
 
 def handshake_reference(request: pb.HandshakeRequest) -> tuple[EngineRef, int, bytes] | None:
-    """What a handshake shows to be told agents: source, publication number and key, 0 for the engine's own reference;
-    None if it shows nothing. Raises `BadReference`, `InvalidField` for a reference to another engine."""
+    """Decode the reference that entitles a handshake to agents, as `reference` does. The publication number is 0 for
+    an engine reference. None if the handshake has no reference.
+
+    Raises:
+        BadReference: it is malformed.
+        InvalidField: it is to another engine.
+    """
     if not request.reference:
         return None
     if request.reference.startswith(ENGINE_PREFIX):
@@ -104,12 +120,13 @@ def handshake_reference(request: pb.HandshakeRequest) -> tuple[EngineRef, int, b
     else:
         source, number, key = reference(request.reference)
     if source.engine_id != request.engine_id:
-        raise InvalidField("reference", f"one to engine {source.engine_id!r}", f"one to engine {request.engine_id!r}")
+        expected = f"a reference to engine {request.engine_id!r}"
+        raise InvalidField("reference", f"a reference to engine {source.engine_id!r}", expected)
     return source, number, key
 
 
 def process(request: pb.WatchRequest) -> Process:
-    """Whose Watch this is."""
+    """Decode the process that opens a Watch; raises `InvalidField`."""
     try:
         role = Role(request.role)
     except ValueError:
@@ -122,8 +139,8 @@ def process(request: pb.WatchRequest) -> Process:
     return Process(engine_ref("engine", request.engine), role, request.rank, node)
 
 
-def offer(message: pb.Publish, max_reads: int) -> PublicationStep:
-    """One step of a publication, checked in itself; `check_step` knows the engine's groups."""
+def publication_step(message: pb.Publish, max_reads: int) -> PublicationStep:
+    """Decode a step of a publication; raises `InvalidField`. `check_step` checks it against the engine's groups."""
     if len(message.payload) > MAX_PAYLOAD:
         raise InvalidField("publish.payload", f"{len(message.payload)} bytes", f"at most {MAX_PAYLOAD} bytes")
     runs = sum(len(blocks.run_starts) for blocks in message.groups)
@@ -137,7 +154,7 @@ def offer(message: pb.Publish, max_reads: int) -> PublicationStep:
     return PublicationStep(
         number=positive("publish.publication", message.publication),
         request_id=text("publish.request_id", message.request_id),
-        step=message.step,
+        index=message.step,
         groups=tuple(_group_blocks(blocks) for blocks in message.groups),
         last=message.last,
         expected_reads=message.expected_reads or 1,
@@ -147,7 +164,7 @@ def offer(message: pb.Publish, max_reads: int) -> PublicationStep:
 
 
 def reports(message: pb.ReadDone, max_parties: int) -> tuple[RankReport, ...]:
-    """The reports of a notification, at least one and no more than a read has parties."""
+    """Decode the reports of a notification: at least one, at most as many as a read may have parties."""
     if not 1 <= len(message.reports) <= max_parties:
         raise InvalidField("read_done.reports", f"{len(message.reports)}", f"1 to {max_parties}")
     return tuple(_report(report) for report in message.reports)
@@ -157,7 +174,7 @@ def _report(message: pb.RankReport) -> RankReport:
     try:
         outcome = RankOutcome(message.outcome)
     except ValueError:
-        raise InvalidField("read_done.reports.outcome", message.outcome, "a RankOutcome") from None
+        raise InvalidField("read_done.reports.outcome", message.outcome, "a value of RankOutcome") from None
     return RankReport(message.rank, outcome, message.bytes)
 
 
@@ -187,7 +204,8 @@ def _group_blocks(message: pb.GroupBlocks) -> GroupBlocks:
     if len(starts) != len(counts):
         raise InvalidField(where, f"{len(starts)} starts, {len(counts)} counts", "as many run_starts as run_counts")
     if starts and (min(counts) < 1 or sum(counts) > MAX_BLOCKS or max(starts) >= 1 << 31):
-        raise InvalidField(where, "run_counts", f"counts of at least 1, together at most {MAX_BLOCKS}, ids below 2**31")
+        expected = f"counts of at least 1, in total at most {MAX_BLOCKS}, and block ids below 2**31"
+        raise InvalidField(where, f"{len(starts)} runs", expected)
     if not message.first_token <= message.end_token < TOKEN_LIMIT:
         tokens = (message.first_token, message.end_token)
         raise InvalidField(where, tokens, "0 <= first_token <= end_token < 2**62")

@@ -1,17 +1,18 @@
-"""Values of the domain as answers."""
+"""Encoding: values of the domain become answers."""
 
 from __future__ import annotations
 
 from kvferry._clock import to_duration
 from kvferry.v1 import introspection_pb2 as ipb
 from kvferry.v1 import kv_transfer_pb2 as pb
+from kvferry_server.domain.engine import Engine
 from kvferry_server.domain.identity import EngineRef
+from kvferry_server.domain.limits import MAX_NAMED_RANKS
 from kvferry_server.domain.publications import Lease, PublicationRecord, PublicationStage
 from kvferry_server.domain.reads import LeaseState, RankReport, RevokeReason
-from kvferry_server.domain.registry import MISSING_TOLD, Engine
 from kvferry_server.domain.steps import GroupBlocks, PublicationStep
 from kvferry_server.domain.times import Times
-from kvferry_server.domain.watch_feed import Event, PublicationReleased, RankLost
+from kvferry_server.domain.watch_feed import Event, RankLost, ReleaseEvent
 from kvferry_server.home.streams import (
     Accepted,
     Completed,
@@ -22,9 +23,7 @@ from kvferry_server.home.streams import (
     Synced,
     WatchMessage,
 )
-
-MAX_TOLD_READS = 256
-"""Reads that are told with a release."""
+from kvferry_server.servicers.limits import MAX_TOLD_READS
 
 _STAGES = {
     PublicationStage.PUBLISHING: ipb.REQUEST_STATE_PUBLISHING,
@@ -35,12 +34,12 @@ _STAGES = {
 
 
 def engine_ref(ref: EngineRef) -> pb.EngineRef:
-    """One start of an engine."""
+    """Encode an engine reference."""
     return pb.EngineRef(engine_id=ref.engine_id, incarnation=ref.incarnation)
 
 
 def times(values: Times) -> pb.Times:
-    """The durations in force."""
+    """Encode the durations in force."""
     return pb.Times(
         ttl=to_duration(values.ttl),
         max_ttl=to_duration(values.max_ttl),
@@ -51,13 +50,13 @@ def times(values: Times) -> pb.Times:
 
 
 def read_message(epoch: bytes, message: ReadMessage, values: Times, now: float) -> pb.ReadBlocksResponse:
-    """One message to a reader; `now` is the moment it is sent."""
+    """Encode a message to a reader; `now` is when it is sent, in seconds on the home's clock."""
     response = pb.ReadBlocksResponse(home_epoch=epoch)
     if isinstance(message, Accepted):
         response.accepted.CopyFrom(_accepted(message.lease, values, now))
     elif isinstance(message, PublicationStep):
         groups = [_group_blocks(blocks) for blocks in message.groups]
-        response.blocks.CopyFrom(pb.Blocks(step=message.step, groups=groups))
+        response.blocks.CopyFrom(pb.Blocks(step=message.index, groups=groups))
     elif isinstance(message, Completed):
         response.complete.CopyFrom(pb.Complete(payload=message.payload, steps=message.steps))
     elif isinstance(message, Revoked):
@@ -66,7 +65,7 @@ def read_message(epoch: bytes, message: ReadMessage, values: Times, now: float) 
 
 
 def watch_message(epoch: bytes, message: WatchMessage, values: Times, advertise: str) -> pb.WatchResponse:
-    """One message to a process of an engine."""
+    """Encode a message to a process of an engine."""
     response = pb.WatchResponse(home_epoch=epoch)
     if isinstance(message, Opened):
         opened = response.opened
@@ -83,12 +82,12 @@ def watch_message(epoch: bytes, message: WatchMessage, values: Times, advertise:
 
 
 def revoke_reason(reason: RevokeReason | None) -> pb.RevokeReason.ValueType:
-    """A reason, or unspecified for none."""
+    """Encode a reason; None becomes UNSPECIFIED."""
     return pb.RevokeReason.ValueType(reason or 0)
 
 
 def engine_summary(engine: Engine, publications: int, leases: int) -> ipb.EngineSummary:
-    """A line about an engine, with its live publications and leases."""
+    """Encode the summary of an engine, with how many unreleased publications and live leases it has."""
     state = ipb.ENGINE_STATE_READY
     if engine.lost_at is not None:
         state = ipb.ENGINE_STATE_LOST
@@ -98,7 +97,7 @@ def engine_summary(engine: Engine, publications: int, leases: int) -> ipb.Engine
         engine=engine_ref(engine.ref),
         state=state,
         num_ranks=engine.num_ranks,
-        missing_ranks=engine.missing_ranks(MISSING_TOLD),
+        missing_ranks=engine.missing_ranks(MAX_NAMED_RANKS),
         num_missing=engine.num_missing,
         publications=publications,
         leases=leases,
@@ -107,7 +106,7 @@ def engine_summary(engine: Engine, publications: int, leases: int) -> ipb.Engine
 
 
 def request_summary(publication: PublicationRecord, now: float) -> ipb.RequestSummary:
-    """A line about a publication."""
+    """Encode the summary of a publication; `now` is in seconds on the home's clock."""
     return ipb.RequestSummary(
         engine=engine_ref(publication.source),
         publication=publication.number,
@@ -122,7 +121,7 @@ def request_summary(publication: PublicationRecord, now: float) -> ipb.RequestSu
 
 
 def transfer_summary(lease: Lease, now: float) -> ipb.TransferSummary:
-    """A line about a read."""
+    """Encode the summary of a read; `now` is in seconds on the home's clock."""
     publication = lease.publication
     return ipb.TransferSummary(
         source=engine_ref(publication.source),
@@ -159,7 +158,7 @@ def _group_blocks(blocks: GroupBlocks) -> pb.GroupBlocks:
 
 
 def _event(response: pb.WatchResponse, event: Event) -> None:
-    if isinstance(event, PublicationReleased):
+    if isinstance(event, ReleaseEvent):
         response.released.CopyFrom(_released(event.publication))
     elif isinstance(event, RankLost):
         response.rank_lost.CopyFrom(pb.RankLost(rank=event.rank, node=event.node, node_lost=event.node_lost))
@@ -168,7 +167,7 @@ def _event(response: pb.WatchResponse, event: Event) -> None:
 
 
 def _released(publication: PublicationRecord) -> pb.Released:
-    # Whoever has the reference may read, and fail, as often as he likes: what counts comes first.
+    # Valid reads first: failed ones may be any number, since every bearer of the reference may try.
     reads = sorted(publication.reads, key=lambda lease: lease.ended_as is not LeaseState.VALID)
     told = reads[:MAX_TOLD_READS]
     return pb.Released(
@@ -182,12 +181,12 @@ def _released(publication: PublicationRecord) -> pb.Released:
 
 def _read_summary(lease: Lease) -> pb.ReadSummary:
     return pb.ReadSummary(
-        reader=engine_ref(lease.ask.read.reader),
+        reader=engine_ref(lease.request.read.reader),
         lease_number=lease.number,
         state=pb.ReadState.ValueType(lease.state),
-        parties=lease.ask.parties,
+        parties=lease.request.parties,
         reported=len(lease.reports),
-        # A reader may report any number: the field holds 64 bits.
+        # A reader may report any number of bytes, but the field has 64 bits.
         bytes=min(sum(report.bytes for report in lease.reports.values()), (1 << 64) - 1),
     )
 

@@ -1,4 +1,4 @@
-"""A batch of notifications, each answered by its own result (the contract's Notify)."""
+"""The RPC Notify: a batch of notifications, each answered by its own result."""
 
 from __future__ import annotations
 
@@ -10,30 +10,27 @@ from kvferry_server.domain.identity import EngineRef, Names
 from kvferry_server.home.home import Home
 from kvferry_server.servicers import checks, decode, encode
 from kvferry_server.servicers.checksums import publish_checksums
-from kvferry_server.servicers.turns import Turns
-
-MAX_NOTIFICATIONS = 1024
+from kvferry_server.servicers.limits import MAX_ACKNOWLEDGED, MAX_NOTIFICATIONS, MAX_SNAPSHOT_NAME
+from kvferry_server.servicers.time_slice import TimeSlice
 
 OF_A_SOURCE = frozenset({"publish", "abort", "released_ack", "resync", "checksums", "rank_left"})
-"""Said in an engine's name, so its session secret is needed."""
-
-MAX_SNAPSHOT_NAME = 64
-"""Bytes of the name of a snapshot."""
-
-
-MAX_ACKNOWLEDGED = 1 << 16
-"""Releases acknowledged by one notification."""
+"""Kinds that are sent in an engine's name, and so need its session secret."""
 
 
 async def notify(home: Home, request: pb.NotifyRequest, names: Names) -> pb.NotifyResponse:
-    """Do what a batch says; `names` are those of the caller's certificate.
+    """Act on a batch of notifications, in order. An error of one becomes its result; the others are acted on.
 
-    The answer fits a message: an error takes at most `status.NOTIFICATION_ERROR_BYTES`, and there are at most 1,024.
+    The answer fits one message: an error takes at most `status.NOTIFICATION_ERROR_BYTES`.
+
+    Args:
+        home: the home.
+        request: the call.
+        names: the names in the caller's certificate.
 
     Raises:
-        InvalidField: too many notifications, or a malformed sender.
-        WrongSession, PeerRestarted, EngineUnknown, Unavailable: the sender cannot be accepted as the source it claims
-            to be.
+        InvalidField: there are too many notifications, or the sender is malformed.
+        WrongSession, PeerRestarted, EngineUnknown, Unavailable: the sender is not the source it claims to be, or not
+            known now.
     """
     if len(request.notifications) > MAX_NOTIFICATIONS:
         raise InvalidField("notifications", f"{len(request.notifications)}", f"at most {MAX_NOTIFICATIONS}")
@@ -45,31 +42,31 @@ async def notify(home: Home, request: pb.NotifyRequest, names: Names) -> pb.Noti
         if not from_source:
             return
         if sender is None:
-            raise InvalidField("sender", None, "the source that speaks")
+            raise InvalidField("sender", None, "the source that sends the notifications")
         with home.turn():
             home.engines.check_session(sender, request.session_secret)
 
     check()
-    results, turns = list[pb.NotificationResult](), Turns(check)
+    results, time_slice = list[pb.NotificationResult](), TimeSlice(check)
     for notification in request.notifications:
-        await turns.give()
-        results.append(await _result(home, sender, names, notification, turns))
+        await time_slice.pause_if_over()
+        results.append(await _result(home, sender, names, notification, time_slice))
     return pb.NotifyResponse(home_epoch=home.epoch, results=results)
 
 
 async def _result(
-    home: Home, sender: EngineRef | None, names: Names, notification: pb.Notification, turns: Turns
+    home: Home, sender: EngineRef | None, names: Names, notification: pb.Notification, time_slice: TimeSlice
 ) -> pb.NotificationResult:
     kind = notification.WhichOneof("kind")
     try:
         if kind is None:
-            raise InvalidField("notification.kind", None, "one of the kinds")
+            raise InvalidField("notification.kind", None, "a kind that this node server knows")
         if kind == "decline":
             return _decline(home, notification.decline)
         if sender is None:
-            raise InvalidField("sender", None, "the engine that speaks")
+            raise InvalidField("sender", None, "the engine that sends the notification")
         if kind == "checksums":
-            await publish_checksums(home, sender, notification.checksums, turns)
+            await publish_checksums(home, sender, notification.checksums, time_slice)
             return _done()
         if kind in OF_A_SOURCE:
             return _from_source(home, sender, kind, notification)
@@ -80,9 +77,9 @@ async def _result(
 
 def _from_source(home: Home, sender: EngineRef, kind: str, notification: pb.Notification) -> pb.NotificationResult:
     if kind == "publish":
-        offer = decode.offer(notification.publish, home.limits.reads)
+        step = decode.publication_step(notification.publish, home.limits.reads)
         with home.turn() as now:
-            publication = home.lessor.publish(sender, offer)
+            publication = home.sources.publish(sender, step)
             published = pb.Published(
                 reference=home.reference(publication),
                 final_remaining=to_duration(publication.final_at - now),
@@ -90,7 +87,7 @@ def _from_source(home: Home, sender: EngineRef, kind: str, notification: pb.Noti
         return pb.NotificationResult(published=published)
     with home.turn():
         if kind == "abort":
-            home.lessor.abort(sender, checks.positive("abort.publication", notification.abort.publication))
+            home.sources.abort(sender, checks.positive("abort.publication", notification.abort.publication))
         elif kind == "released_ack":
             _acknowledge(home, sender, notification.released_ack)
         elif kind == "rank_left":
@@ -111,9 +108,9 @@ def _resync(home: Home, sender: EngineRef, resync: pb.Resync) -> None:
     if len(resync.snapshot) > MAX_SNAPSHOT_NAME:
         raise InvalidField("resync.snapshot", f"{len(resync.snapshot)} bytes", f"at most {MAX_SNAPSHOT_NAME}")
     if resync.phase == pb.RESYNC_PHASE_BEGIN:
-        home.lessor.begin_snapshot(sender, resync.snapshot)
+        home.sources.begin_snapshot(sender, resync.snapshot)
     elif resync.phase == pb.RESYNC_PHASE_END:
-        home.lessor.end_snapshot(sender, resync.high_water, resync.snapshot)
+        home.sources.end_snapshot(sender, resync.high_water, resync.snapshot)
     else:
         raise InvalidField("resync.phase", resync.phase, "RESYNC_PHASE_BEGIN or RESYNC_PHASE_END")
 
@@ -131,9 +128,9 @@ def _from_reader(
         lease_id = checks.random_bytes("read_done.lease_id", notification.read_done.lease_id)
         reports = decode.reports(notification.read_done, home.limits.ranks)
         with home.turn():
-            judged = home.lessor.report(lease_id, sender, reports, names)
-        verdict = pb.Verdict.ValueType(judged.verdict)
-        ended = pb.ReadEnded(verdict=verdict, reported=judged.reported, complete=judged.complete)
+            answer = home.lessor.report(lease_id, sender, reports, names)
+        verdict = pb.Verdict.ValueType(answer.verdict)
+        ended = pb.ReadEnded(verdict=verdict, reported=answer.reported, complete=answer.complete)
         return pb.NotificationResult(read_ended=ended)
     lease_id = checks.random_bytes("cancel.lease_id", notification.cancel.lease_id)
     with home.turn():

@@ -1,8 +1,8 @@
-"""Pages of a list (AIP-158). A token is the key of the last entry of the page before it, so that a list may change in
-between.
+"""Pages of a listing (AIP-158). A token is the key of the last entry of the page before, so a listing may change
+between pages.
 
-A list lies on shelves, one for each start of an engine: only those are looked at whose entries are on the page, since
-lists are long and whoever asks holds up all others.
+The entries of a listing are grouped by incarnation. Only the groups whose entries are on the page are looked at, since
+listings are long and pages are made on the event loop.
 """
 
 from __future__ import annotations
@@ -19,12 +19,7 @@ from google.protobuf.message import Message
 from kvferry.errors import InvalidField
 from kvferry_server.domain.identity import EngineRef
 from kvferry_server.servicers.checks import entry_size
-
-DEFAULT_SIZE = 100
-MAX_SIZE = 1000
-MAX_TOKEN = 4096
-PAGE_BYTES = 1 << 18
-"""Bytes of a page, unless its first entry has more: small, because pages are made on the event loop."""
+from kvferry_server.servicers.limits import DEFAULT_PAGE_SIZE, LISTING_PAGE_BYTES, MAX_PAGE_SIZE, MAX_PAGE_TOKEN
 
 Numbers: TypeAlias = "tuple[int, ...]"
 Key: TypeAlias = "tuple[bytes, ...]"
@@ -33,32 +28,34 @@ Summary = TypeVar("Summary", bound=Message)
 
 
 def page(
-    shelves: Mapping[EngineRef, Iterable[tuple[Numbers, Entry]]],
+    listed: Mapping[EngineRef, Iterable[tuple[Numbers, Entry]]],
     encode: Callable[[Entry], Summary],
     page_size: int,
     page_token: str,
 ) -> tuple[list[Summary], str]:
-    """One page, and the token of the next; empty after the last. A page ends early before it is larger than a message.
+    """Return one page, and the token of the next page, empty after the last. A page ends early if it would exceed
+    `LISTING_PAGE_BYTES`.
 
     Args:
-        shelves: entries in any order, each with numbers (below 2**64) that are unique on the shelf and order it.
-        encode: makes of an entry what is answered.
+        listed: by incarnation, entries in any order, each with numbers (below 2**64) that are unique within the
+            incarnation and order its entries.
+        encode: encodes an entry.
         page_size: at most 1000; 0 means 100.
         page_token: from the page before; empty: the first page.
 
     Raises:
-        InvalidField: not a page's size, or not a token of ours.
+        InvalidField: the page size or the token is malformed.
     """
-    size = check_size(page_size) or DEFAULT_SIZE
+    size = check_page_size(page_size) or DEFAULT_PAGE_SIZE
     after = parse_token(page_token)
-    room, last = PAGE_BYTES, after
+    room, last = LISTING_PAGE_BYTES, after
     found: list[Summary] = []
-    for engine_key, ref in sorted((_engine_key(ref), ref) for ref in shelves):
+    for engine_key, ref in sorted((_engine_key(ref), ref) for ref in listed):
         if engine_key < after[:2]:
             continue
-        # Only the shelf on which the page before ended has entries that were on it.
+        # Only the incarnation at which the page before ended has entries that were on it.
         begun = tuple(int.from_bytes(part, "big") for part in after[2:]) if engine_key == after[:2] else None
-        entries = (entry for entry in shelves[ref] if begun is None or entry[0] > begun)
+        entries = (entry for entry in listed[ref] if begun is None or entry[0] > begun)
         for numbers, entry in nsmallest(size + 1 - len(found), entries, itemgetter(0)):
             summary = encode(entry)
             room -= entry_size(summary)
@@ -69,36 +66,36 @@ def page(
     return found, ""
 
 
-def check_size(page_size: int) -> int:
-    """A page_size, 0 included; raises `InvalidField`."""
-    if page_size > MAX_SIZE:
-        raise InvalidField("page_size", page_size, f"at most {MAX_SIZE}")
+def check_page_size(page_size: int) -> int:
+    """Return a page_size, which may be 0; raises `InvalidField` if it is too large."""
+    if page_size > MAX_PAGE_SIZE:
+        raise InvalidField("page_size", page_size, f"at most {MAX_PAGE_SIZE}")
     return page_size
 
 
 def number_key(number: int) -> bytes:
-    """Orders as the number (below 2**64) does."""
+    """Return a number (below 2**64) as bytes that sort in the same order."""
     return number.to_bytes(8, "big")
 
 
 def _engine_key(ref: EngineRef) -> Key:
-    """Orders as the engine_id does."""
+    """Return an incarnation as a key that sorts by engine_id."""
     return ref.engine_id.encode(), ref.incarnation
 
 
 def make_token(key: Key) -> str:
-    """The token of the page that begins after an entry."""
+    """Return the token of the page that begins after the entry with this key."""
     return ".".join(base64.urlsafe_b64encode(part).decode().rstrip("=") for part in key)
 
 
 def parse_token(token: str) -> Key:
-    """The key of the last entry of the page before; none for the first page. Raises `InvalidField`."""
+    """Return the key of the last entry of the page before; empty for the first page. Raises `InvalidField`."""
     if not token:
         return ()
-    if len(token) > MAX_TOKEN:
-        raise InvalidField("page_token", f"{len(token)} characters", "a token from a page before")
+    if len(token) > MAX_PAGE_TOKEN:
+        raise InvalidField("page_token", f"{len(token)} characters", "a token from the page before")
     try:
         parts = token.split(".")
         return tuple(base64.b64decode(part + "=" * (-len(part) % 4), altchars=b"-_", validate=True) for part in parts)
     except (binascii.Error, ValueError):
-        raise InvalidField("page_token", token[:64], "a token from a page before") from None
+        raise InvalidField("page_token", token[:64], "a token from the page before") from None

@@ -1,9 +1,9 @@
-"""Ranks whose engine's home is another node server (PROTOCOL, Watch, liveness, relays).
+"""Relays: calls of ranks here whose engine's home is another node server (PROTOCOL, Watch, liveness, relays).
 
-A relay keeps nothing: it passes a rank's registration and its Watch on to the home, marked with its own address, and
-the home's answers back. So there is nothing to lose: after a restart of either, the rank's own Watch ends, comes again,
-and is told whether the home needs its registration again. The Watch at the home ends with the rank's, or with this
-server.
+A relay keeps no state. It passes a rank's registration and its Watch on to the home, marked with this server's address,
+and passes the home's answers back. After a restart of either server the rank's own Watch ends and is opened again, and
+its first messages say whether the home needs the registration again. The Watch at the home ends when the rank's does,
+or when this server does.
 """
 
 from __future__ import annotations
@@ -23,33 +23,24 @@ from kvferry._wire.status import from_rpc_error
 from kvferry.errors import InvalidField, LimitReached, RelayLoop
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry.v1.kv_transfer_pb2_grpc import KVTransferStub
+from kvferry_server.servicers.limits import MAX_HOMES
+from kvferry_server.servicers.times import RANK_LEFT_TIMEOUT, REGISTER_TIMEOUT, RELAY_RETRY_AFTER
 
 if TYPE_CHECKING:
     from kvferry.v1.kv_transfer_pb2_grpc import KVTransferAsyncStub
 
 logger = logging.getLogger(__name__)
 
-LEFT_TIMEOUT = 1.0
-"""Seconds to tell a home that a rank has left; a home that does not hear it takes this node for lost."""
-
-HOMES = 256
-"""Homes that are connected to at once."""
-
-RETRY_AFTER = 1.0
-"""Seconds after which there may be room for another."""
-
-REGISTER_TIMEOUT = 5.0
-"""Seconds for a home to take a registration: a rank that waits for a dead one repeats it."""
-
 
 class Relays:
-    """Connections to the homes of ranks that are here. Belongs to the event loop that runs it.
+    """Connections to the homes of ranks that run here. Not thread-safe: it belongs to the event loop that runs it.
 
     Args:
-        advertise: our own address, as others reach us.
-        tls: credentials. With an authority they cover every home: only its certificates are talked to.
-        anywhere: whether any home may be dialled without TLS; else only loopback.
-        patterns: shell patterns of ``host:port``; if there are any, they alone say which homes may be dialled.
+        advertise: the address at which others reach this server.
+        tls: TLS files for connections to homes. With a CA (`tls.ca`) any home may be dialled, since only homes with a
+            certificate of that CA are accepted.
+        anywhere: whether any home may be dialled also without that; otherwise only homes on this host.
+        patterns: shell patterns of ``host:port``; if there are any, they alone decide which homes may be dialled.
     """
 
     def __init__(self, advertise: str, tls: TlsConfig | None, *, anywhere: bool, patterns: Sequence[str] = ()) -> None:
@@ -59,35 +50,41 @@ class Relays:
         self._patterns = tuple(patterns)
         self._channels: dict[str, tuple[grpc.aio.Channel, int]] = {}
         self._endings: dict[tuple[bytes, int], asyncio.Task[None]] = {}
-        self._ending = False
+        self._stopping = False
 
-    def end(self) -> None:
-        """This node server ends: the Watches that end from now on do not end because of their ranks."""
-        self._ending = True
+    def stop(self) -> None:
+        """Note that this node server stops: no home is told that a rank has left when its Watch ends from now on."""
+        self._stopping = True
 
     async def close(self) -> None:
-        """Wait until every Watch has ended at its home."""
+        """Wait until every relayed Watch has ended at its home."""
         if self._endings:
             await asyncio.wait(tuple(self._endings.values()))
 
     def applies(self, home: str, relayed_by: str) -> bool:
-        """Whether a call is for another home.
+        """Whether a call must be relayed, because it is for another home.
 
         Raises:
-            RelayLoop: it is, and was relayed to us.
+            RelayLoop: it is for another home, but another node server has relayed it to this one.
         """
         if not home or home == self._advertise:
             return False
         if relayed_by:
             raise RelayLoop(
-                f"{relayed_by} relayed a call for {home} to {self._advertise}, which is not that home",
+                f"{relayed_by} relayed a call for home {home} to {self._advertise}, which is another home",
                 relayed_by=relayed_by,
             )
         return True
 
     async def register_cache(self, request: pb.RegisterCacheRequest) -> pb.RegisterCacheResponse:
-        """Pass a registration on. What the home refuses is raised as the home says it; `Unreachable` if it is not
-        there."""
+        """Relay a registration to its home and return the home's answer.
+
+        Raises:
+            Unreachable: the home does not answer.
+            LimitReached: too many homes are connected to.
+            InvalidField: this server may not dial the home.
+            KvferryError: whatever the home answers.
+        """
         home = request.home
         request.relayed_by = self._advertise
         stub = self._enter(home)
@@ -101,14 +98,13 @@ class Relays:
         return answer
 
     async def watch(self, request: pb.WatchRequest) -> AsyncGenerator[pb.WatchResponse, None]:
-        """Pass on a rank's Watch, and what the home tells it. Errors as `register_cache`; ends when either side
-        does."""
+        """Relay a rank's Watch and yield the home's messages, until either side ends. Raises as `register_cache`."""
         if request.role != pb.WATCH_ROLE_RANK:
-            raise InvalidField("home", request.home, "none: a scheduler's node server is its engine's home")
+            raise InvalidField("home", request.home, "empty: a scheduler's node server is its engine's home")
         home, process = request.home, (request.engine.SerializeToString(), request.rank)
         request.relayed_by = self._advertise
         if ending := self._endings.get(process):
-            # The word of a rank's end must not overtake its return.
+            # The home must hear that the rank left before it hears that it is back.
             await asyncio.wait([ending])
         stub = self._enter(home)
         call = stub.Watch(request)
@@ -123,7 +119,7 @@ class Relays:
             left = False
             raise from_rpc_error(error, home) from None
         finally:
-            # A task of its own: this one has been cancelled where the rank is gone.
+            # In a task of its own: this one is cancelled if the rank is gone.
             ending = self._endings[process] = asyncio.create_task(self._end_watch(stub, call, request, left=left))
             ending.add_done_callback(partial(self._ended_watch, process))
 
@@ -135,18 +131,19 @@ class Relays:
         *,
         left: bool,
     ) -> None:
-        """The home learns at once that a rank is gone; if it `left`, that first: a Watch that ends without a word ended
-        with its node."""
-        said = pb.NotifyRequest(
+        """End a rank's Watch at the home. If the rank `left`, tell the home so first: otherwise it assumes that the
+        whole node is lost."""
+        notice = pb.NotifyRequest(
             sender=request.engine,
             session_secret=request.session_secret,
             notifications=[pb.Notification(rank_left=pb.RankLeft(rank=request.rank))],
         )
         try:
-            if left and not self._ending:
-                await stub.Notify(said, timeout=LEFT_TIMEOUT)
+            if left and not self._stopping:
+                await stub.Notify(notice, timeout=RANK_LEFT_TIMEOUT)
         except grpc.RpcError as error:
-            logger.info("end of rank %d not told: %s", request.rank, from_rpc_error(error, request.home))
+            problem = from_rpc_error(error, request.home)
+            logger.info("could not tell home %s that rank %d has left: %s", request.home, request.rank, problem)
         finally:
             call.cancel()
             await self._leave(request.home)
@@ -157,12 +154,12 @@ class Relays:
 
     def _enter(self, home: str) -> KVTransferAsyncStub:
         self._check(home)
-        if home not in self._channels and len(self._channels) >= HOMES:
+        if home not in self._channels and len(self._channels) >= MAX_HOMES:
             raise LimitReached(
-                f"relayed_homes: this node server is connected to {HOMES} homes already",
-                retry_after=RETRY_AFTER,
+                f"relayed_homes: this node server is already connected to {MAX_HOMES} homes",
+                retry_after=RELAY_RETRY_AFTER,
                 limit="relayed_homes",
-                value=HOMES,
+                value=MAX_HOMES,
             )
         channel, users = self._channels.get(home) or (connect_async(home, self._tls), 0)
         self._channels[home] = channel, users + 1
@@ -170,17 +167,21 @@ class Relays:
         return stub
 
     def _check(self, home: str) -> None:
-        """Whoever can register names a home, so this server would dial whatever a stranger wants, for him."""
+        """Raise `InvalidField` unless this server may dial a home. Every caller that can register names one, so without
+        this check strangers could make this server dial any address."""
         address = parse_address(home, "home")
         if address.is_unix:
-            # Behind a path there can be any service of this host, and a home has an address that others can reach.
-            raise InvalidField("home", home, "host:port: a home behind a UNIX socket is its own engines' only")
+            # Any service of this host may listen at a path, and other nodes cannot reach a home there.
+            raise InvalidField("home", home, "host:port: another node server cannot reach a home at a UNIX socket")
         if self._patterns:
             if not any(fnmatchcase(home, pattern) for pattern in self._patterns):
-                raise InvalidField("home", home, f"an address that this node server may relay to {self._patterns}")
+                allowed = ", ".join(self._patterns)
+                raise InvalidField("home", home, f"an address that this node server may relay to: {allowed}")
         elif not self._anywhere and not is_loopback(home):
             raise InvalidField(
-                "home", home, "an address on this host: this server has neither tls_ca nor relay_homes nor insecure"
+                "home",
+                home,
+                "an address on this host, because the node server has none of tls_ca, relay_homes and insecure set",
             )
 
     async def _leave(self, home: str) -> None:

@@ -1,7 +1,7 @@
-"""The one thread of a node server for what is heavy: decoding, comparing and encoding geometries of many planes.
+"""The worker: one thread of a node server for decoding, comparing and encoding geometries of many planes.
 
-One thread, not several: it competes with the event loop for the interpreter, and renewals must stay fast whatever is
-asked of a home. Hosts take turns on it, so that whoever asks for much waits behind himself.
+There is one thread, not several, because it competes with the event loop for the interpreter, and renewals must stay
+fast. It serves hosts in rotation, so that a host that asks for much delays only itself.
 """
 
 from __future__ import annotations
@@ -14,74 +14,69 @@ from contextlib import asynccontextmanager
 from typing import TypeVar
 
 from kvferry.errors import LimitReached
-from kvferry_server.domain.shares import Shares
-
-LIGHT = 16 * 1024
-"""Bytes of a message that are worked through on the event loop; heavier ones would hold everybody up."""
-
-MAX_WAITING_BYTES = 256 << 20
-"""Bytes of the messages that wait for the thread, or are being worked through. Hosts share them."""
-
-RETRY_AFTER = 0.25
-"""Seconds after which a call that found too many before it is worth repeating."""
+from kvferry_server.domain.budgets import Budget
+from kvferry_server.servicers.limits import MAX_INLINE_BYTES, MAX_WAITING_BYTES
+from kvferry_server.servicers.times import WORKER_RETRY_AFTER
 
 Result = TypeVar("Result")
 
 
 class Worker:
-    """The thread. Used by one event loop; its owner closes it."""
+    """The worker thread of one event loop. Its owner closes it."""
 
     def __init__(self) -> None:
         self._executor = ThreadPoolExecutor(1, "kvferry-worker")
-        self._bytes = Shares(MAX_WAITING_BYTES)
+        self._waiting_bytes = Budget(MAX_WAITING_BYTES)
         self._busy = False
-        # By host, in the order of their turns; a host without calls is not there.
+        # The waiting calls by host, in the order in which hosts get the thread; only hosts that have calls.
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
 
     async def run(self, host: str, size: int, call: Callable[[], Result]) -> Result:
-        """Run what is heavy: in the order of a host's calls, and not at all if nobody waits for it any more.
+        """Run a call on the thread and return its result. Calls of one host run in order; a call that is cancelled
+        while it waits is not run.
 
         Args:
-            host: who asks for it.
-            size: bytes of the message that it works through.
-            call: what to run; touches nothing of the home.
+            host: the host that asks for it.
+            size: bytes of the message that it works on.
+            call: what to run; it must not touch the home.
 
         Raises:
-            LimitReached: too much of this host waits already.
+            LimitReached: too many bytes of this host wait already.
         """
-        if not self._bytes.fits(host, size):
+        if not self._waiting_bytes.fits(host, size):
             raise LimitReached(
-                f"worker_bytes: {self._bytes.held(host)} bytes of yours wait for their turn, of "
-                f"{self._bytes.used} of {MAX_WAITING_BYTES}; {size} more do not fit",
-                retry_after=RETRY_AFTER,
+                f"worker_bytes: {self._waiting_bytes.used} of {MAX_WAITING_BYTES} bytes wait for the worker thread, "
+                f"{self._waiting_bytes.held(host)} of them from this host; {size} more do not fit",
+                retry_after=WORKER_RETRY_AFTER,
                 limit="worker_bytes",
                 value=MAX_WAITING_BYTES,
             )
-        self._bytes.take(host, size)
+        self._waiting_bytes.take(host, size)
         try:
-            async with self._turn(host):
+            async with self._thread(host):
                 return await asyncio.get_running_loop().run_in_executor(self._executor, call)
         finally:
-            self._bytes.give(host, size)
+            self._waiting_bytes.give(host, size)
 
     async def run_if_heavy(self, host: str, size: int, call: Callable[[], Result]) -> Result:
-        """Run a call of `size` on the thread, or at once if it is light."""
-        return call() if size <= LIGHT else await self.run(host, size, call)
+        """Run a call at once if it works on at most `MAX_INLINE_BYTES`, otherwise on the thread. Raises as `run`."""
+        return call() if size <= MAX_INLINE_BYTES else await self.run(host, size, call)
 
     def close(self) -> None:
-        """Run nothing more. Idempotent."""
+        """Stop the thread; waiting calls are cancelled. Idempotent."""
         self._executor.shutdown(wait=False, cancel_futures=True)
 
     @asynccontextmanager
-    async def _turn(self, host: str) -> AsyncIterator[None]:
+    async def _thread(self, host: str) -> AsyncIterator[None]:
+        """Have the thread while the context lasts, after waiting for it."""
         if self._busy:
-            turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._waiting.setdefault(host, deque()).append(turn)
+            free: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._waiting.setdefault(host, deque()).append(free)
             try:
-                await turn
+                await free
             except asyncio.CancelledError:
-                # Given and not taken: it is the next one's.
-                if turn.done() and not turn.cancelled():
+                # This call was cancelled after it had been given the thread: pass it on.
+                if free.done() and not free.cancelled():
                     self._pass_on()
                 raise
         self._busy = True
@@ -91,14 +86,14 @@ class Worker:
             self._pass_on()
 
     def _pass_on(self) -> None:
-        """Give the turn to the host that has waited longest for one."""
+        """Give the thread to the next call of the host that has waited longest."""
         while self._waiting:
             host = next(iter(self._waiting))
-            turns = self._waiting.pop(host)
-            turn = turns.popleft()
-            if turns:
-                self._waiting[host] = turns
-            if not turn.done():
-                turn.set_result(None)
+            calls = self._waiting.pop(host)
+            free = calls.popleft()
+            if calls:
+                self._waiting[host] = calls
+            if not free.done():
+                free.set_result(None)
                 return
         self._busy = False

@@ -6,11 +6,11 @@ import pytest
 
 from kvferry.errors import EngineUnknown, LeaseEnded, LimitReached, PublicationStale
 from kvferry.v1 import kv_transfer_pb2 as pb
-from kvferry_server.domain.endings import Changed
-from kvferry_server.domain.ledger import Standing
+from kvferry_server.domain.book import Standing
 from kvferry_server.domain.limits import Limits
 from kvferry_server.domain.publications import PublicationOutcome
 from kvferry_server.domain.reads import LeaseState, RankOutcome, RevokeReason, Verdict
+from kvferry_server.domain.records import Changed
 from tests.support.parties import D, E, P, Scene
 
 
@@ -50,9 +50,9 @@ def test_what_has_not_come_is_not_offered() -> None:
     scene = Scene()
     scene.grant(2)
     with pytest.raises(PublicationStale):
-        scene.lessor.offered(P, 2)
+        scene.sources.unreleased(P, 2)
     publication = scene.publish(2)
-    assert scene.lessor.offered(P, 2) is publication
+    assert scene.sources.unreleased(P, 2) is publication
 
 
 def test_reads_announced_by_a_waiting_reader_are_waited_for() -> None:
@@ -69,9 +69,9 @@ def test_the_stream_of_a_lease_that_ends_by_its_time_is_woken() -> None:
     scene = Scene()
     publication = scene.publish()
     scene.grant()
-    scene.lessor.take_effects()
+    scene.records.take_effects()
     scene.wait(scene.times.ttl)
-    woken = [effect.publication for effect in scene.lessor.take_effects() if isinstance(effect, Changed)]
+    woken = [effect.publication for effect in scene.records.take_effects() if isinstance(effect, Changed)]
     assert publication in woken
 
 
@@ -82,7 +82,7 @@ def test_a_read_whose_outcome_is_forgotten_is_a_new_read() -> None:
     scene.report(old, 0)
     with pytest.raises(LeaseEnded):
         scene.grant()
-    scene.wait(scene.times.outcomes + 1)
+    scene.wait(scene.times.keep_outcome + 1)
     new = scene.grant()
     assert new.live
     assert new.lease_id != old.lease_id
@@ -99,9 +99,9 @@ def test_after_a_snapshot_no_number_up_to_its_high_water_comes() -> None:
     scene = Scene()
     scene.publish(1)
     scene.publish(4)
-    scene.lessor.begin_snapshot(P)
+    scene.sources.begin_snapshot(P)
     scene.publish(1)
-    scene.lessor.end_snapshot(P, 2)
+    scene.sources.end_snapshot(P, 2)
     with pytest.raises(PublicationStale):
         scene.publish(2)
     assert scene.publish(3).number == 3
@@ -119,10 +119,10 @@ def test_every_read_that_waits_counts_against_the_limit() -> None:
 def test_nothing_told_again_is_released_before_a_max_ttl() -> None:
     """At a restarted home, readers that it does not know may still be reading (R2)."""
     scene = Scene(recovering=True)
-    scene.lessor.begin_snapshot(P)
+    scene.sources.begin_snapshot(P)
     scene.publish()
-    scene.lessor.abort(P, 1)
-    scene.lessor.end_snapshot(P, 1)
+    scene.sources.abort(P, 1)
+    scene.sources.end_snapshot(P, 1)
     scene.wait(scene.times.max_ttl - 0.001)
     assert scene.told() == []
     scene.wait(0.001)
@@ -133,8 +133,8 @@ def test_of_a_replaced_incarnation_nothing_is_kept_after_its_last_lease() -> Non
     scene = Scene()
     scene.publish()
     scene.grant()
-    scene.lessor.end_engine(P, Standing.REPLACED)
-    assert not scene.lessor.recovering(P)
+    scene.sources.end_engine(P, Standing.REPLACED)
+    assert not scene.sources.recovering(P)
     scene.wait(scene.times.ttl)
     with pytest.raises(EngineUnknown):
-        scene.lessor.recovering(P)
+        scene.sources.recovering(P)

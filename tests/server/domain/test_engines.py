@@ -21,8 +21,8 @@ from kvferry.errors import (
     WrongSession,
 )
 from kvferry_server.domain.identity import EngineRef
-from kvferry_server.domain.limits import Limits
-from kvferry_server.domain.registrations import MAX_REGION_CHECKS, Registration
+from kvferry_server.domain.limits import MAX_REGION_CHECKS, Limits
+from kvferry_server.domain.registrations import Registration
 from kvferry_server.domain.registry import EngineDied, EngineGone, RankDied, Registry
 from tests.support.parties import (
     BASE,
@@ -152,7 +152,7 @@ def test_a_dead_engine_may_come_back_until_it_is_replaced_or_forgotten(scene: Sc
         scene.registry.check_session(P, secret)
     assert not list(scene.registry.engines())
     engine = scene.registry.open_engine(P, SECRETS[P])
-    scene.registry.check_readable(engine)
+    engine.check_readable()
     scene.registry.close_engine(P)
     assert scene.wait(TIMES.engine_ttl) == [EngineDied(P)]
     assert scene.wait(TIMES.retire) == [EngineGone(P)]
@@ -186,26 +186,26 @@ def test_an_engine_is_readable_once_all_ranks_are_in(scene: Scene) -> None:
     secret = scene.open()
     engine = scene.registry.find(P)
     with pytest.raises(EngineIncomplete):
-        scene.registry.check_readable(engine)
+        engine.check_readable()
     for rank in (2, 0):
         scene.registry.register(registration(rank=rank, ranks=4), secret)
     with pytest.raises(EngineIncomplete) as caught:
-        scene.registry.check_readable(engine)
+        engine.check_readable()
     assert caught.value.values["missing_ranks"] == "1,3"
     for rank in (1, 3):
         scene.registry.register(registration(rank=rank, ranks=4), secret)
-    scene.registry.check_readable(engine)
-    assert [rank for rank, _ in scene.registry.check_readable(engine).ranks()] == [0, 1, 2, 3]
+    engine.check_readable()
+    assert [rank for rank, _ in engine.check_readable().ranks()] == [0, 1, 2, 3]
     scene.registry.close_engine(P)
     with pytest.raises(EngineIncomplete):
-        scene.registry.check_readable(engine)
+        engine.check_readable()
 
 
 def test_registering_the_same_content_again_changes_nothing(scene: Scene) -> None:
     secret = scene.open()
     first = scene.registry.register(registration(), secret)
-    source = first.source
-    assert scene.registry.register(registration(), secret).source is source
+    description = first.description
+    assert scene.registry.register(registration(), secret).description is description
 
 
 def _with_plane(**changes: object) -> Callable[[Registration], Registration]:
@@ -322,16 +322,16 @@ def test_a_rank_whose_watch_is_lost_makes_the_engine_unreadable(scene: Scene) ->
         scene.registry.register(registration(rank=rank, ranks=2), secret)
     scene.registry.close_rank(P, 1)
     assert scene.wait(TIMES.engine_ttl - 1) == []
-    scene.registry.check_readable(engine)
+    engine.check_readable()
     assert scene.wait(1) == [RankDied(P, 1, "", node_lost=False)]
     with pytest.raises(EngineIncomplete) as caught:
-        scene.registry.check_readable(engine)
+        engine.check_readable()
     assert caught.value.values["missing_ranks"] == "1"
     # Another process with the same token is not the rank that died: its memory is another.
     with pytest.raises(CacheDiffers):
         scene.registry.register(_with_agent("another")(registration(rank=1, ranks=2)), secret)
     scene.registry.register(registration(rank=1, ranks=2), secret)
-    scene.registry.check_readable(engine)
+    engine.check_readable()
     # Without a Watch it ends after one ttl.
     assert scene.wait(TIMES.engine_ttl) == [RankDied(P, 1, "", node_lost=False)]
 

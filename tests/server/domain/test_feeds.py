@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from kvferry_server.domain.publications import PublicationRecord
-from kvferry_server.domain.watch_feed import Feed, Process, PublicationReleased, RankLost, Role
+from kvferry_server.domain.watch_feed import Feed, Process, RankLost, ReleaseEvent, Role
 from tests.support.parties import P
 
 
@@ -42,7 +42,7 @@ def test_a_sequence_that_never_was_cannot_be_resumed() -> None:
 def test_a_release_that_is_acknowledged_is_held_no_longer_and_leaves_no_gap() -> None:
     publication = PublicationRecord(P, 7)
     feed = feed_with(1)
-    feed.push(PublicationReleased(publication))
+    feed.push(ReleaseEvent(publication))
     feed.push(RankLost(1))
     held = sys.getrefcount(publication)
     feed.acknowledged({7})

@@ -17,9 +17,8 @@ from kvferry.errors import (
     WrongIdentity,
     WrongKey,
 )
-from kvferry_server.domain.ledger import Standing
-from kvferry_server.domain.lessor import SLICE
-from kvferry_server.domain.limits import Limits
+from kvferry_server.domain.book import Standing
+from kvferry_server.domain.limits import MAX_ENDED_AT_ONCE, Limits
 from kvferry_server.domain.publications import PublicationOutcome, PublicationStage
 from kvferry_server.domain.reads import LeaseState, RankOutcome, RevokeReason, Verdict
 from kvferry_server.domain.times import Times
@@ -62,7 +61,7 @@ def test_a_delayed_renewal_revives_nothing(scene: Scene) -> None:
     assert scene.renew(expired) == 0
     assert (expired.state, expired.expires) == (LeaseState.EXPIRED, expires)
     # Not even after its source is gone.
-    scene.lessor.end_engine(P, Standing.REPLACED)
+    scene.sources.end_engine(P, Standing.REPLACED)
     assert scene.renew(expired) == 0
     with pytest.raises(LeaseEnded):
         scene.lessor.renew(b"?" * 16, D)
@@ -128,7 +127,7 @@ def test_abort_stops_new_leases_and_renewals_and_shortens_none(scene: Scene) -> 
     lease = scene.grant()
     expires = lease.expires
     scene.wait(5)
-    scene.lessor.abort(P, 1)
+    scene.sources.abort(P, 1)
     assert lease.live
     assert lease.expires == expires
     assert scene.renew(lease) == expires - scene.clock.time
@@ -146,7 +145,7 @@ def test_the_end_of_the_source_shortens_no_lease(scene: Scene, standing: Standin
     scene.publish()
     lease = scene.grant()
     expires = lease.expires
-    scene.lessor.end_engine(P, standing)
+    scene.sources.end_engine(P, standing)
     scene.wait(5)
     assert scene.renew(lease) == expires - scene.clock.time
     assert lease.revoked is RevokeReason.SOURCE_LOST
@@ -156,18 +155,18 @@ def test_the_end_of_the_source_shortens_no_lease(scene: Scene, standing: Standin
 def test_a_lost_watch_stops_renewals_until_it_is_back(scene: Scene) -> None:
     scene.publish()
     lease = scene.grant()
-    scene.lessor.lose(P)
+    scene.sources.lose(P)
     scene.wait(10)
     assert scene.renew(lease) == TIMES.ttl - 10
     assert lease.revoked is None
-    scene.lessor.open(P, SECRETS[P])
+    scene.sources.open(P, SECRETS[P])
     assert scene.renew(lease) == TIMES.ttl
 
 
 def test_a_draining_home_answers_renewals_and_takes_reports_and_grants_nothing(scene: Scene) -> None:
     scene.publish()
     lease = scene.grant()
-    scene.lessor.drain()
+    scene.records.drain()
     scene.wait(10)
     assert scene.renew(lease) == TIMES.ttl - 10
     assert scene.grant() is lease
@@ -223,7 +222,7 @@ def test_a_key_is_checked_at_once_also_before_its_publication_comes(scene: Scene
                 scene.lessor.grant(ask(2, key=wrong, **changes))
         with pytest.raises(WrongKey):
             scene.lessor.decline(P, 2, wrong)
-    assert [lease for lease in scene.lessor.leases() if lease.live] == [held]
+    assert [lease for lease in scene.records.leases() if lease.live] == [held]
 
 
 def test_reports_are_a_set_by_rank_and_not_a_counter(scene: Scene) -> None:
@@ -275,12 +274,12 @@ def test_outcomes_are_kept_for_two_max_ttl_and_replayed_unchanged(scene: Scene) 
     scene.publish()
     lease = scene.grant()
     assert scene.report(lease, 0).verdict is Verdict.VALID
-    scene.lessor.acknowledge(P, [1])
+    scene.sources.acknowledge(P, [1])
     scene.wait(2 * TIMES.max_ttl - 1)
     assert scene.report(lease, 0).verdict is Verdict.VALID
     scene.wait(1)
     assert scene.report(lease, 0).verdict is Verdict.UNKNOWN
-    assert not list(scene.lessor.leases())
+    assert not list(scene.records.leases())
 
 
 def test_a_lease_obeys_its_reader_only(scene: Scene) -> None:
@@ -361,7 +360,7 @@ def test_numbers_that_are_gone_are_stale_whatever_request_they_carry(scene: Scen
     with pytest.raises(PublicationReleased) as released:
         scene.grant(reader=E)
     assert released.value.values["outcome"] == "READ"
-    scene.lessor.acknowledge(P, [1])
+    scene.sources.acknowledge(P, [1])
     with pytest.raises(PublicationStale):
         scene.grant(reader=E)
     with pytest.raises(PublicationStale):
@@ -419,21 +418,21 @@ def test_of_many_leases_that_end_at_once_each_is_told_the_truth_before_its_turn_
     scene = Scene(limits=Limits(reads=10_000))
     scene.publish(1, expected_reads=2)
     scene.publish(2)
-    leases = [scene.grant(1, name=str(number)) for number in range(5 * SLICE)]
+    leases = [scene.grant(1, name=str(number)) for number in range(5 * MAX_ENDED_AT_ONCE)]
     alone = scene.grant(2)
     scene.clock.pass_by(TIMES.ttl)
-    scene.lessor.advance(SLICE)
+    scene.records.advance(MAX_ENDED_AT_ONCE)
     assert leases[0].state is LeaseState.EXPIRED
     assert alone.live
-    assert scene.lessor.next_deadline() <= scene.clock.now()
+    assert scene.records.next_deadline() <= scene.clock.now()
     # Not one moment longer than its time, all the same.
     assert scene.report(alone, 0).verdict is Verdict.EXPIRED
     assert scene.renew(leases[-1]) == 0
     with pytest.raises(LeaseEnded):
-        scene.grant(1, name=str(5 * SLICE - 1))
+        scene.grant(1, name=str(5 * MAX_ENDED_AT_ONCE - 1))
     calls = 0
-    while scene.lessor.next_deadline() <= scene.clock.now():
-        scene.lessor.advance(SLICE)
+    while scene.records.next_deadline() <= scene.clock.now():
+        scene.records.advance(MAX_ENDED_AT_ONCE)
         calls += 1
     assert calls <= 6
     assert {lease.state for lease in leases} == {LeaseState.EXPIRED}
@@ -441,13 +440,13 @@ def test_of_many_leases_that_end_at_once_each_is_told_the_truth_before_its_turn_
 
 def test_a_publication_is_over_at_its_time_though_others_are_due_before_it() -> None:
     scene = Scene(limits=Limits(publications=10_000))
-    for number in range(1, 4 * SLICE):
+    for number in range(1, 4 * MAX_ENDED_AT_ONCE):
         scene.publish(number)
-    last = 4 * SLICE - 1
+    last = 4 * MAX_ENDED_AT_ONCE - 1
     scene.clock.pass_by(TIMES.hold)
     with pytest.raises(PublicationReleased):
         scene.grant(last)
     with pytest.raises(PublicationReleased):
-        scene.lessor.offered(P, last - 1)
-    scene.lessor.advance()
-    assert sorted(number for number, _ in scene.told()) == list(range(1, 4 * SLICE))
+        scene.sources.unreleased(P, last - 1)
+    scene.records.advance()
+    assert sorted(number for number, _ in scene.told()) == list(range(1, 4 * MAX_ENDED_AT_ONCE))

@@ -17,11 +17,13 @@ from kvferry.errors import (
     PublicationStale,
     WrongKey,
 )
-from kvferry_server.domain.ledger import MAX_SKIPPED, Standing
+from kvferry_server.domain.book import Standing
 from kvferry_server.domain.lessor import Lessor
-from kvferry_server.domain.limits import Limits
+from kvferry_server.domain.limits import MAX_SKIPPED, Limits
 from kvferry_server.domain.publications import PublicationOutcome, PublicationStage
 from kvferry_server.domain.reads import Verdict
+from kvferry_server.domain.records import Records
+from kvferry_server.domain.sources import Sources
 from kvferry_server.domain.steps import GroupBlocks
 from tests.support.parties import FULL, GROUPS, P2, SECRETS, TIMES, E, FakeClock, P, Scene, ask, blocks, key, offer
 
@@ -63,31 +65,31 @@ def test_the_final_deadline_ends_even_what_is_still_published_to(scene: Scene) -
 def test_released_is_state_until_it_is_acknowledged(scene: Scene) -> None:
     publication = scene.publish()
     scene.report(scene.grant(), 0)
-    assert scene.lessor.released(P) == [publication]
+    assert scene.records.released(P) == [publication]
     assert scene.told() == [(1, PublicationOutcome.READ)]
     # An acknowledgement may have been lost without the Watch being lost.
     scene.wait(TIMES.max_ttl)
     assert scene.told() == [(1, PublicationOutcome.READ)]
-    scene.lessor.acknowledge(P, [1, 1, 7])
-    scene.lessor.acknowledge(P, [1])
-    assert not scene.lessor.released(P)
+    scene.sources.acknowledge(P, [1, 1, 7])
+    scene.sources.acknowledge(P, [1])
+    assert not scene.records.released(P)
     scene.wait(TIMES.final)
     assert not scene.told()
 
 
 def test_acknowledging_what_is_not_released_changes_nothing(scene: Scene) -> None:
     publication = scene.publish()
-    scene.lessor.acknowledge(P, [1])
+    scene.sources.acknowledge(P, [1])
     assert publication.stage is PublicationStage.PUBLISHED
 
 
 def test_a_publication_has_one_outcome_the_first(scene: Scene) -> None:
     scene.publish()
     lease = scene.grant()
-    scene.lessor.abort(P, 1)
+    scene.sources.abort(P, 1)
     scene.lessor.decline(P, 1, key(1))
     scene.report(lease, 0)
-    scene.lessor.abort(P, 1)
+    scene.sources.abort(P, 1)
     assert scene.told() == [(1, PublicationOutcome.ABORTED)]
 
 
@@ -112,7 +114,7 @@ def test_decline_needs_the_key_and_is_idempotent(scene: Scene) -> None:
         scene.lessor.decline(P, 1, b"x" * 16)
     scene.lessor.decline(P, 1, key(1))
     scene.lessor.decline(P, 1, key(1))
-    scene.lessor.acknowledge(P, [1])
+    scene.sources.acknowledge(P, [1])
     scene.lessor.decline(P, 1, key(1))
     assert scene.told() == [(1, PublicationOutcome.DECLINED)]
 
@@ -135,20 +137,20 @@ def test_a_decline_of_what_never_comes_is_forgotten(scene: Scene) -> None:
 
 
 def test_an_abort_that_overtakes_the_publication_is_released_and_final(scene: Scene) -> None:
-    scene.lessor.abort(P, 1)
+    scene.sources.abort(P, 1)
     assert scene.told() == [(1, PublicationOutcome.ABORTED)]
     with pytest.raises(PublicationReleased):
         scene.publish(1)
-    scene.lessor.acknowledge(P, [1])
+    scene.sources.acknowledge(P, [1])
     with pytest.raises(PublicationStale):
         scene.publish(1)
-    scene.lessor.abort(P, 1)
+    scene.sources.abort(P, 1)
     assert not scene.told()
 
 
 def test_an_abort_of_what_a_reader_waits_for_waits_for_its_lease(scene: Scene) -> None:
     lease = scene.grant()
-    scene.lessor.abort(P, 1)
+    scene.sources.abort(P, 1)
     assert not scene.told()
     assert lease.revoked is not None
     with pytest.raises(PublicationAborted):
@@ -162,7 +164,7 @@ def test_an_aborted_request_is_released_within_max_ttl(scene: Scene) -> None:
     lease = scene.grant()
     scene.wait(20)
     scene.renew(lease)
-    scene.lessor.abort(P, 1)
+    scene.sources.abort(P, 1)
     scene.wait(TIMES.max_ttl)
     assert scene.told() == [(1, PublicationOutcome.ABORTED)]
 
@@ -244,7 +246,7 @@ def test_a_group_may_begin_in_a_later_step(scene: Scene) -> None:
 def test_block_ids_are_those_of_the_group(scene: Scene, start: int, count: int, problem: str) -> None:
     with pytest.raises(BadBlock, match=problem):
         scene.publish(groups=(blocks(start=start, count=count),))
-    assert not list(scene.lessor.publications())
+    assert not list(scene.records.publications())
 
 
 @pytest.mark.parametrize(
@@ -263,7 +265,7 @@ def test_block_ids_are_those_of_the_group(scene: Scene, start: int, count: int, 
 def test_blocks_that_do_not_fit_their_tokens_are_refused(scene: Scene, bad: GroupBlocks) -> None:
     with pytest.raises(InvalidField):
         scene.publish(groups=(bad,))
-    assert not list(scene.lessor.publications())
+    assert not list(scene.records.publications())
 
 
 def test_a_group_comes_once_per_step(scene: Scene) -> None:
@@ -286,12 +288,12 @@ def test_what_may_still_be_written_to_comes_with_the_last_step(scene: Scene, ear
 
 
 def test_blocks_of_groups_that_nobody_registered_are_not_taken() -> None:
-    lessor = Lessor(FakeClock(), TIMES, Limits())
-    lessor.open(P, SECRETS[P])
-    lessor.begin_snapshot(P)
-    lessor.end_snapshot(P, 0)
+    sources = Sources(Records(FakeClock(), TIMES, Limits()))
+    sources.open(P, SECRETS[P])
+    sources.begin_snapshot(P)
+    sources.end_snapshot(P, 0)
     with pytest.raises(EngineIncomplete):
-        lessor.publish(P, offer())
+        sources.publish(P, offer())
 
 
 # Numbers.
@@ -314,7 +316,7 @@ def test_what_came_late_and_is_gone_does_not_come_again(scene: Scene) -> None:
     scene.publish(5)
     scene.publish(3)
     scene.lessor.decline(P, 3, key(3))
-    scene.lessor.acknowledge(P, [3])
+    scene.sources.acknowledge(P, [3])
     with pytest.raises(PublicationStale):
         scene.publish(3)
 
@@ -340,7 +342,7 @@ def test_publications_and_their_bytes_are_limited() -> None:
         scene.lessor.decline(P, number, key(number))
     with pytest.raises(LimitReached):
         scene.publish(3)  # Released, but its source has not said that it knows.
-    scene.lessor.acknowledge(P, [1, 2])
+    scene.sources.acknowledge(P, [1, 2])
     scene.publish(3, payload=b"x" * 4000)
 
 
@@ -349,13 +351,13 @@ def test_publications_and_their_bytes_are_limited() -> None:
 
 def test_nothing_is_granted_until_the_snapshot_is_complete() -> None:
     scene = Scene(recovering=True)
-    scene.lessor.begin_snapshot(P)
+    scene.sources.begin_snapshot(P)
     scene.publish(3)
     with pytest.raises(HomeRecovering):
         scene.grant(3)
     with pytest.raises(HomeRecovering):
         scene.grant(2)
-    scene.lessor.end_snapshot(P, 5)
+    scene.sources.end_snapshot(P, 5)
     assert scene.grant(3).live
     with pytest.raises(PublicationStale):
         scene.grant(2)
@@ -367,19 +369,19 @@ def test_nothing_is_granted_until_the_snapshot_is_complete() -> None:
 @pytest.mark.parametrize("end", ["read", "abort", "decline", "lease"])
 def test_what_was_published_again_is_not_released_within_max_ttl(end: str) -> None:
     scene = Scene(recovering=True)
-    scene.lessor.begin_snapshot(P)
+    scene.sources.begin_snapshot(P)
     scene.publish(1)
-    scene.lessor.end_snapshot(P, 1)
+    scene.sources.end_snapshot(P, 1)
     scene.wait(1)
     if end == "read":
         scene.report(scene.grant(), 0)
     elif end == "abort":
-        scene.lessor.abort(P, 1)
+        scene.sources.abort(P, 1)
     elif end == "decline":
         scene.lessor.decline(P, 1, key(1))
     else:
         scene.cancel(scene.grant())
-        scene.lessor.abort(P, 1)
+        scene.sources.abort(P, 1)
     scene.wait(TIMES.max_ttl - 2)
     assert not scene.told()
     scene.wait(1)
@@ -389,7 +391,7 @@ def test_what_was_published_again_is_not_released_within_max_ttl(end: str) -> No
 def test_a_publish_before_the_snapshot_may_be_a_repeated_one(scene: Scene) -> None:
     scene = Scene(recovering=True)
     scene.publish(1)
-    scene.lessor.abort(P, 1)
+    scene.sources.abort(P, 1)
     scene.wait(TIMES.max_ttl - 1)
     assert not scene.told()
     scene.wait(1)
@@ -399,10 +401,10 @@ def test_a_publish_before_the_snapshot_may_be_a_repeated_one(scene: Scene) -> No
 def test_what_a_snapshot_does_not_hold_is_not_published(scene: Scene) -> None:
     scene.publish(1)
     scene.publish(2)
-    scene.lessor.begin_snapshot(P)
+    scene.sources.begin_snapshot(P)
     scene.publish(2)
     scene.publish(3)
-    scene.lessor.end_snapshot(P, 2)
+    scene.sources.end_snapshot(P, 2)
     assert scene.told() == [(1, PublicationOutcome.ABORTED)]
     assert scene.grant(2).live
     assert scene.grant(3).live
@@ -410,22 +412,22 @@ def test_what_a_snapshot_does_not_hold_is_not_published(scene: Scene) -> None:
 
 def test_a_snapshot_that_is_delivered_again_ends_nothing_newer(scene: Scene) -> None:
     for _ in range(2):
-        scene.lessor.begin_snapshot(P)
+        scene.sources.begin_snapshot(P)
         scene.publish(1)
-        scene.lessor.end_snapshot(P, 1)
+        scene.sources.end_snapshot(P, 1)
         scene.publish(2)
     assert not scene.told()
 
 
 def test_a_late_end_of_an_earlier_snapshot_ends_nothing_in_a_later_one(scene: Scene) -> None:
     scene.publish(1)
-    scene.lessor.begin_snapshot(P, b"given up")
-    scene.lessor.begin_snapshot(P, b"later")
+    scene.sources.begin_snapshot(P, b"given up")
+    scene.sources.begin_snapshot(P, b"later")
     with pytest.raises(InvalidField):
-        scene.lessor.end_snapshot(P, 1, b"given up")
+        scene.sources.end_snapshot(P, 1, b"given up")
     assert not scene.told()
     scene.publish(1)
-    scene.lessor.end_snapshot(P, 1, b"later")
+    scene.sources.end_snapshot(P, 1, b"later")
     assert not scene.told()
     assert scene.grant(1).live
 
@@ -433,35 +435,36 @@ def test_a_late_end_of_an_earlier_snapshot_ends_nothing_in_a_later_one(scene: Sc
 def test_a_decline_keeps_no_door_open_for_what_the_snapshot_did_not_hold() -> None:
     scene = Scene(recovering=True)
     scene.lessor.decline(P, 3, key(3))
-    scene.lessor.begin_snapshot(P)
-    scene.lessor.end_snapshot(P, 5)
+    scene.sources.begin_snapshot(P)
+    scene.sources.end_snapshot(P, 5)
     with pytest.raises(PublicationStale):
         scene.publish(3)
-    scene.lessor.abort(P, 3)
+    scene.sources.abort(P, 3)
     assert not scene.told()
 
 
 def test_the_end_of_a_snapshot_that_another_home_saw_begin_is_refused() -> None:
     scene = Scene(recovering=True)
     with pytest.raises(InvalidField):
-        scene.lessor.end_snapshot(P, 5)
+        scene.sources.end_snapshot(P, 5)
     with pytest.raises(HomeRecovering):
         scene.grant(1)
 
 
 def test_a_snapshot_may_come_before_the_ranks_and_is_checked_when_they_do() -> None:
     clock = FakeClock()
-    lessor = Lessor(clock, TIMES, Limits())
-    lessor.open(P, SECRETS[P])
-    lessor.begin_snapshot(P)
-    good = lessor.publish(P, offer(1))
-    bad = lessor.publish(P, offer(2, groups=(blocks(start=FULL.num_blocks),)))
-    lessor.end_snapshot(P, 2)
-    lessor.set_groups(P, GROUPS)
+    records = Records(clock, TIMES, Limits())
+    sources = Sources(records)
+    sources.open(P, SECRETS[P])
+    sources.begin_snapshot(P)
+    good = sources.publish(P, offer(1))
+    bad = sources.publish(P, offer(2, groups=(blocks(start=FULL.num_blocks),)))
+    sources.end_snapshot(P, 2)
+    sources.set_groups(P, GROUPS)
     assert good.stage is PublicationStage.PUBLISHED
     assert bad.stage is PublicationStage.ENDING
     with pytest.raises(PublicationAborted):
-        lessor.grant(ask(2))
+        Lessor(records).grant(ask(2))
 
 
 # The source's end.
@@ -470,11 +473,11 @@ def test_a_snapshot_may_come_before_the_ranks_and_is_checked_when_they_do() -> N
 def test_a_dead_source_that_comes_back_hears_of_its_releases(scene: Scene) -> None:
     scene.publish(1)
     lease = scene.grant(2)
-    scene.lessor.end_engine(P, Standing.DEAD)
+    scene.sources.end_engine(P, Standing.DEAD)
     assert scene.told() == [(1, PublicationOutcome.ABORTED)]
     assert lease.live
-    scene.lessor.open(P, SECRETS[P])
-    assert [publication.number for publication in scene.lessor.released(P)] == [1]
+    scene.sources.open(P, SECRETS[P])
+    assert [publication.number for publication in scene.records.released(P)] == [1]
     scene.wait(TIMES.ttl)
     scene.publish(2)
 
@@ -486,23 +489,23 @@ def test_nobody_is_told_of_the_releases_of_a_replaced_incarnation(scene: Scene) 
     scene.publish(3)
     lease = scene.grant(3)
     scene.told()
-    scene.lessor.end_engine(P, Standing.REPLACED)
-    scene.lessor.open(P2, SECRETS[P2])
-    assert scene.lessor.others_until(P2) == lease.expires
-    assert [publication.number for publication in scene.lessor.publications()] == [3]
+    scene.sources.end_engine(P, Standing.REPLACED)
+    scene.sources.open(P2, SECRETS[P2])
+    assert scene.records.others_until(P2) == lease.expires
+    assert [publication.number for publication in scene.records.publications()] == [3]
     assert scene.report(lease, 0).verdict is Verdict.VALID
-    assert not list(scene.lessor.publications())
+    assert not list(scene.records.publications())
     assert not scene.told()
-    assert scene.lessor.others_until(P2) == 0
+    assert scene.records.others_until(P2) == 0
 
 
 def test_incarnations_do_not_share_numbers(scene: Scene) -> None:
     scene.publish(7)
-    scene.lessor.end_engine(P, Standing.DEAD)
-    scene.lessor.open(P2, SECRETS[P2])
-    scene.lessor.begin_snapshot(P2)
-    scene.lessor.end_snapshot(P2, 0)
-    scene.lessor.set_groups(P2, GROUPS)
+    scene.sources.end_engine(P, Standing.DEAD)
+    scene.sources.open(P2, SECRETS[P2])
+    scene.sources.begin_snapshot(P2)
+    scene.sources.end_snapshot(P2, 0)
+    scene.sources.set_groups(P2, GROUPS)
     scene.publish(1, source=P2)
     assert scene.lessor.grant(ask(1, source=P2)).live
 
@@ -519,12 +522,12 @@ def test_after_many_requests_nothing_is_left(scene: Scene) -> None:
         else:
             scene.cancel(lease)
         scene.lessor.decline(P, number, key(number))
-        scene.lessor.acknowledge(P, [found for found, _ in scene.told()])
+        scene.sources.acknowledge(P, [found for found, _ in scene.told()])
         scene.wait(0.1)
     scene.wait(TIMES.final)
-    assert not list(scene.lessor.publications())
-    assert not list(scene.lessor.leases())
-    assert scene.lessor.next_deadline() == float("inf")
+    assert not list(scene.records.publications())
+    assert not list(scene.records.leases())
+    assert scene.records.next_deadline() == float("inf")
 
 
 def test_a_later_step_waits_for_the_snapshot_that_holds_the_first() -> None:
@@ -532,7 +535,7 @@ def test_a_later_step_waits_for_the_snapshot_that_holds_the_first() -> None:
     later = offer(step=1)
     for _ in range(2):
         with pytest.raises(HomeRecovering):
-            scene.lessor.publish(P, later)
-        scene.lessor.begin_snapshot(P)
-    scene.lessor.publish(P, offer(last=False))
-    assert scene.lessor.publish(P, later).step_count == 2
+            scene.sources.publish(P, later)
+        scene.sources.begin_snapshot(P)
+    scene.sources.publish(P, offer(last=False))
+    assert scene.sources.publish(P, later).step_count == 2

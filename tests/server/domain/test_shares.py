@@ -10,13 +10,13 @@ from functools import partial
 import pytest
 
 from kvferry.errors import KvferryError, LimitReached, PublicationStale
+from kvferry_server.domain.budgets import Budget, MemoryBudget
 from kvferry_server.domain.identity import EngineRef
-from kvferry_server.domain.lessor import Lessor
 from kvferry_server.domain.limits import Limits
 from kvferry_server.domain.publications import PublicationOutcome
 from kvferry_server.domain.reads import Verdict
 from kvferry_server.domain.registry import Registry
-from kvferry_server.domain.shares import Memory, Shares
+from kvferry_server.domain.sources import Sources
 from kvferry_server.domain.steps import GroupBlocks
 from kvferry_server.domain.watch_feed import Process, Role
 from kvferry_server.home.home import Home
@@ -58,52 +58,52 @@ def flood(call: Callable[[int], object], most: int = 100_000) -> int:
     raise AssertionError("never refused")
 
 
-def opened(lessor: Lessor, engine: EngineRef) -> None:
-    lessor.open(engine, SECRETS[engine])
-    lessor.begin_snapshot(engine)
-    lessor.end_snapshot(engine, 0)
-    lessor.set_groups(engine, GROUPS)
+def opened(sources: Sources, engine: EngineRef) -> None:
+    sources.open(engine, SECRETS[engine])
+    sources.begin_snapshot(engine)
+    sources.end_snapshot(engine, 0)
+    sources.set_groups(engine, GROUPS)
 
 
 def test_one_holder_gets_half_and_many_leave_a_share_free() -> None:
-    shares = Shares(1000, 0)
-    while shares.fits("a"):
-        shares.take("a")
-    assert shares.held("a") == 500
+    budget = Budget(1000, 0)
+    while budget.fits("a"):
+        budget.take("a")
+    assert budget.held("a") == 500
     for holder in "bc":
-        while shares.fits(holder):
-            shares.take(holder)
-    assert shares.fits("victim", 50)
-    shares.give("a", 500)
-    assert shares.held("a") == 0
-    assert shares.fits("b", 100)
+        while budget.fits(holder):
+            budget.take(holder)
+    assert budget.fits("victim", 50)
+    budget.give("a", 500)
+    assert budget.held("a") == 0
+    assert budget.fits("b", 100)
 
 
 def test_a_flood_by_three_engines_leaves_a_fourth_its_share_and_the_home_its_budget() -> None:
     budget = 4 << 20
     scene = Scene(limits=Limits(memory=budget, engine_memory=64 << 10))
     for engine in FLOOD:
-        opened(scene.lessor, engine)
+        opened(scene.sources, engine)
 
         def publish(number: int, engine: EngineRef = engine) -> None:
-            scene.lessor.publish(engine, offer(number, payload=b"x" * 4096))
+            scene.sources.publish(engine, offer(number, payload=b"x" * 4096))
 
         assert flood(publish) > 0
         assert refused(partial(publish, 10_000)) == "memory"
     for number in range(1, 50):
         scene.publish(number)
         scene.report(scene.grant(number), 0)
-        scene.lessor.acknowledge(P, [number])
+        scene.sources.acknowledge(P, [number])
 
 
 def test_the_floor_of_an_engine_is_not_refused_when_the_budget_is_used_up() -> None:
     scene = Scene(limits=Limits(memory=1 << 20, engine_memory=64 << 10))
     for letter in "abcdefghijklmnopqrstuvwxyz":
         engine = start(f"flood-{letter}", letter)
-        opened(scene.lessor, engine)
+        opened(scene.sources, engine)
 
         def publish(number: int, engine: EngineRef = engine) -> None:
-            scene.lessor.publish(engine, offer(number, payload=b"x" * 4096))
+            scene.sources.publish(engine, offer(number, payload=b"x" * 4096))
 
         flood(publish)
     for number in range(1, 8):
@@ -111,7 +111,7 @@ def test_the_floor_of_an_engine_is_not_refused_when_the_budget_is_used_up() -> N
 
 
 def test_engines_of_one_peer_share_what_one_engine_could_have() -> None:
-    memory = Memory(1000, 10, retry_after=1)
+    memory = MemoryBudget(1000, 10, retry_after=1)
     for engine in FLOOD[:2]:
         memory.comes_from(engine, "192.0.2.1")
         while True:
@@ -132,28 +132,28 @@ def test_engines_of_one_peer_share_what_one_engine_could_have() -> None:
 
 
 def test_what_a_reader_does_not_take_is_his_and_not_that_of_the_engine_he_asked() -> None:
-    memory = Memory(1 << 20, 0, retry_after=1)
+    memory = MemoryBudget(1 << 20, 0, retry_after=1)
     memory.take(P, 1 << 16)
     with ExitStack() as stack:
         # He calls himself like his victim.
-        assert flood(lambda _: stack.enter_context(memory.telling(P, "", 4096))) < 150
+        assert flood(lambda _: stack.enter_context(memory.answering(P, "", 4096))) < 150
         assert memory.held(P) == 1 << 16
         memory.check(P, 1 << 17)
         for number in range(100):
             # Those who cannot be told apart have one share together, but for a floor.
-            stack.enter_context(memory.telling(f"reader {number}", "", 1000))
-        assert refused(lambda: stack.enter_context(memory.telling("many", "", 1 << 19))) == "memory"
+            stack.enter_context(memory.answering(f"reader {number}", "", 1000))
+        assert refused(lambda: stack.enter_context(memory.answering("many", "", 1 << 19))) == "memory"
     assert memory.used == 1 << 16
-    with memory.telling("many", "", 1 << 18):
+    with memory.answering("many", "", 1 << 18):
         pass
 
 
 def test_one_peer_opens_no_more_than_half_of_the_engines() -> None:
     registry = Registry(FakeClock(), TIMES, Limits(engines=8))
 
-    def open_one(number: int, peer: str = "192.0.2.1") -> None:
-        ref = start(f"{peer} {number}", chr(96 + number))
-        registry.open_engine(ref, SECRETS[ref], peer)
+    def open_one(number: int, host: str = "192.0.2.1") -> None:
+        ref = start(f"{host} {number}", chr(96 + number))
+        registry.open_engine(ref, SECRETS[ref], host)
 
     assert flood(open_one) == 4
     open_one(1, "192.0.2.2")
@@ -167,19 +167,19 @@ def test_every_byte_that_was_taken_is_given_back() -> None:
         home.open_watch(scheduler, SECRETS[P])
         home.open_watch(Process(P, Role.RANK, 0), SECRETS[P])
         home.register(registration(), SECRETS[P])
-        lessor = home.lessor
-        lessor.begin_snapshot(P)
-        lessor.publish(P, offer(1))
-        lessor.abort(P, 1)
+        lessor, sources = home.lessor, home.sources
+        sources.begin_snapshot(P)
+        sources.publish(P, offer(1))
+        sources.abort(P, 1)
         clock.pass_by(TIMES.max_ttl)
-        lessor.acknowledge(P, [1])
-        lessor.end_snapshot(P, 1)
-        lessor.publish(P, offer(5, payload=b"x" * 100))  # Passes over some.
+        sources.acknowledge(P, [1])
+        sources.end_snapshot(P, 1)
+        sources.publish(P, offer(5, payload=b"x" * 100))  # Passes over some.
         lease = lessor.grant(ask(5, parties=2))
         lessor.report(lease.lease_id, D, done(0))
         lessor.grant(ask(9))
         lessor.decline(P, 10, key(10))
-        lessor.abort(P, 11)
+        sources.abort(P, 11)
         assert home.memory.held(P) > 0
         home.close_watch(scheduler)
     for _ in range(20):
@@ -192,7 +192,7 @@ def test_every_byte_that_was_taken_is_given_back() -> None:
 @pytest.mark.parametrize("kind", ["publications", "runs", "waiting reads", "leases", "reports", "aborted", "skipped"])
 def test_what_is_accounted_is_about_what_is_taken(kind: str) -> None:
     scene = Scene(limits=Limits(reads=10**6, waiting_reads=10**6))
-    memory = scene.lessor._memory
+    memory = scene.records.memory
     scene.publish(1)
     lease = scene.grant(1, name="wide", parties=4096)
     before = memory.held(P)
@@ -216,9 +216,9 @@ def test_what_is_accounted_is_about_what_is_taken(kind: str) -> None:
                 scene.report(lease, rank)
         elif kind == "aborted":
             for number in range(2, 1000):
-                scene.lessor.abort(P, number)
+                scene.sources.abort(P, number)
         else:
-            scene.lessor.abort(P, 1026)
+            scene.sources.abort(P, 1026)
         taken, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -228,19 +228,19 @@ def test_what_is_accounted_is_about_what_is_taken(kind: str) -> None:
 
 def test_aborts_of_what_never_came_are_limited_like_publications() -> None:
     scene = Scene(limits=Limits(publications=100))
-    assert flood(lambda number: scene.lessor.abort(P, number)) == 100
+    assert flood(lambda number: scene.sources.abort(P, number)) == 100
     # Of what came they are not: the source must be able to stop.
-    scene.lessor.acknowledge(P, [1])
+    scene.sources.acknowledge(P, [1])
     scene.publish(500)
-    scene.lessor.abort(P, 500)
+    scene.sources.abort(P, 500)
 
 
 def test_an_abort_that_the_home_has_no_room_for_may_be_sent_again() -> None:
     scene = Scene(limits=Limits(publications=1))
-    scene.lessor.abort(P, 1)
-    assert refused(lambda: scene.lessor.abort(P, 2)) == "publications"
-    scene.lessor.acknowledge(P, [1])
-    scene.lessor.abort(P, 2)
+    scene.sources.abort(P, 1)
+    assert refused(lambda: scene.sources.abort(P, 2)) == "publications"
+    scene.sources.acknowledge(P, [1])
+    scene.sources.abort(P, 2)
     assert scene.told() == [(1, PublicationOutcome.ABORTED), (2, PublicationOutcome.ABORTED)]
 
 
@@ -261,7 +261,7 @@ def test_one_reader_never_takes_all_places_of_those_that_wait() -> None:
     assert flood(lambda number: scene.grant(number)) == 50
     scene.grant(1000, reader=E)
     # Readers name themselves as they like; the peer that they come from does not.
-    assert flood(lambda number: scene.grant(2000 + number, reader=start(f"r{number}", "r"), peer="192.0.2.1")) == 24
+    assert flood(lambda number: scene.grant(2000 + number, reader=start(f"r{number}", "r"), host="192.0.2.1")) == 24
     scene.grant(3000, reader=E)
     # What came, or was given up, waits no more.
     for number in range(1, 51):
@@ -271,12 +271,12 @@ def test_one_reader_never_takes_all_places_of_those_that_wait() -> None:
 
 def test_leases_on_one_engine_leave_room_for_those_on_others() -> None:
     scene = Scene(limits=Limits(leases=100))
-    opened(scene.lessor, FLOOD[0])
-    scene.lessor.publish(FLOOD[0], offer(1))
+    opened(scene.sources, FLOOD[0])
+    scene.sources.publish(FLOOD[0], offer(1))
     assert flood(lambda number: scene.lessor.grant(ask(1, name=str(number), source=FLOOD[0]))) == 50
     scene.publish(1)
     scene.grant(1)
-    scene.wait(TIMES.ttl + TIMES.outcomes)
+    scene.wait(TIMES.ttl + TIMES.keep_outcome)
     assert flood(lambda number: scene.lessor.grant(ask(1, name=f"b{number}", source=FLOOD[0]))) == 50
 
 
@@ -296,12 +296,12 @@ def test_a_reader_raises_expected_reads_to_a_bound_and_a_source_beyond_it() -> N
 
 def test_while_a_home_recovers_a_decline_is_kept_until_its_publication_comes() -> None:
     scene = Scene(recovering=True)
-    scene.lessor.begin_snapshot(P)
+    scene.sources.begin_snapshot(P)
     # A new request overtakes the snapshot, by more numbers than a home keeps apart.
     scene.publish(5000)
     scene.lessor.decline(P, 7, key(7))
     assert scene.publish(7).outcome is PublicationOutcome.DECLINED
-    scene.lessor.end_snapshot(P, 5000)
+    scene.sources.end_snapshot(P, 5000)
     scene.wait(TIMES.max_ttl)
     assert scene.told() == [(7, PublicationOutcome.DECLINED)]
 
@@ -309,35 +309,35 @@ def test_while_a_home_recovers_a_decline_is_kept_until_its_publication_comes() -
 def test_a_snapshot_that_a_new_request_overtakes_is_complete() -> None:
     scene = Scene(recovering=True)
     scene.publish(5000)
-    scene.lessor.begin_snapshot(P)
+    scene.sources.begin_snapshot(P)
     for number in (1, 2, 4999):
         scene.publish(number)
-    scene.lessor.end_snapshot(P, 4999)
+    scene.sources.end_snapshot(P, 4999)
     assert [scene.grant(number).live for number in (1, 2, 4999, 5000)] == [True] * 4
 
 
 def test_a_snapshot_without_an_end_remembers_only_what_is_there() -> None:
     scene = Scene()
-    scene.lessor.begin_snapshot(P)
+    scene.sources.begin_snapshot(P)
     for number in range(1, 100):
         scene.publish(number)
-        scene.lessor.abort(P, number)
-        scene.lessor.acknowledge(P, [number])
+        scene.sources.abort(P, number)
+        scene.sources.acknowledge(P, [number])
     scene.publish(100)
-    assert scene.lessor._endings.book(P).snapshot == {100}
-    scene.lessor.end_snapshot(P, 100)
+    assert scene.records.book(P).snapshot == {100}
+    scene.sources.end_snapshot(P, 100)
     assert scene.grant(100).live
 
 
 def test_what_came_and_is_gone_does_not_come_again_while_a_home_recovers() -> None:
     scene = Scene(recovering=True)
     scene.publish(1)
-    scene.lessor.abort(P, 1)
+    scene.sources.abort(P, 1)
     scene.wait(TIMES.max_ttl)
-    scene.lessor.acknowledge(P, [1])
+    scene.sources.acknowledge(P, [1])
     with pytest.raises(PublicationStale):
         scene.publish(1)
-    scene.lessor.abort(P, 1)
+    scene.sources.abort(P, 1)
     assert scene.told() == [(1, PublicationOutcome.ABORTED)]
 
 
@@ -345,9 +345,9 @@ def test_what_came_and_is_gone_does_not_come_again_while_a_home_recovers() -> No
 @pytest.mark.parametrize("end", ["abort", "decline", "last lease"])
 def test_nothing_is_released_just_before_the_floor_of_a_restart(early: float, end: str) -> None:
     scene = Scene(recovering=True)
-    scene.lessor.begin_snapshot(P)
+    scene.sources.begin_snapshot(P)
     scene.publish(1)
-    scene.lessor.end_snapshot(P, 1)
+    scene.sources.end_snapshot(P, 1)
     lease = scene.grant(1) if end == "last lease" else None
     scene.clock.pass_by(TIMES.ttl - 1)
     if lease is not None:
@@ -356,12 +356,12 @@ def test_nothing_is_released_just_before_the_floor_of_a_restart(early: float, en
     if lease is not None:
         scene.report(lease, 0)
     elif end == "abort":
-        scene.lessor.abort(P, 1)
+        scene.sources.abort(P, 1)
     else:
         scene.lessor.decline(P, 1, key(1))
     assert not scene.told()
     scene.clock.pass_by(early)
-    scene.lessor.advance()
+    scene.records.advance()
     assert len(scene.told()) == 1
 
 

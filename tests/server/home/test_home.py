@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager, suppress
 from kvferry_server.domain.clock import BootClock
 from kvferry_server.domain.publications import PublicationOutcome
 from kvferry_server.domain.times import Times
-from kvferry_server.domain.watch_feed import Feed, Numbered, Process, PublicationReleased, Role
+from kvferry_server.domain.watch_feed import Feed, Numbered, Process, ReleaseEvent, Role
 from kvferry_server.home.home import Home
 from tests.support.parties import P2, SECRETS, D, FakeClock, P, ask, offer, registration
 
@@ -19,8 +19,8 @@ SCHEDULER = Process(P, Role.SCHEDULER)
 def opened(home: Home) -> Feed:
     """Engine P with its one rank, within a turn."""
     feed = home.open_watch(SCHEDULER, SECRETS[P])
-    home.lessor.begin_snapshot(P)
-    home.lessor.end_snapshot(P, 0)
+    home.sources.begin_snapshot(P)
+    home.sources.end_snapshot(P, 0)
     home.register(registration(), SECRETS[P])
     return feed
 
@@ -52,10 +52,10 @@ async def test_deadlines_fire_by_themselves_also_ones_that_come_before_the_await
     home = Home(BootClock(), Times(ttl=0.05, max_ttl=0.05, hold=0.05, final=60), "node:1")
     async with driven(home) as feed:
         with home.turn():
-            home.lessor.publish(P, offer())
+            home.sources.publish(P, offer())
             lease = home.lessor.grant(ask())
         told = await asyncio.wait_for(next_event(home, feed), 20)
-    assert isinstance(told.event, PublicationReleased)
+    assert isinstance(told.event, ReleaseEvent)
     assert told.event.publication.outcome is PublicationOutcome.UNREAD
     assert not lease.live
 
@@ -84,7 +84,7 @@ async def test_a_predecessor_ends_before_its_successor_begins() -> None:
     home = Home(clock, Times(), "node:1")
     with home.turn():
         opened(home)
-        home.lessor.publish(P, offer())
+        home.sources.publish(P, offer())
         lease = home.lessor.grant(ask(reader=D))
         home.close_watch(SCHEDULER)
     clock.pass_by(home.times.engine_ttl)
@@ -97,4 +97,4 @@ async def test_a_predecessor_ends_before_its_successor_begins() -> None:
     clock.pass_by(home.times.ttl)
     with home.turn():
         assert home.reuse_after(successor.engine) == 0
-        assert not list(home.lessor.publications())
+        assert not list(home.records.publications())

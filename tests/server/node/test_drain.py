@@ -157,7 +157,7 @@ async def test_a_drain_waits_for_live_leases_and_takes_their_reports(
     server = NodeServer(configure(unix=str(tmp_path / "node.sock"), listen="", drain=3600))
     await server.start()
     leases = [SimpleNamespace(live=False), SimpleNamespace(live=True)]
-    monkeypatch.setattr(server.home.lessor, "leases", lambda: iter(leases))
+    monkeypatch.setattr(server.home.records, "leases", lambda: iter(leases))
     stopping = asyncio.ensure_future(server.stop())
     async with connect_async(server.addresses[0]) as channel:
         stub = cast("KVTransferAsyncStub", KVTransferStub(channel))

@@ -27,7 +27,8 @@ from kvferry.errors import (
 )
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry.v1.kv_transfer_pb2_grpc import KVTransferServicer, KVTransferStub, add_KVTransferServicer_to_server
-from kvferry_server.node.guard import CallLimits, CallShares, Guard
+from kvferry_server.node.guard import CallBudget, Guard
+from kvferry_server.node.limits import CallLimits
 
 if TYPE_CHECKING:
     from kvferry.v1.kv_transfer_pb2_grpc import KVTransferAsyncStub
@@ -225,31 +226,31 @@ async def test_a_client_that_leaves_ends_its_stream() -> None:
         assert await guard.streams_ended(10)
 
 
-def room(shares: CallShares, host: str) -> contextlib.ExitStack:
+def room(budget: CallBudget, host: str) -> contextlib.ExitStack:
     """Have room for a call until closed."""
     stack = contextlib.ExitStack()
-    stack.enter_context(shares.one(host))
+    stack.enter_context(budget.one(host))
     return stack
 
 
 def test_hosts_share_the_calls_and_the_socket_has_all() -> None:
-    def fill(shares: CallShares, host: str) -> list[contextlib.ExitStack]:
+    def fill(budget: CallBudget, host: str) -> list[contextlib.ExitStack]:
         held = []
         with contextlib.suppress(LimitReached):
             while True:
-                held.append(room(shares, host))
+                held.append(room(budget, host))
         return held
 
-    shares = CallShares("max_calls", 100)
-    first = fill(shares, "a")
-    second = fill(shares, "b")
-    third = fill(shares, "c")
+    budget = CallBudget("max_calls", 100)
+    first = fill(budget, "a")
+    second = fill(budget, "b")
+    third = fill(budget, "c")
     assert (len(first), len(second), len(third)) == (50, 25, 13)
     for call in first:
         call.close()
     # What one gives back the others may have.
-    assert len(fill(shares, "b")) > 0
-    assert len(fill(CallShares("max_calls", 100), "")) == 100
+    assert len(fill(budget, "b")) > 0
+    assert len(fill(CallBudget("max_calls", 100), "")) == 100
 
 
 async def unfinished(channel: Any, count: int) -> list[Any]:

@@ -67,7 +67,7 @@ def test_what_a_killed_server_leaves_is_taken_over(tmp_path: Path) -> None:
         assert {left.name for left in tmp_path.iterdir()} == {"node.sock", "node.sock.lock"}
         with Kvferryd("--unix", str(path), "--listen", "") as server:
             assert serves(server.address)
-            assert "taking over" in server.log
+            assert "replacing" in server.log
             assert server.epoch != killed.epoch
     assert list(tmp_path.iterdir()) == []
 

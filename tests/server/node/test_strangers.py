@@ -31,7 +31,7 @@ from kvferry.v1.introspection_pb2_grpc import IntrospectionStub
 from kvferry.v1.kv_transfer_pb2_grpc import KVTransferStub
 from kvferry_server.domain.hosts import host_of
 from kvferry_server.node.config import configure
-from kvferry_server.node.connections import Doorkeeper, connections_each
+from kvferry_server.node.connections import ConnectionLimiter, connections_each
 from kvferry_server.node.grpc_server import _CAN_MEND
 from kvferry_server.node.server import NodeServer
 from tests.support import http2
@@ -99,7 +99,7 @@ def test_a_path_that_is_no_text_is_refused_and_cuts_nobody(server: Kvferryd) -> 
             assert victim._watch.is_active()
             victim.works()
     assert server.running
-    assert "another one takes its place" not in server.log
+    assert "a new one replaces it" not in server.log
 
 
 @pytest.mark.skipif(not _CAN_MEND, reason="this grpcio decodes no path where all calls are taken")
@@ -130,8 +130,8 @@ def test_grpcs_server_is_replaced_and_the_home_lives_on(tmp_path: Path) -> None:
             engines = IntrospectionStub(channel).ListEngines(ipb.ListEnginesRequest(), timeout=10)
             assert engines.home_epoch.hex().startswith(running.epoch)
             victim.close()
-        assert "another one takes its place" in running.log
-        assert running.log.count("another one takes its place") < 5
+        assert "a new one replaces it" in running.log
+        assert running.log.count("a new one replaces it") < 5
         running.signal()
         assert running.wait() == 0
     assert list(tmp_path.iterdir()) == []
@@ -347,7 +347,7 @@ def test_silent_connections_keep_nobody_out(tmp_path: Path) -> None:
     path = tmp_path / "run" / "node.sock"
     arguments = ["--unix", str(path), "--listen", "127.0.0.1:0", *tls_flags(tls)]
     with Kvferryd(*arguments, program=("-c", LIMITED)) as node, ExitStack() as stack:
-        assert "open files: 400 instead of 128" in node.log
+        assert "raised the limit of open files from 128 to 400" in node.log
         address = parse_address(node.addresses[1])
         for _ in range(400):
             try:
@@ -364,7 +364,7 @@ def test_silent_connections_keep_nobody_out(tmp_path: Path) -> None:
 def test_who_has_the_most_connections_loses_them() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listening, ExitStack() as stack:
         port = listening.getsockname()[1]
-        keeper = Doorkeeper(port, 40)
+        keeper = ConnectionLimiter(port, 40)
 
         def connected(source: str, count: int) -> list[tuple[socket.socket, socket.socket]]:
             pairs = []
@@ -377,10 +377,10 @@ def test_who_has_the_most_connections_loses_them() -> None:
 
         first = connected("127.0.0.2", 5)
         quiet = connected("127.0.0.1", 10)
-        assert keeper.look() == 0
+        assert keeper.check() == 0
         greedy = connected("127.0.0.2", 25)
-        assert keeper.look() == 10
-        assert keeper.look() == 10  # Nobody has closed what was shut down: the same again.
+        assert keeper.check() == 10
+        assert keeper.check() == 10  # Nobody has closed what was shut down: the same again.
         for client, _ in (*quiet, *first):
             client.setblocking(False)
             with pytest.raises(BlockingIOError):
@@ -404,7 +404,7 @@ def test_sockets_of_an_engine_are_left_as_they_are() -> None:
         before = socket.getdefaulttimeout()
         socket.setdefaulttimeout(5)
         try:
-            Doorkeeper(port, 40).look()
+            ConnectionLimiter(port, 40).check()
         finally:
             socket.setdefaulttimeout(before)
         assert os.get_blocking(engines.fileno())
@@ -434,7 +434,7 @@ def test_listeners_share_the_files() -> None:
 def test_sighup_is_heard_and_ends_nothing(tmp_path: Path) -> None:
     with Kvferryd("--unix", str(tmp_path / "node.sock"), "--listen", "") as node, party(node.address, "p") as victim:
         node.signal(signal.SIGHUP)
-        eventually(lambda: "SIGHUP: nothing is reloaded" in node.log)
+        eventually(lambda: "SIGHUP: settings are not reloaded" in node.log)
         victim.works()
         assert victim._watch.is_active()
         node.signal()

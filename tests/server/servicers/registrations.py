@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvferry.v1 import kv_transfer_pb2 as pb
-from kvferry_server.domain.sources import agent_bytes, rank_bytes
+from kvferry_server.domain.engine_description import agent_bytes, rank_bytes
 from kvferry_server.servicers import decode
 from tests.support.node_in_process import register_request
 from tests.support.parties import rank_geometry

@@ -105,7 +105,7 @@ async def test_no_lease_is_stolen_by_what_listings_and_page_tokens_hold(ready: N
     for reader, lease in zip((D, D, E), leases, strict=True):
         [ended] = await ready.reader(read_done(lease.lease_id, 0), ref=reader)
         assert (ended.read_ended.verdict, ended.read_ended.reported) == (pb.VERDICT_VALID, 1)
-    [released] = ready.home.lessor.released(P)
+    [released] = ready.home.records.released(P)
     assert released.valid_reads == 3
 
 

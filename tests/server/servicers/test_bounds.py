@@ -24,14 +24,11 @@ from kvferry.v1 import introspection_pb2 as ipb
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry.v1.kv_transfer_pb2_grpc import KVTransferStub
 from kvferry_server.domain.identity import EngineRef
-from kvferry_server.domain.limits import Limits
+from kvferry_server.domain.limits import MAX_STALE_STREAMS, Limits
 from kvferry_server.domain.publications import LEASE_BYTES
 from kvferry_server.domain.watch_feed import Process, Role
-from kvferry_server.home.streams import STREAMS_CUT_OFF
-from kvferry_server.servicers import checks, turns
-from kvferry_server.servicers.decode import MAX_GROUPS, MAX_RUNS
-from kvferry_server.servicers.encode import MAX_TOLD_READS
-from kvferry_server.servicers.notify import MAX_NOTIFICATIONS
+from kvferry_server.servicers import limits, time_slice
+from kvferry_server.servicers.limits import MAX_GROUPS, MAX_NOTIFICATIONS, MAX_RUNS, MAX_TOLD_READS
 from kvferry_server.servicers.paging import page
 from tests.support.node_in_process import (
     TIMEOUT,
@@ -260,7 +257,7 @@ async def test_sums_that_no_answer_holds_are_refused(tmp_path: Path, monkeypatch
         query = pb.ChecksumQuery(planes=[part.plane], unit_end=8, place_starts=[0], place_counts=[4])
         request = pb.ReadChecksumsRequest(reader=proto(D), lease_id=lease_id, queries=[query])
         assert list((await node.kv.ReadChecksums(request, timeout=TIMEOUT)).checksums[0].sums) == list(range(32))
-        monkeypatch.setattr(checks, "MAX_ANSWER_BYTES", 100)
+        monkeypatch.setattr(limits, "MAX_ANSWER_BYTES", 100)
         assert isinstance(await raised(node.kv.ReadChecksums(request, timeout=TIMEOUT)), InvalidField)
 
 
@@ -344,7 +341,7 @@ async def test_a_watch_is_not_refused_its_full_state_when_others_have_taken_the_
 async def test_a_lease_has_few_more_streams_than_parties(tmp_path: Path) -> None:
     async with running(tmp_path) as node:
         await ready(node)
-        streams = [node.read(1, parties=2) for _ in range(2 + STREAMS_CUT_OFF)]
+        streams = [node.read(1, parties=2) for _ in range(2 + MAX_STALE_STREAMS)]
         for stream in streams:
             await stream.next()
         error = await raised(node.read(1, parties=2).next())
@@ -392,7 +389,7 @@ async def test_acknowledgements_and_reports_have_limits(tmp_path: Path) -> None:
 
 async def test_a_heavy_batch_lets_others_have_their_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # However fast the machine: every notification is work enough for a turn.
-    monkeypatch.setattr(turns, "TURN_SECONDS", 0.0)
+    monkeypatch.setattr(time_slice, "TIME_SLICE", 0.0)
     async with running(tmp_path) as node:
         await ready(node)
         await node.publish(1)
@@ -467,7 +464,7 @@ async def test_a_step_after_very_many_costs_no_more_than_one_after_few(tmp_path:
 async def test_a_batch_of_an_engine_that_was_replaced_meanwhile_does_no_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(turns, "TURN_SECONDS", 0.0)
+    monkeypatch.setattr(time_slice, "TIME_SLICE", 0.0)
     async with running(tmp_path) as node:
         watch = await ready(node)
         await node.publish(1)
@@ -476,7 +473,7 @@ async def test_a_batch_of_an_engine_that_was_replaced_meanwhile_does_no_more(
         batch = [publish_notification(number) for number in range(2, 500)]
         task = asyncio.create_task(raised(node.source(*batch)))
         for _ in range(100_000):
-            if len(list(node.home.lessor.publications())) >= 10:
+            if len(list(node.home.records.publications())) >= 10:
                 break
             await asyncio.sleep(0)
         watch.cancel()
@@ -486,7 +483,7 @@ async def test_a_batch_of_an_engine_that_was_replaced_meanwhile_does_no_more(
         with node.home.turn():
             node.home.open_watch(Process(P2, Role.SCHEDULER), SECRETS[P2])
         assert isinstance(await task, PeerRestarted)
-        assert len(list(node.home.lessor.publications())) <= 1
+        assert len(list(node.home.records.publications())) <= 1
 
 
 async def test_a_flood_by_three_engines_refuses_them_and_nobody_else(tmp_path: Path) -> None:

@@ -24,7 +24,8 @@ from kvferry.errors import BadGeometry, Incompatible, InvalidField
 from kvferry.geometry import Interval, RankGeometry
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry.v1.kv_transfer_pb2_grpc import KVTransferStub
-from kvferry_server.domain.sources import MAX_HEADER_BYTES, MAX_RANK_BYTES, PAGE_BYTES, Source
+from kvferry_server.domain.engine_description import EngineDescription
+from kvferry_server.domain.limits import MAX_HEADER_BYTES, MAX_RANK_BYTES, RANK_PAGE_BYTES
 from kvferry_server.servicers import decode, encode
 from tests.server.servicers.registrations import of_size, size_of
 from tests.support.node_in_process import (
@@ -56,11 +57,11 @@ def in_page(request: pb.RegisterCacheRequest) -> int:
     return pb.HandshakeResponse(ranks=[request.rank], agents=[request.agent]).ByteSize()
 
 
-def source_of(requests: list[pb.RegisterCacheRequest]) -> Source:
-    return Source(P, tuple(decode.registration(request) for request in requests))
+def source_of(requests: list[pb.RegisterCacheRequest]) -> EngineDescription:
+    return EngineDescription(P, tuple(decode.registration(request) for request in requests))
 
 
-def told(source: Source, *, agents: bool = True) -> list[pb.HandshakeResponse]:
+def told(source: EngineDescription, *, agents: bool = True) -> list[pb.HandshakeResponse]:
     pages = source.pages(EPOCH, encode.times(TIMES), agents=agents)
     return [pb.HandshakeResponse.FromString(page) for page in pages]
 
@@ -69,7 +70,7 @@ def told(source: Source, *, agents: bool = True) -> list[pb.HandshakeResponse]:
 
 
 @pytest.mark.parametrize("agents", [True, False])
-@given(sizes=st.lists(st.integers(1500, PAGE_BYTES * 5 // 4) | st.integers(1500, 5000), min_size=1, max_size=8))
+@given(sizes=st.lists(st.integers(1500, RANK_PAGE_BYTES * 5 // 4) | st.integers(1500, 5000), min_size=1, max_size=8))
 def test_whatever_its_ranks_take_an_engine_arrives_whole(agents: bool, sizes: list[int]) -> None:
     requests = [of_size(size, rank, len(sizes)) for rank, size in enumerate(sizes)]
     first, *pages = told(source_of(requests), agents=agents)
@@ -81,16 +82,16 @@ def test_whatever_its_ranks_take_an_engine_arrives_whole(agents: bool, sizes: li
     assert [rank.rank for rank in engine.geometry.ranks] == list(range(len(sizes)))
     assert len(engine.agents) == (len(sizes) if agents else 0)
     for page in pages:
-        assert page.ByteSize() <= PAGE_BYTES + 1024 or len(page.ranks) == 1
+        assert page.ByteSize() <= RANK_PAGE_BYTES + 1024 or len(page.ranks) == 1
 
 
 @pytest.mark.parametrize(("over", "pages"), [(-1, 1), (0, 1), (1, 2)])
 def test_a_page_is_filled_to_the_last_byte(over: int, pages: int) -> None:
-    one = of_size(PAGE_BYTES // 2, 0, 2)
-    room = PAGE_BYTES + over - in_page(one)
+    one = of_size(RANK_PAGE_BYTES // 2, 0, 2)
+    room = RANK_PAGE_BYTES + over - in_page(one)
     other = of_size(room - 8, 1, 2)
     other = of_size(room - 8 + room - in_page(other), 1, 2)
-    assert in_page(one) + in_page(other) == PAGE_BYTES + over
+    assert in_page(one) + in_page(other) == RANK_PAGE_BYTES + over
     requests = [one, other]
     _, *found = told(source_of(requests))
     assert len(found) == pages

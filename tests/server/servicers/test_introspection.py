@@ -23,7 +23,7 @@ from kvferry.geometry import EngineGeometry, RankGeometry
 from kvferry.v1 import geometry_pb2
 from kvferry.v1 import introspection_pb2 as ipb
 from kvferry.v1 import kv_transfer_pb2 as pb
-from kvferry_server.domain.sources import MAX_RANK_BYTES
+from kvferry_server.domain.limits import MAX_RANK_BYTES
 from tests.server.servicers.registrations import of_size
 from tests.support.node_in_process import TIMEOUT, Node, proto, raised, read_done, running
 from tests.support.parties import FULL, P2, TIMES, D, P, rank_geometry, read_id, start
@@ -204,7 +204,7 @@ async def test_transfers_are_listed_as_long_as_their_outcome_is_kept(node: Node)
     await node.reader(read_done(lease_id, 0))
     [ended] = (await node.introspection.ListTransfers(request, timeout=TIMEOUT)).transfers
     assert (ended.read.state, from_duration(ended.lease_remaining)) == (pb.READ_STATE_VALID, 0)
-    node.pass_by(TIMES.outcomes)
+    node.pass_by(TIMES.keep_outcome)
     assert not (await node.introspection.ListTransfers(request, timeout=TIMEOUT)).transfers
 
 

@@ -178,7 +178,7 @@ async def test_a_slow_consumer_is_told_that_it_lagged_and_then_the_full_state(tm
         await node.register()
         with node.home.turn():
             for number in range(1, 6):
-                node.home.lessor.abort(P, number)
+                node.home.sources.abort(P, number)
         lagged = await watch.next()
         assert lagged.lagged.dropped == 3
         assert await watch.kinds(6) == ["released"] * 5 + ["synced"]
@@ -598,7 +598,7 @@ async def test_a_batch_is_bounded(ready: Node) -> None:
 )
 async def test_every_field_of_a_publication_is_checked(ready: Node, changes: dict[str, Any]) -> None:
     assert isinstance(error_of(await ready.publish(**changes)), InvalidField)
-    assert not list(ready.home.lessor.publications())
+    assert not list(ready.home.records.publications())
 
 
 async def test_readers_notifications_are_checked_and_answered_by_kind(ready: Node) -> None:
@@ -661,7 +661,7 @@ async def test_a_restarted_home_is_refilled_and_answers_unavailable_until_then(t
         assert isinstance(await raised(node.read(5).next()), PublicationStale)
         await node.reader(read_done(lease_id, 0))
         node.pass_by(TIMES.max_ttl - 1)
-        assert not node.home.lessor.released(P)
+        assert not node.home.records.released(P)
         node.pass_by(1)
         assert (await watch.next()).released.publication == 4
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from kvferry.v1 import introspection_pb2 as ipb
-from kvferry_server.servicers.paging import PAGE_BYTES, page
+from kvferry_server.servicers.limits import LISTING_PAGE_BYTES
+from kvferry_server.servicers.paging import page
 from tests.support.parties import P
 
 
@@ -16,7 +17,7 @@ def listed(sizes: dict[int, int], page_size: int) -> list[list[int]]:
     pages, token = [], ""
     while True:
         found, token = page({P: [((number,), number) for number in sizes]}, encode, page_size, token)
-        assert sum(message.ByteSize() for message in found) <= PAGE_BYTES or len(found) == 1
+        assert sum(message.ByteSize() for message in found) <= LISTING_PAGE_BYTES or len(found) == 1
         pages.append([message.publication for message in found])
         if not token:
             return pages
@@ -25,7 +26,7 @@ def listed(sizes: dict[int, int], page_size: int) -> list[list[int]]:
 def test_a_page_is_limited_by_count_and_by_bytes_and_nothing_is_skipped() -> None:
     assert listed({}, 2) == [[]]
     assert listed(dict.fromkeys(range(1, 6), 10), 2) == [[1, 2], [3, 4], [5]]
-    third = PAGE_BYTES // 3 - 2000
+    third = LISTING_PAGE_BYTES // 3 - 2000
     assert listed(dict.fromkeys(range(1, 6), third), 1000) == [[1, 2, 3], [4, 5]]
     # One that is too large by itself still comes.
-    assert listed({1: 10, 2: PAGE_BYTES + 1, 3: 10}, 1000) == [[1], [2], [3]]
+    assert listed({1: 10, 2: LISTING_PAGE_BYTES + 1, 3: 10}, 1000) == [[1], [2], [3]]

@@ -10,7 +10,8 @@ from functools import partial
 import pytest
 
 from kvferry.errors import LimitReached
-from kvferry_server.servicers.worker import MAX_WAITING_BYTES, Worker
+from kvferry_server.servicers.limits import MAX_WAITING_BYTES
+from kvferry_server.servicers.worker import Worker
 
 WITHIN = 10.0
 

@@ -1,0 +1,157 @@
+"""A book: what a home keeps of one incarnation's publications, and which publication numbers may still arrive."""
+
+from __future__ import annotations
+
+import enum
+import hmac
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from kvferry._wire.authority import engine_key, publication_key
+from kvferry.errors import HomeRecovering, PublicationStale, WrongKey
+from kvferry.geometry.model import Group
+from kvferry_server.domain.budgets import Budget
+from kvferry_server.domain.identity import EngineRef
+from kvferry_server.domain.limits import MAX_SKIPPED
+from kvferry_server.domain.publications import PublicationRecord
+
+NUMBER_BYTES = 128
+"""Bytes that a remembered publication number takes in memory, estimated."""
+
+
+class Standing(enum.Enum):
+    """Whether the engine of a book is alive, as far as its publications and leases are concerned."""
+
+    LIVE = "live"
+    """Its Watch is open."""
+    LOST = "lost"
+    """Its Watch is lost: nothing is granted or renewed, and nothing is cut short."""
+    DEAD = "dead"
+    """Its Watch has been lost for an engine_ttl: all its publications end. It may still come back and be told of their
+    release."""
+    REPLACED = "replaced"
+    """Another incarnation took its place, or it has been dead for long: nobody will acknowledge a release."""
+
+
+@dataclass(slots=True, eq=False)
+class Book:
+    """The publications of one incarnation.
+
+    Attributes:
+        source: the incarnation.
+        secret: its session secret, from which the keys of its references are derived.
+        waiting_reads: budget of live leases on publications that have not arrived, by the reader's host.
+        recovering: the engine has not sent its full snapshot yet. A home cannot tell a new engine from one whose
+            records it lost, so every engine sends one.
+        standing: whether its leases are renewed and its releases acknowledged.
+        groups: the engine's groups by name; None until a rank has registered.
+        publications: by number, until their release is acknowledged.
+        declined: those of them that were declined before they arrived.
+        num_arrived: how many of them have arrived.
+        num_released: how many of those are released.
+        live_leases: how many live leases there are on them.
+        high_water: the highest number seen.
+        skipped: numbers below it that were never seen, each with the time it was skipped.
+        snapshot: numbers seen since the current snapshot began; None outside of a snapshot.
+        snapshot_name: the name of that snapshot.
+        gone: numbers that arrived and were forgotten while the engine was recovering.
+        checksum_bytes: bytes of checksums for its unreleased publications.
+    """
+
+    source: EngineRef
+    secret: bytes = field(repr=False)
+    waiting_reads: Budget
+    recovering: bool = True
+    standing: Standing = Standing.LIVE
+    groups: Mapping[str, Group] | None = None
+    publications: dict[int, PublicationRecord] = field(default_factory=dict)
+    declined: set[PublicationRecord] = field(default_factory=set)
+    num_arrived: int = 0
+    num_released: int = 0
+    live_leases: int = 0
+    high_water: int = 0
+    skipped: dict[int, float] = field(default_factory=dict)
+    snapshot: set[int] | None = None
+    snapshot_name: bytes = b""
+    gone: set[int] = field(default_factory=set)
+    checksum_bytes: int = 0
+
+    def key(self, number: int) -> bytes:
+        """Return the key in the reference of a publication, arrived or not."""
+        return publication_key(self.secret, number)
+
+    def check_key(self, number: int, key: bytes) -> None:
+        """Raise `WrongKey` unless this is the key of the publication, arrived or not."""
+        if not hmac.compare_digest(self.key(number), key):
+            raise WrongKey(
+                f"the reference's key is not that of publication {number} of engine {self.source.engine_id!r}",
+                engine_id=self.source.engine_id,
+                publication=number,
+            )
+
+    def check_engine_key(self, key: bytes) -> None:
+        """Raise `WrongKey` unless this is the key in the engine's own reference."""
+        if not hmac.compare_digest(engine_key(self.secret), key):
+            engine_id = self.source.engine_id
+            raise WrongKey(f"the reference's key is not that of engine {engine_id!r}", engine_id=engine_id)
+
+    def check_recovered(self) -> None:
+        """Raise `HomeRecovering` until the engine has sent the full snapshot of what it holds published."""
+        if self.recovering:
+            problem = f"this home waits for the snapshot of {self.source}"
+            raise HomeRecovering(problem, engine_id=self.source.engine_id)
+
+    def check_may_arrive(self, number: int, not_before: float) -> None:
+        """Raise `PublicationStale` unless a publication that is not here can still arrive.
+
+        A number at or below the high-water mark is stale (PROTOCOL, Identities), except for numbers that the mark has
+        skipped recently: a source publishes from several threads and repeats lost calls, so numbers overtake each
+        other.
+
+        Args:
+            number: of the publication.
+            not_before: numbers skipped before this time are stale as well.
+        """
+        since = self.skipped.get(number)
+        if number > self.high_water or (since is not None and since > not_before):
+            return
+        if self.recovering and number not in self.gone:
+            # The mark says nothing about numbers from before this home started. The snapshot will.
+            return
+        source = self.source
+        raise PublicationStale(
+            f"publication {number} of {source} is gone or was never published; the last number was {self.high_water}",
+            engine_id=source.engine_id,
+            publication=number,
+        )
+
+    def see(self, number: int, now: float) -> None:
+        """Record that a publication arrived: from now on its number is in use, and afterwards stale for ever."""
+        self.num_arrived += 1
+        if number <= self.high_water:
+            self.skipped.pop(number, None)
+            return
+        for skipped in range(max(self.high_water + 1, number - MAX_SKIPPED), number):
+            self.skipped[skipped] = now
+        self.high_water = number
+        while len(self.skipped) > MAX_SKIPPED:
+            self.skipped.pop(next(iter(self.skipped)))
+
+    def close_below(self, high_water: int) -> None:
+        """Accept no further publication with a number up to `high_water`; those that are here stay."""
+        self.high_water = max(self.high_water, high_water)
+        self.skipped = {number: since for number, since in self.skipped.items() if number > high_water}
+        self.gone.clear()
+
+    def live_until(self) -> float:
+        """Return when the last live lease ends; 0 if there is none."""
+        return max((lease.expires for found in self.publications.values() for lease in found.leases), default=0.0)
+
+    def skipped_size(self, number: int) -> int:
+        """Estimate the bytes for the numbers that a publication with this number would skip."""
+        return NUMBER_BYTES * min(MAX_SKIPPED, max(0, number - 1 - self.high_water))
+
+    @property
+    def numbers_size(self) -> int:
+        """Estimated bytes for the numbers that are remembered without a publication."""
+        return NUMBER_BYTES * (len(self.skipped) + len(self.gone))

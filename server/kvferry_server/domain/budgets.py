@@ -1,0 +1,191 @@
+"""Budgets: a fixed capacity that many holders share, so that none can take everything from the others.
+
+A holder above its floor may take more only if it then holds at most what stays free. One holder alone gets half of the
+capacity; three that take all they can get a quarter each, and the last quarter stays free for everyone else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from kvferry.errors import LimitReached
+from kvferry_server.domain.identity import EngineRef
+from kvferry_server.domain.limits import CALLER_FLOOR_BYTES
+
+LOCAL = "callers on this host"
+"""The host of callers that cannot be told apart."""
+
+
+class Budget:
+    """A capacity that many holders share.
+
+    Args:
+        capacity: what all holders together may hold.
+        floor: what each holder gets as long as anything is free, whatever the others hold; by default a 256th.
+
+    Attributes:
+        used: what all holders hold together.
+    """
+
+    def __init__(self, capacity: int, floor: int | None = None) -> None:
+        self.capacity = capacity
+        self.floor = max(1, capacity // 256) if floor is None else floor
+        self.used = 0
+        self._held: dict[Hashable, int] = {}
+
+    def held(self, holder: Hashable) -> int:
+        """Return what one holder holds."""
+        return self._held.get(holder, 0)
+
+    def fits(self, holder: Hashable, size: int = 1) -> bool:
+        """Whether a holder may take `size` more."""
+        free = self.capacity - self.used - size
+        return free >= 0 and (self.in_floor(holder, size) or self.held(holder) + size <= free)
+
+    def in_floor(self, holder: Hashable, size: int = 1) -> bool:
+        """Whether a holder with `size` more would hold no more than the floor."""
+        return self.held(holder) + size <= self.floor
+
+    def take(self, holder: Hashable, size: int = 1) -> None:
+        """Add `size` to what a holder holds; a negative size subtracts. Not checked: see `fits`."""
+        self.used += size
+        held = self._held.get(holder, 0) + size
+        if held:
+            self._held[holder] = held
+        else:
+            self._held.pop(holder, None)
+
+    def give(self, holder: Hashable, size: int = 1) -> None:
+        """Subtract `size` from what a holder holds."""
+        self.take(holder, -size)
+
+
+def check_budget(limit: str, budget: Budget, holder: Hashable, retry_after: float, size: int = 1) -> None:
+    """Raise `LimitReached` if a holder may not take `size` more.
+
+    Args:
+        limit: the name of the limit, for the error.
+        budget: what is shared.
+        holder: who wants more.
+        retry_after: seconds after which there may be room.
+        size: how much more.
+    """
+    if not budget.fits(holder, size):
+        raise LimitReached(
+            f"{limit}: {budget.used} of {budget.capacity} are in use, {budget.held(holder)} of them by "
+            f"{str(holder) or LOCAL}, which may not have {size} more",
+            retry_after=retry_after,
+            limit=limit,
+            value=budget.capacity,
+        )
+
+
+class MemoryBudget:
+    """Bytes that a home holds, counted per engine and per host that engines come from.
+
+    Sizes are estimates of what objects take in memory. Hosts of callers on a UNIX socket are unknown: such engines are
+    counted per engine only.
+
+    Args:
+        capacity: bytes of the home.
+        floor: bytes that every engine gets, even beyond `capacity`.
+        retry_after: seconds after which there may be room, for errors.
+    """
+
+    def __init__(self, capacity: int, floor: int, retry_after: float) -> None:
+        self._by_engine = Budget(capacity, floor)
+        self._by_host = Budget(capacity, 0)
+        self._host_of: dict[EngineRef, str] = {}
+        self._retry_after = retry_after
+
+    @property
+    def used(self) -> int:
+        """Bytes of all engines."""
+        return self._by_engine.used
+
+    def held(self, engine: EngineRef) -> int:
+        """Return the bytes of one engine."""
+        return self._by_engine.held(engine)
+
+    def comes_from(self, engine: EngineRef, host: str) -> None:
+        """Count an engine's bytes against this host from now on; empty: against none."""
+        before, held = self._host_of.pop(engine, ""), self._by_engine.held(engine)
+        if before:
+            self._by_host.give(before, held)
+        if host:
+            self._host_of[engine] = host
+            self._by_host.take(host, held)
+
+    def check(self, engine: EngineRef, size: int) -> None:
+        """Raise `LimitReached` if an engine may not take `size` bytes more."""
+        if not self._by_engine.in_floor(engine, size):
+            self._check(engine, self._host_of.get(engine), size)
+
+    def take(self, engine: EngineRef, size: int) -> None:
+        """Add `size` bytes to what an engine holds; a negative size subtracts. Not checked: see `check`."""
+        self._by_engine.take(engine, size)
+        host = self._host_of.get(engine)
+        if host is not None:
+            self._by_host.take(host, size)
+
+    def give(self, engine: EngineRef, size: int) -> None:
+        """Subtract `size` bytes from what an engine holds."""
+        self.take(engine, -size)
+
+    @contextmanager
+    def answering(self, caller: Hashable, host: str, size: int) -> Iterator[None]:
+        """Hold the bytes of an answer until the caller has taken it.
+
+        They are counted against the caller, not against the engine it asks about: a caller that takes no answers costs
+        that engine and its other readers nothing.
+
+        Args:
+            caller: who asked.
+            host: where the call came from; empty if unknown: all such callers share what one host gets.
+            size: bytes of the answer.
+
+        Raises:
+            LimitReached: this caller, or its host, has too many answers waiting.
+        """
+        caller, host = _Caller(caller), host or LOCAL
+        if self._by_engine.held(caller) + size > CALLER_FLOOR_BYTES:
+            self._check(caller, host, size)
+        self._by_engine.take(caller, size)
+        self._by_host.take(host, size)
+        try:
+            yield
+        finally:
+            self._by_engine.give(caller, size)
+            self._by_host.give(host, size)
+
+    @contextmanager
+    def holding(self, engine: EngineRef, size: int) -> Iterator[None]:
+        """Hold bytes for an engine while the context lasts. Not checked."""
+        self.take(engine, size)
+        try:
+            yield
+        finally:
+            self.give(engine, size)
+
+    def _check(self, holder: Hashable, host: str | None, size: int) -> None:
+        if self._by_engine.fits(holder, size) and (host is None or self._by_host.fits(host, size)):
+            return
+        raise LimitReached(
+            f"memory: {self._by_engine.used} of this server's {self._by_engine.capacity} bytes are in use, "
+            f"{self._by_engine.held(holder)} of them by {holder}, which may not have {size} more",
+            retry_after=self._retry_after,
+            limit="memory",
+            value=self._by_engine.capacity,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Caller:
+    """A caller as a holder of the budget. Never equal to an engine, even if the caller uses an engine's name."""
+
+    name: Hashable
+
+    def __str__(self) -> str:
+        return f"caller {self.name}"

@@ -1,0 +1,123 @@
+"""One incarnation of an engine at its home: its ranks, and whether it and they are alive."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvferry.errors import EngineIncomplete
+from kvferry_server.domain.agenda import NEVER
+from kvferry_server.domain.engine_description import EngineDescription
+from kvferry_server.domain.identity import EngineRef
+from kvferry_server.domain.limits import MAX_NAMED_NODES, MAX_NAMED_RANKS
+from kvferry_server.domain.registrations import Registration
+
+
+@dataclass(slots=True, eq=False)
+class Engine:
+    """One incarnation at its home. All times are seconds on the home's clock.
+
+    Attributes:
+        ref: the incarnation.
+        ttl: seconds from the loss of a Watch until the engine, or the rank, counts as dead.
+        retire: seconds for which a dead engine is remembered.
+        lost_at: when its scheduler's Watch ended; None while that is open.
+        dead: its scheduler's Watch has been lost for `ttl`.
+        ranks: registrations by rank; kept when a rank is lost, since no other content may take its place.
+        lost_ranks: registered ranks whose process is gone.
+        watched_ranks: ranks with an open Watch of their own.
+        rank_lost_at: when the Watch of a rank ended, until `ttl` has passed.
+        nodes: by rank, the node servers that relay for ranks.
+        left_ranks: relayed ranks whose node server has said that their process ended.
+        host: the host that its scheduler's Watch comes from; empty if unknown.
+        cache_bytes: bytes of the caches of all ranks.
+    """
+
+    ref: EngineRef
+    ttl: float
+    retire: float
+    lost_at: float | None = None
+    dead: bool = False
+    ranks: dict[int, Registration] = field(default_factory=dict)
+    lost_ranks: set[int] = field(default_factory=set)
+    watched_ranks: set[int] = field(default_factory=set)
+    rank_lost_at: dict[int, float] = field(default_factory=dict)
+    nodes: dict[int, str] = field(default_factory=dict)
+    left_ranks: set[int] = field(default_factory=set)
+    host: str = ""
+    scheduled: float = NEVER
+    cache_bytes: int = 0
+    _description: EngineDescription | None = None
+
+    @property
+    def first(self) -> Registration | None:
+        """The first registration, which states the number of ranks, identity and groups for all; None without one."""
+        return next(iter(self.ranks.values()), None)
+
+    @property
+    def num_ranks(self) -> int:
+        """The number of ranks; 0 until one has registered."""
+        return self.first.num_ranks if self.first else 0
+
+    @property
+    def num_missing(self) -> int:
+        """How many ranks are not registered or are lost."""
+        return self.num_ranks - len(self.ranks) + len(self.lost_ranks)
+
+    def missing_ranks(self, most: int | None = None) -> list[int]:
+        """Return the ranks that are not registered or are lost: the first `most` of them; None: all."""
+        missing = (rank for rank in range(self.num_ranks) if rank not in self.ranks or rank in self.lost_ranks)
+        return list(itertools.islice(missing, most))
+
+    @property
+    def description(self) -> EngineDescription | None:
+        """The description of the ranks registered so far; None before the first."""
+        if self._description is None and self.ranks:
+            self._description = EngineDescription(self.ref, tuple(self.ranks[rank] for rank in sorted(self.ranks)))
+        return self._description
+
+    def lost_with_node(self, rank: int) -> bool:
+        """Whether a lost rank was lost with its node: a node server that is alive reports a rank that ends."""
+        return rank in self.nodes and rank not in self.left_ranks
+
+    def check_readable(self) -> EngineDescription:
+        """Return the engine's description if its Watch is open and all its ranks are there.
+
+        Raises:
+            EngineIncomplete: otherwise, with the missing ranks and their nodes.
+        """
+        ref, missing = self.ref, self.missing_ranks() if self.num_missing else []
+        if self.lost_at is not None:
+            problem = "its Watch is lost"
+        elif self.description is None:
+            problem = "no rank is registered"
+        elif missing:
+            some = ", ".join(map(str, missing[:MAX_NAMED_RANKS]))
+            problem = f"{len(missing)} of {self.num_ranks} ranks are missing: {some}"
+            problem += " ..." if len(missing) > MAX_NAMED_RANKS else ""
+        else:
+            return self.description
+        listed, values = ",".join(map(str, missing[:MAX_NAMED_RANKS])), dict[str, Any](missing=len(missing))
+        if nodes := sorted({self.nodes[rank] for rank in missing if rank in self.nodes})[:MAX_NAMED_NODES]:
+            values["nodes"] = ",".join(nodes)
+            problem += f"; on other nodes: {', '.join(nodes)}"
+        if lost := sorted({self.nodes[rank] for rank in missing if self.lost_with_node(rank)})[:MAX_NAMED_NODES]:
+            values["lost_nodes"] = ",".join(lost)
+            problem += f"; nodes lost: {', '.join(lost)}"
+        raise EngineIncomplete(f"{ref}: {problem}", engine_id=ref.engine_id, missing_ranks=listed, **values)
+
+    def add(self, registration: Registration) -> None:
+        """Add a rank's registration, or note that a lost rank is back."""
+        if registration.rank not in self.ranks:
+            self.ranks[registration.rank] = registration
+            self.cache_bytes += registration.cache_bytes
+            self._description = None
+        self.lost_ranks.discard(registration.rank)
+
+    def due(self) -> float:
+        """Return when the engine or a rank counts as dead, or when the dead engine is forgotten."""
+        ranks = min(self.rank_lost_at.values(), default=NEVER) + self.ttl
+        if self.lost_at is None:
+            return ranks
+        return min(ranks, self.lost_at + self.ttl + (self.retire if self.dead else 0.0))

@@ -1,0 +1,129 @@
+"""The description of an engine that its readers get: its geometry and agents, encoded once for all of them.
+
+Comparing and encoding an engine of a hundred ranks takes tenths of a second, too long to repeat for each of a hundred
+readers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cached_property
+
+from kvferry._wire.geometry_codec import engine_to_proto, rank_to_proto, region_to_proto
+from kvferry.errors import Incompatible
+from kvferry.geometry.model import EngineGeometry
+from kvferry.planner.compatibility import diff_indexed
+from kvferry.planner.coverage import Indexed
+from kvferry.v1 import geometry_pb2
+from kvferry.v1 import kv_transfer_pb2 as pb
+from kvferry_server.domain.identity import EngineRef
+from kvferry_server.domain.limits import RANK_PAGE_BYTES
+from kvferry_server.domain.registrations import Agent, Registration
+
+
+class EngineDescription:
+    """An engine as its readers see it.
+
+    Not thread-safe: the node server's worker thread (`kvferry_server.servicers.worker`) makes each part when it is
+    first needed.
+
+    Args:
+        ref: the engine.
+        registrations: of its ranks, in order of rank; at least one.
+    """
+
+    def __init__(self, ref: EngineRef, registrations: tuple[Registration, ...]) -> None:
+        self._ref = ref
+        self._registrations = registrations
+        self._pages: dict[bool, tuple[bytes, ...]] = {}
+
+    @cached_property
+    def geometry(self) -> EngineGeometry:
+        """The geometry of the whole engine."""
+        first, ranks = self._registrations[0], tuple(registration.geometry for registration in self._registrations)
+        return EngineGeometry(self._ref.engine_id, first.groups, ranks, first.identity, self._ref.incarnation)
+
+    def check_readable_by(self, reader: EngineGeometry) -> None:
+        """Raise `Incompatible` unless the ranks of `reader` can read this engine's cache."""
+        mismatches = diff_indexed(self._indexed, reader)
+        if mismatches:
+            raise Incompatible(mismatches)
+
+    def pages(self, epoch: bytes, times: pb.Times, *, agents: bool) -> tuple[bytes, ...]:
+        """Return the engine as encoded `HandshakeResponse` messages.
+
+        Args:
+            epoch, times: of the home; they do not change.
+            agents: whether to include the ranks' agents.
+        """
+        if agents not in self._pages:
+            engine = engine_header(self._ref, self._registrations[0])
+            first = pb.HandshakeResponse(
+                home_epoch=epoch, times=times, engine=engine, num_ranks=len(self._registrations)
+            )
+            head = pb.HandshakeResponse(home_epoch=epoch).SerializeToString()
+            self._pages[agents] = (first.SerializeToString(), *self._rank_pages(head, agents=agents))
+        return self._pages[agents]
+
+    def ranks(self) -> Iterator[tuple[int, bytes]]:
+        """Return the index and encoded geometry of each rank, in order of rank."""
+        numbers = (registration.rank for registration in self._registrations)
+        return zip(numbers, self._encoded, strict=True)
+
+    @cached_property
+    def _indexed(self) -> Indexed:
+        return Indexed(self.geometry)
+
+    @cached_property
+    def _encoded(self) -> tuple[bytes, ...]:
+        return tuple(rank_bytes(registration) for registration in self._registrations)
+
+    def _rank_pages(self, head: bytes, *, agents: bool) -> Iterator[bytes]:
+        parts, size = [head], 0
+        for registration, geometry in zip(self._registrations, self._encoded, strict=True):
+            rank = embedded(pb.HandshakeResponse.RANKS_FIELD_NUMBER, geometry)
+            if agents:
+                rank += embedded(pb.HandshakeResponse.AGENTS_FIELD_NUMBER, agent_bytes(registration.agent))
+            if size and size + len(rank) > RANK_PAGE_BYTES:
+                yield b"".join(parts)
+                parts, size = [head], 0
+            parts.append(rank)
+            size += len(rank)
+        yield b"".join(parts)
+
+
+def engine_header(ref: EngineRef, registration: Registration) -> geometry_pb2.EngineGeometry:
+    """Return an engine without its ranks, as any of them registered it."""
+    bare = EngineGeometry(ref.engine_id, registration.groups, (), registration.identity, ref.incarnation)
+    return engine_to_proto(bare)
+
+
+def rank_bytes(registration: Registration) -> bytes:
+    """Return the encoded geometry of a rank."""
+    return rank_to_proto(registration.geometry).SerializeToString()
+
+
+def agent_bytes(agent: Agent | None) -> bytes:
+    """Return an encoded agent; empty, which decodes as an agent without a name, for a rank that serves nothing."""
+    if agent is None:
+        return b""
+    return geometry_pb2.Agent(
+        name=agent.name,
+        metadata=agent.metadata,
+        metadata_sha256=agent.metadata_sha256,
+        regions=[region_to_proto(region) for region in agent.regions],
+    ).SerializeToString()
+
+
+def embedded(number: int, message: bytes) -> bytes:
+    """Return field `number` with an encoded message as its value, as protobuf writes it, so that encoded messages are
+    put into a page without parsing them again."""
+    return _varint(number << 3 | 2) + _varint(len(message)) + message
+
+
+def _varint(value: int) -> bytes:
+    parts = []
+    while value > 0x7F:
+        parts.append(value & 0x7F | 0x80)
+        value >>= 7
+    return bytes((*parts, value))

@@ -1,0 +1,369 @@
+"""The records of a home: its books, publications and leases, their deadlines, and the one place where each ends.
+Everything that ends a lease goes through `end_lease`, and everything that ends a publication through `end`, so that R2
+and R3 hold in one place:
+
+- A lease ends by its time, or by its reader's reports or cancel; never because its publication ends.
+- A publication ends once, for the first reason there is, and is released once: when its last live lease ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from kvferry.errors import EngineUnknown
+from kvferry_server.domain.agenda import NEVER, Agenda
+from kvferry_server.domain.book import NUMBER_BYTES, Book, Standing
+from kvferry_server.domain.budgets import Budget, MemoryBudget
+from kvferry_server.domain.clock import Clock
+from kvferry_server.domain.identity import EngineRef
+from kvferry_server.domain.limits import Limits
+from kvferry_server.domain.publications import (
+    PUBLICATION_BYTES,
+    Lease,
+    PublicationOutcome,
+    PublicationRecord,
+    PublicationStage,
+)
+from kvferry_server.domain.reads import LeaseState, ReadKey, RevokeReason
+from kvferry_server.domain.times import Times
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Changed:
+    """A publication or a lease on it has changed: the streams of its readers must look again."""
+
+    publication: PublicationRecord
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Released:
+    """The source must be told that a publication is released; repeated until the source acknowledges it."""
+
+    publication: PublicationRecord
+
+
+class Records:
+    """The books, publications and leases of a home. Not thread-safe: it belongs to its home's event loop.
+
+    Every public call of `Sources` and `Lessor` first calls `advance`, so that a lease is live exactly until its time,
+    however late the home's timer is.
+
+    Args:
+        clock: where the time comes from.
+        times: the durations in force.
+        limits: how much the home holds at most.
+        memory: budget of the home's memory; None: one of its own.
+
+    Attributes:
+        books: by incarnation.
+        leases_by_id: by lease_id, the live leases, and the ended ones whose outcome is kept. Looking one up reveals
+            nothing about the others by its duration: a dictionary compares a keyed hash of the whole id first.
+        leases_by_read: the same leases by what makes two calls one read.
+        leases_by_source: the same leases by incarnation, then by the numbers of publication and lease.
+        lease_budget: budget of the number of leases, by source.
+        draining: nothing more is granted or renewed, and no new publication accepted.
+        effects: what others must be told; see `take_effects`.
+    """
+
+    def __init__(self, clock: Clock, times: Times, limits: Limits, memory: MemoryBudget | None = None) -> None:
+        self.times = times
+        self.limits = limits
+        self.memory = memory or MemoryBudget(limits.memory, limits.engine_memory, times.renew_every)
+        self.books: dict[EngineRef, Book] = {}
+        self.leases_by_id: dict[bytes, Lease] = {}
+        self.leases_by_read: dict[ReadKey, Lease] = {}
+        self.leases_by_source: dict[EngineRef, dict[tuple[int, int], Lease]] = {}
+        self.lease_budget = Budget(limits.leases)
+        self.draining = False
+        self.effects: list[Changed | Released] = []
+        self._clock = clock
+        self._publication_agenda: Agenda[PublicationRecord] = Agenda()
+        self._lease_agenda: Agenda[Lease] = Agenda()
+
+    # Time.
+
+    def advance(self, most: int | None = None) -> float:
+        """End and release what is due. Returns the present, in seconds on the home's clock.
+
+        Args:
+            most: leases, and publications, to act on in this call; None: all. The others stay due; looking one of them
+                up still gives its state as of the present.
+        """
+        now = self._clock.now()
+        # Leases first: a publication whose last lease ends at its final deadline is then released at once.
+        self._lease_agenda.advance(now, self._on_lease_due, most)
+        self._publication_agenda.advance(now, self._on_publication_due, most)
+        return now
+
+    def next_deadline(self) -> float:
+        """Return when to call `advance` next."""
+        return min(self._lease_agenda.next_deadline(), self._publication_agenda.next_deadline())
+
+    def take_effects(self) -> list[Changed | Released]:
+        """Return what others must be told about since the last call."""
+        effects, self.effects = self.effects, []
+        return effects
+
+    def drain(self) -> None:
+        """Grant, renew and accept no more (PROTOCOL, Leases 1). Reports, cancels and acknowledgements go on."""
+        self.draining = True
+
+    # Looking up.
+
+    def book(self, source: EngineRef) -> Book:
+        """Return the book of an incarnation; raises `EngineUnknown`."""
+        book = self.books.get(source)
+        if book is None:
+            raise EngineUnknown(f"this home has no {source}", engine_id=source.engine_id)
+        return book
+
+    def publication(self, book: Book, number: int, now: float) -> PublicationRecord | None:
+        """Return a publication of a book as of the present, even if `advance` has not acted on its deadline yet.
+
+        Leases on it whose deadline `advance` has not acted on still count as live: then it stays held or pinned for a
+        moment longer.
+        """
+        publication = book.publications.get(number)
+        if publication is not None and publication.due() <= now:
+            self._on_publication_due(publication, now)
+        return book.publications.get(number)
+
+    def lease(self, lease_id: bytes, now: float) -> Lease | None:
+        """Return a lease as of the present, even if `advance` has not acted on its deadline yet."""
+        return self._as_of(self.leases_by_id.get(lease_id), now)
+
+    def lease_of_read(self, read: ReadKey, now: float) -> Lease | None:
+        """Return the lease of a read as of the present, even if `advance` has not acted on its deadline yet."""
+        return self._as_of(self.leases_by_read.get(read), now)
+
+    def key(self, publication: PublicationRecord) -> bytes:
+        """Return the key in a publication's reference."""
+        return self.book(publication.source).key(publication.number)
+
+    def publications(self) -> Iterator[PublicationRecord]:
+        """Yield all publications that have arrived and whose release is not acknowledged."""
+        for book in self.books.values():
+            yield from (publication for _, publication in _arrived(book))
+
+    def leases(self) -> Iterator[Lease]:
+        """Yield all leases, including ended ones whose outcome is kept."""
+        return iter(self.leases_by_id.values())
+
+    def listed_publications(self) -> dict[EngineRef, Iterable[tuple[tuple[int, ...], PublicationRecord]]]:
+        """Return `publications` by incarnation, each with its number, for listings that need only a few of them."""
+        return {source: _arrived(book) for source, book in self.books.items()}
+
+    def listed_leases(self) -> dict[EngineRef, Iterable[tuple[tuple[int, ...], Lease]]]:
+        """Return `leases` by incarnation of the source, each with the numbers of its publication and of itself."""
+        return {source: found.items() for source, found in self.leases_by_source.items()}
+
+    def counts(self, source: EngineRef) -> tuple[int, int]:
+        """Return how many publications of an incarnation are not released, and how many live leases they have."""
+        book = self.books.get(source)
+        return (book.num_arrived - book.num_released, book.live_leases) if book else (0, 0)
+
+    def released(self, source: EngineRef) -> list[PublicationRecord]:
+        """Return the released publications that their source has not acknowledged."""
+        found = self.book(source).publications.values()
+        return [publication for publication in found if publication.stage is PublicationStage.RELEASED]
+
+    def others_until(self, engine: EngineRef) -> float:
+        """Return when the last lease on other incarnations of the same engine_id ends; 0 if there is none."""
+        books = self.books.items()
+        others = (book for ref, book in books if ref.engine_id == engine.engine_id and ref != engine)
+        return max((book.live_until() for book in others), default=0.0)
+
+    # Adding.
+
+    def add_lease(self, lease: Lease) -> None:
+        """Add a new lease and start its time."""
+        publication = lease.publication
+        book = self.books[publication.source]
+        self.leases_by_id[lease.lease_id] = self.leases_by_read[lease.request.read] = lease
+        self.leases_by_source.setdefault(publication.source, {})[publication.number, lease.number] = lease
+        book.live_leases += 1
+        publication.leases.add(lease)
+        publication.reads.append(lease)
+        self.lease_budget.take(publication.source)
+        self.memory.take(publication.source, lease.size)
+        if publication.stage is PublicationStage.AWAITED:
+            book.waiting_reads.take(lease.request.holder)
+        self._lease_agenda.put(lease)
+
+    def add_awaited(self, book: Book, number: int) -> PublicationRecord:
+        """Add a record of a publication that has not arrived."""
+        publication = book.publications[number] = PublicationRecord(book.source, number)
+        self.memory.take(book.source, PUBLICATION_BYTES)
+        return publication
+
+    def arrive(self, book: Book, publication: PublicationRecord, now: float) -> None:
+        """Note that an awaited publication has arrived: from now on its number is in use, and then stale for ever."""
+        numbers = book.numbers_size
+        book.see(publication.number, now)
+        self.memory.take(book.source, book.numbers_size - numbers)
+        book.declined.discard(publication)
+        for lease in publication.leases:
+            book.waiting_reads.give(lease.request.holder)
+        publication.first_at = now
+        publication.stage = PublicationStage.PUBLISHING
+
+    def reschedule(self, publication: PublicationRecord) -> None:
+        """Note that one of a publication's deadlines may have moved earlier."""
+        self._publication_agenda.put(publication)
+
+    def changed(self, publication: PublicationRecord) -> None:
+        """Note that the streams of a publication's readers must look again."""
+        self.effects.append(Changed(publication))
+
+    # Ending.
+
+    def end_lease(self, lease: Lease, state: LeaseState, now: float) -> None:
+        """End a live lease. The only place where a lease ends."""
+        publication = lease.publication
+        book = self.books[publication.source]
+        book.live_leases -= 1
+        if publication.stage is PublicationStage.AWAITED:
+            book.waiting_reads.give(lease.request.holder)
+        lease.ended_as = state
+        lease.forget_at = now + self.times.keep_outcome
+        self._lease_agenda.put(lease)
+        publication.leases.discard(lease)
+        publication.valid_reads += state is LeaseState.VALID
+        if not publication.leases:
+            # It is held again, so that a retry elsewhere finds it.
+            publication.hold_until = now + self.times.hold
+        self.changed(publication)
+        self.end_if_read(publication, now)
+        self._settle(publication, now)
+
+    def end_if_read(self, publication: PublicationRecord, now: float) -> None:
+        """End a publication that was read as often as expected."""
+        if publication.complete and publication.valid_reads >= publication.expected_reads:
+            self.end(publication, PublicationOutcome.READ, now)
+
+    def end(self, publication: PublicationRecord, outcome: PublicationOutcome, now: float) -> None:
+        """End a publication, unless it has ended before: no new leases; it is released when its last live lease ends.
+        The only place where a publication ends."""
+        if not publication.grantable:
+            return
+        publication.stage, publication.outcome = PublicationStage.ENDING, outcome
+        self.changed(publication)
+        self._settle(publication, now)
+
+    def revoke(self, publication: PublicationRecord, reason: RevokeReason) -> None:
+        """Mark the live leases of a publication as not renewable. They end when they would have ended anyway."""
+        for lease in publication.leases:
+            lease.revoked = lease.revoked or reason
+        self.changed(publication)
+
+    def forget(self, publication: PublicationRecord) -> None:
+        """Remove a publication from its book."""
+        if publication.stage is PublicationStage.FORGOTTEN:
+            return
+        book = self.books[publication.source]
+        del book.publications[publication.number]
+        book.declined.discard(publication)
+        if book.snapshot is not None:
+            book.snapshot.discard(publication.number)
+        forgotten = (lease for lease in publication.reads if lease.lease_id not in self.leases_by_id)
+        size = PUBLICATION_BYTES + sum(lease.size for lease in forgotten)
+        if publication.stage is not PublicationStage.AWAITED:
+            book.num_arrived -= 1
+            book.num_released -= publication.stage is PublicationStage.RELEASED
+            if book.recovering:
+                book.gone.add(publication.number)
+                size -= NUMBER_BYTES
+        publication.stage = PublicationStage.FORGOTTEN
+        self.memory.give(book.source, size)
+        self.close_if_empty(book)
+
+    def close_below(self, book: Book, high_water: int) -> None:
+        """Accept no further publication with a number up to `high_water`: the source has named all it holds."""
+        numbers = book.numbers_size
+        book.close_below(high_water)
+        self.memory.take(book.source, book.numbers_size - numbers)
+
+    def close_if_empty(self, book: Book) -> None:
+        """Drop the book of a replaced incarnation once it has no publications."""
+        if book.standing is Standing.REPLACED and not book.publications and book.source in self.books:
+            del self.books[book.source]
+            self.memory.give(book.source, book.numbers_size)
+
+    # Helpers.
+
+    def _as_of(self, lease: Lease | None, now: float) -> Lease | None:
+        if lease is None:
+            return None
+        if lease.due() <= now:
+            self._on_lease_due(lease, now)
+        if lease.due() <= now:
+            # It ended so long ago that its outcome is due to be forgotten as well.
+            self._on_lease_due(lease, now)
+        return self.leases_by_id.get(lease.lease_id)
+
+    def _settle(self, publication: PublicationRecord, now: float) -> None:
+        """Release or forget a publication that nothing holds any more."""
+        if publication.leases or publication.stage is PublicationStage.FORGOTTEN:
+            return
+        if publication.stage is PublicationStage.ENDING and now >= publication.release_not_before:
+            self._release(publication, now)
+        elif publication.stage is PublicationStage.AWAITED and not publication.declined:
+            self.forget(publication)
+        self.reschedule(publication)
+
+    def _release(self, publication: PublicationRecord, now: float) -> None:
+        book = self.books[publication.source]
+        publication.stage = PublicationStage.RELEASED
+        book.num_released += 1
+        checksum_bytes = publication.checksums.clear()
+        self.memory.give(book.source, publication.size + checksum_bytes)
+        publication.drop_steps()
+        book.checksum_bytes -= checksum_bytes
+        if book.standing is Standing.REPLACED:
+            # Nobody acknowledges it. Its blocks belong to the new incarnation, which waited for `reuse_after`.
+            self.forget(publication)
+        else:
+            self._tell(publication, now)
+
+    def _tell(self, publication: PublicationRecord, now: float) -> None:
+        publication.tell_again_at = now + self.times.max_ttl
+        self.effects.append(Released(publication))
+
+    def _on_lease_due(self, lease: Lease, now: float) -> None:
+        if lease.live:
+            # It ended at its own time, however late the timer is.
+            self.end_lease(lease, LeaseState.EXPIRED, lease.expires)
+        else:
+            del self.leases_by_id[lease.lease_id]
+            del self.leases_by_read[lease.request.read]
+            lease.forget_at = NEVER
+            source = lease.publication.source
+            self.lease_budget.give(source)
+            found = self.leases_by_source[source]
+            del found[lease.publication.number, lease.number]
+            if not found:
+                del self.leases_by_source[source]
+            if lease.publication.stage is PublicationStage.FORGOTTEN:
+                self.memory.give(source, lease.size)
+
+    def _on_publication_due(self, publication: PublicationRecord, now: float) -> None:
+        if publication.stage is PublicationStage.RELEASED:
+            if self.books[publication.source].standing is Standing.LIVE:
+                self._tell(publication, now)
+            publication.tell_again_at = now + self.times.max_ttl
+        elif publication.grantable:
+            final = now >= publication.final_at
+            self.end(publication, PublicationOutcome.FINAL if final else PublicationOutcome.UNREAD, now)
+        else:
+            publication.declined = False
+            self.books[publication.source].declined.discard(publication)
+            self._settle(publication, now)
+
+
+def _arrived(book: Book) -> Iterator[tuple[tuple[int, ...], PublicationRecord]]:
+    """Yield the publications of a book that have arrived, each with its number."""
+    found = book.publications.items()
+    return (
+        ((number,), publication) for number, publication in found if publication.stage is not PublicationStage.AWAITED
+    )
