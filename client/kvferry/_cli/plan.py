@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvferry._cli.connection import Timeout, TlsCa, TlsCert, TlsKey, introspection
+from kvferry._cli.connection import Connection, with_connection
 from kvferry._cli.render import safe
 
 if TYPE_CHECKING:
@@ -21,6 +21,7 @@ IMPOSSIBLE = 2
 """Exit code for a pair that cannot be read, as for wrong usage: repeating will not help."""
 
 
+@with_connection
 def plan(
     source: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Geometry file of the engine that is read from.")
@@ -43,10 +44,8 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON; its shape is kept stable.")] = False,
     svg: Annotated[Path | None, typer.Option(metavar="FILE", help="Also draw the plan.")] = None,
     striping: Annotated[bool, typer.Option(help="Spread reads over replicas.")] = True,
-    timeout: Timeout = 5.0,
-    tls_ca: TlsCa = None,
-    tls_cert: TlsCert = None,
-    tls_key: TlsKey = None,
+    *,
+    connection: Connection,
 ) -> None:
     """Plan a read between two engines: who reads what from whom, bytes and descriptors.
 
@@ -55,10 +54,9 @@ def plan(
     """
     from kvferry.errors import Incompatible, InvalidInput
 
-    tls = (tls_ca, tls_cert, tls_key)
     try:
-        theirs = _engine("source", source, source_engine, timeout, tls)
-        mine = _engine("destination", destination, destination_engine, timeout, tls)
+        theirs = _engine("source", source, source_engine, connection)
+        mine = _engine("destination", destination, destination_engine, connection)
         plans = _some_layers(_plans(theirs, mine, rank, striping), layers)
     except (Incompatible, InvalidInput) as error:
         _refuse(error, as_json)
@@ -127,9 +125,7 @@ def _ranks(destination: EngineGeometry, wanted: str) -> list[int]:
     return found
 
 
-def _engine(
-    side: str, file: Path | None, live: str, timeout: float, tls: tuple[Path | None, Path | None, Path | None]
-) -> EngineGeometry:
+def _engine(side: str, file: Path | None, live: str, connection: Connection) -> EngineGeometry:
     if (file is None) == (not live):
         raise typer.BadParameter(f"give either --{side} FILE or --{side}-engine ID@ADDRESS", param_hint=f"--{side}")
     if file is not None:
@@ -142,7 +138,7 @@ def _engine(
     engine_id, at, address = live.rpartition("@")
     if not at or not engine_id or not address:
         raise typer.BadParameter(f"{live!r} is not ID@ADDRESS", param_hint=f"--{side}-engine")
-    with introspection(address, timeout, *tls) as asker:
+    with connection.introspection(address) as asker:
         answer = asker.engine(engine_id)
     missing, count = list(answer.summary.missing_ranks), answer.summary.num_missing
     if count:
