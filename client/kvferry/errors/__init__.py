@@ -22,7 +22,7 @@
     │   ├── PublicationAborted
     │   ├── WatchTakenOver
     │   ├── RelayLoop
-    │   ├── AgentsWithheld             who shows no reference cannot reach an engine's memory
+    │   ├── AgentsWithheld             the home gives no agents to a caller without a reference
     │   ├── HomeNotAllowed             the client's allow-list does not cover the home of a reference
     │   └── NotImplementedHere
     ├── NotFound
@@ -43,7 +43,7 @@
     │   ├── TransferExpired
     │   ├── TransferCancelled
     │   ├── TransferStuck
-    │   └── DataLoss                   integrity mode: bytes are not those that the source had summed
+    │   └── DataLoss                   integrity mode: the bytes do not match the source's checksums
     ├── NixlError                      a call to NIXL failed
     ├── NixlMissing                    NIXL is not installed
     ├── WrongThread                    a reading agent was used by a thread that does not own it

@@ -70,7 +70,7 @@ class BlocksShort(InvalidInput):
 
     def __init__(self, group: str, side: str, asked: str, available: str) -> None:
         super().__init__(
-            f"group {group!r}: asked for {asked}, but the {side} has {available}",
+            f"group {group!r}: asked for {asked}, the {side} has {available}",
             group=group,
             side=side,
             asked=asked,

@@ -6,8 +6,8 @@ from kvferry.errors._base import KvferryError
 
 
 class WrongState(KvferryError):
-    """The call comes at the wrong time: the arguments are valid, but something else has to be done first, or has already
-    been done. The message says what to do. Values: whatever the call was about, such as engine_id, rank, request_id."""
+    """The call comes at the wrong time: the arguments are valid, but something else has to be done first, or has
+    already been done. The message says what to do. Values: whatever the call was about, such as engine_id, rank."""
 
     code = "FAILED_PRECONDITION"
 
