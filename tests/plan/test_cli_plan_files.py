@@ -50,6 +50,14 @@ PAIRS: dict[str, tuple[str, str | Change]] = {
 }
 
 
+def test_the_picture_in_the_documents_is_what_the_command_draws(tmp_path: Path) -> None:
+    source, destination = (str(EXAMPLES / f"llama3-8b-{name}.json") for name in ("tp3", "tp2"))
+    drawn = tmp_path / "plan.svg"
+    result = CliRunner().invoke(app, ["plan", "--source", source, "--destination", destination, "--svg", str(drawn)])
+    assert result.exit_code == 0
+    assert drawn.read_text() == (EXAMPLES.parents[1] / "docs" / "plan.svg").read_text()
+
+
 def write(folder: Path, source: str, change: str | Change) -> Path:
     """The destination's file."""
     if isinstance(change, str):

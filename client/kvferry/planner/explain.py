@@ -198,6 +198,13 @@ def layer_ranges(line: ReadLine, order: Mapping[str, int]) -> str:
     return ", ".join(f"{begin}-{end - 1}" if end > begin + 1 else str(begin) for begin, end in ranges(places))
 
 
+def bytes_text(per_token: float, per_request: int) -> str:
+    """Bytes of a read for people: ``4,096 B/token``, ``48 B/request``, or both."""
+    parts = [f"{per_token:,.0f} B/token" if per_token or not per_request else ""]
+    parts.append(f"{per_request:,} B/request" if per_request else "")
+    return " + ".join(part for part in parts if part)
+
+
 def rank_name(rank: int, labels: Mapping[str, int]) -> str:
     """``tp0 pp1`` or, without labels, ``rank 3``."""
     return RankGeometry(rank, (), labels).label
