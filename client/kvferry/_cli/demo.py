@@ -16,18 +16,19 @@ if TYPE_CHECKING:
     from kvferry.geometry.model import EngineGeometry
     from kvferry.planner.line_rule import Stripe
 
+BLOCK_SIZE = 16
 LLAMA_3_8B = {"layers": 32, "kv_heads": 8, "head_dim": 128, "dtype": "bfloat16", "attention": "gqa"}
 
 
-def default_geometry(engine_id: str, tp_size: int) -> dict[str, Any]:
-    """Llama-3-8B's cache, with fewer blocks than an engine would have so that it fits a small machine."""
+def default_geometry(engine_id: str, tp_size: int, requests: int, tokens: int) -> dict[str, Any]:
+    """Llama-3-8B's cache, with no more blocks than the requests need so that it fits a small machine."""
     return {
         "engine_id": engine_id,
         "tp_size": tp_size,
         "pp_size": 1,
         "layout": "HND",
-        "block_size": 16,
-        "num_blocks": 320,
+        "block_size": BLOCK_SIZE,
+        "num_blocks": _blocks_needed(requests, tokens, BLOCK_SIZE),
         "model": LLAMA_3_8B,
     }
 
@@ -58,12 +59,12 @@ def demo(
     console = Console(stderr=as_json)
     try:
         engines = (
-            _geometry(source, default_geometry("prefill", 4), requests, tokens),
-            _geometry(destination, default_geometry("decode", 2), requests, tokens),
+            _geometry(source, default_geometry("prefill", 4, requests, tokens), requests, tokens),
+            _geometry(destination, default_geometry("decode", 2, requests, tokens), requests, tokens),
         )
         _introduce(console, *engines)
         with _bar(console) as bar:
-            task = bar.add_task("", total=None)
+            task = bar.add_task("starting", total=None)
 
             def phase(text: str) -> None:
                 if not console.is_terminal:
@@ -110,13 +111,18 @@ def _with_fewer_blocks(document: dict[str, Any], requests: int, tokens: int) -> 
     """No more blocks than the requests need: a real engine's cache would not fit the machine many times over."""
     groups = document.get("groups", [])
     sizes = [part["block_size"] for part in (document, *groups) if "block_size" in part]
-    # One request more for the first contact, a block more for each ragged end, and all groups may share one pool.
-    most = (requests + 1) * (-(-tokens // min(sizes, default=1)) + 2) * max(1, len(groups)) + 1
+    # All groups may share one pool.
+    most = _blocks_needed(requests, tokens, min(sizes, default=1)) * max(1, len(groups))
 
     def capped(part: dict[str, Any]) -> dict[str, Any]:
         return {**part, "num_blocks": min(part["num_blocks"], most)} if "num_blocks" in part else part
 
     return {**capped(document), "groups": [capped(group) for group in groups]} if groups else capped(document)
+
+
+def _blocks_needed(requests: int, tokens: int, block_size: int) -> int:
+    """With one request more for the first contact, blocks to spare for ragged ends, and a null block."""
+    return (requests + 1) * (-(-tokens // block_size) + 2) + 1
 
 
 def _bar(console: Console) -> Any:
@@ -137,7 +143,7 @@ def _bar(console: Console) -> Any:
 
     return Progress(
         SpinnerColumn(),
-        TextColumn("{task.description:<58}"),
+        TextColumn("{task.description:<34}"),
         BarColumn(),
         Bytes(binary_units=True),
         Speed(),

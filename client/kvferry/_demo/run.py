@@ -93,7 +93,7 @@ def run_demo(
     plans = {rank.rank: plan_read(source, destination, rank.rank) for rank in destination.ranks}
     wanted = _requests(source, destination, requests, tokens, seed)
     with DemoProcesses() as stage:
-        report.phase("starting two node servers and the engines' ranks")
+        report.phase("starting node servers and ranks")
         homes = stage.start_server("prefill"), stage.start_server("decode")
         for home in homes:
             stage.wait_for(home)
@@ -103,18 +103,19 @@ def run_demo(
             sources = _start(stage, homes[0], specs[0], source, sessions[0], serve=True, ucx_tls=ucx_tls)
             destinations = _start(stage, homes[1], specs[1], destination, sessions[1], serve=False, ucx_tls=ucx_tls)
             _all_answer([*sources, *destinations], "ready")
-            report.phase("filling the source with bytes that say where they belong")
+            report.phase("filling the source with a pattern")
             _ask(sources, "fill", wanted)
             _all_answer(sources, "filled")
             memcpy_rate = _memcpy_rate()
-            report.phase("moving")
+            report.phase("first read: making connections")
             by_source = {rank: _by_source(plan, wanted[1:]) for rank, plan in plans.items()}
-            report.total(sum(counter.total() for counter in by_source.values()))
             published = [
                 replace(request, reference=sessions[0].publish(request.name, request.source).reference)
                 for request in wanted
             ]
             first = _move(destinations, published[:1], report)
+            report.phase("moving")
+            report.total(sum(counter.total() for counter in by_source.values()))
             moved = _move(destinations, published[1:], report)
             report.phase("verifying every byte")
             _ask(destinations, "verify", published)
@@ -215,9 +216,10 @@ class _Allocator:
                 first = first // group.block_tokens * group.block_tokens
                 wanted = -(-tokens // group.block_tokens) - first // group.block_tokens
             if wanted > len(free):
-                raise InvalidField(
-                    "num_blocks", group.num_blocks, f"enough blocks in group {group.name!r} for the requests"
+                expected = (
+                    f"enough blocks in group {group.name!r}; give fewer --requests or --tokens, or a larger cache"
                 )
+                raise InvalidField("num_blocks", group.num_blocks, expected)
             ids = [free.pop() for _ in range(wanted)]
             if group.kind is GroupKind.STATE:
                 blocks[group.name] = Blocks(ids, state_token=tokens)
