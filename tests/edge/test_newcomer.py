@@ -22,6 +22,7 @@ from kvferry._clock import now
 from kvferry._transport.peer_link import _called
 from kvferry.engine import Grant, SchedulerPort, WorkerOutput, WorkerPort
 from kvferry.errors import (
+    AgentsWithheld,
     BadAgentMetadata,
     BadGeometry,
     EngineIncomplete,
@@ -81,6 +82,13 @@ def test_a_source_that_serves_nothing(client: Client) -> None:
     publication = source.session.publish("request", {"full": Blocks([1])})
     with pytest.raises(BadAgentMetadata, match="registered with serve=False"):
         reader.read(publication.reference, {"full": Blocks([1])}).result(60)
+
+
+def test_an_engine_that_reads_its_own_publication_is_told_so(client: Client) -> None:
+    cache = client.register_cache(EngineSpec(unique_id("engine"), (GROUP,)), tensors={"l": array()}, axes=AXES)
+    publication = cache.session.publish("request", {"full": Blocks([1])})
+    with pytest.raises(AgentsWithheld, match="cannot read from itself"):
+        cache.read(publication.reference, {"full": Blocks([2])}).result(60)
 
 
 @pytest.mark.parametrize("call", [lambda client, spec: client.open_engine(spec, timeout=3.0)], ids=["open"])

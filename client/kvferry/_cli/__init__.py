@@ -28,6 +28,8 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    # Plain help: in 80 columns, rich cuts names of options, and calls flags <bool>.
+    rich_markup_mode=None,
 )
 for _command in (engines, engine, requests, transfers, plan, demo, version):
     app.command()(_command)

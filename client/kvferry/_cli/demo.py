@@ -46,10 +46,10 @@ def demo(
     seed: Annotated[int, typer.Option(help="Seed of the block tables.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print the outcome as JSON.")] = False,
 ) -> None:
-    """Start two node servers and two engines on this machine, move several requests from one to the other, verify every
-    byte.
+    """Move requests between two engines on this machine.
 
-    Everything runs in processes of its own, over real NIXL, and nothing is left behind: no process, socket or memory.
+    It starts two node servers and two engines as processes of their own, moves several requests from one engine to the
+    other over real NIXL, and verifies every byte. It leaves nothing behind: no process, socket or memory.
     """
     from rich.console import Console
 

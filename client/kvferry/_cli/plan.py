@@ -47,10 +47,11 @@ def plan(
     *,
     connection: Connection,
 ) -> None:
-    """Plan a read between two engines: who reads what from whom, bytes and descriptors.
+    """Show who would read what from whom, without reading it.
 
-    Each engine is a geometry file (docs/geometry.schema.json, examples/geometry) or a live one, as ID@ADDRESS of its
-    home. Exits with 2 if the pair cannot be read.
+    Each engine is either a geometry file (see docs/geometry.schema.json and examples/geometry) or a live engine, as
+    ID@ADDRESS of its home. The plan has the bytes and descriptors of each read, and its path: direct, into the blocks;
+    or staged, by way of staging memory. Exits with 2 if the destination cannot read the source's cache.
     """
     from kvferry.errors import Incompatible, InvalidInput
 

@@ -18,7 +18,7 @@ def requests(
     *,
     connection: Connection,
 ) -> None:
-    """List the requests that engines have published and that are not released yet."""
+    """List the published requests that are not released yet."""
     from kvferry._clock import from_duration
     from kvferry.v1 import introspection_pb2
 

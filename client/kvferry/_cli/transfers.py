@@ -18,7 +18,7 @@ def transfers(
     *,
     connection: Connection,
 ) -> None:
-    """List who reads what from the engines of a node server, with the leases they hold."""
+    """List the reads from a node server's engines, and their leases."""
     from kvferry._clock import from_duration
     from kvferry.v1 import introspection_pb2, kv_transfer_pb2
 
