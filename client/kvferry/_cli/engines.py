@@ -49,7 +49,7 @@ def engine(
     *,
     connection: Connection,
 ) -> None:
-    """Show one engine: its identity, its groups, and what each rank holds."""
+    """Show one engine: identity, groups, and what each rank holds."""
     with connection.introspection(server) as asker:
         response = asker.engine(engine_id)
     if as_json:
