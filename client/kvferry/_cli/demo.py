@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kvferry._cli.render import sentences
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -82,7 +84,7 @@ def demo(
             )
             outcome = run_demo(*engines, requests=requests, tokens=tokens, ucx_tls=ucx_tls, seed=seed, report=report)
     except KvferryError as error:
-        typer.echo(f"kvferry demo: {error}", err=True)
+        typer.echo(f"kvferry demo: {sentences(error)}", err=True)
         raise typer.Exit(2) from None
     except KeyboardInterrupt:
         typer.echo("kvferry demo: interrupted; everything it started has ended", err=True)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvferry._cli.connection import Connection, with_connection
-from kvferry._cli.render import safe
+from kvferry._cli.render import safe, sentences
 
 if TYPE_CHECKING:
     from kvferry.errors import KvferryError
@@ -157,20 +157,14 @@ def _refuse(error: KvferryError, as_json: bool) -> None:
     """Say why a pair cannot be planned."""
     from kvferry.errors import Incompatible
 
-    mismatches = error.mismatches if isinstance(error, Incompatible) else ()
     if as_json:
         found: dict[str, Any] = {"reason": error.reason, "message": error.message}
-        if mismatches:
+        if isinstance(error, Incompatible):
             found["mismatches"] = [
-                {name: getattr(mismatch, name) for name in type(mismatch).__slots__} for mismatch in mismatches
+                {name: getattr(mismatch, name) for name in type(mismatch).__slots__} for mismatch in error.mismatches
             ]
         else:
             found["values"] = error.values
         print(json.dumps({"error": found}, indent=2))
         return
-    if not mismatches:
-        print(f"kvferry: {safe(error.message)}", file=sys.stderr)
-        return
-    print("kvferry: the destination cannot read the source's cache:", file=sys.stderr)
-    for mismatch in mismatches:
-        print(f"  {safe(mismatch.message)}", file=sys.stderr)
+    print(f"kvferry: {sentences(error)}", file=sys.stderr)

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
+    from kvferry.errors import KvferryError
+
 
 def as_dict(message: Message) -> dict[str, Any]:
     """A response as plain values."""
@@ -66,6 +68,15 @@ def add_row(to: Table, *cells: object) -> None:
 def safe(text: str) -> str:
     """Text of a peer for a terminal: what would steer it is shown as an escape."""
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+
+
+def sentences(error: KvferryError) -> str:
+    """An error for a terminal; if two engines don't fit, a line for each reason."""
+    from kvferry.errors import Incompatible
+
+    if not isinstance(error, Incompatible):
+        return safe(error.message)
+    return "\n  ".join(["the destination cannot read the source's cache:", *map(safe, error.lines)])
 
 
 def short(identifier: bytes) -> str:

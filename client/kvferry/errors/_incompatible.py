@@ -32,11 +32,13 @@ class Incompatible(Refused):
     """The destination cannot read the source's cache. `.mismatches` lists every reason.
 
     The message, and what crosses the wire, combine mismatches that differ only in the place, because a wrong dtype is
-    usually wrong in every layer. They list at most 16; `.values["mismatches"]` is the number of all.
+    usually wrong in every layer. They list at most 16; `.values["mismatches"]` is the number of all. `.lines` has the
+    sentences that the message is made of.
     """
 
     reason = "INCOMPATIBLE"
     SPELLED_OUT = 16
+    lines: tuple[str, ...]
 
     def __init__(self, mismatches: tuple[Mismatch, ...]) -> None:
         sorts: dict[tuple[str, ...], tuple[Mismatch, int]] = {}
@@ -45,7 +47,8 @@ class Incompatible(Refused):
             first, alike = sorts.get(sort, (found, -1))
             sorts[sort] = first, alike + 1
         told = list(sorts.values())[: self.SPELLED_OUT]
-        super().__init__(_message(told, len(mismatches)))
+        self.lines = _lines(told, len(mismatches))
+        super().__init__("; ".join(self.lines))
         self.values = {"mismatches": str(len(mismatches))}
         for index, (found, alike) in enumerate(told):
             for name in Mismatch.__slots__:
@@ -62,18 +65,20 @@ class Incompatible(Refused):
             found = Mismatch(**{name: self.values.get(f"mismatch.{index}.{name}", "") for name in Mismatch.__slots__})
             told.append((found, _number(self.values.get(f"mismatch.{index}.alike", ""))))
         self.mismatches = tuple(found for found, _ in told)
+        self.lines = (self.message,)
         if told:
             spelled_out = sum(1 + alike for _, alike in told)
-            self.message = _message(told, max(spelled_out, _number(self.values.get("mismatches", ""))))
+            self.lines = _lines(told, max(spelled_out, _number(self.values.get("mismatches", ""))))
+            self.message = "; ".join(self.lines)
             self.args = (self.message,)
 
 
-def _message(told: list[tuple[Mismatch, int]], total: int) -> str:
+def _lines(told: list[tuple[Mismatch, int]], total: int) -> tuple[str, ...]:
     lines = [found.message + (f" (and {alike} more alike)" if alike else "") for found, alike in told]
     left = total - sum(1 + alike for _, alike in told)
     if left:
         lines.append(f"and {left} more")
-    return "; ".join(lines)
+    return tuple(lines)
 
 
 def _number(text: str) -> int:

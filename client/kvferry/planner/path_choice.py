@@ -126,7 +126,7 @@ def choose_path(lane: Lane, rule: PathRule) -> PathChoice:
     )
     pieces = f"{work.bytes // work.descriptors:,} B"
     rows = f"{work.staged_bytes // work.staged_descriptors:,} B"
-    # A staged row costs as much as a direct one, so that without fewer of them no constants speak for staging.
+    # A staged row costs as much as a direct one: unless there are fewer of them, staging is never cheaper.
     measurable = work.staged_descriptors < work.descriptors
     if staged < direct:
         share = f"{staged / direct:.2f}"
