@@ -1,10 +1,9 @@
-"""A node server inside this process: for trying kvferry, for tests, and for a node whose engine is one
-process.
+"""Runs a node server inside this process: for trying kvferry, for tests, and for a node whose engine is one process.
 
-The server is the one that `kvferryd` runs, on an event loop and a thread of its own. It shares this process's
-fate: when the process ends, so does the home of all its engines. And it rules out forking: once `grpc.aio`
-has run, a child of a fork that uses gRPC hangs or crashes. A process that forks workers (most engines do)
-talks to a `kvferryd` of its own process instead, or forks first.
+The server is the one that `kvferryd` runs, on an event loop and a thread of its own. When this process ends, the home
+of all its engines ends with it. The process must not fork afterwards: once `grpc.aio` has run, a forked child that uses
+gRPC hangs or crashes. If your process forks workers (most engines do), fork first, or run `kvferryd` as a process of
+its own.
 """
 
 from __future__ import annotations
@@ -65,11 +64,11 @@ class ServerSettings(TypedDict, total=False):
     engine_ttl: float
     """Seconds from the loss of an engine's Watch until the engine counts as dead."""
     hold: float
-    """Seconds for which a publication is held that nobody reads."""
+    """Seconds for which a publication is held while nobody reads it."""
     final: float
     """Seconds from a publication until its blocks are released whatever happens."""
     max_wait: float
-    """The most seconds that a reader may wait for a publication that has not come."""
+    """The most seconds that a reader may wait for a publication that has not come yet."""
     retire: float
     """Seconds for which messages of an engine's former incarnation are recognised and refused."""
     drain: float
@@ -143,13 +142,13 @@ class EmbeddedServer(OneProcess):
         atexit.register(self.close)
 
     def close(self, timeout: float = 30.0) -> None:
-        """Drain and stop, and leave no file behind. Idempotent.
+        """Drain and stop the server, and remove its files. Idempotent.
 
         Args:
             timeout: seconds to wait; the drain itself is bounded by the setting ``drain``.
 
         Raises:
-            KvferryError: it did not end in time.
+            KvferryError: the server did not stop in time.
         """
         if not self._thread.is_alive():
             return

@@ -1,4 +1,4 @@
-"""What every command that asks a node server shares: its options, the connection, and paging."""
+"""What all commands that ask a node server share: the options, the connection and paging."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON: the fields of 
 
 @dataclass(frozen=True, slots=True)
 class Connection:
-    """How a command reaches node servers. `with_connection` makes an option of each field."""
+    """The options by which a command reaches node servers. `with_connection` makes an option of each field."""
 
     timeout: Annotated[
         float, typer.Option("--timeout", min=0.001, metavar="SECONDS", help="Longest wait for an answer.")
@@ -86,7 +86,7 @@ class Connection:
 
 
 def with_connection(command: Callable[..., None]) -> Callable[..., None]:
-    """The command with the fields of `Connection` as options in place of its parameter ``connection``.
+    """Give a command the fields of `Connection` as options in place of its parameter ``connection``.
 
     typer makes options of the parameters of a function, and does not look into dataclasses.
     """
@@ -113,7 +113,7 @@ class Asker:
         self.timeout = timeout
 
     def engine(self, engine_id: str) -> introspection_pb2.GetEngineResponse:
-        """An engine with all its ranks, from however many pages."""
+        """Ask for an engine with all its ranks, page by page."""
         from kvferry.v1 import introspection_pb2
 
         request = introspection_pb2.GetEngineRequest(engine_id=engine_id)
@@ -126,7 +126,7 @@ class Asker:
         return whole
 
     def all_pages(self, call: Callable[..., Response], request: Any, field: str) -> Response:
-        """All pages of a list as one response."""
+        """Ask for all pages of a list, and return them as one response."""
         request.page_size = PAGE_SIZE
         whole: Any = None
         while True:

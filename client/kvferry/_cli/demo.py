@@ -1,4 +1,4 @@
-"""`kvferry demo`: two engines on this machine, and every byte checked."""
+"""`kvferry demo`: moves requests between two engines on this machine and checks every byte."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LLAMA_3_8B = {"layers": 32, "kv_heads": 8, "head_dim": 128, "dtype": "bfloat16",
 
 
 def default_geometry(engine_id: str, tp_size: int, requests: int, tokens: int) -> dict[str, Any]:
-    """Llama-3-8B's cache, with no more blocks than the requests need so that it fits a small machine."""
+    """Return the geometry of Llama-3-8B with as many blocks as the requests need, so that it fits a small machine."""
     return {
         "engine_id": engine_id,
         "tp_size": tp_size,
@@ -110,7 +110,7 @@ def _geometry(file: Path | None, default: dict[str, Any], requests: int, tokens:
 
 
 def _with_fewer_blocks(document: dict[str, Any], requests: int, tokens: int) -> dict[str, Any]:
-    """No more blocks than the requests need: a real engine's cache would not fit the machine many times over."""
+    """Return the geometry with as many blocks as the requests need: a real engine's cache may not fit this machine."""
     groups = document.get("groups", [])
     sizes = [part["block_size"] for part in (document, *groups) if "block_size" in part]
     # All groups may share one pool.
@@ -123,7 +123,7 @@ def _with_fewer_blocks(document: dict[str, Any], requests: int, tokens: int) -> 
 
 
 def _blocks_needed(requests: int, tokens: int, block_size: int) -> int:
-    """With one request more for the first contact, blocks to spare for ragged ends, and a null block."""
+    """Blocks for the requests and the first small one, with two to spare for each, and a null block."""
     return (requests + 1) * (-(-tokens // block_size) + 2) + 1
 
 
@@ -132,13 +132,13 @@ def _bar(console: Console) -> Any:
     from rich.text import Text
 
     class Bytes(DownloadColumn):
-        """Nothing for a phase that moves no bytes."""
+        """Shows nothing in a phase that moves no bytes."""
 
         def render(self, task: Task) -> Text:
             return super().render(task) if task.total else Text()
 
     class Speed(TransferSpeedColumn):
-        """Nothing for a phase that moves no bytes, or has moved none yet."""
+        """Shows nothing in a phase that moves no bytes, or has moved none yet."""
 
         def render(self, task: Task) -> Text:
             return super().render(task) if task.total and task.completed else Text()

@@ -1,4 +1,4 @@
-"""`kvferry plan`: who would read what from whom, without reading it."""
+"""`kvferry plan`: shows who would read what from whom, without reading it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from kvferry.planner.plan import ReadPlan
 
 IMPOSSIBLE = 2
-"""Exit code for a pair that cannot be read, as for wrong usage: repeating will not help."""
+"""Exit code for a pair that cannot be read. The same as for wrong usage, because repeating will not help."""
 
 
 @with_connection
@@ -80,7 +80,7 @@ def plan(
 
 
 def _plans(source: EngineGeometry, destination: EngineGeometry, rank: str, striping: bool) -> list[ReadPlan]:
-    """The plans of the wanted ranks; all mismatches of all ranks if there are any."""
+    """Plan for the wanted ranks; raises `Incompatible` with all mismatches of all ranks if there are any."""
     from kvferry.errors import Incompatible
     from kvferry.planner.compatibility import diff
     from kvferry.planner.plan import plan_read
@@ -93,7 +93,7 @@ def _plans(source: EngineGeometry, destination: EngineGeometry, rank: str, strip
 
 
 def _some_layers(plans: list[ReadPlan], wanted: str) -> list[ReadPlan]:
-    """The part of the plans that reads the wanted layers; empty wants all."""
+    """Keep the part of the plans that reads the wanted layers; an empty string keeps all."""
     from kvferry.planner.explain import layer_order
 
     if not wanted:
@@ -109,7 +109,7 @@ def _some_layers(plans: list[ReadPlan], wanted: str) -> list[ReadPlan]:
 
 
 def _ranks(destination: EngineGeometry, wanted: str) -> list[int]:
-    """Indices of the ranks with the wanted tp_rank and pp_rank; empty wants all."""
+    """Return the indices of the ranks with the wanted tp_rank and pp_rank; all for an empty string."""
     if not wanted:
         return [rank.rank for rank in destination.ranks]
     parts = wanted.split(",")
@@ -154,7 +154,7 @@ def _engine(side: str, file: Path | None, live: str, connection: Connection) -> 
 
 
 def _refuse(error: KvferryError, as_json: bool) -> None:
-    """Say why a pair cannot be planned."""
+    """Print why a pair cannot be planned."""
     from kvferry.errors import Incompatible
 
     if as_json:

@@ -12,7 +12,7 @@ import typer
 from kvferry import __version__
 
 SHOWN = ("grpcio", "protobuf", "nixl", "torch")
-"""Packages that bug reports need the versions of."""
+"""Packages whose versions a bug report needs."""
 
 
 def version(

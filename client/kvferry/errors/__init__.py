@@ -1,4 +1,4 @@
-"""Every error of kvferry, and the one table that maps them to status codes and back.
+"""All errors of kvferry, and the only table that maps them to status codes and back.
 
     KvferryError
     ├── InvalidInput (ValueError)      an argument is wrong; repeating will not help
@@ -51,8 +51,7 @@
     ├── Closed                         a closed client, cache or session was used
     └── InternalError
 
-Messages are for people. What a program needs is in `.reason` and in `.values`, which hold every dynamic part of the
-message.
+Messages are for people. Programs use `.reason`, and `.values`, which has every dynamic part of the message.
 """
 
 from __future__ import annotations

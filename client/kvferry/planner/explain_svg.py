@@ -31,7 +31,7 @@ HEADING = 92
 LEGEND = 66
 NAME_WIDTH = 124
 MIN_WIDTH = 560
-"""As the legend needs."""
+"""The legend needs so much."""
 
 MAX_LINES = 4
 MAX_CHARACTERS = 28
@@ -39,7 +39,7 @@ FONT = "ui-monospace, SFMono-Regular, Menlo, Consolas, monospace"
 
 
 def to_svg(plans: Sequence[ReadPlan]) -> str:
-    """Plans of one pair of engines as an SVG document."""
+    """Return the plans of one pair of engines as an SVG document."""
     explained = [explain(plan) for plan in plans]
     sources = plans[0].source.ranks if plans else ()
     loads = source_loads(plans[0].source, explained) if plans else {}
@@ -76,7 +76,7 @@ def to_svg(plans: Sequence[ReadPlan]) -> str:
 
 
 def _description(explained: Sequence[RankLines]) -> str:
-    """The picture in words: which source ranks each destination rank reads from."""
+    """Describe the picture: which source ranks each destination rank reads from."""
     sentences = []
     for lines in explained:
         names = dict.fromkeys(rank_name(line.source_rank, line.source_labels) for line in lines.reads)
@@ -100,7 +100,7 @@ def _legend(y: int) -> list[str]:
 
 
 def _share(lines: RankLines, reads: Sequence[ReadLine]) -> float:
-    """The part of a destination rank's bytes that some of its reads are."""
+    """Return the fraction of a destination rank's bytes that some of its reads have."""
     by_token = any(line.bytes_per_token for line in lines.reads)
 
     def weight(of: Sequence[ReadLine]) -> float:
@@ -110,7 +110,7 @@ def _share(lines: RankLines, reads: Sequence[ReadLine]) -> float:
 
 
 def _fill(share: float) -> str:
-    """White for nothing, else from light blue to full blue."""
+    """Return white for nothing, else a blue, the darker the larger the share."""
     if not share:
         return "#ffffff"
     # Not hsl(): programs that turn pictures into others don't all know it.
@@ -139,7 +139,7 @@ def _cell(x: int, y: int, reads: Sequence[ReadLine], share: float, order: dict[s
 
 
 def _one(line: ReadLine, order: dict[str, int]) -> list[str]:
-    """What a cell shows of its only read."""
+    """Return the lines of a cell with one read."""
     part = _part(line)
     return [
         f"units {line.units}",
@@ -150,7 +150,7 @@ def _one(line: ReadLine, order: dict[str, int]) -> list[str]:
 
 
 def _several(reads: Sequence[ReadLine], order: dict[str, int]) -> list[str]:
-    """What a cell shows of several reads: some of them, and the bytes of all."""
+    """Return the lines of a cell with several reads: some of the reads, and the bytes of all."""
     texts = [" ".join([str(line.units), f"layers {layer_ranges(line, order)}", _part(line)]) for line in reads]
     if len(texts) > MAX_LINES - 1:
         texts = [*texts[: MAX_LINES - 2], f"and {len(texts) - MAX_LINES + 2} more reads"]
@@ -163,7 +163,7 @@ def _several(reads: Sequence[ReadLine], order: dict[str, int]) -> list[str]:
 
 
 def _part(line: ReadLine) -> str:
-    """Which blocks or tokens, if not all of them."""
+    """Return which blocks or tokens are read, if not all of them."""
     if not line.stripe.whole:
         return f"blocks [{line.stripe.begin}, {line.stripe.end}) of {line.stripe.of}"
     return f"tokens {line.tokens.index}/{line.tokens.count}" if line.tokens.count > 1 else ""

@@ -19,7 +19,7 @@ from kvferry.planner.plan import ReadPlan
 
 
 def to_text(plans: Sequence[ReadPlan]) -> str:
-    """Plans of one pair of engines for people: a numbered line for each read, totals, and why each path was chosen."""
+    """Return the plans of a pair of engines as text: a numbered line for each read, totals, and the reasons for each path."""
     if not plans:
         return "no rank to plan for"
     order = layer_order(plans)
@@ -77,7 +77,7 @@ def _cells(line: ReadLine, order: Mapping[str, int]) -> tuple[str, ...]:
 
 
 def _paths(reads: Iterable[ReadLine]) -> list[str]:
-    """Why each path was chosen, with the numbers of the reads that it was chosen for."""
+    """Return why each path was chosen, with the numbers of the reads that take it."""
     chosen: dict[tuple[str, str], list[int]] = {}
     for number, line in enumerate(reads, 1):
         for reason in line.reason.split("; "):
