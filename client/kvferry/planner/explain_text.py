@@ -19,7 +19,7 @@ from kvferry.planner.plan import ReadPlan
 
 
 def to_text(plans: Sequence[ReadPlan]) -> str:
-    """Return the plans of a pair of engines as text: a numbered line for each read, totals, and reasons for the paths."""
+    """Return the plans of a pair of engines as text: a numbered line for each read, totals, and why each path."""
     if not plans:
         return "no rank to plan for"
     order = layer_order(plans)
