@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from kvferry._control.publications import ReadSummary as ReadSummary
     from kvferry._control.publications import Release as Release
     from kvferry._control.publications import ReleaseOutcome as ReleaseOutcome
+    from kvferry._embed import EmbeddedServer as EmbeddedServer
+    from kvferry._embed import ServerSettings as ServerSettings
     from kvferry._embed import serve as serve
     from kvferry._engine_spec import EngineSpec as EngineSpec
     from kvferry._reads.read import Read as Read
@@ -60,6 +62,7 @@ _HOME_OF = {
     "Cache": "_cache",
     "Client": "_client",
     "Costs": "planner",
+    "EmbeddedServer": "_embed",
     "EngineGeometry": "geometry",
     "EngineSession": "_session",
     "EngineSpec": "_engine_spec",
@@ -84,6 +87,7 @@ _HOME_OF = {
     "ReadSummary": "_control.publications",
     "Release": "_control.publications",
     "ReleaseOutcome": "_control.publications",
+    "ServerSettings": "_embed",
     "StagingOptions": "_transport.staging_pool",
     "TlsConfig": "_wire.channel",
     "TokenShard": "geometry",

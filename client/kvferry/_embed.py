@@ -1,10 +1,9 @@
-"""A node server inside this process: for trying kvferry, for tests, and for a node whose engine is one
-process.
+"""Runs a node server inside this process: for trying kvferry, for tests, and for a node whose engine is one process.
 
-The server is the one that `kvferryd` runs, on an event loop and a thread of its own. It shares this process's
-fate: when the process ends, so does the home of all its engines. And it rules out forking: once `grpc.aio`
-has run, a child of a fork that uses gRPC hangs or crashes. A process that forks workers (most engines do)
-talks to a `kvferryd` of its own process instead, or forks first.
+The server is the one that `kvferryd` runs, on an event loop and a thread of its own. When this process ends, the home
+of all its engines ends with it. The process must not fork afterwards: once `grpc.aio` has run, a forked child that uses
+gRPC hangs or crashes. If your process forks workers (most engines do), fork first, or run `kvferryd` as a process of
+its own.
 """
 
 from __future__ import annotations
@@ -12,13 +11,20 @@ from __future__ import annotations
 import asyncio
 import atexit
 import logging
+import sys
 import threading
 from concurrent.futures import Future
+from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypedDict
 
 from kvferry._forks import OneProcess
 from kvferry.errors import KvferryError
+
+if sys.version_info >= (3, 11):
+    from typing import Unpack
+else:
+    from typing_extensions import Unpack
 
 if TYPE_CHECKING:
     from kvferry_server.node.config import NodeConfig
@@ -30,14 +36,59 @@ EXTRA = {"grpc_health", "grpc_reflection", "pydantic", "pydantic_settings", "uvl
 """Top-level packages of the extra ``server``."""
 
 
-def serve(listen: str = "127.0.0.1:0", *, unix: str = "", **settings: Any) -> EmbeddedServer:
+class ServerSettings(TypedDict, total=False):
+    """The settings of a node server that `serve` takes by keyword; each may be left out.
+
+    They are those of `kvferryd`, with the same names, types and defaults, and ``kvferryd --help`` has their defaults
+    and details. Only ``log_level`` is missing: in this process your own logging decides what is logged.
+    """
+
+    advertise: str
+    """``host`` or ``host:port`` by which other nodes reach this one. It goes into references."""
+    tls_cert: Path | None
+    """PEM file of the server's certificate chain. Turns on TLS for TCP."""
+    tls_key: Path | None
+    """PEM file of the certificate's private key."""
+    tls_ca: Path | None
+    """PEM file of authorities. Clients must show a certificate of one of them (mTLS)."""
+    insecure: bool
+    """Whether to listen on an address other than loopback without TLS."""
+    anonymous_tls: bool
+    """Whether to listen on an address other than loopback with TLS but without client certificates."""
+    relay_homes: str
+    """The homes that ranks may name here: shell patterns of ``host:port``, separated by commas."""
+    ttl: float
+    """Seconds that a lease lasts from its acceptance or renewal."""
+    max_ttl: float
+    """The most seconds that any lease may last without a renewal."""
+    engine_ttl: float
+    """Seconds from the loss of an engine's Watch until the engine counts as dead."""
+    hold: float
+    """Seconds for which a publication is held while nobody reads it."""
+    final: float
+    """Seconds from a publication until its blocks are released whatever happens."""
+    max_wait: float
+    """The most seconds that a reader may wait for a publication that has not come yet."""
+    retire: float
+    """Seconds for which messages of an engine's former incarnation are recognised and refused."""
+    drain: float
+    """Seconds for which a server that stops waits for live leases and calls in progress."""
+    max_calls: int
+    """How many calls may run at once over TCP, and again over the UNIX socket."""
+    max_streams: int
+    """How many streams may be open at once over TCP, and again over the UNIX socket."""
+    max_connections: int
+    """How many TCP connections may be open, and again as many to the UNIX socket."""
+
+
+def serve(listen: str = "127.0.0.1:0", *, unix: str = "", **settings: Unpack[ServerSettings]) -> EmbeddedServer:
     """Run a node server in this process.
 
     Args:
         listen: TCP address; port 0 takes a free one, an empty string means no TCP.
         unix: path of a UNIX socket; empty: none.
-        settings: any other setting of ``kvferryd --help``, with underscores: ``ttl=5.0``,
-            ``advertise="node7"``. The environment and files are not read.
+        settings: the other settings, see `ServerSettings`: ``ttl=5.0``, ``advertise="node7"``. The environment and
+            files are not read.
 
     Returns:
         The running server. Close it, or use it as a context manager; the end of the process closes it, too.
@@ -91,13 +142,13 @@ class EmbeddedServer(OneProcess):
         atexit.register(self.close)
 
     def close(self, timeout: float = 30.0) -> None:
-        """Drain and stop, and leave no file behind. Idempotent.
+        """Drain and stop the server, and remove its files. Idempotent.
 
         Args:
             timeout: seconds to wait; the drain itself is bounded by the setting ``drain``.
 
         Raises:
-            KvferryError: it did not end in time.
+            KvferryError: the server did not stop in time.
         """
         if not self._thread.is_alive():
             return

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 import subprocess
 import sys
+import typing
 from pathlib import Path
 
 import pytest
 
+from kvferry import ServerSettings
 from kvferry._embed import serve
 from kvferry.errors import KvferryError
+from kvferry_server.node.config import NodeConfig
 from tests.support.node_servers import environment, serves
 
 
@@ -41,6 +45,14 @@ def test_several_live_side_by_side_but_not_on_one_socket(tmp_path: Path) -> None
 def test_wrong_settings_are_named(settings: dict[str, object], says: str) -> None:
     with pytest.raises(KvferryError, match=says):
         serve(**settings)  # type: ignore[arg-type]
+
+
+def test_serve_takes_every_setting_of_the_server_with_its_type() -> None:
+    settings = {name: field.annotation for name, field in NodeConfig.model_fields.items()}
+    # Only kvferryd sets up logging.
+    del settings["log_level"]
+    assert typing.get_type_hints(ServerSettings) | {"listen": str, "unix": str} == settings
+    assert set(inspect.signature(serve).parameters) == {"listen", "unix", "settings"}
 
 
 def test_the_end_of_the_process_leaves_no_file(tmp_path: Path) -> None:

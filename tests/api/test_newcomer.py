@@ -21,7 +21,16 @@ from kvferry._cli import app
 from kvferry._clock import now
 from kvferry._transport.peer_link import _called
 from kvferry.engine import Grant, SchedulerPort, WorkerOutput, WorkerPort
-from kvferry.errors import BadAgentMetadata, BadGeometry, InvalidField, KvferryError, WrongState
+from kvferry.errors import (
+    AgentsWithheld,
+    BadAgentMetadata,
+    BadGeometry,
+    EngineIncomplete,
+    InvalidField,
+    KvferryError,
+    Unreachable,
+    WrongState,
+)
 from kvferry.geometry import file as geometry_file
 from kvferry.geometry.tensors import planes_of
 from tests.api.conftest import AXES, BLOCKS, TOKENS, array
@@ -75,6 +84,13 @@ def test_a_source_that_serves_nothing(client: Client) -> None:
         reader.read(publication.reference, {"full": Blocks([1])}).result(60)
 
 
+def test_an_engine_that_reads_its_own_publication_is_told_so(client: Client) -> None:
+    cache = client.register_cache(EngineSpec(unique_id("engine"), (GROUP,)), tensors={"l": array()}, axes=AXES)
+    publication = cache.session.publish("request", {"full": Blocks([1])})
+    with pytest.raises(AgentsWithheld, match="cannot read from itself"):
+        cache.read(publication.reference, {"full": Blocks([2])}).result(60)
+
+
 @pytest.mark.parametrize("call", [lambda client, spec: client.open_engine(spec, timeout=3.0)], ids=["open"])
 def test_who_waits_for_a_node_server_that_is_not_there_is_told_after_a_second(
     call: Callable[[Client, EngineSpec], Any], caplog: pytest.LogCaptureFixture
@@ -103,6 +119,37 @@ def test_a_read_whose_home_is_away_says_what_it_waits_for(client: Client, caplog
     ]
     assert len(said) == 1
     assert address in said[0]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda client, session, _: session.publish("another", {"full": Blocks([2])}, timeout=4.0),
+        lambda client, _, reference: client.decline(reference, timeout=4.0),
+    ],
+    ids=["publish", "decline"],
+)
+def test_a_call_to_a_home_that_went_away_warns_once_why_it_takes_so_long(
+    call: Callable[[Client, kvferry.EngineSession, str], object], caplog: pytest.LogCaptureFixture
+) -> None:
+    with kvferry.serve() as server, Client(server.address) as client:
+        source = client.register_cache(EngineSpec(unique_id("source"), (GROUP,)), tensors={"l": array()}, axes=AXES)
+        publication = source.session.publish("request", {"full": Blocks([1])})
+        server.close()
+        with caplog.at_level(logging.WARNING), pytest.raises(Unreachable):
+            call(client, source.session, publication.reference)
+    said = [text for text in caplog.messages if "Is kvferryd running there?" in text]
+    assert len(said) == 1
+    assert server.address in said[0]
+
+
+def test_a_publication_before_any_rank_is_registered_says_what_is_missing(
+    client: Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    session = client.open_engine(EngineSpec(unique_id("engine"), (GROUP,)))
+    with caplog.at_level(logging.WARNING), pytest.raises(EngineIncomplete):
+        session.publish("request", {"full": Blocks([1])}, timeout=4.0)
+    assert len([text for text in caplog.messages if "has registered groups" in text]) == 1
 
 
 @pytest.mark.parametrize(

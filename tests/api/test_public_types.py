@@ -22,6 +22,7 @@ PUBLIC: list[type] = [
     Cache,
     EngineSession,
     kvferry.Read,
+    kvferry.EmbeddedServer,
     AsyncClient,
     AsyncCache,
     AsyncSession,

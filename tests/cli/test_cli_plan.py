@@ -47,7 +47,7 @@ def test_text_names_every_read_and_the_totals(files: dict[str, str]) -> None:
     result = run("--source", files["p"], "--destination", files["d"])
     assert result.exit_code == 0
     lines = result.stdout.splitlines()
-    assert lines[1].split()[:6] == ["tp0", "pp0", "tp0", "pp0", "full", "0-3"]
+    assert lines[1].split()[:7] == ["1", "tp0", "pp0", "tp0", "pp0", "full", "0-3"]
     assert "total        4 reads, 2,048 B/token" in lines
 
 

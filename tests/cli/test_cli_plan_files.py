@@ -50,6 +50,24 @@ PAIRS: dict[str, tuple[str, str | Change]] = {
 }
 
 
+def test_a_refusal_has_a_line_for_each_reason_and_not_for_each_layer() -> None:
+    source, destination = (str(EXAMPLES / f"{name}.json") for name in ("llama3-8b-tp2", "ten-heads-tp4"))
+    result = CliRunner().invoke(app, ["plan", "--source", source, "--destination", destination])
+    assert result.exit_code == 2
+    first, *reasons = result.stderr.splitlines()
+    assert first == "kvferry: the destination cannot read the source's cache:"
+    assert len(reasons) == 4
+    assert sum("dtype is bfloat16 at the source" in reason and "47 more alike" in reason for reason in reasons) == 1
+
+
+def test_the_picture_in_the_documents_is_what_the_command_draws(tmp_path: Path) -> None:
+    source, destination = (str(EXAMPLES / f"llama3-8b-{name}.json") for name in ("tp3", "tp2"))
+    drawn = tmp_path / "plan.svg"
+    result = CliRunner().invoke(app, ["plan", "--source", source, "--destination", destination, "--svg", str(drawn)])
+    assert result.exit_code == 0
+    assert drawn.read_text() == (EXAMPLES.parents[1] / "docs" / "plan.svg").read_text()
+
+
 def write(folder: Path, source: str, change: str | Change) -> Path:
     """The destination's file."""
     if isinstance(change, str):

@@ -31,6 +31,16 @@ def test_every_command_that_asks_a_server_has_the_same_options(command: str) -> 
     assert "unix:/run/kvferry/node.sock" in text
 
 
+@pytest.mark.parametrize("command", [[], ["engines"], ["engine"], ["requests"], ["transfers"], ["plan"], ["demo"]])
+def test_help_cuts_nothing_off_in_80_columns(command: list[str]) -> None:
+    arguments = [sys.executable, "-m", "kvferry._cli", *command, "--help"]
+    done = subprocess.run(arguments, capture_output=True, text=True, env={**environment(), "COLUMNS": "80"})
+    assert done.returncode == 0
+    assert "..." not in done.stdout.replace("COMMAND [ARGS]...", "")
+    assert "…" not in done.stdout
+    assert max(map(len, done.stdout.splitlines())) <= 80
+
+
 def test_versions() -> None:
     assert kvferry.__version__ in run_kvferry("version").stdout
     found = json.loads(run_kvferry("version", "--json").stdout)

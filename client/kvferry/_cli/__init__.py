@@ -1,4 +1,4 @@
-"""The command `kvferry`: what a node server knows, as tables or JSON; plans; a demonstration.
+"""The command `kvferry`: shows what a node server knows, as tables or JSON; plans reads; runs a demonstration.
 
 Commands import what they need when they run, so that help is quick, and nothing here imports torch or NIXL.
 
@@ -28,13 +28,15 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    # Plain help: in 80 columns, rich cuts names of options, and calls flags <bool>.
+    rich_markup_mode=None,
 )
 for _command in (engines, engine, requests, transfers, plan, demo, version):
     app.command()(_command)
 
 
 def main() -> None:
-    """Entry point of the command."""
+    """Run the command."""
     from kvferry.errors import KvferryError
 
     try:
@@ -47,7 +49,7 @@ def main() -> None:
 
 
 def explain(error: KvferryError) -> str:
-    """An error as one line that says what to do about it, where that is known."""
+    """Return an error as one line, with what to do about it where that is known."""
     from kvferry._cli.render import safe
     from kvferry.errors import EngineUnknown, NotImplementedHere, Unreachable
 

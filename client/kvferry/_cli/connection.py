@@ -1,9 +1,12 @@
-"""What every command that asks a node server shares: its options, the connection, and paging."""
+"""What all commands that ask a node server share: the options, the connection and paging."""
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
@@ -26,52 +29,80 @@ Server = Annotated[
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON: the fields of the protos, complete and stable.")]
-Timeout = Annotated[float, typer.Option("--timeout", min=0.001, metavar="SECONDS", help="Longest wait for an answer.")]
-TlsCa = Annotated[
-    Path | None,
-    typer.Option(
-        "--tls-ca", envvar="KVFERRY_TLS_CA", metavar="FILE", help="PEM file of the authority that signed the server."
-    ),
-]
-TlsCert = Annotated[
-    Path | None,
-    typer.Option(
-        "--tls-cert", envvar="KVFERRY_TLS_CERT", metavar="FILE", help="PEM file of a client certificate (mTLS)."
-    ),
-]
-TlsKey = Annotated[
-    Path | None,
-    typer.Option("--tls-key", envvar="KVFERRY_TLS_KEY", metavar="FILE", help="PEM file of the certificate's key."),
-]
 
 
-@contextmanager
-def introspection(
-    server: str, timeout: float, tls_ca: Path | None, tls_cert: Path | None, tls_key: Path | None
-) -> Iterator[Asker]:
-    """A connection to a node server, as the options say.
+@dataclass(frozen=True, slots=True)
+class Connection:
+    """The options by which a command reaches node servers. `with_connection` makes an option of each field."""
 
-    Raises:
-        typer.BadParameter: an address or file that cannot be used.
-        KvferryError: what the node server answered, or that it cannot be reached.
-    """
-    import grpc
+    timeout: Annotated[
+        float, typer.Option("--timeout", min=0.001, metavar="SECONDS", help="Longest wait for an answer.")
+    ] = 5.0
+    tls_ca: Annotated[
+        Path | None,
+        typer.Option(
+            "--tls-ca",
+            envvar="KVFERRY_TLS_CA",
+            metavar="FILE",
+            help="PEM file of the authority that signed the server.",
+        ),
+    ] = None
+    tls_cert: Annotated[
+        Path | None,
+        typer.Option(
+            "--tls-cert", envvar="KVFERRY_TLS_CERT", metavar="FILE", help="PEM file of a client certificate (mTLS)."
+        ),
+    ] = None
+    tls_key: Annotated[
+        Path | None,
+        typer.Option("--tls-key", envvar="KVFERRY_TLS_KEY", metavar="FILE", help="PEM file of the certificate's key."),
+    ] = None
 
-    from kvferry._wire.channel import TlsConfig, connect
-    from kvferry._wire.status import from_rpc_error
-    from kvferry.errors import InvalidInput
-    from kvferry.v1.introspection_pb2_grpc import IntrospectionStub
+    @contextmanager
+    def introspection(self, server: str) -> Iterator[Asker]:
+        """Connect to a node server.
 
-    try:
-        any_tls = tls_ca is not None or tls_cert is not None or tls_key is not None
-        channel = connect(server, TlsConfig(tls_ca, tls_cert, tls_key) if any_tls else None)
-    except InvalidInput as error:
-        raise typer.BadParameter(str(error)) from None
-    with channel:
+        Raises:
+            typer.BadParameter: an address or file that cannot be used.
+            KvferryError: what the node server answered, or that it cannot be reached.
+        """
+        import grpc
+
+        from kvferry._wire.channel import TlsConfig, connect
+        from kvferry._wire.status import from_rpc_error
+        from kvferry.errors import InvalidInput
+        from kvferry.v1.introspection_pb2_grpc import IntrospectionStub
+
+        files = self.tls_ca, self.tls_cert, self.tls_key
         try:
-            yield Asker(IntrospectionStub(channel), timeout)
-        except grpc.RpcError as error:
-            raise from_rpc_error(error, server) from None
+            channel = connect(server, TlsConfig(*files) if any(files) else None)
+        except InvalidInput as error:
+            raise typer.BadParameter(str(error)) from None
+        with channel:
+            try:
+                yield Asker(IntrospectionStub(channel), self.timeout)
+            except grpc.RpcError as error:
+                raise from_rpc_error(error, server) from None
+
+
+def with_connection(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command the fields of `Connection` as options in place of its parameter ``connection``.
+
+    typer makes options of the parameters of a function, and does not look into dataclasses.
+    """
+    own = inspect.signature(command, eval_str=True).parameters
+    options = inspect.signature(Connection, eval_str=True).parameters
+
+    @functools.wraps(command)
+    def run(**given: object) -> None:
+        made: Callable[..., Connection] = Connection
+        connection = made(**{name: given.pop(name) for name in options})
+        command(**given, connection=connection)
+
+    parameters = [*(own[name] for name in own if name != "connection"), *options.values()]
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return run
 
 
 class Asker:
@@ -82,7 +113,7 @@ class Asker:
         self.timeout = timeout
 
     def engine(self, engine_id: str) -> introspection_pb2.GetEngineResponse:
-        """An engine with all its ranks, from however many pages."""
+        """Ask for an engine with all its ranks, page by page."""
         from kvferry.v1 import introspection_pb2
 
         request = introspection_pb2.GetEngineRequest(engine_id=engine_id)
@@ -95,7 +126,7 @@ class Asker:
         return whole
 
     def all_pages(self, call: Callable[..., Response], request: Any, field: str) -> Response:
-        """All pages of a list as one response."""
+        """Ask for all pages of a list, and return them as one response."""
         request.page_size = PAGE_SIZE
         whole: Any = None
         while True:

@@ -1,4 +1,4 @@
-"""`kvferry demo`: two engines on this machine, and every byte checked."""
+"""`kvferry demo`: moves requests between two engines on this machine and checks every byte."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kvferry._cli.render import sentences
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -16,18 +18,19 @@ if TYPE_CHECKING:
     from kvferry.geometry.model import EngineGeometry
     from kvferry.planner.line_rule import Stripe
 
+BLOCK_SIZE = 16
 LLAMA_3_8B = {"layers": 32, "kv_heads": 8, "head_dim": 128, "dtype": "bfloat16", "attention": "gqa"}
 
 
-def default_geometry(engine_id: str, tp_size: int) -> dict[str, Any]:
-    """Llama-3-8B's cache, with fewer blocks than an engine would have so that it fits a small machine."""
+def default_geometry(engine_id: str, tp_size: int, requests: int, tokens: int) -> dict[str, Any]:
+    """Return the geometry of Llama-3-8B with as many blocks as the requests need, so that it fits a small machine."""
     return {
         "engine_id": engine_id,
         "tp_size": tp_size,
         "pp_size": 1,
         "layout": "HND",
-        "block_size": 16,
-        "num_blocks": 320,
+        "block_size": BLOCK_SIZE,
+        "num_blocks": _blocks_needed(requests, tokens, BLOCK_SIZE),
         "model": LLAMA_3_8B,
     }
 
@@ -45,10 +48,10 @@ def demo(
     seed: Annotated[int, typer.Option(help="Seed of the block tables.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print the outcome as JSON.")] = False,
 ) -> None:
-    """Start two node servers and two engines on this machine, move several requests from one to the other, verify every
-    byte.
+    """Move requests between two engines on this machine.
 
-    Everything runs in processes of its own, over real NIXL, and nothing is left behind: no process, socket or memory.
+    It starts two node servers and two engines as processes of their own, moves several requests from one engine to the
+    other over real NIXL, and verifies every byte. It leaves nothing behind: no process, socket or memory.
     """
     from rich.console import Console
 
@@ -58,12 +61,12 @@ def demo(
     console = Console(stderr=as_json)
     try:
         engines = (
-            _geometry(source, default_geometry("prefill", 4), requests, tokens),
-            _geometry(destination, default_geometry("decode", 2), requests, tokens),
+            _geometry(source, default_geometry("prefill", 4, requests, tokens), requests, tokens),
+            _geometry(destination, default_geometry("decode", 2, requests, tokens), requests, tokens),
         )
         _introduce(console, *engines)
         with _bar(console) as bar:
-            task = bar.add_task("", total=None)
+            task = bar.add_task("starting", total=None)
 
             def phase(text: str) -> None:
                 if not console.is_terminal:
@@ -81,7 +84,7 @@ def demo(
             )
             outcome = run_demo(*engines, requests=requests, tokens=tokens, ucx_tls=ucx_tls, seed=seed, report=report)
     except KvferryError as error:
-        typer.echo(f"kvferry demo: {error}", err=True)
+        typer.echo(f"kvferry demo: {sentences(error)}", err=True)
         raise typer.Exit(2) from None
     except KeyboardInterrupt:
         typer.echo("kvferry demo: interrupted; everything it started has ended", err=True)
@@ -107,11 +110,11 @@ def _geometry(file: Path | None, default: dict[str, Any], requests: int, tokens:
 
 
 def _with_fewer_blocks(document: dict[str, Any], requests: int, tokens: int) -> dict[str, Any]:
-    """No more blocks than the requests need: a real engine's cache would not fit the machine many times over."""
+    """Return the geometry with as many blocks as the requests need: a real engine's cache may not fit this machine."""
     groups = document.get("groups", [])
     sizes = [part["block_size"] for part in (document, *groups) if "block_size" in part]
-    # One request more for the first contact, a block more for each ragged end, and all groups may share one pool.
-    most = (requests + 1) * (-(-tokens // min(sizes, default=1)) + 2) * max(1, len(groups)) + 1
+    # All groups may share one pool.
+    most = _blocks_needed(requests, tokens, min(sizes, default=1)) * max(1, len(groups))
 
     def capped(part: dict[str, Any]) -> dict[str, Any]:
         return {**part, "num_blocks": min(part["num_blocks"], most)} if "num_blocks" in part else part
@@ -119,25 +122,30 @@ def _with_fewer_blocks(document: dict[str, Any], requests: int, tokens: int) -> 
     return {**capped(document), "groups": [capped(group) for group in groups]} if groups else capped(document)
 
 
+def _blocks_needed(requests: int, tokens: int, block_size: int) -> int:
+    """Blocks for the requests and the first small one, with two to spare for each, and a null block."""
+    return (requests + 1) * (-(-tokens // block_size) + 2) + 1
+
+
 def _bar(console: Console) -> Any:
     from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, Task, TextColumn, TransferSpeedColumn
     from rich.text import Text
 
     class Bytes(DownloadColumn):
-        """Nothing for a phase that moves no bytes."""
+        """Shows nothing in a phase that moves no bytes."""
 
         def render(self, task: Task) -> Text:
             return super().render(task) if task.total else Text()
 
     class Speed(TransferSpeedColumn):
-        """Nothing for a phase that moves no bytes, or has moved none yet."""
+        """Shows nothing in a phase that moves no bytes, or has moved none yet."""
 
         def render(self, task: Task) -> Text:
             return super().render(task) if task.total and task.completed else Text()
 
     return Progress(
         SpinnerColumn(),
-        TextColumn("{task.description:<58}"),
+        TextColumn("{task.description:<34}"),
         BarColumn(),
         Bytes(binary_units=True),
         Speed(),

@@ -6,25 +6,19 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvferry._cli.connection import DEFAULT_SERVER, AsJson, Server, Timeout, TlsCa, TlsCert, TlsKey, introspection
+from kvferry._cli.connection import DEFAULT_SERVER, AsJson, Connection, Server, with_connection
 from kvferry._cli.render import add_row, console, enum_name, print_json, ranges, safe, short, size, table
 
 if TYPE_CHECKING:
     from kvferry.v1 import geometry_pb2, introspection_pb2
 
 
-def engines(
-    server: Server = DEFAULT_SERVER,
-    as_json: AsJson = False,
-    timeout: Timeout = 5.0,
-    tls_ca: TlsCa = None,
-    tls_cert: TlsCert = None,
-    tls_key: TlsKey = None,
-) -> None:
+@with_connection
+def engines(server: Server = DEFAULT_SERVER, as_json: AsJson = False, *, connection: Connection) -> None:
     """List the engines whose home is a node server."""
     from kvferry.v1 import introspection_pb2
 
-    with introspection(server, timeout, tls_ca, tls_cert, tls_key) as asker:
+    with connection.introspection(server) as asker:
         response = asker.all_pages(asker.stub.ListEngines, introspection_pb2.ListEnginesRequest(), "engines")
     if as_json:
         print_json(response)
@@ -47,17 +41,16 @@ def engines(
     console().print(rows)
 
 
+@with_connection
 def engine(
     engine_id: Annotated[str, typer.Argument(metavar="ID", help="engine_id, as `kvferry engines` lists it.")],
     server: Server = DEFAULT_SERVER,
     as_json: AsJson = False,
-    timeout: Timeout = 5.0,
-    tls_ca: TlsCa = None,
-    tls_cert: TlsCert = None,
-    tls_key: TlsKey = None,
+    *,
+    connection: Connection,
 ) -> None:
-    """Show one engine: what its cache was computed with, its groups, and what each rank holds."""
-    with introspection(server, timeout, tls_ca, tls_cert, tls_key) as asker:
+    """Show one engine: identity, groups, and what each rank holds."""
+    with connection.introspection(server) as asker:
         response = asker.engine(engine_id)
     if as_json:
         print_json(response)

@@ -1,4 +1,4 @@
-"""`kvferry plan`: who would read what from whom, without reading it."""
+"""`kvferry plan`: shows who would read what from whom, without reading it."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvferry._cli.connection import Timeout, TlsCa, TlsCert, TlsKey, introspection
-from kvferry._cli.render import safe
+from kvferry._cli.connection import Connection, with_connection
+from kvferry._cli.render import safe, sentences
 
 if TYPE_CHECKING:
     from kvferry.errors import KvferryError
@@ -18,9 +18,10 @@ if TYPE_CHECKING:
     from kvferry.planner.plan import ReadPlan
 
 IMPOSSIBLE = 2
-"""Exit code for a pair that cannot be read, as for wrong usage: repeating will not help."""
+"""Exit code for a pair that cannot be read. The same as for wrong usage, because repeating will not help."""
 
 
+@with_connection
 def plan(
     source: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Geometry file of the engine that is read from.")
@@ -43,22 +44,20 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON; its shape is kept stable.")] = False,
     svg: Annotated[Path | None, typer.Option(metavar="FILE", help="Also draw the plan.")] = None,
     striping: Annotated[bool, typer.Option(help="Spread reads over replicas.")] = True,
-    timeout: Timeout = 5.0,
-    tls_ca: TlsCa = None,
-    tls_cert: TlsCert = None,
-    tls_key: TlsKey = None,
+    *,
+    connection: Connection,
 ) -> None:
-    """Plan a read between two engines: who reads what from whom, bytes and descriptors.
+    """Show who would read what from whom, without reading it.
 
-    Each engine is a geometry file (docs/geometry.schema.json, examples/geometry) or a live one, as ID@ADDRESS of its
-    home. Exits with 2 if the pair cannot be read.
+    Each engine is either a geometry file (see docs/geometry.schema.json and examples/geometry) or a live engine, as
+    ID@ADDRESS of its home. The plan has the bytes and descriptors of each read, and its path: direct, into the blocks;
+    or staged, by way of staging memory. Exits with 2 if the destination cannot read the source's cache.
     """
     from kvferry.errors import Incompatible, InvalidInput
 
-    tls = (tls_ca, tls_cert, tls_key)
     try:
-        theirs = _engine("source", source, source_engine, timeout, tls)
-        mine = _engine("destination", destination, destination_engine, timeout, tls)
+        theirs = _engine("source", source, source_engine, connection)
+        mine = _engine("destination", destination, destination_engine, connection)
         plans = _some_layers(_plans(theirs, mine, rank, striping), layers)
     except (Incompatible, InvalidInput) as error:
         _refuse(error, as_json)
@@ -81,7 +80,7 @@ def plan(
 
 
 def _plans(source: EngineGeometry, destination: EngineGeometry, rank: str, striping: bool) -> list[ReadPlan]:
-    """The plans of the wanted ranks; all mismatches of all ranks if there are any."""
+    """Plan for the wanted ranks; raises `Incompatible` with all mismatches of all ranks if there are any."""
     from kvferry.errors import Incompatible
     from kvferry.planner.compatibility import diff
     from kvferry.planner.plan import plan_read
@@ -94,7 +93,7 @@ def _plans(source: EngineGeometry, destination: EngineGeometry, rank: str, strip
 
 
 def _some_layers(plans: list[ReadPlan], wanted: str) -> list[ReadPlan]:
-    """The part of the plans that reads the wanted layers; empty wants all."""
+    """Keep the part of the plans that reads the wanted layers; an empty string keeps all."""
     from kvferry.planner.explain import layer_order
 
     if not wanted:
@@ -110,7 +109,7 @@ def _some_layers(plans: list[ReadPlan], wanted: str) -> list[ReadPlan]:
 
 
 def _ranks(destination: EngineGeometry, wanted: str) -> list[int]:
-    """Indices of the ranks with the wanted tp_rank and pp_rank; empty wants all."""
+    """Return the indices of the ranks with the wanted tp_rank and pp_rank; all for an empty string."""
     if not wanted:
         return [rank.rank for rank in destination.ranks]
     parts = wanted.split(",")
@@ -127,9 +126,7 @@ def _ranks(destination: EngineGeometry, wanted: str) -> list[int]:
     return found
 
 
-def _engine(
-    side: str, file: Path | None, live: str, timeout: float, tls: tuple[Path | None, Path | None, Path | None]
-) -> EngineGeometry:
+def _engine(side: str, file: Path | None, live: str, connection: Connection) -> EngineGeometry:
     if (file is None) == (not live):
         raise typer.BadParameter(f"give either --{side} FILE or --{side}-engine ID@ADDRESS", param_hint=f"--{side}")
     if file is not None:
@@ -142,7 +139,7 @@ def _engine(
     engine_id, at, address = live.rpartition("@")
     if not at or not engine_id or not address:
         raise typer.BadParameter(f"{live!r} is not ID@ADDRESS", param_hint=f"--{side}-engine")
-    with introspection(address, timeout, *tls) as asker:
+    with connection.introspection(address) as asker:
         answer = asker.engine(engine_id)
     missing, count = list(answer.summary.missing_ranks), answer.summary.num_missing
     if count:
@@ -157,23 +154,17 @@ def _engine(
 
 
 def _refuse(error: KvferryError, as_json: bool) -> None:
-    """Say why a pair cannot be planned."""
+    """Print why a pair cannot be planned."""
     from kvferry.errors import Incompatible
 
-    mismatches = error.mismatches if isinstance(error, Incompatible) else ()
     if as_json:
         found: dict[str, Any] = {"reason": error.reason, "message": error.message}
-        if mismatches:
+        if isinstance(error, Incompatible):
             found["mismatches"] = [
-                {name: getattr(mismatch, name) for name in type(mismatch).__slots__} for mismatch in mismatches
+                {name: getattr(mismatch, name) for name in type(mismatch).__slots__} for mismatch in error.mismatches
             ]
         else:
             found["values"] = error.values
         print(json.dumps({"error": found}, indent=2))
         return
-    if not mismatches:
-        print(f"kvferry: {safe(error.message)}", file=sys.stderr)
-        return
-    print("kvferry: the destination cannot read the source's cache:", file=sys.stderr)
-    for mismatch in mismatches:
-        print(f"  {safe(mismatch.message)}", file=sys.stderr)
+    print(f"kvferry: {sentences(error)}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""How commands print: JSON for programs, tables for people.
+"""Prints what commands show: JSON for programs, tables for people.
 
 JSON is the protobuf JSON mapping of the response, with the names of the .proto files (snake_case), fields of
 value zero included: enums are their names, bytes are base64, 64-bit integers are strings, durations are like
@@ -18,9 +18,11 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
+    from kvferry.errors import KvferryError
+
 
 def as_dict(message: Message) -> dict[str, Any]:
-    """A response as plain values."""
+    """Return a response as plain values."""
     from google.protobuf.json_format import MessageToDict
 
     # protobuf 5.26 renamed it.
@@ -39,14 +41,14 @@ def print_json(message: Message) -> None:
 
 
 def console() -> Console:
-    """Where tables go. Not cut to 80 columns when a program reads them."""
+    """Make the console that tables are printed on. It is not cut to 80 columns when a program reads it."""
     from rich.console import Console
 
     return Console(highlight=False, width=None if sys.stdout.isatty() else 200)
 
 
 def table(*columns: str, title: str = "") -> Table:
-    """An empty table; a column whose name starts with ``>`` is aligned to the right."""
+    """Make an empty table; a column whose name starts with ``>`` is aligned to the right."""
     from rich import box
     from rich.table import Table
 
@@ -64,17 +66,26 @@ def add_row(to: Table, *cells: object) -> None:
 
 
 def safe(text: str) -> str:
-    """Text of a peer for a terminal: what would steer it is shown as an escape."""
+    """Escape what would control the terminal in text that comes from a peer."""
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
+def sentences(error: KvferryError) -> str:
+    """Return an error as text for a terminal, with a line for each reason if two engines do not fit."""
+    from kvferry.errors import Incompatible
+
+    if not isinstance(error, Incompatible):
+        return safe(error.message)
+    return "\n  ".join(["the destination cannot read the source's cache:", *map(safe, error.lines)])
+
+
 def short(identifier: bytes) -> str:
-    """A random identifier, recognisable at a glance."""
+    """Shorten a random identifier to eight characters."""
     return identifier.hex()[:8]
 
 
 def enum_name(names: Any, number: int, prefix: str) -> str:
-    """``ENGINE_STATE_READY`` of protobuf's `names` as ``ready``; the number of one that this version does not know."""
+    """Return ``ready`` for ``ENGINE_STATE_READY`` of protobuf's `names`; the number, if it is not known here."""
     if number not in names.values():
         return str(number)
     name: str = names.Name(number)
@@ -82,7 +93,7 @@ def enum_name(names: Any, number: int, prefix: str) -> str:
 
 
 def duration(seconds: float) -> str:
-    """``0.4 s``, ``12 s``, ``3 min 20 s``, ``2 h 5 min``, ``3 d 4 h``."""
+    """Return seconds as ``0.4 s``, ``12 s``, ``3 min 20 s``, ``2 h 5 min`` or ``3 d 4 h``."""
     if seconds < 9.95:
         return f"{seconds:.1f} s"
     rest = round(seconds)
@@ -94,14 +105,14 @@ def duration(seconds: float) -> str:
 
 
 def size(count: int) -> str:
-    """Bytes: ``17.2 GB``."""
+    """Return bytes as ``17.2 GB``."""
     from rich.filesize import decimal
 
     return decimal(count)
 
 
 def ranges(numbers: Iterable[int]) -> str:
-    """Rising numbers as ``0-3, 6``."""
+    """Return rising numbers as ``0-3, 6``."""
     found: list[list[int]] = []
     for number in numbers:
         if found and found[-1][1] == number - 1:

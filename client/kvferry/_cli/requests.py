@@ -6,24 +6,23 @@ from typing import Annotated
 
 import typer
 
-from kvferry._cli.connection import DEFAULT_SERVER, AsJson, Server, Timeout, TlsCa, TlsCert, TlsKey, introspection
+from kvferry._cli.connection import DEFAULT_SERVER, AsJson, Connection, Server, with_connection
 from kvferry._cli.render import add_row, console, duration, enum_name, print_json, safe, table
 
 
+@with_connection
 def requests(
     engine_id: Annotated[str, typer.Option("--engine", metavar="ID", help="Only requests of this engine.")] = "",
     server: Server = DEFAULT_SERVER,
     as_json: AsJson = False,
-    timeout: Timeout = 5.0,
-    tls_ca: TlsCa = None,
-    tls_cert: TlsCert = None,
-    tls_key: TlsKey = None,
+    *,
+    connection: Connection,
 ) -> None:
-    """List the requests that engines have published and that are not released yet."""
+    """List the published requests that are not released yet."""
     from kvferry._clock import from_duration
     from kvferry.v1 import introspection_pb2
 
-    with introspection(server, timeout, tls_ca, tls_cert, tls_key) as asker:
+    with connection.introspection(server) as asker:
         asked = introspection_pb2.ListRequestsRequest(engine_id=engine_id)
         response = asker.all_pages(asker.stub.ListRequests, asked, "requests")
     if as_json:

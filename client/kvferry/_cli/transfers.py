@@ -6,24 +6,23 @@ from typing import Annotated
 
 import typer
 
-from kvferry._cli.connection import DEFAULT_SERVER, AsJson, Server, Timeout, TlsCa, TlsCert, TlsKey, introspection
+from kvferry._cli.connection import DEFAULT_SERVER, AsJson, Connection, Server, with_connection
 from kvferry._cli.render import add_row, console, duration, enum_name, print_json, safe, size, table
 
 
+@with_connection
 def transfers(
     engine_id: Annotated[str, typer.Option("--engine", metavar="ID", help="Only reads from this engine.")] = "",
     server: Server = DEFAULT_SERVER,
     as_json: AsJson = False,
-    timeout: Timeout = 5.0,
-    tls_ca: TlsCa = None,
-    tls_cert: TlsCert = None,
-    tls_key: TlsKey = None,
+    *,
+    connection: Connection,
 ) -> None:
-    """List who reads what from the engines of a node server, with the leases they hold."""
+    """List the reads from a node server's engines, and their leases."""
     from kvferry._clock import from_duration
     from kvferry.v1 import introspection_pb2, kv_transfer_pb2
 
-    with introspection(server, timeout, tls_ca, tls_cert, tls_key) as asker:
+    with connection.introspection(server) as asker:
         asked = introspection_pb2.ListTransfersRequest(engine_id=engine_id)
         response = asker.all_pages(asker.stub.ListTransfers, asked, "transfers")
     if as_json:

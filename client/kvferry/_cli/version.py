@@ -12,13 +12,13 @@ import typer
 from kvferry import __version__
 
 SHOWN = ("grpcio", "protobuf", "nixl", "torch")
-"""Packages that bug reports need the versions of."""
+"""Packages whose versions a bug report needs."""
 
 
 def version(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON: versions by package, null if missing.")] = False,
 ) -> None:
-    """Show the versions of kvferry and of what it stands on."""
+    """Show the versions of kvferry and of the packages it uses."""
     found: dict[str, str | None] = {"kvferry": __version__, "python": platform.python_version()}
     for package in SHOWN:
         try:

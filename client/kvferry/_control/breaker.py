@@ -30,6 +30,8 @@ class Breaker:
         self._probing = False
         """The attempt of this pause is under way. Failures of other attempts are of attempts that began earlier."""
         self._failing_since: float | None = None
+        self._told = False
+        """`overdue` has said so since the last success."""
 
     def ask(self, now: float) -> float:
         """Whether an attempt may be made: 0.0 if so, else the seconds until one may.
@@ -45,13 +47,15 @@ class Breaker:
             self._probing = True
             return 0.0
 
-    def succeeded(self) -> None:
-        """The peer answered, even if with an error."""
+    def succeeded(self) -> bool:
+        """The peer answered, even if with an error. True if `overdue` had said that it did not."""
         with self._lock:
             self._failures = 0
             self._probing = False
             self._backoff.reset()
             self._failing_since = None
+            told, self._told = self._told, False
+            return told
 
     def failed(self, now: float) -> None:
         """The peer did not answer."""
@@ -70,3 +74,11 @@ class Breaker:
         """Seconds since the first failure after the last success; 0.0 while the peer answers."""
         with self._lock:
             return 0.0 if self._failing_since is None else now - self._failing_since
+
+    def overdue(self, now: float, seconds: float) -> bool:
+        """Whether it has failed for `seconds`; True once, and again only after it has answered in between."""
+        with self._lock:
+            if self._told or self._failing_since is None or now < self._failing_since + seconds:
+                return False
+            self._told = True
+            return True

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -69,6 +70,7 @@ class Control:
         self._channel: grpc.Channel | None = None
         self._stub: KVTransferStub | None = None
         self._breaker = Breaker(BREAKER_THRESHOLD, BREAKER_FIRST, BREAKER_LAST)
+        self._why_unreachable = f"{address} cannot be reached"
 
     @property
     def unreachable_for(self) -> float:
@@ -171,11 +173,13 @@ class Control:
 
     def _call(self, call: Callable[[KVTransferStub], Answer]) -> Answer:
         pause = self._breaker.ask(now())
+        if pause > 0:
+            self._warn_if_overdue()
         with self._lock:
             if self._closed:
                 raise self._typed(None)
             if pause > 0:
-                message = f"{self.address} cannot be reached; the next attempt is due in {pause:.1f} s"
+                message = f"{self._why_unreachable}; the next attempt is due in {pause:.1f} s"
                 raise Unreachable(message, retry_after=pause, address=self.address)
             if self._stub is None:
                 self._channel = connect(self.address, self._tls)
@@ -212,13 +216,24 @@ class Control:
     def _judge(self, failure: BaseException | None) -> None:
         """Tell the breaker how an attempt ended. A deadline that passed proves nothing: it may have been short."""
         if failure is None:
-            self._breaker.succeeded()
+            self._succeeded()
         elif isinstance(failure, grpc.RpcError) and isinstance(failure, grpc.Call):
-            unreachable = isinstance(from_rpc_error(failure, self.address), Unreachable)
-            if unreachable and failure.code() is grpc.StatusCode.UNAVAILABLE:
+            error = from_rpc_error(failure, self.address)
+            if not isinstance(error, Unreachable):
+                self._succeeded()
+            elif failure.code() is grpc.StatusCode.UNAVAILABLE:
                 self._breaker.failed(now())
-            elif not unreachable:
-                self._breaker.succeeded()
+                self._why_unreachable = error.message
+                self._warn_if_overdue()
+
+    def _succeeded(self) -> None:
+        if self._breaker.succeeded():
+            logger.info("%s answers again", self.address)
+
+    def _warn_if_overdue(self) -> None:
+        """Once per outage; whoever waits for an answer may wait for seconds, and the engine's log is to say why."""
+        if self._breaker.overdue(now(), SILENCE):
+            logger.warning("%s; it is tried again and again. Is kvferryd running there?", self._why_unreachable)
 
 
 def checked_results(
@@ -252,9 +267,12 @@ def retrying(
         deadline: on `kvferry._clock`; the last error is raised once it has passed.
         wait: how to wait between attempts, e.g. an event's `wait`.
         most: seconds that one call may use.
-        what: is being waited for. Given, a warning says so, once, when it takes longer than `SILENCE`.
+        what: is being waited for. Given, a warning says so, once, when it takes longer than `SILENCE`. Without it, an
+            error that still comes after `SILENCE` is logged, once; `Control` itself warns of a node server that is
+            unreachable.
     """
     backoff = Backoff(jitter=0.5)
+    silent_until = now() + SILENCE
     with announced(what) as waiting:
         while True:
             left = deadline - now()
@@ -265,6 +283,9 @@ def retrying(
                 if not error.retryable or now() + pause >= deadline:
                     raise
                 waiting.reason = error.message
+                if not what and not isinstance(error, Unreachable) and now() >= silent_until:
+                    logger.warning("tried again and again for %.0f s: %s", SILENCE, error.message)
+                    silent_until = math.inf
             wait(pause)
 
 

@@ -48,9 +48,8 @@ class Homes:
             if control is None:
                 allowed = self._tls is not None or is_loopback(address)
                 if not allowed and not any(fnmatchcase(address, pattern) for pattern in self._allowed):
-                    raise HomeNotAllowed(
-                        f"home {address!r} is neither on this client's allow-list nor covered by TLS", home=address
-                    )
+                    message = f"home {address!r} is neither in this client's allowed_homes nor covered by TLS"
+                    raise HomeNotAllowed(message, home=address)
                 control = self._controls[address] = Control(address, self._tls)
             return control
 

@@ -1,1 +1,1 @@
-"""The demonstration behind `kvferry demo`: two engines, their ranks processes of their own, and every byte checked."""
+"""The demonstration behind `kvferry demo`: two engines whose ranks are processes; every byte is checked."""

@@ -1,5 +1,5 @@
-"""Bytes that say where they belong: a function of (request, layer, component, unit, state, position) and of nothing
-else.
+"""The bytes that the demonstration moves: a function of (request, layer, component, unit, state, position) and of
+nothing else, so that a byte in the wrong place is found.
 
 Written from the definition of a plane, not from the planner, so that what arrives can be checked against what should be
 there.
@@ -20,11 +20,11 @@ Bytes: TypeAlias = npt.NDArray[np.uint8]
 Flags: TypeAlias = npt.NDArray[np.bool_]
 
 POISON = 0xA5
-"""What destination memory holds before a read, and where nothing was to be written, after it."""
+"""What destination memory holds before a read, and what it must still hold wherever nothing was to be written."""
 
 
 def blocks_view(memory: Bytes, start: int, plane: Plane) -> Bytes:
-    """A plane as ``uint8[num_blocks, pages, page_tokens, units, state_bytes]`` over the rank's memory.
+    """Return a plane as ``uint8[num_blocks, pages, page_tokens, units, state_bytes]`` over the rank's memory.
 
     Args:
         memory: the rank's memory, ``uint8[n]``.
@@ -37,7 +37,7 @@ def blocks_view(memory: Bytes, start: int, plane: Plane) -> Bytes:
 
 
 def held_states(plane: Plane, block: int) -> npt.NDArray[np.int64]:
-    """The request's states that its block number `block` holds in this plane, ``int64[block_states]``."""
+    """Return the states of the request that its block number `block` holds in this plane, ``int64[block_states]``."""
     shard = plane.token_shard
     turn = int(shard.interleave / plane.tokens_per_state) if shard.count > 1 else 1
     index = np.arange(block * plane.block_states, (block + 1) * plane.block_states)
@@ -47,7 +47,7 @@ def held_states(plane: Plane, block: int) -> npt.NDArray[np.int64]:
 
 
 def expected(request: str, plane: Plane, blocks: range) -> Bytes:
-    """What the blocks of a request hold, ``uint8[blocks, pages, page_tokens, units, state_bytes]``."""
+    """Return what the blocks of a request hold, ``uint8[blocks, pages, page_tokens, units, state_bytes]``."""
     seed = np.uint64(zlib.crc32(f"{request}/{plane.layer}/{plane.component}".encode()))
     states = np.concatenate([held_states(plane, block) for block in blocks]).astype(np.uint64)
     units = np.arange(plane.units.begin, plane.units.end, dtype=np.uint64)
@@ -59,7 +59,7 @@ def expected(request: str, plane: Plane, blocks: range) -> Bytes:
 
 
 def wanted(plane: Plane, group: Group, tokens: int, blocks: range, held: int = 0) -> tuple[Flags, Flags]:
-    """Which states of the blocks a read of `tokens` tokens must bring, and which it may write.
+    """Return which states of the blocks a read of `tokens` tokens must bring, and which it may write.
 
     The first `held` tokens are there already, and are not read.
 
@@ -80,7 +80,7 @@ def wanted(plane: Plane, group: Group, tokens: int, blocks: range, held: int = 0
 
 
 def _mix(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """One round of splitmix64: neighbours differ in every byte."""
+    """Apply one round of splitmix64, after which neighbours differ in every byte."""
     with np.errstate(over="ignore"):
         words = words * np.uint64(0x9E3779B97F4A7C15)
         words = (words ^ (words >> np.uint64(29))) * np.uint64(0xBF58476D1CE4E5B9)

@@ -1,4 +1,4 @@
-"""A rank of the demonstration: a process with memory of its own, driven over a pipe."""
+"""A rank of the demonstration: a process with memory of its own, which takes commands over a pipe."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ REPORT_EVERY = 0.05
 
 @dataclass(frozen=True, slots=True)
 class RankJob:
-    """What a rank is.
+    """What a rank needs to start.
 
     Attributes:
         address: its node server.
@@ -96,7 +96,7 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """What a rank found in its memory: bytes that are right, wrong, and written though nobody asked for it."""
+    """How many bytes of its memory a rank found right, wrong, and written although nobody asked for it."""
 
     right: int
     wrong: int
@@ -104,7 +104,7 @@ class Verified:
 
 
 def run_rank(job: RankJob, pipe: Connection) -> None:
-    """The process of a rank. Answers each message of the pipe with one; ends with the pipe."""
+    """Run the process of a rank. It answers each message of the pipe with one, and ends when the pipe ends."""
     # Ctrl-C reaches the whole foreground group; the parent decides what becomes of it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     memory = mmap.mmap(-1, rank_bytes(job.geometry))
@@ -155,13 +155,13 @@ def _fill(
 
 
 def _numbers(group: Group, blocks: Blocks) -> range:
-    """Which blocks of the request these are."""
+    """Return which blocks of the request these are."""
     first = 0 if group.kind is GroupKind.STATE else blocks.first_token // group.block_tokens
     return range(first, first + len(blocks.ids))
 
 
 def _read_all(cache: Cache, requests: Sequence[Request], parties: int, pipe: Connection) -> list[Moved]:
-    """All requests at once; progress on the way."""
+    """Read all requests at once, and report progress meanwhile."""
     began = time.perf_counter()
     ends: queue.SimpleQueue[tuple[str, float]] = queue.SimpleQueue()
 
@@ -202,7 +202,7 @@ def _moved(read: Read, seconds: float) -> Moved:
 def _verify(
     cells: Bytes, start: int, geometry: RankGeometry, groups: Sequence[Group], requests: Sequence[Request]
 ) -> Verified:
-    """Compare every byte: what was read, and what nobody may have touched."""
+    """Check every byte that was read, and that no other byte was written."""
     by_name = {group.name: group for group in groups}
     right = wrong = 0
     for plane in geometry.planes:

@@ -1,4 +1,4 @@
-"""The demonstration itself: publish on one engine, read on the other, check every byte."""
+"""The course of the demonstration: one engine publishes, the other reads, every byte is checked."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class DemoOutcome:
 
     @property
     def failures(self) -> list[str]:
-        """What went wrong; empty if nothing did."""
+        """What went wrong, a sentence each; empty if nothing did."""
         found = [f"rank {r}, {m.request}: {m.error}" for r, of_rank in self.moved.items() for m in of_rank if m.error]
         for rank, verified in self.verified.items():
             if verified.wrong or verified.strayed:
@@ -67,7 +67,7 @@ class DemoOutcome:
 
 @dataclass(frozen=True, slots=True)
 class DemoReporter:
-    """How the run says where it is: a new phase, the bytes to move, the bytes moved so far."""
+    """What the run calls to report a new phase, the bytes to move, and the bytes moved so far."""
 
     phase: Callable[[str], None]
     total: Callable[[int], None]
@@ -94,7 +94,7 @@ def run_demo(
     plans = {rank.rank: plan_read(source, destination, rank.rank) for rank in destination.ranks}
     wanted = _requests(source, destination, requests, tokens, seed)
     with DemoProcesses() as stage:
-        report.phase("starting two node servers and the engines' ranks")
+        report.phase("starting node servers and ranks")
         homes = stage.start_server("prefill"), stage.start_server("decode")
         for home in homes:
             stage.wait_for(home)
@@ -104,18 +104,19 @@ def run_demo(
             sources = _start(stage, homes[0], specs[0], source, sessions[0], serve=True, ucx_tls=ucx_tls)
             destinations = _start(stage, homes[1], specs[1], destination, sessions[1], serve=False, ucx_tls=ucx_tls)
             _all_answer([*sources, *destinations], "ready")
-            report.phase("filling the source with bytes that say where they belong")
+            report.phase("filling the source with a pattern")
             _ask(sources, "fill", wanted)
             _all_answer(sources, "filled")
             memcpy_rate = _memcpy_rate()
-            report.phase("moving")
+            report.phase("first read: making connections")
             by_source = {rank: _by_source(plan, wanted[1:]) for rank, plan in plans.items()}
-            report.total(sum(counter.total() for counter in by_source.values()))
             published = [
                 replace(request, reference=sessions[0].publish(request.name, request.source).reference)
                 for request in wanted
             ]
             first = _move(destinations, published[:1], report)
+            report.phase("moving")
+            report.total(sum(counter.total() for counter in by_source.values()))
             moved = _move(destinations, published[1:], report)
             report.phase("verifying every byte")
             _ask(destinations, "verify", published)
@@ -129,7 +130,7 @@ def _slowest(moved: dict[int, list[Moved]]) -> float:
 
 
 def _spec(geometry: EngineGeometry, role: str) -> EngineSpec:
-    """The engine to run; both may come from files that give the same engine_id."""
+    """Make the spec of an engine. The role is part of its id, because both files may give the same engine_id."""
     return EngineSpec(f"{geometry.engine_id}-{role}", geometry.groups, len(geometry.ranks), geometry.identity)
 
 
@@ -171,7 +172,7 @@ def _move(ranks: list[RankProcess], requests: list[Request], report: DemoReporte
 
 
 def _releases(session: EngineSession, count: int) -> list[Release]:
-    """`released` of every publication, as it comes."""
+    """Wait for the release of every publication."""
     found: list[Release] = []
     until = time.monotonic() + RELEASE_TIMEOUT
     while len(found) < count and time.monotonic() < until:
@@ -180,8 +181,8 @@ def _releases(session: EngineSession, count: int) -> list[Release]:
 
 
 def _requests(source: EngineGeometry, destination: EngineGeometry, count: int, tokens: int, seed: int) -> list[Request]:
-    """A small request for the first contact, and `count` whose blocks lie scattered in both caches, the last ones
-    ragged."""
+    """Make a small request for the first contact, and `count` requests of different lengths whose blocks lie scattered
+    in both caches."""
     random = np.random.default_rng(seed)
     sides = [_Allocator(engine.groups, random) for engine in (source, destination)]
     step = lcm(
@@ -196,7 +197,7 @@ def _requests(source: EngineGeometry, destination: EngineGeometry, count: int, t
 
 
 class _Allocator:
-    """Gives out blocks at random, each once per pool."""
+    """Allocates blocks at random, each once per pool."""
 
     def __init__(self, groups: tuple[Group, ...], random: np.random.Generator) -> None:
         self._groups = groups
@@ -216,9 +217,10 @@ class _Allocator:
                 first = first // group.block_tokens * group.block_tokens
                 wanted = -(-tokens // group.block_tokens) - first // group.block_tokens
             if wanted > len(free):
-                raise InvalidField(
-                    "num_blocks", group.num_blocks, f"enough blocks in group {group.name!r} for the requests"
+                expected = (
+                    f"enough blocks in group {group.name!r}; give fewer --requests or --tokens, or a larger cache"
                 )
+                raise InvalidField("num_blocks", group.num_blocks, expected)
             ids = [free.pop() for _ in range(wanted)]
             if group.kind is GroupKind.STATE:
                 blocks[group.name] = Blocks(ids, state_token=tokens)
@@ -228,7 +230,7 @@ class _Allocator:
 
 
 def _by_source(plan: ReadPlan, requests: list[Request]) -> Counter[int]:
-    """Bytes that a rank will read from each source rank."""
+    """Return the bytes that a rank will read from each source rank."""
     found: Counter[int] = Counter()
     for request in requests:
         for source in plan.expand(request.source, request.destination, (0, request.tokens)).sources:
@@ -237,7 +239,7 @@ def _by_source(plan: ReadPlan, requests: list[Request]) -> Counter[int]:
 
 
 def _memcpy_rate() -> float:
-    """Bytes per second of one thread copying memory that is mapped already."""
+    """Measure the bytes per second of one thread that copies memory which is already mapped."""
     source, destination = np.ones(MEMCPY_BYTES, np.uint8), np.ones(MEMCPY_BYTES, np.uint8)
     best = 0.0
     for _ in range(3):

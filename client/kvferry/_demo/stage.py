@@ -1,4 +1,4 @@
-"""The stage of the demonstration: node servers and ranks as processes, and nothing left of them afterwards."""
+"""The processes of the demonstration: node servers and ranks, of which nothing is left afterwards."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ANSWER_TIMEOUT = 300.0
 
 
 class DemoFailed(KvferryError):
-    """A process of the demonstration died or fell silent."""
+    """A process of the demonstration died or stopped answering."""
 
 
 @dataclass(slots=True)
@@ -37,7 +37,7 @@ class RankProcess:
     pipe: Connection
 
     def answer(self, timeout: float = ANSWER_TIMEOUT) -> object:
-        """Its next message; raises `DemoFailed` if it died or did not answer."""
+        """Wait for its next message; raises `DemoFailed` if it died or did not answer."""
         if not self.pipe.poll(timeout):
             raise DemoFailed(f"rank {self.rank} did not answer within {timeout:.0f} s")
         try:
@@ -61,7 +61,7 @@ class DemoProcesses:
         self.close()
 
     def start_server(self, name: str) -> str:
-        """Start a node server of its own; its address."""
+        """Start a node server and return its address."""
         socket = self._folder / f"{name}.sock"
         log = (self._folder / f"{name}.log").open("w")
         command = [sys.executable, "-m", "kvferry_server.node.main", "--unix", str(socket), "--listen", ""]
@@ -75,13 +75,13 @@ class DemoProcesses:
         return f"unix:{socket}"
 
     def wait_for(self, address: str) -> None:
-        """Wait until a node server listens, or has ended: what the client then says of it is the better message."""
+        """Wait until a node server listens or has ended. If it has ended, the client's error is the better message."""
         socket, until = Path(address.removeprefix("unix:")), time.monotonic() + START_TIMEOUT
         while not socket.exists() and time.monotonic() < until and all(one.poll() is None for one in self._servers):
             time.sleep(0.02)
 
     def start_rank(self, job: RankJob) -> RankProcess:
-        """Start a rank; its first answer is "ready"."""
+        """Start a rank, whose first answer is "ready"."""
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()
         process = context.Process(target=run_rank, args=(job, theirs), name=f"rank-{job.geometry.rank}", daemon=True)
@@ -92,12 +92,11 @@ class DemoProcesses:
         return rank
 
     def log_of(self, name: str) -> str:
-        """What a node server printed."""
+        """Return what a node server printed."""
         return (self._folder / f"{name}.log").read_text()
 
     def close(self) -> None:
-        """End every process and remove every file. Idempotent; also after Ctrl-C, and not to be interrupted by
-        another."""
+        """End every process and remove every file. Idempotent; a further Ctrl-C does not interrupt it."""
         with _uninterrupted():
             for rank in self._ranks:
                 rank.pipe.close()
@@ -120,13 +119,13 @@ class DemoProcesses:
 
 
 def gather(ranks: list[RankProcess], on_progress: Callable[[Progress], None]) -> dict[int, object]:
-    """One answer of every rank, progress on the way."""
+    """Collect one answer of every rank, and pass on their progress meanwhile."""
     answers: dict[int, object] = {}
     waiting = {rank.pipe: rank for rank in ranks}
     while waiting:
         ready = wait(list(waiting), ANSWER_TIMEOUT)
         if not ready:
-            raise DemoFailed(f"ranks {sorted(rank.rank for rank in waiting.values())} fell silent")
+            raise DemoFailed(f"ranks {sorted(rank.rank for rank in waiting.values())} did not answer")
         for pipe in ready:
             rank = waiting[pipe]  # type: ignore[index]
             answer = rank.answer()

@@ -203,7 +203,9 @@ class SourceEngines:
         source = found.geometry
         plan = plan_read(source, destination, self._rank, rule=self._rule)
         if not found.agents_told:
-            message = f"the home of engine {engine_id!r} told its geometry only: it was shown no reference"
+            message = f"the home of engine {engine_id!r} gave its geometry only, because it was shown no reference"
+            if (self._reader.engine_id, self._reader.incarnation) == (engine_id, incarnation):
+                message = f"engine {engine_id!r} cannot read from itself: its own memory holds these blocks already"
             raise AgentsWithheld(message, engine_id=engine_id, missing="reference")
         agents = {rank: _agent(engine_id, incarnation, rank, found.agents.get(rank)) for rank in plan.source_ranks}
         if any(choice.measurable for choice in plan.paths):

@@ -25,12 +25,12 @@ from kvferry.planner.plan import ReadPlan
 from kvferry.planner.prepared_tables import RECURRING_LIMIT, sample
 
 PIECES = 1 << 16
-"""Pieces that all lines of a plan together are estimated by."""
+"""How many pieces, in all lines of a plan together, an estimate looks at."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReadLine:
-    """What a destination rank reads from one source rank, of planes alike in all but layer and component.
+    """What a destination rank reads from one source rank, of planes that differ only in layer and component.
 
     Attributes:
         source_rank, source_labels: the rank read from.
@@ -83,7 +83,7 @@ class RankLines:
 
 
 def explain(plan: ReadPlan) -> RankLines:
-    """The lines of a plan."""
+    """Return the lines of a plan."""
     gathered: dict[tuple[int, str, Interval, TokenShard, Stripe, Path], dict[str, list[PlaneRead]]] = {}
     chosen = {id(read): choice for lane, choice in zip(plan.lanes, plan.paths, strict=True) for read in lane.reads}
     for read in plan.reads:
@@ -107,8 +107,8 @@ def explain(plan: ReadPlan) -> RankLines:
 
 
 def _cost(plan: ReadPlan, reads: Sequence[PlaneRead], path: Path, most: int) -> tuple[float, int, int, int, bool]:
-    """Bytes per token and per request, pieces and descriptors per block, and whether runs merge. `most`: pieces that
-    are looked at."""
+    """Return bytes per token and per request, pieces and descriptors per block, and whether runs merge. The estimate
+    looks at no more than `most` pieces."""
     per_token, per_request = Fraction(0), 0
     piece_count = descriptor_count = 0
     merges = True
@@ -128,7 +128,7 @@ def _cost(plan: ReadPlan, reads: Sequence[PlaneRead], path: Path, most: int) -> 
 
 
 def _common(a: TokenShard, b: TokenShard) -> Fraction:
-    """The part of all states that two shards have in common."""
+    """Return the fraction of all states that two shards have in common."""
     if a == b:
         return Fraction(1, a.count)
     periods = a.count * a.interleave, b.count * b.interleave
@@ -143,7 +143,7 @@ def _residues(shard: TokenShard, modulus: int) -> npt.NDArray[np.int64]:
 
 
 def _per_block(lane: Lane, path: Path, most: int) -> tuple[int, int]:
-    """Pieces and descriptors of one block of the destination: the mean of a part of at most `most` pieces, rounded
+    """Return the pieces and descriptors of one block of the destination: the mean over at most `most` pieces, rounded
     up."""
     if lane.group.kind is GroupKind.STATE:
         rows = lane.rows(lane.whole_block)
@@ -175,8 +175,8 @@ def _merges(lane: Lane, path: Path) -> bool:
 
 
 def layer_order(plans: Sequence[ReadPlan]) -> dict[str, int]:
-    """Layer names of the destination engine with their places: by the number in the name, a draft model's after
-    the model's."""
+    """Return the layer names of the destination engine with their places: in the order of the numbers in the names, a
+    draft model's layers after the model's."""
     names = dict.fromkeys(plane.layer for _, plane in plans[0].destination.planes()) if plans else {}
     prefixes: dict[str, int] = {}
 
@@ -190,7 +190,7 @@ def layer_order(plans: Sequence[ReadPlan]) -> dict[str, int]:
 
 
 def layer_ranges(line: ReadLine, order: Mapping[str, int]) -> str:
-    """Layers of a read as ``0-15, 31`` or ``0-30 by 2``: places in `layer_order`, both ends included."""
+    """Return the layers of a read as ``0-15, 31`` or ``0-30 by 2``: places in `layer_order`, both ends included."""
     places = sorted(order[name] for name in line.layers)
     steps = {after - before for before, after in pairwise(places)}
     if len(places) > 2 and len(steps) == 1 and steps != {1}:
@@ -198,13 +198,20 @@ def layer_ranges(line: ReadLine, order: Mapping[str, int]) -> str:
     return ", ".join(f"{begin}-{end - 1}" if end > begin + 1 else str(begin) for begin, end in ranges(places))
 
 
+def bytes_text(per_token: float, per_request: int) -> str:
+    """Return the bytes of a read for people: ``4,096 B/token``, ``48 B/request``, or both."""
+    parts = [f"{per_token:,.0f} B/token" if per_token or not per_request else ""]
+    parts.append(f"{per_request:,} B/request" if per_request else "")
+    return " + ".join(part for part in parts if part)
+
+
 def rank_name(rank: int, labels: Mapping[str, int]) -> str:
-    """``tp0 pp1`` or, without labels, ``rank 3``."""
+    """Return ``tp0 pp1`` or, without labels, ``rank 3``."""
     return RankGeometry(rank, (), labels).label
 
 
 def source_loads(source: EngineGeometry, explained: Iterable[RankLines]) -> dict[int, float]:
-    """The share of the bytes that each source rank serves; of a state's bytes where nothing else is read."""
+    """Return the fraction of the bytes that each source rank serves; of the states' bytes, if only states are read."""
     reads = [line for lines in explained for line in lines.reads]
     by_token = any(line.bytes_per_token for line in reads)
     loads = {rank.rank: 0.0 for rank in source.ranks}
@@ -215,7 +222,7 @@ def source_loads(source: EngineGeometry, explained: Iterable[RankLines]) -> dict
 
 
 def ranges(numbers: Iterable[int]) -> list[list[int]]:
-    """Numbers as half-open ranges."""
+    """Return numbers as half-open ranges."""
     found: list[list[int]] = []
     for number in sorted(numbers):
         if found and found[-1][1] == number:

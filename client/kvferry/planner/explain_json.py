@@ -10,7 +10,7 @@ from kvferry.planner.plan import ReadPlan
 
 
 def to_json(plans: Sequence[ReadPlan]) -> dict[str, Any]:
-    """Plans of one pair of engines as plain values; the shape is kept stable.
+    """Return the plans of one pair of engines as plain values, whose shape is kept stable.
 
     ``layers`` of a read are half-open ranges of indices into the top-level ``layers``; a read without ``stripe`` reads
     all blocks.
@@ -59,7 +59,7 @@ def _read_json(line: ReadLine, order: Mapping[str, int]) -> dict[str, Any]:
 
 
 def totals(plans: Sequence[ReadPlan], explained: Sequence[RankLines]) -> dict[str, Any]:
-    """Sums over all reads of all ranks."""
+    """Return the sums over all reads of all ranks."""
     reads = [line for lines in explained for line in lines.reads]
     loads = source_loads(plans[0].source, explained) if plans else {}
     return {
@@ -77,5 +77,5 @@ def totals(plans: Sequence[ReadPlan], explained: Sequence[RankLines]) -> dict[st
 
 
 def _number(value: float) -> float | int:
-    """Whole numbers without a point, others to six places."""
+    """Round to six places; whole numbers become integers."""
     return int(value) if value == int(value) else round(value, 6)

@@ -1,60 +1,106 @@
 """A picture of who reads what from whom: destination ranks against source ranks.
 
-A row is a destination rank, a column a source rank; a cell is darker the more of the row's bytes come from there, and
-says which units, layers, tokens and blocks those are. Everything is in the cell's tooltip, too.
+A row is a destination rank, a column a source rank. A cell is darker the more of the row's bytes come from there, and
+says which units, layers, tokens and blocks those are, how many bytes, and by which path. The cell's tooltip has all of
+it where the cell is too small.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from colorsys import hls_to_rgb
 from html import escape
 
-from kvferry.planner.explain import RankLines, ReadLine, explain, layer_order, layer_ranges, rank_name, source_loads
+from kvferry.planner.explain import (
+    RankLines,
+    ReadLine,
+    bytes_text,
+    explain,
+    layer_order,
+    layer_ranges,
+    rank_name,
+    source_loads,
+)
 from kvferry.planner.plan import ReadPlan
 
-CELL_WIDTH = 116
-CELL_HEIGHT = 58
+CELL_WIDTH = 176
+CELL_HEIGHT = 72
 LINE_HEIGHT = 14
 MARGIN = 16
-HEADING = 74
-NAME_WIDTH = 110
-MAX_LINES = 3
+HEADING = 92
+LEGEND = 66
+NAME_WIDTH = 124
+MIN_WIDTH = 560
+"""The legend needs so much."""
+
+MAX_LINES = 4
+MAX_CHARACTERS = 28
 FONT = "ui-monospace, SFMono-Regular, Menlo, Consolas, monospace"
 
 
 def to_svg(plans: Sequence[ReadPlan]) -> str:
-    """Plans of one pair of engines as an SVG document."""
+    """Return the plans of one pair of engines as an SVG document."""
     explained = [explain(plan) for plan in plans]
     sources = plans[0].source.ranks if plans else ()
     loads = source_loads(plans[0].source, explained) if plans else {}
     order = layer_order(plans)
     left, top = MARGIN + NAME_WIDTH, MARGIN + HEADING
-    width = left + max(len(sources), 2) * CELL_WIDTH + MARGIN
-    height = top + len(explained) * CELL_HEIGHT + MARGIN
+    width = max(MIN_WIDTH, left + len(sources) * CELL_WIDTH + MARGIN)
+    bottom = top + len(explained) * CELL_HEIGHT
+    height = bottom + LEGEND + MARGIN
+    title = f"{plans[0].destination.engine_id} reads from {plans[0].source.engine_id}" if plans else "no plan"
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
-        f'font-family="{FONT}" font-size="11">',
+        f'role="img" aria-labelledby="title desc" font-family="{FONT}" font-size="11">',
+        f'<title id="title">{escape(title)}</title>',
+        f'<desc id="desc">{escape(_description(explained))}</desc>',
         f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
+        _text(MARGIN, MARGIN + 14, title, size=15, weight="bold"),
     ]
     if plans:
-        title = f"{plans[0].destination.engine_id} reads from {plans[0].source.engine_id}"
-        parts.append(_text(MARGIN, MARGIN + 14, title, size=15, weight="bold"))
+        parts.append(_text(left + 6, top - 38, f"source ranks of {plans[0].source.engine_id}", fill="#555555"))
+        parts.append(_text(MARGIN, top - 8, "destination ranks", fill="#555555"))
     for column, rank in enumerate(sources):
         x = left + column * CELL_WIDTH
         parts.append(_text(x + 6, top - 22, rank_name(rank.rank, rank.labels), weight="bold"))
-        parts.append(_text(x + 6, top - 8, f"serves {100 * loads[rank.rank]:.0f} %", fill="#555555"))
+        parts.append(_text(x + 6, top - 8, f"serves {100 * loads[rank.rank]:.0f} % of all bytes", fill="#555555"))
     for row, lines in enumerate(explained):
         y = top + row * CELL_HEIGHT
         parts.append(_text(MARGIN, y + 18, rank_name(lines.rank, lines.labels), weight="bold"))
         for column, rank in enumerate(sources):
             reads = [line for line in lines.reads if line.source_rank == rank.rank]
             parts.append(_cell(left + column * CELL_WIDTH, y, reads, _share(lines, reads), order))
+    parts.extend(_legend(bottom + 24))
     parts.append("</svg>")
     return "\n".join(parts) + "\n"
 
 
+def _description(explained: Sequence[RankLines]) -> str:
+    """Describe the picture: which source ranks each destination rank reads from."""
+    sentences = []
+    for lines in explained:
+        names = dict.fromkeys(rank_name(line.source_rank, line.source_labels) for line in lines.reads)
+        sentences.append(f"{rank_name(lines.rank, lines.labels)} reads from {', '.join(names) or 'no rank'}.")
+    return " ".join(sentences)
+
+
+def _legend(y: int) -> list[str]:
+    parts = [_text(MARGIN, y, "share of a destination rank's bytes: 0 %", fill="#555555", size=10)]
+    x = MARGIN + 248
+    for index, share in enumerate((0.0, 0.25, 0.5, 0.75, 1.0)):
+        parts.append(
+            f'<rect x="{x + index * 18}" y="{y - 10}" width="18" height="12" fill="{_fill(share)}" stroke="#e5e5e5"/>'
+        )
+    return [
+        *parts,
+        _text(x + 96, y, "100 %", fill="#555555", size=10),
+        _text(MARGIN, y + 16, "[a, b): units a to b - 1, of KV heads or state channels", fill="#555555", size=10),
+        _text(MARGIN, y + 32, "staged: by way of staging memory; direct: into the blocks", fill="#555555", size=10),
+    ]
+
+
 def _share(lines: RankLines, reads: Sequence[ReadLine]) -> float:
-    """The part of a destination rank's bytes that some of its reads are."""
+    """Return the fraction of a destination rank's bytes that some of its reads have."""
     by_token = any(line.bytes_per_token for line in lines.reads)
 
     def weight(of: Sequence[ReadLine]) -> float:
@@ -63,42 +109,80 @@ def _share(lines: RankLines, reads: Sequence[ReadLine]) -> float:
     return weight(reads) / (weight(lines.reads) or 1.0)
 
 
+def _fill(share: float) -> str:
+    """Return white for nothing, else a blue, the darker the larger the share."""
+    if not share:
+        return "#ffffff"
+    # Not hsl(): programs that turn pictures into others don't all know it.
+    return "#" + "".join(f"{round(255 * part):02x}" for part in hls_to_rgb(212 / 360, _lightness(share) / 100, 0.7))
+
+
+def _lightness(share: float) -> int:
+    return round(92 - 50 * share)
+
+
 def _cell(x: int, y: int, reads: Sequence[ReadLine], share: float, order: dict[str, int]) -> str:
     frame = f'<rect x="{x}" y="{y}" width="{CELL_WIDTH}" height="{CELL_HEIGHT}"'
     if not reads:
         return f'{frame} fill="#ffffff" stroke="#e5e5e5"/>'
-    # From a light to a full blue; white text on the dark half.
-    light = round(92 - 50 * share)
-    ink = "#ffffff" if light < 62 else "#10243e"
-    texts = [_short(line, order) for line in reads]
-    shown = texts if len(texts) <= MAX_LINES else [*texts[: MAX_LINES - 1], f"and {len(texts) - MAX_LINES + 1} more"]
+    # White text on the dark half.
+    ink = "#ffffff" if _lightness(share) < 62 else "#10243e"
     tooltip = "\n".join([f"{100 * share:.0f} % of this rank's bytes", *(_full(line, order) for line in reads)])
-    body = "".join(_text(x + 6, y + 16 + i * LINE_HEIGHT, text, fill=ink, size=10) for i, text in enumerate(shown))
+    lines = _one(reads[0], order) if len(reads) == 1 else _several(reads, order)
+    body = "".join(
+        _text(x + 6, y + 16 + i * LINE_HEIGHT, _cut(text), fill=ink, size=10) for i, text in enumerate(lines)
+    )
     return (
         f"<g><title>{escape(tooltip)}</title>"
-        f'{frame} fill="hsl(212 70% {light}%)" stroke="#ffffff" stroke-width="2"/>{body}</g>'
+        f'{frame} fill="{_fill(share)}" stroke="#ffffff" stroke-width="2"/>{body}</g>'
     )
 
 
-def _short(line: ReadLine, order: dict[str, int]) -> str:
-    """What a cell shows of a read: units and layers, and what is special."""
-    special = ""
+def _one(line: ReadLine, order: dict[str, int]) -> list[str]:
+    """Return the lines of a cell with one read."""
+    part = _part(line)
+    return [
+        f"units {line.units}",
+        f"layers {layer_ranges(line, order)}",
+        *([part] if part else []),
+        f"{bytes_text(line.bytes_per_token, line.bytes_per_request)}, {line.path}",
+    ]
+
+
+def _several(reads: Sequence[ReadLine], order: dict[str, int]) -> list[str]:
+    """Return the lines of a cell with several reads: some of the reads, and the bytes of all."""
+    texts = [" ".join([str(line.units), f"layers {layer_ranges(line, order)}", _part(line)]) for line in reads]
+    if len(texts) > MAX_LINES - 1:
+        texts = [*texts[: MAX_LINES - 2], f"and {len(texts) - MAX_LINES + 2} more reads"]
+    per_token, per_request = (
+        sum(line.bytes_per_token for line in reads),
+        sum(line.bytes_per_request for line in reads),
+    )
+    sums = bytes_text(per_token, 0 if per_token else per_request) + (" + states" if per_token and per_request else "")
+    return [*texts, f"{sums}, {' or '.join(sorted({line.path for line in reads}))}"]
+
+
+def _part(line: ReadLine) -> str:
+    """Return which blocks or tokens are read, if not all of them."""
     if not line.stripe.whole:
-        special = f" {line.stripe.begin}-{line.stripe.end}/{line.stripe.of}"
-    elif line.tokens.count > 1:
-        special = f" t{line.tokens.index}/{line.tokens.count}"
-    return f"u{line.units.begin}-{line.units.end - 1} L{layer_ranges(line, order)}{special}"
+        return f"blocks [{line.stripe.begin}, {line.stripe.end}) of {line.stripe.of}"
+    return f"tokens {line.tokens.index}/{line.tokens.count}" if line.tokens.count > 1 else ""
 
 
 def _full(line: ReadLine, order: dict[str, int]) -> str:
-    blocks = (
-        "all blocks" if line.stripe.whole else f"blocks {line.stripe.begin} to {line.stripe.end} of {line.stripe.of}"
-    )
+    blocks = f"blocks [{line.stripe.begin}, {line.stripe.end}) of {line.stripe.of}"
     return (
         f"{line.group}: {' '.join(line.components)}, units {line.units}, layers {layer_ranges(line, order)}, "
-        f"{line.tokens}, {blocks}"
+        f"{line.tokens}, {'all blocks' if line.stripe.whole else blocks}, "
+        f"{bytes_text(line.bytes_per_token, line.bytes_per_request)}, {line.path}: {line.reason}"
     )
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= MAX_CHARACTERS else f"{text[: MAX_CHARACTERS - 1].rstrip()}…"
 
 
 def _text(x: int, y: int, text: str, *, fill: str = "#111111", size: int = 11, weight: str = "normal") -> str:
-    return f'<text x="{x}" y="{y}" fill="{fill}" font-size="{size}" font-weight="{weight}">{escape(text)}</text>'
+    return (
+        f'<text x="{x}" y="{y}" fill="{fill}" font-size="{size}" font-weight="{weight}">{escape(text.rstrip())}</text>'
+    )

@@ -4,39 +4,52 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from kvferry.planner.explain import RankLines, ReadLine, explain, layer_order, layer_ranges, rank_name
+from kvferry.planner.explain import (
+    RankLines,
+    ReadLine,
+    bytes_text,
+    explain,
+    layer_order,
+    layer_ranges,
+    ranges,
+    rank_name,
+)
 from kvferry.planner.explain_json import totals
 from kvferry.planner.plan import ReadPlan
 
 
 def to_text(plans: Sequence[ReadPlan]) -> str:
-    """Plans of one pair of engines for people: a line per read, then totals."""
+    """Return the plans of a pair of engines as text: a numbered line for each read, totals, and why each path."""
     if not plans:
         return "no rank to plan for"
     order = layer_order(plans)
     explained = [explain(plan) for plan in plans]
+    reads = [line for lines in explained for line in lines.reads]
+    numbers = {id(line): number for number, line in enumerate(reads, 1)}
     rows: list[tuple[str, ...]] = [
-        ("", "from", "group", "layers", "components", "units", "tokens", "blocks", "bytes", "descriptors/block", "path")
+        (
+            *("read", "rank", "reads from", "group", "layers", "components", "units", "tokens", "blocks"),
+            *("bytes", "descriptors/block", "path"),
+        )
     ]
     for lines in explained:
         name = rank_name(lines.rank, lines.labels)
         for line in lines.reads:
-            rows.append((name, *_cells(line, order)))
+            rows.append((str(numbers[id(line)]), name, *_cells(line, order)))
             name = ""
         if not lines.reads:
-            rows.append((name, "nothing", *[""] * 9))
+            rows.append(("", name, "nothing", *[""] * 9))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     text = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     sums = totals(plans, explained)
-    bytes_ = _bytes(float(sums["bytes_per_token"]), int(sums["bytes_per_request"]))
     text.append("")
-    text.append(f"total        {sums['reads']} reads, {bytes_}")
+    text.append(f"total        {sums['reads']} reads, {bytes_text(sums['bytes_per_token'], sums['bytes_per_request'])}")
     text.append(
         f"descriptors  {sums['descriptors_per_block']} per block after fusing, {sums['pieces_per_block']} before; "
         f"{_merging(explained)}"
     )
     text.append(f"imbalance    the busiest source rank serves {sums['imbalance']:.2f} times the mean")
-    text.extend(_paths(explained))
+    text.extend(_paths(reads))
     for lines in explained:
         for plane in lines.uncovered:
             name = rank_name(lines.rank, lines.labels)
@@ -57,23 +70,24 @@ def _cells(line: ReadLine, order: Mapping[str, int]) -> tuple[str, ...]:
         str(line.units),
         "all" if line.tokens.count == 1 else f"{line.tokens.index}/{line.tokens.count} by {line.tokens.interleave}",
         "all" if stripe.whole else f"[{stripe.begin}, {stripe.end}) of {stripe.of}",
-        _bytes(line.bytes_per_token, line.bytes_per_request),
+        bytes_text(line.bytes_per_token, line.bytes_per_request),
         descriptors,
         line.path,
     )
 
 
-def _bytes(per_token: float, per_request: int) -> str:
-    parts = [f"{per_token:,.0f} B/token" if per_token or not per_request else ""]
-    parts.append(f"{per_request:,} B/request" if per_request else "")
-    return " + ".join(part for part in parts if part)
-
-
-def _paths(explained: Iterable[RankLines]) -> list[str]:
-    """Every path that is taken, with its reasons."""
-    reads = (line for lines in explained for line in lines.reads)
-    reasons = dict.fromkeys((line.path, reason) for line in reads for reason in line.reason.split("; "))
-    return [f"path         {path}: {reason}" for path, reason in sorted(reasons)]
+def _paths(reads: Iterable[ReadLine]) -> list[str]:
+    """Return why each path was chosen, with the numbers of the reads that take it."""
+    chosen: dict[tuple[str, str], list[int]] = {}
+    for number, line in enumerate(reads, 1):
+        for reason in line.reason.split("; "):
+            chosen.setdefault((line.path, reason), []).append(number)
+    text = []
+    for (path, reason), numbers in chosen.items():
+        listed = ", ".join(f"{begin}-{end - 1}" if end > begin + 1 else str(begin) for begin, end in ranges(numbers))
+        subject = f"read {listed} is" if len(numbers) == 1 else f"reads {listed} are"
+        text.append(f"path         {subject} {path}: {reason}")
+    return text
 
 
 def _merging(explained: Iterable[RankLines]) -> str:

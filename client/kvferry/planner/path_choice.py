@@ -104,13 +104,15 @@ def choose_path(lane: Lane, rule: PathRule) -> PathChoice:
     if rule.path is Path.DIRECT:
         return PathChoice(Path.DIRECT, "as configured")
     if memory.destination_kind is MemoryKind.VRAM and memory.destination_device not in rule.device_memory:
-        return PathChoice(Path.DIRECT, f"no tensors of device {memory.destination_device} are known to permute in")
+        return PathChoice(
+            Path.DIRECT, f"permuting on device {memory.destination_device} needs a tensor there, and none is registered"
+        )
     if rule.path is None and lane.linear_bytes:
         return PathChoice(Path.DIRECT, "whole blocks are contiguous on both sides")
     longest = max(extent.length for extent in lane.extents)
     if longest > rule.slot_bytes:
         return PathChoice(
-            Path.DIRECT, f"a row of {longest} bytes does not fit {rule.slot_bytes} bytes of staging memory"
+            Path.DIRECT, f"a row of {longest:,} B does not fit in {rule.slot_bytes:,} B of staging memory"
         )
     if rule.path is Path.STAGED:
         return PathChoice(Path.STAGED, "as configured")
@@ -123,18 +125,20 @@ def choose_path(lane: Lane, rule: PathRule) -> PathChoice:
         + work.runs * costs.cell
         + work.bytes * costs.copied_byte
     )
-    pieces = f"{work.bytes // work.descriptors} B"
-    rows = f"{work.staged_bytes // work.staged_descriptors} B"
+    pieces = f"{work.bytes // work.descriptors:,} B"
+    rows = f"{work.staged_bytes // work.staged_descriptors:,} B"
     # A staged row costs as much as a direct one: unless there are fewer of them, staging is never cheaper.
     measurable = work.staged_descriptors < work.descriptors
     if staged < direct:
-        reason = f"rows of {rows} and a permutation take {staged / direct:.2f} of the time of pieces of {pieces}"
+        share = f"{staged / direct:.2f}"
+        reason = f"reading rows of {rows} and permuting them takes {share} of the time of reading pieces of {pieces}"
         path = Path.STAGED
     elif measurable:
-        reason = f"pieces of {pieces} take {direct / staged:.2f} of the time of rows of {rows} and a permutation"
+        share = f"{direct / staged:.2f}"
+        reason = f"reading pieces of {pieces} takes {share} of the time of reading rows of {rows} and permuting them"
         path = Path.DIRECT
     else:
-        return PathChoice(Path.DIRECT, f"pieces of {pieces}, and staging would not read fewer")
+        return PathChoice(Path.DIRECT, f"staging would not save descriptors (pieces of {pieces})")
     return PathChoice(path, reason, direct / work.blocks, staged / work.blocks, measurable)
 
 

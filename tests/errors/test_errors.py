@@ -27,6 +27,7 @@ def test_every_error_is_in_the_tree_and_exported() -> None:
     for cls in ALL:
         assert cls.__name__ in tree
         assert cls.__name__ in errors.__all__
+        assert cls.__module__ == "kvferry.errors"
 
 
 @pytest.mark.parametrize("cls", WITH_REASON, ids=lambda cls: cls.__name__)

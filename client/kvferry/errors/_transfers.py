@@ -1,0 +1,60 @@
+"""Errors of moving bytes: reads that failed, and NIXL."""
+
+from __future__ import annotations
+
+from kvferry.errors._base import KvferryError
+
+
+class TransferError(KvferryError):
+    """A read failed; what its destination blocks hold is not valid.
+
+    Attributes:
+        quiet: whether nothing can write to the destination blocks any more (R4). While it is False they must not be
+            reused; `Read.wait_quiet` waits until it is True. In the process that ran the transfer it becomes True by
+            itself; in a copy that was pickled or sent it does not change. In an error that was rebuilt from a message
+            without it, it is False.
+    """
+
+    def __init__(self, message: str, *, quiet: bool = True, **values: object) -> None:
+        super().__init__(message)
+        self.values = {key: str(value) for key, value in values.items()}
+        self.quiet = quiet
+
+    def _set_attributes(self) -> None:
+        # An error is no proof that writing stopped (R4).
+        self.quiet = False
+
+
+class TransferFailed(TransferError):
+    """A transfer to a source rank failed."""
+
+
+class TransferExpired(TransferError):
+    """The lease ended before the read; its bytes do not count (R1)."""
+
+
+class TransferCancelled(TransferError):
+    """The read was cancelled."""
+
+
+class TransferStuck(TransferError):
+    """The read did not end by its deadline (R5)."""
+
+
+class DataLoss(TransferError):
+    """The bytes that were read do not match the source's checksums (integrity mode). Values: plane, source_rank, place,
+    unit, source_block, destination_blocks, expected, computed: of the first mismatch; mismatches: how many."""
+
+    reason = "DATA_LOSS"
+    code = "DATA_LOSS"
+
+
+class NixlMissing(KvferryError):
+    """NIXL is not installed, or cannot be loaded."""
+
+
+class NixlError(KvferryError):
+    """A call to NIXL failed. Values: call, peer, problem.
+
+    It does not prove that a read which was posted has stopped writing.
+    """
