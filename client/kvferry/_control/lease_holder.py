@@ -39,14 +39,16 @@ class LeaseHolder(OneProcess):
         homes: node servers that may be dialled.
         renewals: keeps the leases alive.
         token: of the engine.
+        rank: the one rank that it speaks for, where each asks by itself for the lease they share; None: all.
     """
 
-    def __init__(self, homes: Homes, renewals: Renewals, token: EngineToken) -> None:
+    def __init__(self, homes: Homes, renewals: Renewals, token: EngineToken, rank: int | None = None) -> None:
         self._homes = homes
         self._renewals = renewals
         self._reader = token.ref()
         self._teller = Teller(self._reader)
-        self._acquirer = Acquirer(token, renewals, lambda home, lease, _: self.cancel(home, lease))
+        self._acquirer = Acquirer(token, renewals, self._gave_up)
+        self._rank = rank
 
     def request(
         self, reference: str, read_id: str, *, parties: int, expected_reads: int, timeout: float
@@ -139,6 +141,14 @@ class LeaseHolder(OneProcess):
     def close(self, timeout: float) -> None:
         """Tell nothing again any more, and wait at most `timeout` seconds for what was told already. Idempotent."""
         self._teller.close(timeout)
+
+    def _gave_up(self, home: Control, lease: ReaderLease, outcome: pb.RankOutcome.ValueType) -> None:
+        if self._rank is None:
+            self.cancel(home, lease)
+        else:
+            # Other ranks may read on, and their lease is the same.
+            report = pb.RankReport(rank=self._rank, outcome=outcome)
+            self._teller.tell(home, read_done(lease.lease_id, [report]), lease.deadline)
 
 
 def _cancelled(lease: ReaderLease) -> pb.Notification:

@@ -69,9 +69,9 @@ class ClientRuntime:
     integrity: IntegrityOptions
     max_reads: int
 
-    def lease_holder(self, token: EngineToken) -> LeaseHolder:
-        """For one process of an engine."""
-        return LeaseHolder(self.homes, self.renewals, token)
+    def lease_holder(self, token: EngineToken, rank: int | None = None) -> LeaseHolder:
+        """For one process of an engine: its scheduler, or a rank that reads by itself."""
+        return LeaseHolder(self.homes, self.renewals, token, rank)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -157,9 +157,8 @@ class RankRuntime:
                 self._agent.close()
             raise
         self._rank_reads: list[RankReads] = []
-        self.reads = CacheReads(
-            rank.rank, client.lease_holder(token), self._peers, self._work, client.max_reads, self.rank_reads
-        )
+        self._holder = client.lease_holder(token, rank.rank)
+        self.reads = CacheReads(rank.rank, self._holder, self._peers, self._work, client.max_reads, self.rank_reads)
 
     def rank_reads(self, ended: Callable[[RankRead], None], quiesced: Callable[[RankRead], None]) -> RankReads:
         """Shares of reads, see `RankReads`. Closed with the rank."""
@@ -224,7 +223,7 @@ class RankRuntime:
         """Cancel the reads, and end the agents. Idempotent.
 
         Args:
-            timeout: seconds to wait until all is quiet.
+            timeout: seconds to wait until all is quiet, and was told to its home.
         """
         with self._lock:
             if self._closed:
@@ -235,6 +234,8 @@ class RankRuntime:
         for shares in self._rank_reads:
             shares.close(max(0.0, until - now()))
         self._work.close(max(0.0, until - now()))
+        # Not before the work that tells homes how reads have ended.
+        self._holder.close(max(0.0, until - now()))
         self.checksummer.close()
         self.transport.close(max(0.0, until - now()))
         if self._agent is not None:
