@@ -45,18 +45,29 @@ class WorkQueue:
         self._name = name
         self._queue: queue.SimpleQueue[Callable[[], None] | _Delayed | None] = queue.SimpleQueue()
         self._numbers = itertools.count()
+        self._lock = threading.Lock()
+        """Nothing is asked of a thread that has just ended."""
+        self._ended = False
         self._thread = start_thread(self._run, name)
 
-    def do(self, work: Callable[[], None]) -> None:
-        """Do it as soon as what came before is done. What it raises is logged."""
-        self._queue.put(work)
+    def do(self, work: Callable[[], None]) -> bool:
+        """Do it as soon as what came before is done. What it raises is logged.
+
+        Returns:
+            Whether it will be done; False: the thread has ended.
+        """
+        with self._lock:
+            if not self._ended:
+                self._queue.put(work)
+            return not self._ended
 
     def do_later(self, seconds: float, work: Callable[[], None]) -> None:
         """Do it after this time, unless the queue is closed by then. What it raises is logged."""
         self._queue.put(_Delayed(now() + seconds, next(self._numbers), work))
 
     def close(self, timeout: float) -> None:
-        """End the thread when what was asked before is done; what is asked later is not done. Idempotent.
+        """End the thread once there is nothing to do at once: what is asked meanwhile is done too, what is asked later
+        and what is delayed is not. Idempotent.
 
         Args:
             timeout: seconds to wait for the end of the thread. On that thread itself there is no wait.
@@ -67,7 +78,8 @@ class WorkQueue:
 
     def _run(self) -> None:
         delayed: list[_Delayed] = []
-        while True:
+        closing = False
+        while not (closing and self._end()):
             pause = max(0.0, min(LONGEST_SLEEP, delayed[0].at - now())) if delayed else None
             try:
                 work = self._queue.get(timeout=pause)
@@ -75,14 +87,20 @@ class WorkQueue:
                 pass
             else:
                 if work is None:
-                    return
-                if isinstance(work, _Delayed):
+                    closing = True
+                elif isinstance(work, _Delayed):
                     heapq.heappush(delayed, work)
                 else:
                     self._do(work)
             # Also where there is always other work.
             while delayed and delayed[0].at <= now():
                 self._do(heapq.heappop(delayed).work)
+
+    def _end(self) -> bool:
+        """End, unless there is something to do."""
+        with self._lock:
+            self._ended = self._queue.empty()
+            return self._ended
 
     def _do(self, work: Callable[[], None]) -> None:
         try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from kvferry._clock import now
 from kvferry._control.acquisition import Acquired, AcquireRequest, Cancellation
 from kvferry._control.lease_holder import LeaseHolder
 from kvferry._memory.tails import Tails
+from kvferry._reads.callbacks import Callbacks
 from kvferry._reads.leased_reads import LeasedRead, LeasedReads, ShareEnd
 from kvferry._reads.rank_read import RankOrder, RankRead
 from kvferry._reads.rank_reads import RankReads
@@ -19,6 +19,7 @@ from kvferry._reads.read import ReadHandle, ReadResult
 from kvferry._reads.source_engines import SourceEngines
 from kvferry._work_queue import WorkQueue
 from kvferry.errors import (
+    Closed,
     EngineUnknown,
     KvferryError,
     LimitReached,
@@ -26,8 +27,6 @@ from kvferry.errors import (
     TransferStuck,
 )
 from kvferry.geometry.blocks import Blocks
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -83,19 +82,21 @@ class CacheReads:
         self._max_reads = max_reads
         self._shares = shares(self._share_ended, self._share_quiet)
         self._reads: LeasedReads[_OwnRead] = LeasedReads(holder, work, self)
-        self._holder = holder
-        self._callbacks = _Callbacks(f"kvferry-callbacks-{rank}")
+        self._callbacks = Callbacks(f"kvferry-callbacks-{rank}")
         self._changed = threading.Condition(self._reads.lock)
         self._handles: dict[_OwnRead, ReadHandle] = {}
         """Reads that have not ended."""
         self._by_share: dict[RankRead, _OwnRead] = {}
         """Those of which a rank may still write."""
+        self._closed = False
 
     def start(self, request: AcquireRequest, wanted: Wanted) -> ReadHandle:
-        """Start a read. Returns at once. Raises `LimitReached`."""
-        handle = ReadHandle(request.read_id, request.text, self._callbacks.do)
+        """Start a read. Returns at once. Raises `LimitReached`, `Closed`."""
+        handle = ReadHandle(request.read_id, request.text, self._callbacks)
         read = _OwnRead(request, self._rank, handle.cancellation, wanted)
         with self._reads.lock:
+            if self._closed:
+                raise Closed("the cache is closed")
             if len(self._handles) >= self._max_reads:
                 limit = self._max_reads
                 raise LimitReached(f"{limit} reads are running", retry_after=0.1, limit="max_reads", value=limit)
@@ -104,10 +105,10 @@ class CacheReads:
         return handle
 
     def close(self, timeout: float) -> None:
-        """Cancel everything, and wait at most `timeout` seconds until all has ended, is quiet, and was told to its
-        home. Idempotent."""
+        """Cancel everything, and wait at most `timeout` seconds until all has ended and is quiet. Idempotent."""
         until = now() + timeout
         with self._reads.lock:
+            self._closed = True
             handles = tuple(self._handles.values())
         for handle in handles:
             handle.cancel()
@@ -118,7 +119,6 @@ class CacheReads:
         for handle in handles:
             if handle.share is not None:
                 handle.share.wait_quiet(max(0.0, until - now()))
-        self._holder.close(max(0.0, until - now()))
         self._callbacks.close(max(0.0, until - now()))
 
     # What `LeasedReads` tells, with the lock held.
@@ -137,8 +137,9 @@ class CacheReads:
         try:
             self._shares.start(share)
         except KvferryError as error:
-            self._by_share.pop(share, None)
-            self._reads.share_ended(read, self._rank, ShareEnd(error, quiet=True, bytes=0), now())
+            del self._by_share[share]
+            share.refuse(error)
+            self._reads.share_ended(read, self._rank, ShareEnd(error, quiet=True, bytes=0), share.ended_at)
 
     def on_renewed(self, read: _OwnRead) -> None:
         """See `leased_reads.Owner`."""
@@ -190,39 +191,6 @@ class CacheReads:
         self._changed.notify_all()
         if handle is not None:
             handle.end(result, error)
-
-
-class _Callbacks:
-    """Calls back the callers of reads, one after the other, on a thread that starts with the first callback: they may
-    wait, for other reads too."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._lock = threading.Lock()
-        self._work: WorkQueue | None = None
-        self._closed = False
-
-    def do(self, callback: Callable[[], None]) -> None:
-        """Call back; here, where there is no thread for it any more."""
-        with self._lock:
-            if self._work is None and not self._closed:
-                try:
-                    self._work = WorkQueue(self._name)
-                except LimitReached as error:
-                    logger.warning("a callback runs on the thread that ends its read: %s", error.message)
-            work = None if self._closed else self._work
-            if work is not None:
-                work.do(callback)
-        if work is None:
-            callback()
-
-    def close(self, timeout: float) -> None:
-        """End the thread once what waits is called. Idempotent."""
-        with self._lock:
-            self._closed = True
-            work = self._work
-        if work is not None:
-            work.close(timeout)
 
 
 def _order(read: _OwnRead, acquired: Acquired) -> RankOrder:

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import enum
 import logging
+import math
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Generic, Protocol, TypeVar
@@ -21,9 +23,11 @@ from kvferry._clock import now
 from kvferry._control.acquisition import Acquired, AcquireRequest, Cancellation
 from kvferry._control.judgement import Judgement, judge
 from kvferry._control.lease_holder import VERDICT_TIMEOUT, LeaseHolder
+from kvferry._threads import start_thread
 from kvferry._work_queue import WorkQueue
 from kvferry.errors import (
     KvferryError,
+    LimitReached,
     TransferCancelled,
     TransferError,
     TransferExpired,
@@ -171,7 +175,7 @@ class LeasedReads(Generic[SomeRead]):
     def acquire(self, read: SomeRead) -> None:
         """Ask for its lease."""
         self._acquiring += 1
-        self._work.do(partial(self._acquire, read))
+        self._do(partial(self._acquire, read))
 
     def begin(self, read: SomeRead) -> None:
         """Its ranks are told to read."""
@@ -181,7 +185,7 @@ class LeasedReads(Generic[SomeRead]):
         """Nobody wants it, and no rank has heard of it. What was granted is still to be ended at its home."""
         read.stage = ReadStage.ENDED
         self._under_way.discard(read)
-        self._work.do(read.cancellation.cancel)
+        self._do(read.cancellation.cancel)
         if read.acquired is not None:
             self._holder.drop(read.acquired)
 
@@ -270,19 +274,39 @@ class LeasedReads(Generic[SomeRead]):
         self._holder.cancel(read.request.home, acquired.lease)
 
     def _report(self, read: SomeRead, acquired: Acquired) -> None:
-        # Every byte of a good share has arrived, and does not count all the same where the lease had ended.
-        expired = read.error if isinstance(read.error, TransferExpired) else None
+        # Where the read failed though no share did, e.g. it was cancelled, or its lease had ended, good shares do not
+        # count either: the source keeps the blocks for another reader.
+        of_share = any(end.error is read.error for end in read.ends.values())
+        error = None if of_share else read.error
         reports = [
-            pb.RankReport(rank=rank, outcome=_outcome(end.error or expired), bytes=end.bytes)
+            pb.RankReport(rank=rank, outcome=_outcome(end.error or error), bytes=end.bytes)
             for rank, end in sorted(read.ends.items())
         ]
-        self._holder.report(read.request.home, acquired.lease, reports, partial(self._answered, read))
+        with self.lock:
+            read._judging_since = now()
+        try:
+            self._holder.report(read.request.home, acquired.lease, reports, partial(self._answered, read))
+        except Exception:
+            logger.exception("the end of read %s was not reported", read.read_id)
+            self._answered(read, None)
 
     def _answered(self, read: SomeRead, verdict: pb.Verdict.ValueType | None) -> None:
         with self.lock:
             self._judged(read, verdict)
 
     # With the lock held.
+
+    def _do(self, work: Callable[[], None]) -> bool:
+        """Do it on the work queue, or, once that has ended, on a thread of its own: homes are to hear of every end.
+        Whether it will be done."""
+        if self._work.do(work):
+            return True
+        try:
+            start_thread(work, "kvferry-reads-late")
+        except LimitReached as error:
+            logger.warning("a home is not told of the end of a read: %s", error.message)
+            return False
+        return True
 
     def _look_later(self) -> None:
         if self._under_way and not self._looking:
@@ -304,7 +328,7 @@ class LeasedReads(Generic[SomeRead]):
         if read.stage is ReadStage.GRANTED and read.error is not None:
             read.stage = ReadStage.REFUSED
             self._under_way.discard(read)
-            self._work.do(partial(self._let_go, read, read.acquired))
+            self._do(partial(self._let_go, read, read.acquired))
             self._owner.on_refused(read)
         elif read.stage is ReadStage.READING and time >= read.request.deadline + RANKS_GRACE:
             read.not_quiet.update(read.silent)
@@ -316,9 +340,12 @@ class LeasedReads(Generic[SomeRead]):
             return
         if read.error is None and not read.acquired.lease.live(read.ended_at):
             read.error = TransferExpired(f"read {read.read_id} ended after its lease", read_id=read.read_id)
-        self._work.do(partial(self._report, read, read.acquired))
+        reporting = self._do(partial(self._report, read, read.acquired))
         if read.error is None:
-            read.stage, read._judging_since = ReadStage.JUDGING, now()
+            # The time for the verdict runs from the report, which may wait behind other work.
+            read.stage, read._judging_since = ReadStage.JUDGING, math.inf
+            if not reporting:
+                self._judged(read, None)
         else:
             self._end(read)
 

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from kvferry._clock import now
 from kvferry._control.acquisition import Cancellation
 from kvferry._control.connection import Control
 from kvferry._control.reader_lease import ReaderLease
@@ -159,6 +160,10 @@ class RankRead:
         if transfer is None:
             return not starting
         return transfer.cancel() and not self._clearing
+
+    def refuse(self, error: KvferryError) -> None:
+        """It is not begun, and never will be."""
+        self.ended_at, self.error, self.ended = now(), error, True
 
     def begin(self, start: Callable[[], Transfer]) -> Transfer:
         """Start the transfer; raises `TransferCancelled` where nobody wants it any more."""

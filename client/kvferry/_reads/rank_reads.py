@@ -170,7 +170,8 @@ class RankReads(OneProcess):
     def _not_met(self, order: RankOrder, error: KvferryError) -> None:
         if isinstance(error, (PeerRestarted, EngineUnknown)):
             self._peers.gone(*order.source)
-        for read in self._meeting.pop(order.source, ()):
+        # The one that waits the longest asks next, so that the others ask once more at most.
+        for read in sorted(self._meeting.pop(order.source, ()), key=lambda read: -read.order.deadline):
             waits_longer = error.retryable and read.order.deadline > max(order.deadline, now())
             if waits_longer or (isinstance(error, REFERENCE_GONE) and read.order.reference != order.reference):
                 # It may wait for longer than the one whose time was up; and one reference says nothing of another.

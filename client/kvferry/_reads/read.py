@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from kvferry._clock import now
 from kvferry._control.acquisition import Cancellation
 from kvferry._forks import OneProcess
+from kvferry._reads.callbacks import Callbacks
 from kvferry._reads.rank_read import RankRead
 from kvferry.errors import KvferryError, TransferCancelled, TransferFailed
 from kvferry.planner.summed_blocks import Verification
@@ -77,7 +78,7 @@ class ReadHandle:
     Args:
         read_id: what the ranks of the read call it.
         reference: what is read.
-        call_back: has something called on a thread that may wait.
+        callbacks: calls its callers back.
 
     Attributes:
         cancellation: says that nobody wants it any more.
@@ -85,14 +86,14 @@ class ReadHandle:
         result, error: what became of it, once it is done.
     """
 
-    def __init__(self, read_id: str, reference: str, call_back: Callable[[Callable[[], None]], None]) -> None:
+    def __init__(self, read_id: str, reference: str, callbacks: Callbacks) -> None:
         self.read_id = read_id
         self.reference = reference
         self.cancellation = Cancellation(read_id)
         self.share: RankRead | None = None
         self.result: ReadResult | None = None
         self.error: KvferryError | None = None
-        self.call_back = call_back
+        self.callbacks = callbacks
         self._changed = threading.Condition()
         self._final: ReadState | None = None
         self._stop: Callable[[], bool] | None = None
@@ -233,7 +234,11 @@ class Read(OneProcess):
 
     def add_done_callback(self, callback: Callable[[Read], None]) -> None:
         """Call `callback(read)` once it has ended, on a thread for callbacks; at once if it has. What it raises is
-        logged. It may wait; the callbacks of other reads of the cache wait meanwhile."""
+        logged. It may wait; the callbacks of other reads of the cache wait meanwhile.
+
+        Raises:
+            LimitReached: the system gives no thread for callbacks. Nothing will be called.
+        """
 
         def run() -> None:
             try:
@@ -241,7 +246,10 @@ class Read(OneProcess):
             except Exception:
                 logger.exception("a callback of read %s failed", self.read_id)
 
-        if not self._handle.when_done(lambda: self._handle.call_back(run)):
+        callbacks = self._handle.callbacks
+        if not self.done():
+            callbacks.start()
+        if not self._handle.when_done(lambda: callbacks.do(run)):
             run()
 
     def __await__(self) -> Generator[object, None, ReadResult]:

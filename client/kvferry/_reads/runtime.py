@@ -156,9 +156,8 @@ class RankRuntime:
                 self._agent.close()
             raise
         self._rank_reads: list[RankReads] = []
-        self.reads = CacheReads(
-            rank.rank, client.lease_holder(token, rank.rank), self._peers, self._work, client.max_reads, self.rank_reads
-        )
+        self._holder = client.lease_holder(token, rank.rank)
+        self.reads = CacheReads(rank.rank, self._holder, self._peers, self._work, client.max_reads, self.rank_reads)
 
     def rank_reads(self, ended: Callable[[RankRead], None], quiesced: Callable[[RankRead], None]) -> RankReads:
         """Shares of reads, see `RankReads`. Closed with the rank."""
@@ -223,7 +222,7 @@ class RankRuntime:
         """Cancel the reads, and end the agents. Idempotent.
 
         Args:
-            timeout: seconds to wait until all is quiet.
+            timeout: seconds to wait until all is quiet, and was told to its home.
         """
         with self._lock:
             if self._closed:
@@ -234,6 +233,8 @@ class RankRuntime:
         for shares in self._rank_reads:
             shares.close(max(0.0, until - now()))
         self._work.close(max(0.0, until - now()))
+        # Not before the work that tells homes how reads have ended.
+        self._holder.close(max(0.0, until - now()))
         self.checksummer.close()
         self.transport.close(max(0.0, until - now()))
         if self._agent is not None:

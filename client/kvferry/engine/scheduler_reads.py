@@ -14,7 +14,7 @@ from kvferry._control.acquisition import Acquired, AcquireRequest, Cancellation
 from kvferry._control.block_use import Writes
 from kvferry._control.lease_holder import LeaseHolder
 from kvferry._engine_spec import EngineSpec
-from kvferry._reads.leased_reads import LeasedRead, LeasedReads, ReadStage, ShareEnd
+from kvferry._reads.leased_reads import UNDER_WAY, LeasedRead, LeasedReads, ReadStage, ShareEnd
 from kvferry._work_queue import WorkQueue
 from kvferry.engine.values import BlockRuns, Finished, Grant, Offer, ReadEnd, WorkerOutput
 from kvferry.errors import (
@@ -209,9 +209,11 @@ class Reads:
             if self._closed:
                 return
             self._closed = True
-            for read in self._by_id.values():
-                self._work.do(read.cancellation.cancel)
-                if read.acquired is not None and read.stage is not ReadStage.ENDED:
+            for read in tuple(self._by_id.values()):
+                if read.stage is ReadStage.WAITING:
+                    # One that is granted all the same is let go.
+                    self._withdraw(read)
+                elif read.stage in UNDER_WAY and read.acquired is not None:
                     self._work.do(partial(self._let_go, read.request, read.acquired))
         self._reads.wait_acquired(timeout)
         self._work.close(max(0.0, deadline - now()))
