@@ -197,7 +197,11 @@ class RankReads(OneProcess):
             logger.exception("read %s failed", order.read_id)
             self._end(read, TransferFailed(f"read {order.read_id}: {error!r}"))
             return
-        transfer.add_done_callback(lambda _: self._work.do(partial(self._moved, read)))
+
+        def done(_: Transfer) -> None:
+            self._work.do(partial(self._moved, read))
+
+        transfer.add_done_callback(done)
 
     def _moved(self, read: RankRead) -> None:
         transfer = read._transfer
