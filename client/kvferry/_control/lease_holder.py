@@ -117,7 +117,9 @@ class LeaseHolder(OneProcess):
         self._teller.tell(home, [*cancels, decline], now() + DECLINE_PATIENCE)
 
     def close(self, timeout: float) -> None:
-        """Tell nothing again any more, and wait at most `timeout` seconds for what was told already. Idempotent."""
+        """Acquire and tell nothing again any more, and wait at most `timeout` seconds for what was told already.
+        Idempotent."""
+        self._acquirer.close(timeout)
         self._teller.close(timeout)
 
 

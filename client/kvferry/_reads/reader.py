@@ -43,6 +43,9 @@ from kvferry.v1 import kv_transfer_pb2 as pb
 
 logger = logging.getLogger(__name__)
 
+CLOSE_TIMEOUT = 1.0
+"""Seconds to wait for the end of a thread that has nothing to do."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReadRequest:
@@ -113,6 +116,7 @@ class Reader:
 
     def close(self) -> None:
         """Tell no home again how a read ended. Idempotent."""
+        self._acquirer.close(CLOSE_TIMEOUT)
         self._teller.close()
 
     def running(self) -> tuple[Read, ...]:
@@ -194,7 +198,8 @@ class Reader:
             self._teller.tell(request.home, read_done(lease.lease_id, [report]), lease.deadline)
 
     def _gave_up(self, home: Control, lease: ReaderLease, outcome: pb.RankOutcome.ValueType) -> None:
-        self._reporter.report(home, lease, [pb.RankReport(rank=self._rank, outcome=outcome)])
+        report = pb.RankReport(rank=self._rank, outcome=outcome)
+        self._teller.tell(home, read_done(lease.lease_id, [report]), lease.deadline)
 
     def _ended(self, read: Read, result: ReadResult | None, error: KvferryError | None) -> None:
         with self._lock:

@@ -1,20 +1,22 @@
-"""The two streams of the contract, as values: what a reader of blocks, and what a process of an engine, is told and
-when."""
+"""The streams of the contract, and the poll that stands for one, as values: what a reader of blocks, and what a process
+of an engine, is told and when."""
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from kvferry.errors import PublicationTimeout, ServerDraining, WatchTakenOver
+from kvferry.errors import InvalidField, PublicationTimeout, ServerDraining, WatchTakenOver
 from kvferry_server.domain.limits import check_limit
 from kvferry_server.domain.publications import Lease, PublicationRecord, PublicationStage
 from kvferry_server.domain.reads import Ask, RevokeReason
 from kvferry_server.domain.steps import PublicationStep
 from kvferry_server.domain.watch_feed import Feed, Numbered, Process
 from kvferry_server.home.home import EVENT_BYTES, Home
+from kvferry_server.home.wakeups import Waker
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -81,31 +83,63 @@ async def read_blocks(home: Home, ask: Ask, wait: float) -> AsyncGenerator[ReadM
         PublicationTimeout: it did not come.
         KvferryError: all that `Lessor.grant` raises.
     """
-    with home.turn() as now:
-        home.engines.check_readable(home.engines.find_live(ask.read.source.engine_id, ask.read.source.incarnation))
-        lease = home.lessor.grant(ask)
-    publication, waits_until = lease.publication, now + wait
-    with _streaming(home, lease), home.wakeups.watching(publication) as waker:
+    waits_until = home.clock.now() + wait
+    with _reading(home, ask) as (lease, waker):
         yield Accepted(lease)
-        steps, completed, revoked = 0, False, False
+        untold = _Untold(lease)
         while True:
             waker.clear()
-            while steps < len(publication.steps):
-                steps += 1
-                yield publication.steps[steps - 1]
-            if publication.complete and not completed:
-                completed = True
-                yield Completed(publication.steps[-1].payload, steps)
-            if lease.revoked is not None and not revoked:
-                revoked = True
-                yield Revoked(lease.revoked)
+            for message in untold.take():
+                yield message
             if not lease.live:
                 return
-            if home.draining:
-                raise ServerDraining("this node server is draining; the lease goes on")
-            left = waits_until - home.clock.now() if publication.stage is PublicationStage.AWAITED else None
-            if left is not None and left <= 0:
-                raise _timeout(publication, wait)
+            awaited = lease.publication.stage is PublicationStage.AWAITED
+            left = _left(home, lease, waits_until, wait)
+            await waker.wait(left if awaited else None)
+
+
+async def poll_blocks(
+    home: Home, ask: Ask, wait: float, lease_id: bytes, next_step: int
+) -> AsyncGenerator[ReadMessage, None]:
+    """Tell what `read_blocks` tells, to a reader who has some of it, and end as soon as something was told, or when the
+    wait is over. Leaving early ends nothing.
+
+    Args:
+        home: of the source.
+        ask: what is asked.
+        wait: seconds to wait for something to tell.
+        lease_id: of the lease that the reader has; empty, or of another one: it is told the lease, and all steps.
+        next_step: first step that it has not been told under that lease.
+
+    Raises:
+        InvalidField: the reader has steps that there are not.
+        PublicationTimeout: the publication did not come.
+        LeaseEnded: the lease has ended.
+        KvferryError: all that `Lessor.grant` raises.
+    """
+    waits_until = home.clock.now() + wait
+    with _reading(home, ask) as (lease, waker):
+        told = not secrets.compare_digest(lease_id, lease.lease_id)
+        if told:
+            next_step = 0
+            yield Accepted(lease)
+        there = len(lease.publication.steps)
+        if next_step > there:
+            raise InvalidField("next_step", next_step, f"at most {there}, the steps there are")
+        untold = _Untold(lease, next_step)
+        while True:
+            waker.clear()
+            for message in untold.take():
+                told = True
+                yield message
+            if told:
+                return
+            if not lease.live and not lease.publication.step_count:
+                raise _timeout(lease.publication, wait)
+            lease.check_replay(ask)
+            left = _left(home, lease, waits_until, wait)
+            if left <= 0:
+                return
             await waker.wait(left)
 
 
@@ -178,6 +212,57 @@ async def _full_state(home: Home, feed: Feed, holder: int) -> AsyncGenerator[Wat
     finally:
         feed.tellings -= 1
     yield Synced(home.need_resync(process))
+
+
+@contextmanager
+def _reading(home: Home, ask: Ask) -> Iterator[tuple[Lease, Waker]]:
+    """A reader has a lease, and waits for what there is to tell of it. Errors as `Lessor.grant`."""
+    with home.turn():
+        home.engines.check_readable(home.engines.find_live(ask.read.source.engine_id, ask.read.source.incarnation))
+        lease = home.lessor.grant(ask)
+    with _streaming(home, lease), home.wakeups.watching(lease.publication) as waker:
+        yield lease, waker
+
+
+class _Untold:
+    """What the reader of a lease has not been told.
+
+    Args:
+        lease: the lease.
+        steps: that it was told before.
+    """
+
+    def __init__(self, lease: Lease, steps: int = 0) -> None:
+        self._lease = lease
+        self._steps, self._completed, self._revoked = steps, False, False
+
+    def take(self) -> Iterator[ReadMessage]:
+        """What there is now, once."""
+        publication = self._lease.publication
+        while self._steps < len(publication.steps):
+            self._steps += 1
+            yield publication.steps[self._steps - 1]
+        if publication.complete and not self._completed:
+            self._completed = True
+            yield Completed(publication.steps[-1].payload, self._steps)
+        if self._lease.revoked is not None and not self._revoked:
+            self._revoked = True
+            yield Revoked(self._lease.revoked)
+
+
+def _left(home: Home, lease: Lease, waits_until: float, wait: float) -> float:
+    """Seconds that a reader who was told all there is may still wait.
+
+    Raises:
+        ServerDraining: it has to ask again later.
+        PublicationTimeout: the wait is over, and the publication has not come.
+    """
+    if home.draining:
+        raise ServerDraining("this node server is draining; the lease goes on")
+    left = waits_until - home.clock.now()
+    if left <= 0 and lease.publication.stage is PublicationStage.AWAITED:
+        raise _timeout(lease.publication, wait)
+    return left
 
 
 @contextmanager

@@ -83,6 +83,9 @@ STREAM_REQUEST = 64 * 1024
 LARGE_REQUESTS = frozenset({OUR_SERVICE + "Handshake"})
 """Streams that spread one answer over several messages: their requests are as large as those of calls."""
 
+WAITING = frozenset({OUR_SERVICE + "PollBlocks"})
+"""Calls that wait for news as streams do: they count as streams, and end with them. Their handlers yield the answer."""
+
 ANSWER_TIMEOUT = 10.0
 """Seconds that an answer, a page of one, or a status may take to be taken."""
 
@@ -98,7 +101,7 @@ class CallLimits:
     calls: int = 1024
     """Unary calls."""
     streams: int = 8192
-    """ReadBlocks, Watch, and the streams of health and reflection."""
+    """ReadBlocks, PollBlocks, Watch, and the streams of health and reflection."""
 
 
 class CallShares:
@@ -161,6 +164,9 @@ class Guard(grpc.aio.ServerInterceptor):
                 return grpc.stream_stream_rpc_method_handler(guarded, None, encode)
             if handler.unary_stream is not None:
                 guarded = self._guarded_stream(method, handler.unary_stream, decode, one_request=True)
+                return grpc.stream_stream_rpc_method_handler(guarded, None, encode)
+            if handler.unary_unary is not None and method in WAITING:
+                guarded = self._guarded_stream(method, handler.unary_unary, decode, one_request=True)
                 return grpc.stream_stream_rpc_method_handler(guarded, None, encode)
             if handler.unary_unary is not None:
                 guarded = self._guarded_call(method, handler.unary_unary, decode, encode)
@@ -238,7 +244,8 @@ class Guard(grpc.aio.ServerInterceptor):
                     if one_request:
                         async with self._request(host, method, context) as (raw, _):
                             request = _decoded(decode, _short(raw))
-                    await _drive(behaviour(request, context), context.write)
+                    write = partial(_write_answer, context) if method in WAITING else context.write
+                    await _drive(behaviour(request, context), write)
             except asyncio.CancelledError:
                 # Either the client left, and nobody is there to hear of it, or we end our own streams.
                 if not self._ending:
@@ -297,6 +304,10 @@ async def _drive(answer: AsyncGenerator[Any, None] | Awaitable[None], write: Cal
 async def _write_page(context: Context, place: ArrivalPlace, page: Any) -> None:
     with place.waits_for_peer():
         await _taken(context, context.write(page))
+
+
+async def _write_answer(context: Context, answer: Any) -> None:
+    await _taken(context, context.write(answer))
 
 
 async def _taken(context: Context, sending: Awaitable[None]) -> None:

@@ -26,6 +26,10 @@ from kvferry_server.home.streams import (
 MAX_TOLD_READS = 256
 """Reads that are told with a release."""
 
+POLL_BYTES = 1 << 20
+POLL_STEPS = 1024
+"""Bytes of blocks, and steps, after which an answer to a poll takes no more: what is encoded in one go."""
+
 _STAGES = {
     PublicationStage.PUBLISHING: ipb.REQUEST_STATE_PUBLISHING,
     PublicationStage.PUBLISHED: ipb.REQUEST_STATE_PUBLISHED,
@@ -56,13 +60,42 @@ def read_message(epoch: bytes, message: ReadMessage, values: Times, now: float) 
     if isinstance(message, Accepted):
         response.accepted.CopyFrom(_accepted(message.lease, values, now))
     elif isinstance(message, PublicationStep):
-        groups = [_group_blocks(blocks) for blocks in message.groups]
-        response.blocks.CopyFrom(pb.Blocks(step=message.step, groups=groups))
+        response.blocks.CopyFrom(_blocks(message))
     elif isinstance(message, Completed):
-        response.complete.CopyFrom(pb.Complete(payload=message.payload, steps=message.steps))
+        response.complete.CopyFrom(_complete(message))
     elif isinstance(message, Revoked):
         response.revoked.CopyFrom(pb.Revoked(reason=revoke_reason(message.reason)))
     return response
+
+
+class PollAnswer:
+    """One answer to a reader that polls, as it grows.
+
+    Attributes:
+        message: the answer.
+    """
+
+    def __init__(self, epoch: bytes) -> None:
+        self.message = pb.PollBlocksResponse(home_epoch=epoch)
+        self._room = POLL_BYTES
+
+    @property
+    def full(self) -> bool:
+        """Whether what else there is goes into the next answer. A step or the last payload still fit a message."""
+        return self._room <= 0 or len(self.message.blocks) >= POLL_STEPS
+
+    def add(self, message: ReadMessage, values: Times, now: float) -> None:
+        """One message more; `now` is the present."""
+        if isinstance(message, Accepted):
+            self.message.accepted.CopyFrom(_accepted(message.lease, values, now))
+        elif isinstance(message, PublicationStep):
+            blocks = _blocks(message)
+            self.message.blocks.append(blocks)
+            self._room -= blocks.ByteSize()
+        elif isinstance(message, Completed):
+            self.message.complete.CopyFrom(_complete(message))
+        elif isinstance(message, Revoked):
+            self.message.revoked.CopyFrom(pb.Revoked(reason=revoke_reason(message.reason)))
 
 
 def watch_message(epoch: bytes, message: WatchMessage, values: Times, advertise: str) -> pb.WatchResponse:
@@ -145,6 +178,14 @@ def _accepted(lease: Lease, values: Times, now: float) -> pb.Accepted:
         request_id=publication.request_id,
         lease_number=lease.number,
     )
+
+
+def _blocks(step: PublicationStep) -> pb.Blocks:
+    return pb.Blocks(step=step.step, groups=[_group_blocks(blocks) for blocks in step.groups])
+
+
+def _complete(completed: Completed) -> pb.Complete:
+    return pb.Complete(payload=completed.payload, steps=completed.steps)
 
 
 def _group_blocks(blocks: GroupBlocks) -> pb.GroupBlocks:

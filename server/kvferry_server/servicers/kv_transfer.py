@@ -13,9 +13,10 @@ import grpc.aio
 from kvferry._clock import to_duration
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry.v1.kv_transfer_pb2_grpc import KVTransferServicer
+from kvferry_server.domain.reads import Ask
 from kvferry_server.domain.registry import MISSING_TOLD
 from kvferry_server.home.home import Home
-from kvferry_server.home.streams import read_blocks, watch
+from kvferry_server.home.streams import poll_blocks, read_blocks, watch
 from kvferry_server.servicers import checks, decode, encode
 from kvferry_server.servicers.callers import names_of, peer_of
 from kvferry_server.servicers.checksums import read_checksums
@@ -98,15 +99,28 @@ class KVTransfer(KVTransferServicer):
     ) -> AsyncGenerator[pb.ReadBlocksResponse, None]:
         """See the contract."""
         home = self._home
-        ask = decode.ask(request, home.limits.ranks, names_of(context), peer_of(context))
-        wait = min(_time_to_wait(context), home.times.max_wait)
-        if request.HasField("wait"):
-            wait = min(wait, checks.seconds("wait", request.wait) or wait)
+        ask, wait = self._asked(request, context)
         async with aclosing(read_blocks(home, ask, wait)) as messages:
             async for message in messages:
                 answer = encode.read_message(home.epoch, message, home.times, home.clock.now())
                 with home.memory.telling(ask.asker, ask.peer, answer.ByteSize()):
                     yield answer
+
+    async def PollBlocks(  # type: ignore[override]  # One answer, whose bytes are counted until it is taken.
+        self, request: pb.PollBlocksRequest, context: Context
+    ) -> AsyncGenerator[pb.PollBlocksResponse, None]:
+        """See the contract."""
+        home = self._home
+        ask, wait = self._asked(request.read, context)
+        lease_id = checks.random_bytes("lease_id", request.lease_id, optional=True)
+        answer = encode.PollAnswer(home.epoch)
+        async with aclosing(poll_blocks(home, ask, wait, lease_id, request.next_step)) as messages:
+            async for message in messages:
+                answer.add(message, home.times, home.clock.now())
+                if answer.full:
+                    break
+            with home.memory.telling(ask.asker, ask.peer, answer.message.ByteSize()):
+                yield answer.message
 
     async def Notify(self, request: pb.NotifyRequest, context: Context) -> pb.NotifyResponse:
         """See the contract."""
@@ -132,6 +146,14 @@ class KVTransfer(KVTransferServicer):
         async with aclosing(stream) as messages:
             async for message in messages:
                 yield encode.watch_message(home.epoch, message, home.times, home.advertise)
+
+    def _asked(self, request: pb.ReadBlocksRequest, context: Context) -> tuple[Ask, float]:
+        """What a reader asks for, and the seconds that it waits."""
+        ask = decode.ask(request, self._home.limits.ranks, names_of(context), peer_of(context))
+        wait = min(_time_to_wait(context), self._home.times.max_wait)
+        if request.HasField("wait"):
+            wait = min(wait, checks.seconds("wait", request.wait) or wait)
+        return ask, wait
 
 
 def _time_to_wait(context: Context) -> float:
