@@ -162,6 +162,7 @@ async def test_an_error_arrives_whatever_it_repeats(tmp_path: Path, named: str) 
             node.handshake(engine_id=named, incarnation=b"", reader=who, reference=""),
             Stream(kv.ReadBlocks(read_request(reference=reference(1, stranger)), timeout=TIMEOUT)).next(),
             Stream(kv.ReadBlocks(read_request(reference="kvf1." + named), timeout=TIMEOUT)).next(),
+            kv.PollBlocks(pb.PollBlocksRequest(read=read_request(reference=reference(1, stranger))), timeout=TIMEOUT),
             kv.Notify(
                 pb.NotifyRequest(sender=who, session_secret=secret, notifications=[publish_notification()]),
                 timeout=TIMEOUT,
