@@ -51,3 +51,47 @@ def test_a_thread_that_cannot_be_had_is_typed(monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(LimitReached) as caught:
         WorkQueue("kvferry-test")
     assert caught.value.values["limit"] == "threads"
+
+
+def test_later_work_is_done_by_its_time_and_work_that_raises_ends_nothing() -> None:
+    desk = WorkQueue("kvferry-test")
+    done: list[str] = []
+    over = threading.Event()
+
+    def work() -> None:
+        done.append("raises")
+        raise ValueError("a bug of the work")
+
+    def last() -> None:
+        done.append("last")
+        over.set()
+
+    desk.do_later(0.3, last)
+    desk.do_later(0.1, work)
+    desk.do_later(0.1, lambda: done.append("as late, asked later"))
+    desk.do_later(3600.0, lambda: done.append("never"))
+    desk.do(lambda: done.append("at once"))
+    assert over.wait(30)
+    assert done == ["at once", "raises", "as late, asked later", "last"]
+    desk.close(30)
+    assert not desk._thread.is_alive()
+    assert "never" not in done
+
+
+def test_later_work_and_ticks_do_not_keep_each_other_waiting() -> None:
+    ticked = threading.Event()
+    ticks: list[None] = []
+
+    def tick() -> float:
+        ticks.append(None)
+        if len(ticks) >= 3:
+            ticked.set()
+        return 0.05
+
+    desk = WorkQueue("kvferry-test", tick)
+    done = threading.Event()
+    desk.do_later(3600.0, lambda: None)
+    assert ticked.wait(30)
+    desk.do_later(0.1, done.set)
+    assert done.wait(30)
+    desk.close(30)

@@ -104,7 +104,7 @@ async def test_a_publication_that_comes_late_is_told_in_steps(ready: Node) -> No
     first = await ready.poll()
     assert first.accepted.request_id == ""
     assert (steps(first), first.HasField("complete")) == ([], False)
-    lease_id = first.accepted.lease_id
+    lease_id, answer = first.accepted.lease_id, first
     for step in range(3):
         waiting = asyncio.create_task(ready.poll(lease_id=lease_id, next_step=step))
         await until_waiting(ready)
