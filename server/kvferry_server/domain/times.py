@@ -23,7 +23,7 @@ class Times:
     final: float = 600.0
     """From the first step of a publication: no lease reaches past it."""
     max_wait: float = 120.0
-    """The longest that ReadBlocks waits for a publication that has not come."""
+    """The longest that ReadBlocks and PollBlocks wait for a publication that has not come."""
     retire: float = 600.0
     """How long a retired incarnation is refused, so that a delayed message cannot evict the living."""
 
