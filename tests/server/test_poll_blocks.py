@@ -244,17 +244,23 @@ async def test_a_revoked_publication_that_was_complete_is_told_whole(ready: Node
     assert answer.HasField("revoked")
 
 
-async def test_the_source_s_death_is_told_to_who_waits(tmp_path: Path) -> None:
+async def test_the_source_s_death_is_told_to_who_has_a_lease(tmp_path: Path) -> None:
     async with running(tmp_path) as node:
         watch = await node.open_engine()
         await node.register()
         lease_id = (await node.poll()).accepted.lease_id
-        waiting = asyncio.create_task(node.poll(lease_id=lease_id))
+        waiting = [asyncio.create_task(node.poll(lease_id=lease_id))]
         await until_waiting(node)
         await node.leaves(watch)
         assert isinstance(await raised(node.poll(2)), EngineIncomplete)
+        # A reader who comes back goes on, as if he had never been away. Others are no such readers.
+        waiting.append(asyncio.create_task(node.poll(lease_id=lease_id)))
+        await until_waiting(node, calls=2)
+        for other in (node.poll(), node.poll(2, lease_id), node.poll(lease_id=lease_id, read_id=read_id("another"))):
+            assert isinstance(await raised(other), EngineIncomplete)
         node.pass_by(TIMES.engine_ttl)
-        assert (await waiting).revoked.reason == pb.REVOKE_REASON_SOURCE_LOST
+        for answer in (*await asyncio.gather(*waiting), await node.poll(lease_id=lease_id)):
+            assert answer.revoked.reason == pb.REVOKE_REASON_SOURCE_LOST
         assert isinstance(await raised(node.poll(2)), EngineUnknown)
 
 

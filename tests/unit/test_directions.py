@@ -36,7 +36,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "_memory": {"errors", "_arguments", "_engine_spec", "geometry", "planner"},
     "_transport": {*BASE, "geometry", "planner", "_memory"},
     "_wire": {*BASE, "geometry", "planner", "v1"},
-    "_control": {*BASE, "geometry", "_engine_spec", "_wire", "v1"},
+    "_control": {*BASE, "_work_queue", "geometry", "_engine_spec", "_wire", "v1"},
     "_reads": {*BASE, "geometry", "planner", "_engine_spec", "_memory", "_transport", "_wire", "_control", "v1"},
 }
 FACES = {

@@ -44,6 +44,7 @@ from kvferry_server.domain.reads import (
     LeaseState,
     RankOutcome,
     RankReport,
+    ReadKey,
     Renewal,
     ReportAnswer,
     RevokeReason,
@@ -338,6 +339,11 @@ class Lessor:
         self._expect(publication, ask)
         self._endings.add_lease(lease)
         return lease
+
+    def has_lease(self, read: ReadKey, lease_id: bytes) -> bool:
+        """Whether this is the lease of a read, live or ended."""
+        lease = self._endings.lease_of_read(read, self.advance(SLICE))
+        return lease is not None and secrets.compare_digest(lease_id, lease.lease_id)
 
     def renew(self, lease_id: bytes, reader: EngineRef, names: Names = NOBODY) -> Renewal:
         """Extend a lease to a ttl from now, as far as it may be; never shortens or revives one.

@@ -118,7 +118,7 @@ async def poll_blocks(
         KvferryError: all that `Lessor.grant` raises.
     """
     waits_until = home.clock.now() + wait
-    with _reading(home, ask) as (lease, waker):
+    with _reading(home, ask, lease_id) as (lease, waker):
         told = not secrets.compare_digest(lease_id, lease.lease_id)
         if told:
             next_step = 0
@@ -215,10 +215,13 @@ async def _full_state(home: Home, feed: Feed, holder: int) -> AsyncGenerator[Wat
 
 
 @contextmanager
-def _reading(home: Home, ask: Ask) -> Iterator[tuple[Lease, Waker]]:
-    """A reader has a lease, and waits for what there is to tell of it. Errors as `Lessor.grant`."""
+def _reading(home: Home, ask: Ask, lease_id: bytes = b"") -> Iterator[tuple[Lease, Waker]]:
+    """A reader has a lease, and waits for what there is to tell of it. Who shows its id goes on whatever has become of
+    the source, as in a stream. Errors as `Lessor.grant`, and for a source that cannot be read."""
+    source = ask.read.source
     with home.turn():
-        home.engines.check_readable(home.engines.find_live(ask.read.source.engine_id, ask.read.source.incarnation))
+        if not home.lessor.has_lease(ask.read, lease_id):
+            home.engines.check_readable(home.engines.find_live(source.engine_id, source.incarnation))
         lease = home.lessor.grant(ask)
     with _streaming(home, lease), home.wakeups.watching(lease.publication) as waker:
         yield lease, waker
