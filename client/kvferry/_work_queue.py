@@ -25,7 +25,7 @@ class _Delayed:
 
     at: float
     number: int
-    work: Callable[[], None] = field(compare=False)
+    work: Callable[[], object] = field(compare=False)
 
 
 class WorkQueue:
@@ -43,14 +43,14 @@ class WorkQueue:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._queue: queue.SimpleQueue[Callable[[], None] | _Delayed | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Callable[[], object] | _Delayed | None] = queue.SimpleQueue()
         self._numbers = itertools.count()
         self._lock = threading.Lock()
         """Nothing is asked of a thread that has just ended."""
         self._ended = False
         self._thread = start_thread(self._run, name)
 
-    def do(self, work: Callable[[], None]) -> bool:
+    def do(self, work: Callable[[], object]) -> bool:
         """Do it as soon as what came before is done. What it raises is logged.
 
         Returns:
@@ -61,7 +61,7 @@ class WorkQueue:
                 self._queue.put(work)
             return not self._ended
 
-    def do_later(self, seconds: float, work: Callable[[], None]) -> None:
+    def do_later(self, seconds: float, work: Callable[[], object]) -> None:
         """Do it after this time, unless the queue is closed by then. What it raises is logged."""
         self._queue.put(_Delayed(now() + seconds, next(self._numbers), work))
 
@@ -102,7 +102,7 @@ class WorkQueue:
             self._ended = self._queue.empty()
             return self._ended
 
-    def _do(self, work: Callable[[], None]) -> None:
+    def _do(self, work: Callable[[], object]) -> None:
         try:
             work()
         except Exception:

@@ -16,7 +16,7 @@ from kvferry._wire.authority import publication_key
 from kvferry._wire.reference import format_reference
 from kvferry._wire.token import EngineToken
 from kvferry.v1 import kv_transfer_pb2 as pb
-from tests.control.scripted import EPOCH
+from tests.support.acquiring import acquired
 
 LEASE = b"l" * 16
 
@@ -61,7 +61,7 @@ def acquire(
 
     def run() -> None:
         try:
-            found.append(acquirer.acquire(request, cancellation, lambda _: None))
+            found.append(acquired(acquirer, request, cancellation))
         except Exception as error:
             found.append(error)
 
@@ -70,6 +70,5 @@ def acquire(
     return thread, found
 
 
-def accepted(renew_every: float = 20.0) -> pb.ReadBlocksResponse:
-    lease = pb.Accepted(lease_id=LEASE, remaining=to_duration(60), renew_every=to_duration(renew_every))
-    return pb.ReadBlocksResponse(home_epoch=EPOCH, accepted=lease)
+def accepted(renew_every: float = 20.0) -> pb.Accepted:
+    return pb.Accepted(lease_id=LEASE, remaining=to_duration(60), renew_every=to_duration(renew_every))

@@ -26,10 +26,10 @@ class Scripted(KVTransferServicer):
     def __init__(self) -> None:
         self.notified: list[pb.NotifyRequest] = []
         self.watched: list[pb.WatchRequest] = []
-        self.asked: list[pb.ReadBlocksRequest] = []
+        self.asked: list[pb.PollBlocksRequest] = []
         self.notify: Callable[[pb.NotifyRequest], list[pb.NotificationResult]] = _acknowledged
         self.watch: Callable[[int], Iterator[pb.WatchResponse]] = lambda _: iter(())
-        self.read_blocks: Callable[[], Iterator[pb.ReadBlocksResponse]] = lambda: iter(())
+        self.poll_blocks: Callable[[pb.PollBlocksRequest], pb.PollBlocksResponse] = lambda _: polled()
         self.news = threading.Condition()
 
     def Notify(self, request: pb.NotifyRequest, context: Any) -> pb.NotifyResponse:
@@ -65,13 +65,17 @@ class Scripted(KVTransferServicer):
             ended.wait(60)
 
     def ReadBlocks(self, request: pb.ReadBlocksRequest, context: Any) -> Iterator[pb.ReadBlocksResponse]:
+        yield pb.ReadBlocksResponse(home_epoch=EPOCH)
+
+    def PollBlocks(self, request: pb.PollBlocksRequest, context: Any) -> pb.PollBlocksResponse:
         with self.news:
             self.asked.append(request)
             self.news.notify_all()
         try:
-            yield from self.read_blocks()
+            return self.poll_blocks(request)
         except KvferryError as error:
             _abort(context, error)
+            return polled()
 
     def until(self, condition: Callable[[], bool]) -> None:
         """Wait for something that a call brings about."""
@@ -96,6 +100,11 @@ def released(publication: int, **changes: Any) -> pb.WatchResponse:
     """A release."""
     event = pb.Released(publication=publication, outcome=pb.RELEASE_OUTCOME_READ)
     return pb.WatchResponse(home_epoch=EPOCH, released=event, **changes)
+
+
+def polled(**told: Any) -> pb.PollBlocksResponse:
+    """An answer to a reader that polls; nothing told: nothing new."""
+    return pb.PollBlocksResponse(home_epoch=EPOCH, **told)
 
 
 @contextmanager

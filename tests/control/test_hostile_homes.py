@@ -15,8 +15,9 @@ import pytest
 from kvferry import Blocks, Client, EngineSpec, Group
 from kvferry._cache import runtime_of
 from kvferry._clock import now, to_duration
-from kvferry._control.acquisition import GRANT_BYTES, Acquirer, Cancellation
+from kvferry._control.acquisition import Acquirer, Cancellation
 from kvferry._control.block_use import BlockUse
+from kvferry._control.granted_steps import GRANT_BYTES
 from kvferry._control.home_session import HomeSession
 from kvferry._control.publications import Publication
 from kvferry._control.reader_lease import LONGEST_LEASE, ReaderLease
@@ -39,7 +40,7 @@ from kvferry.errors import (
 from kvferry.v1 import geometry_pb2
 from kvferry.v1 import kv_transfer_pb2 as pb
 from tests.control.holding import DONE, READER, accepted, acquire, holding
-from tests.control.scripted import EPOCH, opened, released, scripted, synced
+from tests.control.scripted import opened, polled, released, scripted, synced
 from tests.support.identifiers import unique_id
 from tests.support.node_servers import NodeServerProcess
 from tests.support.waiting import until
@@ -99,37 +100,38 @@ def without_threads_for(name: str) -> Iterator[None]:
 def test_a_call_without_a_thread_is_refused_and_the_next_one_goes_on(tmp_path: Path) -> None:
     with scripted(tmp_path) as (server, control):
         answers: list[object] = []
-        server.read_blocks = lambda: iter([accepted()])
+        server.poll_blocks = lambda _: polled(accepted=accepted())
         with without_threads_for(threading.current_thread().name):
             for _ in range(2):
                 with pytest.raises(LimitReached):
-                    control.read_blocks(pb.ReadBlocksRequest(), 5)
+                    control.watch(pb.WatchRequest())
+                control.poll_blocks_later(pb.PollBlocksRequest(), 5, answers.append)
             control.notify_later(pb.NotifyRequest(), 5, answers.append)
-        assert isinstance(answers[0], LimitReached)
+        assert [type(answer) for answer in answers] == [LimitReached] * 3
         ended = threading.Event()
 
-        def read() -> None:
-            answers.extend(control.typed(control.read_blocks(pb.ReadBlocksRequest(), 5)))
+        def take(answer: object) -> None:
+            answers.append(answer)
             ended.set()
 
-        threading.Thread(target=read, daemon=True).start()
+        control.poll_blocks_later(pb.PollBlocksRequest(), 5, take)
         assert ended.wait(30)
-        assert answers[1:] == [accepted()]
+        assert answers[3:] == [polled(accepted=accepted())]
 
 
 def test_a_grant_without_end_is_refused(tmp_path: Path) -> None:
     with scripted(tmp_path) as (server, control):
         sent: list[int] = []
         ids = pb.GroupBlocks(group="full", run_starts=range(1 << 20, (1 << 20) + 500_000), run_counts=[1] * 500_000)
-        step = pb.ReadBlocksResponse(home_epoch=EPOCH, blocks=pb.Blocks(groups=[ids]))
 
-        def endless() -> Iterator[pb.ReadBlocksResponse]:
-            yield accepted()
-            while True:
-                sent.append(step.ByteSize())
-                yield step
+        def endless(request: pb.PollBlocksRequest) -> pb.PollBlocksResponse:
+            if not request.lease_id:
+                return polled(accepted=accepted())
+            answer = polled(blocks=[pb.Blocks(step=request.next_step, groups=[ids])])
+            sent.append(answer.ByteSize())
+            return answer
 
-        server.read_blocks = endless
+        server.poll_blocks = endless
         renewals = Renewals()
         given_back: list[bytes] = []
         acquirer = Acquirer(READER, renewals, lambda _, lease, __: given_back.append(lease.lease_id))
@@ -137,7 +139,6 @@ def test_a_grant_without_end_is_refused(tmp_path: Path) -> None:
         thread.join(60)
         assert isinstance(found[0], InvalidField)
         assert len(given_back) == 1
-        # With what gRPC has taken meanwhile.
         assert sum(sent) < 2 * GRANT_BYTES
         renewals.close()
 
@@ -223,15 +224,14 @@ def test_a_home_that_takes_nothing_leaves_room_for_what_others_have_to_hear(
 
 def test_a_read_that_is_asked_for_again_says_again_how_many_there_will_be(tmp_path: Path) -> None:
     with scripted(tmp_path) as (server, control):
-        done = pb.ReadBlocksResponse(home_epoch=EPOCH, complete=pb.Complete(steps=0))
-        server.read_blocks = lambda: iter([accepted(renew_every=0.05), done])
+        server.poll_blocks = lambda _: polled(accepted=accepted(renew_every=0.05), complete=pb.Complete())
         ended = pb.NotificationResult(error=to_notification_error(LeaseEnded("no such lease")))
         server.notify = lambda request: [ended for _ in request.notifications]
         renewals = Renewals()
         thread, _ = acquire(Acquirer(READER, renewals, lambda *_: None), control, Cancellation("read"), expected=4)
         thread.join(30)
         server.until(lambda: len(server.asked) >= 2)
-        assert {asked.expected_reads for asked in server.asked} == {4}
+        assert {asked.read.expected_reads for asked in server.asked} == {4}
         renewals.close()
 
 

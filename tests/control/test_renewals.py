@@ -6,6 +6,7 @@ import logging
 import threading
 from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from kvferry._control.batches import BATCH
 from kvferry._control.connection import Control
 from kvferry._control.reader_lease import ReaderLease
 from kvferry._control.renewals import Renewals
-from kvferry.errors import InvalidField
+from kvferry.errors import InvalidField, KvferryError
 from kvferry.v1 import kv_transfer_pb2 as pb
 from tests.control.scripted import scripted
 from tests.support.identifiers import unique_id
@@ -32,10 +33,12 @@ READERS = [pb.EngineRef(engine_id=f"reader-{index}", incarnation=bytes([index]) 
 def acquired(home: Control, reference: str, reader: pb.EngineRef, read: int) -> ReaderLease:
     """A lease, as a read of a publication gets it."""
     sent_at = now()
-    request = pb.ReadBlocksRequest(reference=reference, reader=reader, read_id=read.to_bytes(16, "big"), parties=1)
-    stream = home.read_blocks(request, 30)
-    accepted = next(iter(stream)).accepted
-    stream.cancel()
+    asked = pb.ReadBlocksRequest(reference=reference, reader=reader, read_id=read.to_bytes(16, "big"), parties=1)
+    answers: SimpleQueue[pb.PollBlocksResponse | KvferryError] = SimpleQueue()
+    home.poll_blocks_later(pb.PollBlocksRequest(read=asked), 30, answers.put)
+    answer = answers.get(timeout=30)
+    assert isinstance(answer, pb.PollBlocksResponse), answer
+    accepted = answer.accepted
     remaining, every = from_duration(accepted.remaining), from_duration(accepted.renew_every)
     return ReaderLease(accepted.lease_id, sent_at, remaining, every)
 

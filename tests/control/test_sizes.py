@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import signal
 from pathlib import Path
+from queue import SimpleQueue
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ from kvferry._control.batches import BATCH, SENT_BYTES, batches
 from kvferry._control.connection import Control
 from kvferry._session import home_session_of
 from kvferry._wire.channel import MAX_MESSAGE_BYTES
-from kvferry.errors import MessageTooLarge
+from kvferry.errors import KvferryError, MessageTooLarge
 from kvferry.v1 import kv_transfer_pb2 as pb
 from tests.support.identifiers import unique_id
 from tests.support.node_servers import NodeServerProcess
@@ -98,13 +98,14 @@ def test_a_home_is_refilled_with_more_than_a_message_holds(tmp_path: Path) -> No
 def payload_of(home: Control, reference: str) -> bytes:
     """What a reader gets, once the home has its engines back."""
     reader = pb.EngineRef(engine_id="reader", incarnation=b"r" * 16)
-    request = pb.ReadBlocksRequest(reference=reference, reader=reader, read_id=b"r" * 16, parties=1)
+    asked = pb.ReadBlocksRequest(reference=reference, reader=reader, read_id=b"r" * 16, parties=1)
     until = now() + 30
     while True:
-        with contextlib.suppress(Exception):
-            for message in home.typed(home.read_blocks(request, 30)):
-                if message.WhichOneof("message") == "complete":
-                    return message.complete.payload
+        answers: SimpleQueue[pb.PollBlocksResponse | KvferryError] = SimpleQueue()
+        home.poll_blocks_later(pb.PollBlocksRequest(read=asked), 30, answers.put)
+        answer = answers.get(timeout=30)
+        if isinstance(answer, pb.PollBlocksResponse) and answer.HasField("complete"):
+            return answer.complete.payload
         assert now() < until, "the publication is not there"
 
 

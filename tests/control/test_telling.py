@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -29,7 +29,7 @@ from kvferry.errors import (
 )
 from kvferry.v1 import kv_transfer_pb2 as pb
 from tests.control.holding import DONE, LEASE, READER, accepted, acquire, holding, reference
-from tests.control.scripted import EPOCH, Scripted, scripted
+from tests.control.scripted import Scripted, polled, scripted
 from tests.support.waiting import until
 
 
@@ -105,12 +105,11 @@ def test_a_cancel_does_not_wait_for_the_end_of_a_pause(tmp_path: Path) -> None:
     with scripted(tmp_path) as (server, control):
         asked = threading.Event()
 
-        def recovering() -> Iterator[pb.ReadBlocksResponse]:
+        def recovering(request: pb.PollBlocksRequest) -> pb.PollBlocksResponse:
             asked.set()
             raise HomeRecovering("not now", retry_after=29.0)
-            yield
 
-        server.read_blocks = recovering
+        server.poll_blocks = recovering
         renewals, cancellation = Renewals(), Cancellation("read")
         thread, found = acquire(Acquirer(READER, renewals, lambda *_: None), control, cancellation)
         assert asked.wait(30)
@@ -123,18 +122,15 @@ def test_a_cancel_does_not_wait_for_the_end_of_a_pause(tmp_path: Path) -> None:
         assert now() - began < 10
 
 
-def malformed() -> Iterator[pb.ReadBlocksResponse]:
-    """Blocks that are none, in a way that no check foresees."""
-    yield accepted()
-    yield accepted()
+def malformed(_: pb.PollBlocksRequest) -> pb.PollBlocksResponse:
+    """Blocks that are none."""
     group = pb.GroupBlocks(group="full", run_starts=[1], run_counts=[])
-    yield pb.ReadBlocksResponse(home_epoch=EPOCH, blocks=pb.Blocks(groups=[group]))
-    yield pb.ReadBlocksResponse(home_epoch=EPOCH, complete=pb.Complete(steps=1))
+    return polled(accepted=accepted(), blocks=[pb.Blocks(groups=[group])], complete=pb.Complete(steps=1))
 
 
 def test_whatever_a_home_answers_the_lease_is_given_back(tmp_path: Path) -> None:
     with scripted(tmp_path) as (server, control):
-        server.read_blocks = malformed
+        server.poll_blocks = malformed
         renewals = Renewals()
         given_back: list[bytes] = []
         acquirer = Acquirer(READER, renewals, lambda _, lease, __: given_back.append(lease.lease_id))
@@ -149,8 +145,7 @@ def test_whatever_a_home_answers_the_lease_is_given_back(tmp_path: Path) -> None
 
 def test_a_home_that_wants_renewals_all_the_time_gets_some(tmp_path: Path) -> None:
     with scripted(tmp_path) as (server, control):
-        complete = pb.ReadBlocksResponse(home_epoch=EPOCH, complete=pb.Complete(steps=1))
-        server.read_blocks = lambda: iter([accepted(renew_every=0.0), complete])
+        server.poll_blocks = lambda _: polled(accepted=accepted(renew_every=0.0), complete=pb.Complete())
         server.notify = lambda request: [
             pb.NotificationResult(renewed=pb.Renewed(remaining=to_duration(60))) for _ in request.notifications
         ]

@@ -243,7 +243,7 @@ def test_reference_to_a_former_incarnation_is_told_so(engine: MakeEngine, homes:
 
 
 @pytest.mark.usefixtures("alive")
-@pytest.mark.parametrize("method", ["RegisterCache", "Handshake", "ReadBlocks", "Notify", "Watch"])
+@pytest.mark.parametrize("method", ["RegisterCache", "Handshake", "ReadBlocks", "PollBlocks", "Notify", "Watch"])
 def test_bytes_that_are_no_message_are_answered_with_a_status(homes: Homes, method: str) -> None:
     random = np.random.default_rng(7)
     with grpc.insecure_channel(homes[0]) as channel:

@@ -18,6 +18,7 @@ from kvferry._control.renewals import Renewals
 from kvferry._wire.reference import parse_reference
 from kvferry.errors import PeerRestarted, PublicationReleased, PublicationStale
 from kvferry.v1 import kv_transfer_pb2 as pb
+from tests.support.acquiring import acquired
 from tests.support.caches import POISON, Model, expect, kv, shards, write
 from tests.support.engines import Engine
 from tests.support.identifiers import unique_id
@@ -91,7 +92,7 @@ def test_a_lease_is_acquired_again_at_a_home_that_restarted(tmp_path: Path) -> N
             text = publication.reference
             request = AcquireRequest(home, parse_reference(text), text, "read", 1, 0, now() + 30)
             deadlines: list[float] = []
-            granted = acquirer.acquire(request, Cancellation("read"), deadlines.append)
+            granted = acquired(acquirer, request, Cancellation("read"), deadlines.append)
             first, first_deadline = granted.lease.lease_id, granted.lease.deadline
 
             server.stop(signal.SIGKILL)
@@ -105,6 +106,7 @@ def test_a_lease_is_acquired_again_at_a_home_that_restarted(tmp_path: Path) -> N
             result = home.notify_one(pb.NotifyRequest(sender=token.ref(), notifications=done))
             assert result.read_ended.verdict == pb.VERDICT_VALID
             renewals.drop(granted.lease)
+            acquirer.close(10)
             (release,) = caches[0].session.released(timeout=30)
             assert (release.publication, release.outcome) == (publication.number, ReleaseOutcome.READ)
             assert [summary.state for summary in release.reads] == ["valid"]

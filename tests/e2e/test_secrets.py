@@ -146,6 +146,8 @@ class Scene:
                 self.asks(
                     "ReadBlocks", lambda request, timeout: self._first(request, timeout), pb.ReadBlocksRequest(**given)
                 )
+                poll = pb.PollBlocksRequest(read=pb.ReadBlocksRequest(**given), next_step=9)
+                self.asks("PollBlocks", self._polled, poll)
             decline = pb.Notification(decline=pb.Decline(reference=text))
             if text != reference:
                 self.asks("Notify", self.kv.Notify, pb.NotifyRequest(notifications=[decline]))
@@ -181,6 +183,11 @@ class Scene:
             return first
         finally:
             stream.cancel()
+
+    def _polled(self, request: pb.PollBlocksRequest, timeout: float) -> pb.PollBlocksResponse:
+        answer: pb.PollBlocksResponse = self.kv.PollBlocks(request, timeout=timeout)
+        answer.accepted.ClearField("lease_id")
+        return answer
 
 
 def cache(client: Client, engine_id: str) -> Cache:

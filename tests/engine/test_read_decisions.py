@@ -231,6 +231,8 @@ def test_a_home_that_says_nothing_is_waited_for_so_long_and_no_longer(world: Wor
     read_id = world.reading()
     for rank in range(RANKS):
         world.ends(read_id, rank)
+    # Waited for from its report on.
+    assert world.home.heard("report")
     world.now += VERDICT_TIMEOUT + LOOK_EVERY - 0.001
     world.look()
     assert world.finished() == []

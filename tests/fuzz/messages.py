@@ -56,6 +56,7 @@ def seed(method: Method, party: Party) -> Message:
         "RegisterCache": party.registration,
         "Handshake": party.handshake,
         "ReadBlocks": party.read_request,
+        "PollBlocks": party.poll_request,
         "Notify": party.notifications,
         "KVTransfer/Watch": party.watch_request,
         "PlanRead": party.plan,

@@ -61,6 +61,7 @@ WEIGHTS = {
     "PlanRead": 1,
     "Notify": 14,
     "ReadBlocks": 5,
+    "PollBlocks": 5,
     "ReadChecksums": 2,
     "Watch": 4,
     "RegisterCache": 3,
@@ -179,6 +180,8 @@ class HostilePeer:
                 if field_name in request.DESCRIPTOR.fields_by_name:
                     cleared: Message = request
                     cleared.ClearField(field_name)
+        elif isinstance(request, pb.PollBlocksRequest):
+            request.read.wait.FromMilliseconds(50)
         made: Message = request
         return made
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry._control.acquisition import joined
+from kvferry._control.granted_steps import joined
 from kvferry._wire.blocks_codec import blocks_to_proto
 from kvferry._wire.geometry_codec import engine_from_proto, engine_to_proto
 from kvferry._wire.plan_codec import plan_to_proto

@@ -109,6 +109,16 @@ class Node:
     def read(self, number: int = 1, **changes: Any) -> Stream:
         return Stream(self.kv.ReadBlocks(read_request(number, **changes), timeout=TIMEOUT))
 
+    async def poll(
+        self, number: int = 1, lease_id: bytes = b"", next_step: int = 0, **changes: Any
+    ) -> pb.PollBlocksResponse:
+        """One answer to a reader that polls; raises the typed error."""
+        request = pb.PollBlocksRequest(read=read_request(number, **changes), lease_id=lease_id, next_step=next_step)
+        try:
+            return await self.kv.PollBlocks(request, timeout=TIMEOUT)
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error, "test") from None
+
 
 class Stream:
     """A server stream whose messages a test takes one by one."""

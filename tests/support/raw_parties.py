@@ -111,6 +111,10 @@ class Party:
     def read_request(self) -> pb.ReadBlocksRequest:
         return pb.ReadBlocksRequest(reference=self.reference(), reader=self.reader, read_id=b"r" * 16, parties=1)
 
+    def poll_request(self) -> pb.PollBlocksRequest:
+        """With the lease that it has, for the first step."""
+        return pb.PollBlocksRequest(read=self.read_request(), lease_id=self.lease_id)
+
     def watch_request(self) -> pb.WatchRequest:
         return pb.WatchRequest(engine=self.ref, session_secret=self.secret, role=pb.WATCH_ROLE_SCHEDULER)
 

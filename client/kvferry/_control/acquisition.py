@@ -1,4 +1,4 @@
-"""From a reference to a grant: a lease, and the blocks it covers. Blocks, so it runs on a thread of its caller's."""
+"""From a reference to a grant: a lease, and the blocks it covers. Waits without a thread of its own."""
 
 from __future__ import annotations
 
@@ -10,23 +10,27 @@ from functools import partial
 
 from kvferry._clock import from_duration, now, to_duration
 from kvferry._control.backoff import BACKOFF_FIRST, Backoff
-from kvferry._control.connection import SILENCE, Control, retrying
+from kvferry._control.connection import SILENCE, Control
+from kvferry._control.granted_steps import GrantedSteps
+from kvferry._control.reacquisition import Reacquisition
 from kvferry._control.reader_lease import ReaderLease
 from kvferry._control.renewals import Renewals
-from kvferry._threads import start_thread
+from kvferry._control.waits import Waits
 from kvferry._wire.authority import read_id_of
-from kvferry._wire.blocks_codec import blocks_from_proto
 from kvferry._wire.token import EngineToken
+from kvferry._work_queue import WorkQueue
 from kvferry.errors import (
-    BlocksShort,
+    Closed,
+    InternalError,
     InvalidField,
     KvferryError,
+    LeaseEnded,
     PublicationAborted,
     PublicationTimeout,
     TransferCancelled,
     Unreachable,
 )
-from kvferry.geometry.blocks import MAX_BLOCKS, Blocks
+from kvferry.geometry.blocks import Blocks
 from kvferry.v1 import kv_transfer_pb2 as pb
 
 logger = logging.getLogger(__name__)
@@ -35,15 +39,13 @@ HOME_PATIENCE = 15.0
 """Seconds after which a read gives up a home that cannot be reached: longer than one that restarts, or an engine that
 counts as dead, takes; the engine can recompute instead of waiting for the read's whole timeout."""
 
+LEASE_ID_BYTES = 16
+
 RENEW_LEAST = 0.05
 """Seconds between renewals, whatever a home asks for: one that said 0 would keep a thread busy."""
 
-GRANT_BYTES = 128 << 20
-"""The most that the blocks of one publication take on the wire: `MAX_BLOCKS` ids that follow no other, with room. A
-home that went on sending would fill our memory."""
-
-STEP_BYTES = 256
-"""What one step takes beside its blocks."""
+CALLS_AT_ONCE = 128
+"""Calls of one attempt of which each follows the one before at once: as many as the largest publication takes."""
 
 ACCEPTED_PATIENCE = 1.0
 """Seconds that a read which was cancelled waits for its lease, to end it."""
@@ -75,10 +77,6 @@ class Cancellation:
         """Raise `TransferCancelled` if it was cancelled."""
         if self.cancelled:
             raise TransferCancelled(f"read {self._read_id} was cancelled", read_id=self._read_id)
-
-    def wait(self, seconds: float) -> bool:
-        """Wait that long, or until it is cancelled; whether it is."""
-        return self._cancelled.wait(seconds)
 
     def interrupt_by(self, interrupt: Callable[[], None] | None) -> None:
         """How to interrupt what waits from now on."""
@@ -131,12 +129,13 @@ class Acquired:
 
 
 class Acquirer:
-    """Acquires publications for one engine.
+    """Acquires publications for one engine. A read that waits costs no thread: one thread makes the pauses of all. It
+    starts with the first read.
 
     Args:
         token: of the engine that reads.
         renewals: keeps the leases alive from their acceptance on.
-        gave_up: called with a lease that was had and is not needed any more, and why; tells its home.
+        gave_up: called with a lease that was had and is not needed any more, and why; tells its home. May not block.
     """
 
     def __init__(
@@ -149,200 +148,291 @@ class Acquirer:
         self._secret = token.session_secret
         self._renewals = renewals
         self._gave_up = gave_up
+        self._lock = threading.Lock()
+        self._work: WorkQueue | None = None
+        self._running = 0
+        self._closed = False
 
-    def acquire(
-        self, request: AcquireRequest, cancellation: Cancellation, extended: Callable[[float], None]
-    ) -> Acquired:
-        """Ask until there is an answer that repeating would not change.
+    def start(
+        self,
+        request: AcquireRequest,
+        cancellation: Cancellation,
+        extended: Callable[[float], None],
+        ended: Callable[[Acquired | KvferryError], None],
+    ) -> None:
+        """Ask until there is an answer that repeating would not change. Returns at once.
 
         Args:
             request: what to read.
             cancellation: interrupts the wait.
             extended: called with the new deadline after each acknowledged renewal.
+            ended: called once, after this has returned or on another thread, with what came of it: a lease and its
+                blocks, or `TransferCancelled`, `PublicationTimeout` (the publication was not complete in time),
+                `PublicationAborted` (the source no longer offers it), or what else the home answered.
+
+        Neither callable may block: they are called on threads that others wait for.
 
         Raises:
-            TransferCancelled: it was cancelled.
-            PublicationTimeout: the publication was not complete in time.
-            PublicationAborted: the source no longer offers it.
-            KvferryError: what the home answered.
+            LimitReached: the system gives no thread. `ended` is not called.
+            Closed: this was closed. `ended` is not called.
         """
-        backoff = Backoff()
-        began, said = now(), False
-        while True:
-            cancellation.check()
-            try:
-                return self._ask(request, cancellation, extended)
-            except KvferryError as error:
-                cancellation.check()
-                pause = backoff.next(error.retry_after)
-                if not error.retryable or now() + pause >= request.deadline:
-                    raise
-                if isinstance(error, Unreachable) and request.home.unreachable_for > HOME_PATIENCE:
-                    raise
-                if not said and now() - began >= SILENCE:
-                    said = True
-                    number, engine_id = request.reference.publication, request.reference.engine_id
-                    what = f"publication {number} of engine {engine_id!r} at {request.home.address}"
-                    logger.warning("still waiting for %s: %s", what, error)
-            cancellation.wait(pause)
-
-    def _ask(self, request: AcquireRequest, cancellation: Cancellation, extended: Callable[[float], None]) -> Acquired:
-        """One ReadBlocks call, up to Complete. The stream is then left: losing it ends nothing (PROTOCOL, Leases 5)."""
-        left = max(0.001, request.deadline - now())
-        sent_at = now()
-        call = pb.ReadBlocksRequest(
+        asked = pb.ReadBlocksRequest(
             reference=request.text,
             reader=self._reader,
             read_id=read_id_of(self._secret, request.read_id),
             parties=request.parties,
             expected_reads=request.expected_reads,
-            wait=to_duration(left),
         )
-        stream = request.home.read_blocks(call, left)
+        with self._lock:
+            if self._closed:
+                raise Closed("this engine acquires nothing any more: it was closed")
+            if self._work is None:
+                self._work = WorkQueue(f"kvferry-acquisitions-{self._reader.engine_id}")
+            work = self._work
+            self._running += 1
 
-        lease: ReaderLease | None = None
+        def over(outcome: Acquired | KvferryError) -> None:
+            self._one_ended(work)
+            ended(outcome)
 
-        def interrupt() -> None:
-            if lease is not None:
-                stream.cancel()
-                return
-            # A lease that was granted, and whose answer we did not wait for, would pin the source until it ends.
-            timer = threading.Timer(ACCEPTED_PATIENCE, stream.cancel)
-            timer.daemon = True
-            try:
-                timer.start()
-            except RuntimeError:
-                # No thread to be had: then the lease ends with its time.
-                stream.cancel()
+        acquisition = _Acquisition(request, asked, cancellation, work, self._renewals, self._gave_up, extended, over)
+        work.do(acquisition.begin)
 
-        cancellation.interrupt_by(interrupt)
-        steps: list[pb.Blocks] = []
-        size = 0
-        source, request_id = pb.EngineRef(), request.reference.request_id
+    def close(self, timeout: float) -> None:
+        """Start nothing any more. The thread ends with the last acquisition under way; if there is none, it has ended
+        after at most `timeout` seconds. A lease that is lost later is not acquired again. Idempotent."""
+        with self._lock:
+            self._closed = True
+            idle = self._work if not self._running else None
+        if idle is not None:
+            idle.close(timeout)
+
+    def _one_ended(self, work: WorkQueue) -> None:
+        with self._lock:
+            self._running -= 1
+            last = self._closed and not self._running
+        if last:
+            work.close(0.0)
+
+
+class _Acquisition:
+    """One read on its way to its blocks: calls and pauses, one after the other.
+
+    What follows a call happens on gRPC's thread for that home, so that a home whose answers are much work delays nobody
+    else; what follows a pause happens on the thread of `work`. Never both at once: each begins when the other has
+    ended.
+    """
+
+    def __init__(
+        self,
+        request: AcquireRequest,
+        asked: pb.ReadBlocksRequest,
+        cancellation: Cancellation,
+        work: WorkQueue,
+        renewals: Renewals,
+        gave_up: Callable[[Control, ReaderLease, pb.RankOutcome.ValueType], object],
+        extended: Callable[[float], None],
+        ended: Callable[[Acquired | KvferryError], None],
+    ) -> None:
+        self._request = request
+        self._asked = asked
+        self._cancellation = cancellation
+        self._work = work
+        self._renewals = renewals
+        self._gave_up = gave_up
+        self._extended = extended
+        self._ended = ended
+        self._backoff = Backoff()
+        self._began, self._said = now(), False
+
+        self._lease: ReaderLease | None = None
+        """The lease of the present attempt."""
+        self._had: ReaderLease | None = None
+        """The last lease of all attempts."""
+        self._source, self._request_id = pb.EngineRef(), request.reference.request_id
+        self._steps = GrantedSteps()
+        self._calls, self._pace = 0, Backoff()
+        """Of the present attempt; and the seconds from one to the next if it is answered with nothing."""
+        self._over = False
+
+        self._waits = Waits()
+
+    def begin(self) -> None:
+        """Ask for the first time."""
+        self._cancellation.interrupt_by(self._waits.interrupt)
+        self._ask()
+
+    # Waiting for a call or a pause.
+
+    def _ask(self) -> None:
+        """Make a call."""
+        left, lease = self._request.deadline - now(), self._lease
+        if self._cancellation.cancelled or (lease is not None and left <= 0):
+            self._failed(_timeout(self._request))
+            return
+        left = max(0.001, left)
+        call = pb.PollBlocksRequest(
+            read=self._asked, lease_id=b"" if lease is None else lease.lease_id, next_step=len(self._steps)
+        )
+        call.read.wait.CopyFrom(to_duration(left))
+        wait = self._waits.begin()
         try:
-            for message in request.home.typed(stream):
-                kind = message.WhichOneof("message")
-                if kind == "accepted" and lease is None:
-                    accepted = message.accepted
-                    source, request_id = accepted.source, accepted.request_id or request_id
-                    remaining, every = from_duration(accepted.remaining), from_duration(accepted.renew_every)
-                    lease = ReaderLease(accepted.lease_id, sent_at, remaining, max(RENEW_LEAST, every))
-                    self._keep(request, lease, extended)
-                    cancellation.check()
-                elif kind == "blocks":
-                    size += message.ByteSize() + STEP_BYTES
-                    if size > GRANT_BYTES:
-                        raise InvalidField("size of a publication's blocks", f"{size} bytes", f"at most {GRANT_BYTES}")
-                    steps.append(message.blocks)
-                elif kind == "revoked":
-                    number = message.revoked.reason
-                    known = number in pb.RevokeReason.values()
-                    reason = pb.RevokeReason.Name(number).removeprefix("REVOKE_REASON_") if known else f"{number}"
-                    raise PublicationAborted(
-                        f"the source no longer offers {request_id!r}: {reason}",
-                        engine_id=request.reference.engine_id,
-                        publication=request.reference.publication,
-                    )
-                elif kind == "complete" and lease is not None:
-                    return Acquired(lease, source, request_id, joined(steps), message.complete.payload)
-            raise _timeout(request)
-        except Exception as failure:
-            if lease is None:
-                raise
+            cancel = self._request.home.poll_blocks_later(call, left, partial(self._answered, wait, now()))
+        except Exception as error:
+            if self._waits.ends(wait):
+                self._failed(self._unexpected(error))
+            return
+        # A lease that was granted, and whose answer we did not wait for, would pin the source until it ends.
+        stop = partial(self._work.do_later, ACCEPTED_PATIENCE, cancel) if lease is None else cancel
+        self._waits.stop_by(wait, stop)
+
+    def _pause(self, seconds: float) -> None:
+        """Ask again after so long, or when it is cancelled."""
+        wait = self._waits.begin()
+        resume = partial(self._resumed, wait)
+        self._work.do_later(seconds, resume)
+        self._waits.stop_by(wait, partial(self._work.do, resume))
+
+    def _resumed(self, wait: int) -> None:
+        if self._waits.ends(wait):
+            self._ask()
+
+    def _answered(self, wait: int, sent_at: float, answer: pb.PollBlocksResponse | KvferryError) -> None:
+        if not self._waits.ends(wait):
+            return
+        if isinstance(answer, KvferryError):
+            self._failed(answer)
+            return
+        news = bool(answer.blocks) or self._lease is None
+        try:
+            acquired = self._take(answer, sent_at)
+        except Exception as error:
+            self._failed(self._unexpected(error))
+            return
+        if acquired is not None:
+            self._end(acquired)
+            return
+        self._calls += 1
+        # A home may answer at once that there is nothing, or next to nothing, as often as it is asked.
+        pace = self._pace.next() if not news else 0.0 if self._calls <= CALLS_AT_ONCE else BACKOFF_FIRST
+        pause = min(sent_at + pace, self._request.deadline) - now()
+        if pause > 0:
+            self._pause(pause)
+        else:
+            self._ask()
+
+    def _unexpected(self, error: Exception) -> KvferryError:
+        """What no check foresaw, as an error of the client's."""
+        if isinstance(error, KvferryError):
+            return error
+        address = self._request.home.address
+        logger.error("asking %s for %s failed", address, _named(self._request), exc_info=error)
+        return InternalError(f"asking {address} failed: {error!r}", address=address)
+
+    # What the home answered.
+
+    def _take(self, answer: pb.PollBlocksResponse, sent_at: float) -> Acquired | None:
+        if answer.HasField("accepted"):
+            self._accept(answer.accepted, sent_at)
+        lease, home = self._lease, self._request.home
+        if lease is None:
+            raise Unreachable(f"{home.address} did not accept the read", address=home.address)
+        self._steps.add(answer.blocks)
+        if answer.HasField("complete"):
+            return Acquired(lease, self._source, self._request_id, self._steps.blocks(), answer.complete.payload)
+        if answer.HasField("revoked"):
+            raise _aborted(self._request, self._request_id, answer.revoked.reason)
+        return None
+
+    def _accept(self, accepted: pb.Accepted, sent_at: float) -> None:
+        home = self._request.home
+        if len(accepted.lease_id) != LEASE_ID_BYTES:
+            raise InvalidField("lease_id", f"{len(accepted.lease_id)} bytes", f"{LEASE_ID_BYTES} bytes")
+        if self._lease is not None:
+            # The home has lost the lease, and its steps begin anew: so does the attempt, after a pause.
+            raise Unreachable(f"{home.address} granted the read anew", address=home.address)
+        remaining, every = from_duration(accepted.remaining), from_duration(accepted.renew_every)
+        lease = ReaderLease(accepted.lease_id, sent_at, remaining, max(RENEW_LEAST, every))
+        self._lease = self._had = lease
+        self._source, self._request_id = accepted.source, accepted.request_id or self._request_id
+        self._keep(lease)
+        self._cancellation.check()
+
+    # The end of an attempt, and of all.
+
+    def _failed(self, error: KvferryError) -> None:
+        """An attempt has ended. Ask again if that can help."""
+        request, lease = self._request, self._lease
+        self._lease, self._steps = None, GrantedSteps()
+        self._calls, self._pace = 0, Backoff()
+        if lease is not None:
             self._renewals.drop(lease)
-            if not isinstance(failure, KvferryError):
-                self._gave_up(request.home, lease, pb.RANK_OUTCOME_FAILED)
-                raise
-            error: KvferryError = failure
-            if error.retryable and request.deadline - now() < BACKOFF_FIRST:
-                # The source was heard, its blocks were not: the call's own deadline cut the stream.
+            if isinstance(error, LeaseEnded) or (error.retryable and request.deadline - now() < BACKOFF_FIRST):
+                # The source was heard, its blocks were not: the wait has ended, or the call's own deadline cut it.
                 error = _timeout(request)
-            cancelled = cancellation.cancelled
-            if cancelled or not error.retryable:
-                # The read is over, so the source need not wait for the lease to run out.
-                outcome = pb.RANK_OUTCOME_CANCELLED if cancelled else pb.RANK_OUTCOME_FAILED
-                self._gave_up(request.home, lease, outcome)
-            raise error from None
-        finally:
-            cancellation.interrupt_by(None)
-            stream.cancel()
-
-    def _keep(self, request: AcquireRequest, lease: ReaderLease, extended: Callable[[float], None]) -> None:
-        def lost() -> None:
-            start_thread(
-                partial(self._acquire_again, request, lease, extended),
-                f"kvferry-reacquire-{request.reference.engine_id}-{request.reference.publication}",
-            )
-
-        name = f"the read of publication {request.reference.publication} of engine {request.reference.engine_id!r}"
-        self._renewals.keep(lease, request.home, self._reader, name, extended, lost)
-
-    def _acquire_again(self, request: AcquireRequest, lease: ReaderLease, extended: Callable[[float], None]) -> None:
-        """The home restarted. Ask for the same read again, so that a transfer under way need not start anew."""
-
-        def ask(left: float) -> None:
-            if lease.ended:
-                return
-            sent_at = now()
-            call = pb.ReadBlocksRequest(
-                reference=request.text,
-                reader=self._reader,
-                read_id=read_id_of(self._secret, request.read_id),
-                parties=request.parties,
-                expected_reads=request.expected_reads,
-            )
-            stream = request.home.read_blocks(call, left)
-            try:
-                first = next(request.home.typed(stream), None)
-            finally:
-                stream.cancel()
-            if first is None or first.WhichOneof("message") != "accepted":
-                raise Unreachable(f"{request.home.address} did not accept the read", address=request.home.address)
-            lease_id, remaining = first.accepted.lease_id, from_duration(first.accepted.remaining)
-            if lease.acquired_again(lease_id, sent_at, now(), remaining):
-                self._keep(request, lease, extended)
-                extended(lease.deadline)
-            else:
-                # Too late: nobody needs the new one, and it pins the source.
-                self._gave_up(
-                    request.home, ReaderLease(lease_id, sent_at, remaining, remaining), pb.RANK_OUTCOME_CANCELLED
-                )
-
-        what = f"publication {request.reference.publication} of engine {request.reference.engine_id!r}"
         try:
-            retrying(ask, lease.deadline)
-        except KvferryError as error:
-            logger.warning("the read of %s has lost its lease, which was not acquired again: %s", what, error)
+            self._cancellation.check()
+        except TransferCancelled as cancelled:
+            error = cancelled
+        pause = self._backoff.next(error.retry_after)
+        hopeless = isinstance(error, Unreachable) and request.home.unreachable_for > HOME_PATIENCE
+        if not error.retryable or now() + pause >= request.deadline or hopeless:
+            self._end(error)
+            return
+        if not self._said and now() - self._began >= SILENCE:
+            self._said = True
+            logger.warning("still waiting for %s at %s: %s", _named(request), request.home.address, error)
+        self._pause(pause)
+
+    def _end(self, outcome: Acquired | KvferryError) -> None:
+        self._over, self._steps = True, GrantedSteps()
+        self._cancellation.interrupt_by(None)
+        try:
+            if self._had is not None and isinstance(outcome, KvferryError):
+                # The read is over, so the source need not wait for the lease to run out.
+                cancelled = isinstance(outcome, TransferCancelled)
+                why = pb.RANK_OUTCOME_CANCELLED if cancelled else pb.RANK_OUTCOME_FAILED
+                self._gave_up(self._request.home, self._had, why)
         except Exception:
-            logger.exception("the read of %s has lost its lease, which was not acquired again", what)
+            logger.exception("the lease on %s was not given back", _named(self._request))
+        try:
+            self._ended(outcome)
+        except Exception:
+            logger.exception("the end of the wait for %s was not taken", _named(self._request))
+
+    # A lease that is had.
+
+    def _keep(self, lease: ReaderLease) -> None:
+        what, home = _named(self._request), self._request.home
+        again, unneeded = partial(self._kept_again, lease), self._unneeded
+        lost = Reacquisition(home, self._asked, what, lease, self._work, again, unneeded).ask
+        self._renewals.keep(lease, home, self._asked.reader, f"the read of {what}", self._extended, lost)
+
+    def _kept_again(self, lease: ReaderLease) -> None:
+        self._keep(lease)
+        self._extended(lease.deadline)
+
+    def _unneeded(self, lease: ReaderLease) -> None:
+        # It pins the source. But a read that still waits has got it, or will.
+        if self._over:
+            self._gave_up(self._request.home, lease, pb.RANK_OUTCOME_CANCELLED)
+
+
+def _named(request: AcquireRequest) -> str:
+    return f"publication {request.reference.publication} of engine {request.reference.engine_id!r}"
 
 
 def _timeout(request: AcquireRequest) -> PublicationTimeout:
     number, engine_id = request.reference.publication, request.reference.engine_id
-    message = f"publication {number} of engine {engine_id!r} was not complete in time"
+    message = f"{_named(request)} was not complete in time"
     return PublicationTimeout(message, engine_id=engine_id, publication=number)
 
 
-def joined(steps: list[pb.Blocks]) -> dict[str, Blocks]:
-    """The steps of a publication as one list per group; each step goes on where the one before ended."""
-    pieces: dict[str, list[pb.GroupBlocks]] = {}
-    for step in sorted(steps, key=lambda step: step.step):
-        for group in step.groups:
-            pieces.setdefault(group.group, []).append(group)
-    # Before any is written out: a few bytes of runs are as many ids as their sender likes, in each group.
-    count = sum(sum(part.run_counts) for parts in pieces.values() for part in parts)
-    if count > MAX_BLOCKS:
-        raise InvalidField("number of blocks of all groups", count, f"at most {MAX_BLOCKS}")
-    joined = {}
-    for name, parts in pieces.items():
-        whole = pb.GroupBlocks()
-        whole.CopyFrom(parts[0])
-        for part in parts[1:]:
-            if part.first_token != whole.end_token:
-                asked, available = f"tokens from {whole.end_token}", f"tokens from {part.first_token}"
-                raise BlocksShort(name, "source", asked, available)
-            whole.end_token = part.end_token
-            whole.run_starts.extend(part.run_starts)
-            whole.run_counts.extend(part.run_counts)
-        joined[name] = blocks_from_proto(whole)
-    return joined
+def _aborted(request: AcquireRequest, request_id: str, number: int) -> PublicationAborted:
+    known = number in pb.RevokeReason.values()
+    reason = pb.RevokeReason.Name(pb.RevokeReason.ValueType(number)) if known else f"{number}"
+    return PublicationAborted(
+        f"the source no longer offers {request_id!r}: {reason.removeprefix('REVOKE_REASON_')}",
+        engine_id=request.reference.engine_id,
+        publication=request.reference.publication,
+    )

@@ -32,6 +32,7 @@ from kvferry.v1.kv_transfer_pb2_grpc import KVTransferStub
 logger = logging.getLogger(__name__)
 
 Answer = TypeVar("Answer")
+Answer_co = TypeVar("Answer_co", covariant=True)
 Message_co = TypeVar("Message_co", covariant=True)
 
 CALL_TIMEOUT = 5.0
@@ -54,6 +55,15 @@ class Stream(Protocol[Message_co]):
 
     def __iter__(self) -> Iterator[Message_co]: ...
     def cancel(self) -> bool: ...
+
+
+class _Future(Protocol[Answer_co]):
+    """A call that nobody waits for."""
+
+    def add_done_callback(self, callback: Callable[[object], None]) -> None: ...
+    def cancel(self) -> bool: ...
+    def exception(self) -> BaseException | None: ...
+    def result(self) -> Answer_co: ...
 
 
 class Control:
@@ -111,31 +121,24 @@ class Control:
     ) -> None:
         """Send a batch without waiting; `answered` is called once, on gRPC's thread with the results, or, also on the
         caller's, with why the call failed."""
-        try:
-            future = self._start(lambda stub: stub.Notify.future(request, timeout=timeout))
-        except KvferryError as error:
-            answered(error)
-            return
 
-        def on_done(_: object) -> None:
-            try:
-                failure = future.exception()
-                self._judge(failure)
-                answer = self._typed(failure) if failure is not None else list(future.result().results)
-            except Exception as error:
-                answer = self._typed(error)
-            try:
-                answered(answer)
-            except Exception:
-                logger.exception("what %s answered was not taken", self.address)
+        def take(answer: pb.NotifyResponse | KvferryError) -> None:
+            answered(answer if isinstance(answer, KvferryError) else list(answer.results))
 
-        future.add_done_callback(on_done)
+        self._later(lambda stub: stub.Notify.future(request, timeout=timeout), take)
 
-    def read_blocks(self, request: pb.ReadBlocksRequest, timeout: float) -> Stream[pb.ReadBlocksResponse]:
-        """Open a ReadBlocks stream; errors come while it is read, see `typed`."""
-        return self._start(
-            lambda stub: cast("Stream[pb.ReadBlocksResponse]", stub.ReadBlocks(request, timeout=timeout))
-        )
+    def poll_blocks_later(
+        self,
+        request: pb.PollBlocksRequest,
+        timeout: float,
+        answered: Callable[[pb.PollBlocksResponse | KvferryError], None],
+    ) -> Callable[[], object]:
+        """Ask for blocks without waiting; `answered` as in `notify_later`.
+
+        Returns:
+            Cancels the call, which then ends with an error, from any thread and at any time.
+        """
+        return self._later(lambda stub: stub.PollBlocks.future(request, timeout=timeout), answered)
 
     def watch(self, request: pb.WatchRequest) -> Stream[pb.WatchResponse]:
         """Open a Watch; errors come while it is read, see `typed`."""
@@ -158,6 +161,32 @@ class Control:
             channel, self._channel, self._stub = self._channel, None, None
         if channel is not None:
             channel.close()
+
+    def _later(
+        self, call: Callable[[KVTransferStub], _Future[Answer]], answered: Callable[[Answer | KvferryError], None]
+    ) -> Callable[[], object]:
+        """Make a call without waiting; `answered` is called once, see `notify_later`. Returns what cancels it."""
+        try:
+            future = self._start(call)
+        except KvferryError as error:
+            answered(error)
+            return _nothing
+
+        def on_done(_: object) -> None:
+            answer: Answer | KvferryError
+            try:
+                failure = future.exception()
+                self._judge(failure)
+                answer = self._typed(failure) if failure is not None else future.result()
+            except Exception as error:
+                answer = self._typed(error)
+            try:
+                answered(answer)
+            except Exception:
+                logger.exception("what %s answered was not taken", self.address)
+
+        future.add_done_callback(on_done)
+        return future.cancel
 
     def _start(self, call: Callable[[KVTransferStub], Answer]) -> Answer:
         """Start a call that does not wait for its end."""
@@ -306,7 +335,7 @@ class _Waiting:
 
 
 def _nothing() -> None:
-    """What a thread does that only shows that there can be one."""
+    """What a thread does that only shows that there can be one, and what cancels a call that was not made."""
 
 
 @contextmanager

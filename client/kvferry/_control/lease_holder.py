@@ -15,10 +15,9 @@ from kvferry._control.reader_lease import ReaderLease
 from kvferry._control.renewals import Renewals
 from kvferry._control.teller import Teller
 from kvferry._forks import OneProcess
-from kvferry._threads import start_thread
 from kvferry._wire.reference import parse_reference
 from kvferry._wire.token import EngineToken
-from kvferry.errors import InvalidField, KvferryError, TransferFailed
+from kvferry.errors import InvalidField, KvferryError
 from kvferry.v1 import kv_transfer_pb2 as pb
 
 logger = logging.getLogger(__name__)
@@ -86,18 +85,7 @@ class LeaseHolder(OneProcess):
             ended: called once with what was granted, or with why nothing is, see `Acquirer.start`. Both on any thread;
                 neither may block.
         """
-
-        def run() -> None:
-            try:
-                found: Acquired | KvferryError = self._acquirer.acquire(request, cancellation, renewed)
-            except KvferryError as error:
-                found = error
-            except Exception as error:
-                logger.exception("x")
-                found = TransferFailed(f"{error!r}")
-            ended(found)
-
-        start_thread(run, "kvferry-acquire")
+        self._acquirer.start(request, cancellation, renewed, ended)
 
     def drop(self, granted: Acquired) -> None:
         """Renew it no more: its read has ended."""
@@ -139,8 +127,12 @@ class LeaseHolder(OneProcess):
         self._teller.tell(home, [*cancels, decline], now() + DECLINE_PATIENCE)
 
     def close(self, timeout: float) -> None:
-        """Tell nothing again any more, and wait at most `timeout` seconds for what was told already. Idempotent."""
-        self._teller.close(timeout)
+        """Acquire and tell nothing again any more, and wait at most `timeout` seconds for what was told already.
+        Idempotent."""
+        self._acquirer.close(timeout)
+        until = now() + timeout
+        self._acquirer.close(timeout)
+        self._teller.close(max(0.0, until - now()))
 
     def _give_up(self, home: Control, lease: ReaderLease, outcome: pb.RankOutcome.ValueType) -> None:
         """End a lease that was had, and is not needed. Where other ranks share it, it ends for this one only."""

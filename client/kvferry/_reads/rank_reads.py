@@ -198,10 +198,11 @@ class RankReads(OneProcess):
             self._end(read, TransferFailed(f"read {order.read_id}: {error!r}"))
             return
 
-        def done(_: Transfer) -> None:
-            self._work.do(partial(self._moved, read))
+        transfer.add_done_callback(lambda _: self._transferred(read))
 
-        transfer.add_done_callback(done)
+    def _transferred(self, read: RankRead) -> None:
+        """On a thread of the transport."""
+        self._work.do(partial(self._moved, read))
 
     def _moved(self, read: RankRead) -> None:
         transfer = read._transfer

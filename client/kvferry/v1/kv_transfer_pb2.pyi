@@ -6,8 +6,8 @@ it. Control goes over this service; the bytes go one-sided over NIXL, memory to 
 
 The life of a request: ranks call RegisterCache at their own node server; the source's scheduler offers a request's
 blocks with Notify(publish) and gives the router a reference; the destination's ranks Handshake with the source's home
-once per incarnation; the reader calls ReadBlocks with the reference, reads the blocks with NIXL and says so with
-Notify(read_done); the source learns of `released` on its Watch and reuses the blocks.
+once per incarnation; the reader calls ReadBlocks (or PollBlocks) with the reference, reads the blocks with NIXL and says
+so with Notify(read_done); the source learns of `released` on its Watch and reuses the blocks.
 
 Rules for every call:
  - Deadlines are required on every call of this service except Watch (DEADLINE_REQUIRED).
@@ -778,6 +778,86 @@ class ReadBlocksResponse(google.protobuf.message.Message):
     def WhichOneof(self, oneof_group: typing.Literal["message", b"message"]) -> typing.Literal["accepted", "blocks", "complete", "revoked"] | None: ...
 
 global___ReadBlocksResponse = ReadBlocksResponse
+
+@typing.final
+class PollBlocksRequest(google.protobuf.message.Message):
+    """PollBlocksRequest asks for what a reader of a publication has not been told."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    READ_FIELD_NUMBER: builtins.int
+    LEASE_ID_FIELD_NUMBER: builtins.int
+    NEXT_STEP_FIELD_NUMBER: builtins.int
+    lease_id: builtins.bytes
+    """lease_id that the reader has. Empty: none yet."""
+    next_step: builtins.int
+    """next_step is the number of steps that the reader has under this lease: they are told from there. At most as many as the
+    publication has (INVALID_FIELD). Ignored without the lease.
+    """
+    @property
+    def read(self) -> global___ReadBlocksRequest:
+        """read asked for, the same in every call. Its `wait` is that of this call."""
+
+    def __init__(
+        self,
+        *,
+        read: global___ReadBlocksRequest | None = ...,
+        lease_id: builtins.bytes = ...,
+        next_step: builtins.int = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["read", b"read"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["lease_id", b"lease_id", "next_step", b"next_step", "read", b"read"]) -> None: ...
+
+global___PollBlocksRequest = PollBlocksRequest
+
+@typing.final
+class PollBlocksResponse(google.protobuf.message.Message):
+    """PollBlocksResponse is what there is to tell. Empty but for home_epoch: nothing new."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    HOME_EPOCH_FIELD_NUMBER: builtins.int
+    ACCEPTED_FIELD_NUMBER: builtins.int
+    BLOCKS_FIELD_NUMBER: builtins.int
+    COMPLETE_FIELD_NUMBER: builtins.int
+    REVOKED_FIELD_NUMBER: builtins.int
+    home_epoch: builtins.bytes
+    """home_epoch of the node server, 16 bytes."""
+    @property
+    def accepted(self) -> global___Accepted:
+        """accepted is the lease. Absent if the reader has it. Present: the blocks begin with step 0, and those that the reader was
+        told under another lease are void.
+        """
+
+    @property
+    def blocks(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Blocks]:
+        """blocks of the next steps, in order: about 1 MiB of them and at most 1024, but at least one if there is any. The call after
+        this one is told the others, at once.
+        """
+
+    @property
+    def complete(self) -> global___Complete:
+        """complete is present if these are the last blocks, or the reader had them."""
+
+    @property
+    def revoked(self) -> global___Revoked:
+        """revoked says that the source no longer wants this to be read. Advice: the lease stays as it is. Present beside the last
+        blocks that are there, and in the answers after that, which no longer wait.
+        """
+
+    def __init__(
+        self,
+        *,
+        home_epoch: builtins.bytes = ...,
+        accepted: global___Accepted | None = ...,
+        blocks: collections.abc.Iterable[global___Blocks] | None = ...,
+        complete: global___Complete | None = ...,
+        revoked: global___Revoked | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["accepted", b"accepted", "complete", b"complete", "revoked", b"revoked"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["accepted", b"accepted", "blocks", b"blocks", "complete", b"complete", "home_epoch", b"home_epoch", "revoked", b"revoked"]) -> None: ...
+
+global___PollBlocksResponse = PollBlocksResponse
 
 @typing.final
 class Accepted(google.protobuf.message.Message):

@@ -30,6 +30,11 @@ class KVTransferStub(object):
                 request_serializer=kvferry_dot_v1_dot_kv__transfer__pb2.ReadBlocksRequest.SerializeToString,
                 response_deserializer=kvferry_dot_v1_dot_kv__transfer__pb2.ReadBlocksResponse.FromString,
                 )
+        self.PollBlocks = channel.unary_unary(
+                '/kvferry.v1.KVTransfer/PollBlocks',
+                request_serializer=kvferry_dot_v1_dot_kv__transfer__pb2.PollBlocksRequest.SerializeToString,
+                response_deserializer=kvferry_dot_v1_dot_kv__transfer__pb2.PollBlocksResponse.FromString,
+                )
         self.Notify = channel.unary_unary(
                 '/kvferry.v1.KVTransfer/Notify',
                 request_serializer=kvferry_dot_v1_dot_kv__transfer__pb2.NotifyRequest.SerializeToString,
@@ -95,6 +100,23 @@ class KVTransferServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def PollBlocks(self, request, context):
+        """PollBlocks asks what ReadBlocks asks, one answer at a time: for readers whose gRPC library gives each open stream a
+        thread. The reader repeats it, one call at a time, until it is told Complete or Revoked. It says what it has, and each
+        call answers what it has not:
+        - Without the lease, the call answers at once: Accepted, and the blocks that are there. So the lease can be renewed
+        while the reader waits.
+        - With the lease, the call answers as soon as there is more; if there is nothing until the end of `wait`, it answers
+        nothing new, or PUBLICATION_TIMEOUT for a publication of which no step has come.
+        - With a lease that the home does not know, since it has restarted: as without, with the lease that it grants now.
+
+        Idempotent like ReadBlocks, with the same lease, checks, limits and errors; a lease that ends while the call waits is
+        LEASE_ENDED.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Notify(self, request, context):
         """Notify carries a batch of notifications, each answered by its own result at the same index. A notification that
         fails does not stop the others. The call itself fails only if its sender cannot be accepted.
@@ -144,6 +166,11 @@ def add_KVTransferServicer_to_server(servicer, server):
                     servicer.ReadBlocks,
                     request_deserializer=kvferry_dot_v1_dot_kv__transfer__pb2.ReadBlocksRequest.FromString,
                     response_serializer=kvferry_dot_v1_dot_kv__transfer__pb2.ReadBlocksResponse.SerializeToString,
+            ),
+            'PollBlocks': grpc.unary_unary_rpc_method_handler(
+                    servicer.PollBlocks,
+                    request_deserializer=kvferry_dot_v1_dot_kv__transfer__pb2.PollBlocksRequest.FromString,
+                    response_serializer=kvferry_dot_v1_dot_kv__transfer__pb2.PollBlocksResponse.SerializeToString,
             ),
             'Notify': grpc.unary_unary_rpc_method_handler(
                     servicer.Notify,
@@ -219,6 +246,23 @@ class KVTransfer(object):
         return grpc.experimental.unary_stream(request, target, '/kvferry.v1.KVTransfer/ReadBlocks',
             kvferry_dot_v1_dot_kv__transfer__pb2.ReadBlocksRequest.SerializeToString,
             kvferry_dot_v1_dot_kv__transfer__pb2.ReadBlocksResponse.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def PollBlocks(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(request, target, '/kvferry.v1.KVTransfer/PollBlocks',
+            kvferry_dot_v1_dot_kv__transfer__pb2.PollBlocksRequest.SerializeToString,
+            kvferry_dot_v1_dot_kv__transfer__pb2.PollBlocksResponse.FromString,
             options, channel_credentials,
             insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
 

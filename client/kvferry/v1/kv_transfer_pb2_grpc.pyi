@@ -6,8 +6,8 @@ it. Control goes over this service; the bytes go one-sided over NIXL, memory to 
 
 The life of a request: ranks call RegisterCache at their own node server; the source's scheduler offers a request's
 blocks with Notify(publish) and gives the router a reference; the destination's ranks Handshake with the source's home
-once per incarnation; the reader calls ReadBlocks with the reference, reads the blocks with NIXL and says so with
-Notify(read_done); the source learns of `released` on its Watch and reuses the blocks.
+once per incarnation; the reader calls ReadBlocks (or PollBlocks) with the reference, reads the blocks with NIXL and says
+so with Notify(read_done); the source learns of `released` on its Watch and reuses the blocks.
 
 Rules for every call:
  - Deadlines are required on every call of this service except Watch (DEADLINE_REQUIRED).
@@ -82,6 +82,23 @@ class KVTransferStub:
     full block list. The reference's key is checked at once, also before the publication has come (WRONG_KEY). Under mutual
     TLS a lease belongs to the identity that acquired it: replays, renewals, reports, cancels and ReadChecksums come from a
     certificate that shares a name with the first one (WRONG_IDENTITY).
+    """
+
+    PollBlocks: grpc.UnaryUnaryMultiCallable[
+        kvferry.v1.kv_transfer_pb2.PollBlocksRequest,
+        kvferry.v1.kv_transfer_pb2.PollBlocksResponse,
+    ]
+    """PollBlocks asks what ReadBlocks asks, one answer at a time: for readers whose gRPC library gives each open stream a
+    thread. The reader repeats it, one call at a time, until it is told Complete or Revoked. It says what it has, and each
+    call answers what it has not:
+     - Without the lease, the call answers at once: Accepted, and the blocks that are there. So the lease can be renewed
+       while the reader waits.
+     - With the lease, the call answers as soon as there is more; if there is nothing until the end of `wait`, it answers
+       nothing new, or PUBLICATION_TIMEOUT for a publication of which no step has come.
+     - With a lease that the home does not know, since it has restarted: as without, with the lease that it grants now.
+
+    Idempotent like ReadBlocks, with the same lease, checks, limits and errors; a lease that ends while the call waits is
+    LEASE_ENDED.
     """
 
     Notify: grpc.UnaryUnaryMultiCallable[
@@ -161,6 +178,23 @@ class KVTransferAsyncStub:
     full block list. The reference's key is checked at once, also before the publication has come (WRONG_KEY). Under mutual
     TLS a lease belongs to the identity that acquired it: replays, renewals, reports, cancels and ReadChecksums come from a
     certificate that shares a name with the first one (WRONG_IDENTITY).
+    """
+
+    PollBlocks: grpc.aio.UnaryUnaryMultiCallable[
+        kvferry.v1.kv_transfer_pb2.PollBlocksRequest,
+        kvferry.v1.kv_transfer_pb2.PollBlocksResponse,
+    ]
+    """PollBlocks asks what ReadBlocks asks, one answer at a time: for readers whose gRPC library gives each open stream a
+    thread. The reader repeats it, one call at a time, until it is told Complete or Revoked. It says what it has, and each
+    call answers what it has not:
+     - Without the lease, the call answers at once: Accepted, and the blocks that are there. So the lease can be renewed
+       while the reader waits.
+     - With the lease, the call answers as soon as there is more; if there is nothing until the end of `wait`, it answers
+       nothing new, or PUBLICATION_TIMEOUT for a publication of which no step has come.
+     - With a lease that the home does not know, since it has restarted: as without, with the lease that it grants now.
+
+    Idempotent like ReadBlocks, with the same lease, checks, limits and errors; a lease that ends while the call waits is
+    LEASE_ENDED.
     """
 
     Notify: grpc.aio.UnaryUnaryMultiCallable[
@@ -246,6 +280,25 @@ class KVTransferServicer(metaclass=abc.ABCMeta):
         full block list. The reference's key is checked at once, also before the publication has come (WRONG_KEY). Under mutual
         TLS a lease belongs to the identity that acquired it: replays, renewals, reports, cancels and ReadChecksums come from a
         certificate that shares a name with the first one (WRONG_IDENTITY).
+        """
+
+    @abc.abstractmethod
+    def PollBlocks(
+        self,
+        request: kvferry.v1.kv_transfer_pb2.PollBlocksRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[kvferry.v1.kv_transfer_pb2.PollBlocksResponse, collections.abc.Awaitable[kvferry.v1.kv_transfer_pb2.PollBlocksResponse]]:
+        """PollBlocks asks what ReadBlocks asks, one answer at a time: for readers whose gRPC library gives each open stream a
+        thread. The reader repeats it, one call at a time, until it is told Complete or Revoked. It says what it has, and each
+        call answers what it has not:
+         - Without the lease, the call answers at once: Accepted, and the blocks that are there. So the lease can be renewed
+           while the reader waits.
+         - With the lease, the call answers as soon as there is more; if there is nothing until the end of `wait`, it answers
+           nothing new, or PUBLICATION_TIMEOUT for a publication of which no step has come.
+         - With a lease that the home does not know, since it has restarted: as without, with the lease that it grants now.
+
+        Idempotent like ReadBlocks, with the same lease, checks, limits and errors; a lease that ends while the call waits is
+        LEASE_ENDED.
         """
 
     @abc.abstractmethod

@@ -27,6 +27,7 @@ from kvferry_server.domain.reads import (
     LeaseState,
     RankOutcome,
     RankReport,
+    ReadKey,
     Renewal,
     ReportAnswer,
     RevokeReason,
@@ -106,6 +107,11 @@ class Lessor:
         self._expect(publication, request)
         self._records.add_lease(lease)
         return lease
+
+    def has_lease(self, read: ReadKey, lease_id: bytes) -> bool:
+        """Whether this is the lease of a read, live or ended."""
+        lease = self._records.lease_of_read(read, self._records.advance(MAX_ENDED_AT_ONCE))
+        return lease is not None and secrets.compare_digest(lease_id, lease.lease_id)
 
     def renew(self, lease_id: bytes, reader: EngineRef, names: Names = NOBODY) -> Renewal:
         """Extend a lease to a ttl from now, within its limits. Never shortens or revives one.

@@ -1,20 +1,22 @@
-"""The two streams of the contract, as values: `read_blocks` sends a reader its blocks, `watch` sends a process of an
-engine its events."""
+"""The two streams of the contract, and the poll that stands for one, as values: `read_blocks` and `poll_blocks` send a
+reader its blocks, `watch` sends a process of an engine its events."""
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from kvferry.errors import PublicationTimeout, ServerDraining, WatchTakenOver
+from kvferry.errors import InvalidField, PublicationTimeout, ServerDraining, WatchTakenOver
 from kvferry_server.domain.limits import MAX_STALE_STREAMS, check_limit
 from kvferry_server.domain.publications import Lease, PublicationRecord, PublicationStage
 from kvferry_server.domain.reads import LeaseRequest, RevokeReason
 from kvferry_server.domain.steps import PublicationStep
 from kvferry_server.domain.watch_feed import Feed, Numbered, Process
 from kvferry_server.home.home import EVENT_BYTES, Home
+from kvferry_server.home.wakeups import Waker
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -80,32 +82,65 @@ async def read_blocks(home: Home, request: LeaseRequest, wait: float) -> AsyncGe
         ServerDraining: the node server is draining; the lease goes on.
         KvferryError: all that `Lessor.grant` and `Engine.check_readable` raise.
     """
-    source = request.read.source
-    with home.turn() as now:
-        home.engines.find_live(source.engine_id, source.incarnation).check_readable()
-        lease = home.lessor.grant(request)
-    publication, waits_until = lease.publication, now + wait
-    with _streaming(home, lease), home.wakeups.watching(publication) as waker:
+    waits_until = home.clock.now() + wait
+    with _reading(home, request) as (lease, waker):
         yield Accepted(lease)
-        steps, completed, revoked = 0, False, False
+        untold = _Untold(lease)
         while True:
             waker.clear()
-            while steps < len(publication.steps):
-                steps += 1
-                yield publication.steps[steps - 1]
-            if publication.complete and not completed:
-                completed = True
-                yield Completed(publication.steps[-1].payload, steps)
-            if lease.revoked is not None and not revoked:
-                revoked = True
-                yield Revoked(lease.revoked)
+            for message in untold.take():
+                yield message
             if not lease.live:
                 return
-            if home.draining:
-                raise ServerDraining("this node server is draining; the lease goes on")
-            left = waits_until - home.clock.now() if publication.stage is PublicationStage.AWAITED else None
-            if left is not None and left <= 0:
-                raise _timeout(publication, wait)
+            awaited = lease.publication.stage is PublicationStage.AWAITED
+            left = _left(home, lease, waits_until, wait)
+            await waker.wait(left if awaited else None)
+
+
+async def poll_blocks(
+    home: Home, request: LeaseRequest, wait: float, lease_id: bytes, next_step: int
+) -> AsyncGenerator[ReadMessage, None]:
+    """Yield what `read_blocks` yields to a reader that has some of it already. End as soon as something was yielded, or
+    when the wait is over. Closing the generator early does not end the lease.
+
+    Args:
+        home: the source's home.
+        request: the reader's call.
+        wait: seconds to wait for something new.
+        lease_id: the lease that the reader has. If it is empty, or another one, the reader gets the lease and
+            all steps.
+        next_step: index of the first step that the reader has not got under that lease.
+
+    Raises:
+        InvalidField: `next_step` is above the number of steps.
+        PublicationTimeout: the publication did not arrive in time.
+        LeaseEnded: the lease has ended.
+        ServerDraining: the node server is draining; the lease goes on.
+        KvferryError: all that `Lessor.grant` and `Engine.check_readable` raise.
+    """
+    waits_until = home.clock.now() + wait
+    with _reading(home, request, lease_id) as (lease, waker):
+        told = not secrets.compare_digest(lease_id, lease.lease_id)
+        if told:
+            next_step = 0
+            yield Accepted(lease)
+        there = len(lease.publication.steps)
+        if next_step > there:
+            raise InvalidField("next_step", next_step, f"at most {there}, the steps there are")
+        untold = _Untold(lease, next_step)
+        while True:
+            waker.clear()
+            for message in untold.take():
+                told = True
+                yield message
+            if told:
+                return
+            if not lease.live and not lease.publication.step_count:
+                raise _timeout(lease.publication, wait)
+            lease.check_replay(request)
+            left = _left(home, lease, waits_until, wait)
+            if left <= 0:
+                return
             await waker.wait(left)
 
 
@@ -187,6 +222,60 @@ async def _full_state(home: Home, feed: Feed, number: int) -> AsyncGenerator[Wat
     finally:
         feed.full_states -= 1
     yield Synced(home.need_resync(process))
+
+
+@contextmanager
+def _reading(home: Home, request: LeaseRequest, lease_id: bytes = b"") -> Iterator[tuple[Lease, Waker]]:
+    """Grant a lease and wait for news of it. A reader that shows the lease's id goes on whatever has become of the
+    source, as on an open stream. Raises what `Lessor.grant` and `Engine.check_readable` do."""
+    source = request.read.source
+    with home.turn():
+        if not home.lessor.has_lease(request.read, lease_id):
+            home.engines.find_live(source.engine_id, source.incarnation).check_readable()
+        lease = home.lessor.grant(request)
+    with _streaming(home, lease), home.wakeups.watching(lease.publication) as waker:
+        yield lease, waker
+
+
+class _Untold:
+    """What the reader of a lease has not got yet.
+
+    Args:
+        lease: the lease.
+        steps: number of steps that the reader has.
+    """
+
+    def __init__(self, lease: Lease, steps: int = 0) -> None:
+        self._lease = lease
+        self._steps, self._completed, self._revoked = steps, False, False
+
+    def take(self) -> Iterator[ReadMessage]:
+        """Yield what has become known since the last call."""
+        publication = self._lease.publication
+        while self._steps < len(publication.steps):
+            self._steps += 1
+            yield publication.steps[self._steps - 1]
+        if publication.complete and not self._completed:
+            self._completed = True
+            yield Completed(publication.steps[-1].payload, self._steps)
+        if self._lease.revoked is not None and not self._revoked:
+            self._revoked = True
+            yield Revoked(self._lease.revoked)
+
+
+def _left(home: Home, lease: Lease, waits_until: float, wait: float) -> float:
+    """Return the seconds that a reader that has everything so far may still wait.
+
+    Raises:
+        ServerDraining: the node server is draining; the reader has to ask again later.
+        PublicationTimeout: the wait is over, and the publication has not arrived.
+    """
+    if home.draining:
+        raise ServerDraining("this node server is draining; the lease goes on")
+    left = waits_until - home.clock.now()
+    if left <= 0 and lease.publication.stage is PublicationStage.AWAITED:
+        raise _timeout(lease.publication, wait)
+    return left
 
 
 @contextmanager

@@ -74,6 +74,10 @@ they wait for one another."""
 PAGED_ANSWERS = frozenset({KV_TRANSFER + "Handshake"})
 """Streams that are one answer in several messages. Their requests may be as large as those of unary calls."""
 
+WAITING = frozenset({KV_TRANSFER + "PollBlocks"})
+"""Unary calls that wait for news as streams do. They count as streams, and end with them. Their handlers yield the
+answer."""
+
 
 class CallBudget:
     """How many calls may run at once, and how many of them one host may have.
@@ -141,6 +145,9 @@ class Guard(grpc.aio.ServerInterceptor):
                 return grpc.stream_stream_rpc_method_handler(guarded, None, encode)
             if handler.unary_stream is not None:
                 guarded = self._guarded_stream(method, handler.unary_stream, decode, one_request=True)
+                return grpc.stream_stream_rpc_method_handler(guarded, None, encode)
+            if handler.unary_unary is not None and method in WAITING:
+                guarded = self._guarded_stream(method, handler.unary_unary, decode, one_request=True)
                 return grpc.stream_stream_rpc_method_handler(guarded, None, encode)
             if handler.unary_unary is not None:
                 guarded = self._guarded_call(method, handler.unary_unary, decode, encode)
@@ -218,7 +225,8 @@ class Guard(grpc.aio.ServerInterceptor):
                     if one_request:
                         async with self._request(host, method, context) as (raw, _):
                             request = _decoded(decode, _short(raw))
-                    await _drive(behaviour(request, context), context.write)
+                    write = partial(_write_answer, context) if method in WAITING else context.write
+                    await _drive(behaviour(request, context), write)
             except asyncio.CancelledError:
                 # Either the client has left, or the server ends its streams.
                 if not self._ending:
@@ -277,6 +285,10 @@ async def _drive(answer: AsyncGenerator[Any, None] | Awaitable[None], write: Cal
 async def _write_page(context: Context, slot: RequestSlot, page: Any) -> None:
     with slot.waits_for_peer():
         await _taken(context, context.write(page))
+
+
+async def _write_answer(context: Context, answer: Any) -> None:
+    await _taken(context, context.write(answer))
 
 
 async def _taken(context: Context, sending: Awaitable[None]) -> None:

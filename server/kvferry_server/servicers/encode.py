@@ -23,7 +23,7 @@ from kvferry_server.home.streams import (
     Synced,
     WatchMessage,
 )
-from kvferry_server.servicers.limits import MAX_TOLD_READS
+from kvferry_server.servicers.limits import MAX_TOLD_READS, POLL_BYTES, POLL_STEPS
 
 _STAGES = {
     PublicationStage.PUBLISHING: ipb.REQUEST_STATE_PUBLISHING,
@@ -55,13 +55,42 @@ def read_message(epoch: bytes, message: ReadMessage, values: Times, now: float) 
     if isinstance(message, Accepted):
         response.accepted.CopyFrom(_accepted(message.lease, values, now))
     elif isinstance(message, PublicationStep):
-        groups = [_group_blocks(blocks) for blocks in message.groups]
-        response.blocks.CopyFrom(pb.Blocks(step=message.index, groups=groups))
+        response.blocks.CopyFrom(_blocks(message))
     elif isinstance(message, Completed):
-        response.complete.CopyFrom(pb.Complete(payload=message.payload, steps=message.steps))
+        response.complete.CopyFrom(_complete(message))
     elif isinstance(message, Revoked):
         response.revoked.CopyFrom(pb.Revoked(reason=revoke_reason(message.reason)))
     return response
+
+
+class PollAnswer:
+    """An answer to PollBlocks under construction.
+
+    Attributes:
+        message: the answer.
+    """
+
+    def __init__(self, epoch: bytes) -> None:
+        self.message = pb.PollBlocksResponse(home_epoch=epoch)
+        self._room = POLL_BYTES
+
+    @property
+    def full(self) -> bool:
+        """Whether the rest has to go into the next answer. One more step, or the payload, still fits a message."""
+        return self._room <= 0 or len(self.message.blocks) >= POLL_STEPS
+
+    def add(self, message: ReadMessage, values: Times, now: float) -> None:
+        """Add one message of the stream; `now` is on the home's clock."""
+        if isinstance(message, Accepted):
+            self.message.accepted.CopyFrom(_accepted(message.lease, values, now))
+        elif isinstance(message, PublicationStep):
+            blocks = _blocks(message)
+            self.message.blocks.append(blocks)
+            self._room -= blocks.ByteSize()
+        elif isinstance(message, Completed):
+            self.message.complete.CopyFrom(_complete(message))
+        elif isinstance(message, Revoked):
+            self.message.revoked.CopyFrom(pb.Revoked(reason=revoke_reason(message.reason)))
 
 
 def watch_message(epoch: bytes, message: WatchMessage, values: Times, advertise: str) -> pb.WatchResponse:
@@ -144,6 +173,14 @@ def _accepted(lease: Lease, values: Times, now: float) -> pb.Accepted:
         request_id=publication.request_id,
         lease_number=lease.number,
     )
+
+
+def _blocks(step: PublicationStep) -> pb.Blocks:
+    return pb.Blocks(step=step.index, groups=[_group_blocks(blocks) for blocks in step.groups])
+
+
+def _complete(completed: Completed) -> pb.Complete:
+    return pb.Complete(payload=completed.payload, steps=completed.steps)
 
 
 def _group_blocks(blocks: GroupBlocks) -> pb.GroupBlocks:

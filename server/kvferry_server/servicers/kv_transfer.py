@@ -11,8 +11,9 @@ from kvferry._clock import to_duration
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry.v1.kv_transfer_pb2_grpc import KVTransferServicer
 from kvferry_server.domain.limits import MAX_NAMED_RANKS
+from kvferry_server.domain.reads import LeaseRequest
 from kvferry_server.home.home import Home
-from kvferry_server.home.streams import read_blocks, watch
+from kvferry_server.home.streams import poll_blocks, read_blocks, watch
 from kvferry_server.servicers import checks, decode, encode
 from kvferry_server.servicers.callers import Context, names_of, remote_host
 from kvferry_server.servicers.checksums import read_checksums
@@ -89,15 +90,28 @@ class KVTransfer(KVTransferServicer):
     ) -> AsyncGenerator[pb.ReadBlocksResponse, None]:
         """Grant a lease on a publication and send its blocks as they are published."""
         home = self._home
-        lease_request = decode.lease_request(request, home.limits.ranks, names_of(context), remote_host(context))
-        wait = min(_time_to_wait(context), home.times.max_wait)
-        if request.HasField("wait"):
-            wait = min(wait, checks.seconds("wait", request.wait) or wait)
+        lease_request, wait = self._asked(request, context)
         async with aclosing(read_blocks(home, lease_request, wait)) as messages:
             async for message in messages:
                 answer = encode.read_message(home.epoch, message, home.times, home.clock.now())
                 with home.memory.answering(lease_request.holder, lease_request.host, answer.ByteSize()):
                     yield answer
+
+    async def PollBlocks(  # type: ignore[override]  # One answer, whose bytes are counted until it is taken.
+        self, request: pb.PollBlocksRequest, context: Context
+    ) -> AsyncGenerator[pb.PollBlocksResponse, None]:
+        """Answer what ReadBlocks would send, as far as the reader has not got it."""
+        home = self._home
+        lease_request, wait = self._asked(request.read, context)
+        lease_id = checks.random_bytes("lease_id", request.lease_id, optional=True)
+        answer = encode.PollAnswer(home.epoch)
+        async with aclosing(poll_blocks(home, lease_request, wait, lease_id, request.next_step)) as messages:
+            async for message in messages:
+                answer.add(message, home.times, home.clock.now())
+                if answer.full:
+                    break
+            with home.memory.answering(lease_request.holder, lease_request.host, answer.message.ByteSize()):
+                yield answer.message
 
     async def Notify(self, request: pb.NotifyRequest, context: Context) -> pb.NotifyResponse:
         """Act on a batch of notifications; see `notify`."""
@@ -123,6 +137,14 @@ class KVTransfer(KVTransferServicer):
         async with aclosing(stream) as messages:
             async for message in messages:
                 yield encode.watch_message(home.epoch, message, home.times, home.advertise)
+
+    def _asked(self, request: pb.ReadBlocksRequest, context: Context) -> tuple[LeaseRequest, float]:
+        """Return what a reader asks for, and the seconds that it waits."""
+        lease_request = decode.lease_request(request, self._home.limits.ranks, names_of(context), remote_host(context))
+        wait = min(_time_to_wait(context), self._home.times.max_wait)
+        if request.HasField("wait"):
+            wait = min(wait, checks.seconds("wait", request.wait) or wait)
+        return lease_request, wait
 
 
 def _time_to_wait(context: Context) -> float:

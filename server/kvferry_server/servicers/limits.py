@@ -84,3 +84,9 @@ MAX_WAITING_BYTES = 256 << 20
 
 MAX_HOMES = 256
 """Homes that the relays are connected to at once."""
+
+POLL_BYTES = 1 << 20
+"""Bytes of blocks after which an answer to PollBlocks takes no more steps."""
+
+POLL_STEPS = 1024
+"""Steps after which an answer to PollBlocks takes no more."""

@@ -54,6 +54,13 @@ class Servicer(KVTransferServicer):
         yield pb.ReadBlocksResponse(home_epoch=b"epoch")
         await self._behave(request.reference)
 
+    async def PollBlocks(  # type: ignore[override]
+        self, request: pb.PollBlocksRequest, context: Any
+    ) -> AsyncIterator[pb.PollBlocksResponse]:
+        # A unary call that waits yields its answer.
+        await self._behave(request.read.reference)
+        yield pb.PollBlocksResponse(home_epoch=b"epoch")
+
     async def Watch(self, request: pb.WatchRequest, context: Any) -> None:  # type: ignore[override]
         # The other kind of streaming handler: it writes.
         await context.write(pb.WatchResponse(home_epoch=b"epoch"))
@@ -106,13 +113,19 @@ async def failure(call: Awaitable[Any]) -> KvferryError:
     return from_rpc_error(caught.value, "server")
 
 
+async def poll(stub: KVTransferAsyncStub, how: str) -> list[Any]:
+    read = pb.ReadBlocksRequest(reference=how)
+    return [await stub.PollBlocks(pb.PollBlocksRequest(read=read), timeout=10)]
+
+
 Call = Callable[["KVTransferAsyncStub", str], Awaitable[Any]]
 CALLS: list[Call] = [
     lambda stub, how: stub.RegisterCache(pb.RegisterCacheRequest(engine=pb.EngineRef(engine_id=how)), timeout=10),
     lambda stub, how: read_all(stub.ReadBlocks(pb.ReadBlocksRequest(reference=how), timeout=10)),
+    lambda stub, how: poll(stub, how),
     lambda stub, how: read_all(stub.Watch(pb.WatchRequest(engine=pb.EngineRef(engine_id=how)))),
 ]
-every_kind = pytest.mark.parametrize("call", CALLS, ids=["unary", "yields", "writes"])
+every_kind = pytest.mark.parametrize("call", CALLS, ids=["unary", "yields", "waits", "writes"])
 
 
 @every_kind
@@ -142,17 +155,18 @@ async def test_a_deadline_is_required_except_for_watch() -> None:
     async with guarded() as (stub, *_):
         assert isinstance(await failure(stub.RegisterCache(pb.RegisterCacheRequest())), DeadlineRequired)
         assert isinstance(await failure(read_all(stub.ReadBlocks(pb.ReadBlocksRequest()))), DeadlineRequired)
+        assert isinstance(await failure(stub.PollBlocks(pb.PollBlocksRequest())), DeadlineRequired)
         assert len(await read_all(stub.Watch(pb.WatchRequest()))) == 1
 
 
-@pytest.mark.parametrize("method", ["RegisterCache", "ReadBlocks"])
+@pytest.mark.parametrize("method", ["RegisterCache", "PollBlocks", "ReadBlocks"])
 async def test_bytes_that_are_no_message_are_a_wrong_argument(method: str) -> None:
     async with guarded() as (stub, _, __, channel):
         path = f"/kvferry.v1.KVTransfer/{method}"
         garbage = b"\xff\xff\xff garbage"
         raw: Any = (
             channel.unary_unary(path)(garbage, timeout=10)
-            if method == "RegisterCache"
+            if method != "ReadBlocks"
             else read_all(channel.unary_stream(path)(garbage, timeout=10))
         )
         error = await failure(raw)
@@ -185,8 +199,9 @@ async def test_calls_over_the_limit_are_told_to_come_back() -> None:
         assert isinstance(error, LimitReached)
         assert error.values == {"limit": "max_calls", "value": "1"}
         assert error.retryable
-        # Streams are counted apart.
+        # Streams are counted apart, and what waits like them.
         assert len(await read_all(stub.Watch(pb.WatchRequest()))) == 1
+        assert len(await poll(stub, "")) == 1
         servicer.go_on.set()
         assert (await waiting).home_epoch == b"epoch"
         assert await CALLS[0](stub, "")
@@ -196,15 +211,16 @@ async def test_a_stream_over_the_limit_leaves_the_first_alone() -> None:
     async with guarded(CallLimits(calls=1, streams=1)) as (stub, servicer, guard, _):
         waiting = asyncio.ensure_future(CALLS[1](stub, "wait"))
         await asyncio.wait_for(servicer.entered.wait(), 10)
-        error = await failure(CALLS[2](stub, ""))
-        assert isinstance(error, LimitReached)
-        assert error.values["limit"] == "max_streams"
+        for more in CALLS[1:]:
+            error = await failure(more(stub, ""))
+            assert isinstance(error, LimitReached)
+            assert error.values["limit"] == "max_streams"
         servicer.go_on.set()
         assert len(await waiting) == 1
         assert await guard.streams_ended(10)
 
 
-@pytest.mark.parametrize("call", CALLS[1:], ids=["yields", "writes"])
+@pytest.mark.parametrize("call", CALLS[1:], ids=["yields", "waits", "writes"])
 async def test_ended_streams_say_draining_and_calls_go_on(call: Call) -> None:
     async with guarded() as (stub, servicer, guard, _):
         waiting = asyncio.ensure_future(call(stub, "wait"))

@@ -84,8 +84,11 @@ def notified(stub: Any, notification: pb.Notification) -> pb.NotificationResult:
 def calls(stub: Any, name: str, lease_id: bytes) -> dict[str, Callable[[], object]]:
     """All that a lease_id, and a read_id, allow."""
     checksums = pb.ReadChecksumsRequest(reader=proto(D), lease_id=lease_id)
+    read = read_request(read_id=name.encode().ljust(16, b"."))
     return {
         "replay": lambda: acquired(stub, name),
+        "poll": lambda: stub.PollBlocks(pb.PollBlocksRequest(read=read), timeout=TIMEOUT),
+        "poll on": lambda: stub.PollBlocks(pb.PollBlocksRequest(read=read, lease_id=lease_id), timeout=TIMEOUT),
         "renew": lambda: notified(stub, pb.Notification(renew=pb.Renew(lease_id=lease_id))),
         "checksums": lambda: stub.ReadChecksums(checksums, timeout=TIMEOUT),
         "report": lambda: notified(stub, read_done(lease_id, 0)),

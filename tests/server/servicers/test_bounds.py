@@ -159,6 +159,7 @@ async def test_an_error_arrives_whatever_it_repeats(tmp_path: Path, named: str) 
             node.handshake(engine_id=named, incarnation=b"", reader=who, reference=""),
             Stream(kv.ReadBlocks(read_request(reference=reference(1, stranger)), timeout=TIMEOUT)).next(),
             Stream(kv.ReadBlocks(read_request(reference="kvf1." + named), timeout=TIMEOUT)).next(),
+            kv.PollBlocks(pb.PollBlocksRequest(read=read_request(reference=reference(1, stranger))), timeout=TIMEOUT),
             kv.Notify(
                 pb.NotifyRequest(sender=who, session_secret=secret, notifications=[publish_notification()]),
                 timeout=TIMEOUT,
@@ -273,7 +274,7 @@ async def test_a_page_of_sums_in_very_many_parts_is_refused_at_once(tmp_path: Pa
         assert answer.error.metadata["field"] == "checksums"
 
 
-@pytest.mark.parametrize("asked", ["blocks", "handshake"])
+@pytest.mark.parametrize("asked", ["blocks", "polled", "handshake"])
 async def test_readers_that_do_not_take_what_they_asked_for_hold_up_a_share_of_their_own(
     tmp_path: Path, asked: str
 ) -> None:
@@ -296,10 +297,18 @@ async def test_readers_that_do_not_take_what_they_asked_for_hold_up_a_share_of_t
                 Stream(kv.ReadBlocks(read_request(reader=P, read_id=read_id(str(number))), timeout=TIMEOUT))
                 for number in range(100)
             ]
+        elif asked == "polled":
+            # Called like a stream, so that nobody takes the answer.
+            poll: Any = channel.unary_stream(
+                "/kvferry.v1.KVTransfer/PollBlocks", request_serializer=pb.PollBlocksRequest.SerializeToString
+            )
+            reads = (read_request(reader=P, read_id=read_id(str(number))) for number in range(100))
+            answers = [Stream(poll(pb.PollBlocksRequest(read=read), timeout=TIMEOUT)) for read in reads]
         else:
             reader = pb.EngineRef(engine_id="reader", incarnation=P.incarnation)
             answers = [Stream(kv.Handshake(handshake_request(reader=reader), timeout=TIMEOUT)) for _ in range(100)]
-        found = await asyncio.gather(*(raised_or_none(stream) for stream in answers))
+        first = [] if asked == "polled" else answers
+        found = await asyncio.gather(*(raised_or_none(stream) for stream in first))
         # The server writes until it may not: nothing tells when that is.
         for _ in range(int(TIMEOUT / 0.01)):
             if node.home.memory.used >= used + (4 << 20):

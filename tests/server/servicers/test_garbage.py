@@ -45,6 +45,7 @@ UNARY = {
             pb.Notification(decline=pb.Decline(reference=reference())),
         ],
     ),
+    "KVTransfer/PollBlocks": pb.PollBlocksRequest(read=read_request(), next_step=1),
     "Introspection/GetEngine": ipb.GetEngineRequest(engine_id="prefill"),
     "Introspection/ListRequests": ipb.ListRequestsRequest(page_size=5, page_token="YQ.YQ"),
     "Introspection/PlanRead": ipb.PlanReadRequest(source_geometry=GEOMETRY, destination_geometry=GEOMETRY),

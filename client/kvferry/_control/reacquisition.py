@@ -1,0 +1,77 @@
+"""A lease that its home has lost, since it restarted, is asked for again, so that a transfer under way need not start
+anew."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import partial
+
+from kvferry._clock import from_duration, now
+from kvferry._control.backoff import Backoff
+from kvferry._control.connection import CALL_TIMEOUT, Control
+from kvferry._control.reader_lease import ReaderLease
+from kvferry._work_queue import WorkQueue
+from kvferry.errors import KvferryError, Unreachable
+from kvferry.v1 import kv_transfer_pb2 as pb
+
+logger = logging.getLogger(__name__)
+
+
+class Reacquisition:
+    """Asks until the lease is granted anew, or its deadline has passed. Never blocks.
+
+    Args:
+        home: who granted the lease.
+        asked: for what; without a wait.
+        what: is read, for logs.
+        lease: that was lost.
+        work: makes the pauses.
+        again: called when the lease is had again.
+        unneeded: called with a lease that was granted too late.
+    """
+
+    def __init__(
+        self,
+        home: Control,
+        asked: pb.ReadBlocksRequest,
+        what: str,
+        lease: ReaderLease,
+        work: WorkQueue,
+        again: Callable[[], None],
+        unneeded: Callable[[ReaderLease], None],
+    ) -> None:
+        self._home = home
+        self._asked = asked
+        self._what = what
+        self._lease = lease
+        self._work = work
+        self._again = again
+        self._unneeded = unneeded
+        self._backoff = Backoff(jitter=0.5)
+
+    def ask(self) -> None:
+        """Ask, unless nobody needs the lease any more."""
+        if not self._lease.ended:
+            left = max(0.001, min(CALL_TIMEOUT, self._lease.deadline - now()))
+            self._home.poll_blocks_later(pb.PollBlocksRequest(read=self._asked), left, partial(self._answered, now()))
+
+    def _answered(self, sent_at: float, answer: pb.PollBlocksResponse | KvferryError) -> None:
+        if isinstance(answer, KvferryError):
+            self._failed(answer)
+        elif not answer.accepted.lease_id:
+            address = self._home.address
+            self._failed(Unreachable(f"{address} did not accept the read", address=address))
+        else:
+            lease_id, remaining = answer.accepted.lease_id, from_duration(answer.accepted.remaining)
+            if self._lease.acquired_again(lease_id, sent_at, now(), remaining):
+                self._again()
+            else:
+                self._unneeded(ReaderLease(lease_id, sent_at, remaining, remaining))
+
+    def _failed(self, error: KvferryError) -> None:
+        pause = self._backoff.next(error.retry_after)
+        if error.retryable and now() + pause < self._lease.deadline:
+            self._work.do_later(pause, self.ask)
+        elif not self._lease.ended:
+            logger.warning("the read of %s has lost its lease, which was not acquired again: %s", self._what, error)

@@ -1,0 +1,504 @@
+"""A read waits for its publication without a thread, whatever its home answers, and its end comes once."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import TypeAlias
+
+import numpy as np
+import pytest
+
+from kvferry import Blocks, Client, EngineSpec, Group
+from kvferry._clock import now, to_duration
+from kvferry._control import acquisition
+from kvferry._control.acquisition import Acquired, Acquirer, AcquireRequest, Cancellation
+from kvferry._control.connection import Control
+from kvferry._control.granted_steps import GrantedSteps
+from kvferry._control.reader_lease import ReaderLease
+from kvferry._control.renewals import Renewals
+from kvferry._wire.reference import parse_reference
+from kvferry._wire.status import to_notification_error
+from kvferry._wire.token import EngineToken
+from kvferry.errors import (
+    Closed,
+    HomeRecovering,
+    InternalError,
+    InvalidField,
+    KvferryError,
+    LeaseEnded,
+    LimitReached,
+    PublicationAborted,
+    PublicationTimeout,
+    TransferCancelled,
+)
+from kvferry.v1 import kv_transfer_pb2 as pb
+from tests.control.holding import reference
+from tests.control.scripted import Scripted, polled, scripted
+from tests.support.identifiers import unique_id
+from tests.support.node_servers import NodeServerProcess
+from tests.support.waiting import until
+
+Poll: TypeAlias = "Callable[[pb.PollBlocksRequest], pb.PollBlocksResponse]"
+Outcome: TypeAlias = "Acquired | KvferryError"
+READER = EngineToken("reader", b"r" * 32, "home:1")
+FIRST, SECOND = b"1" * 16, b"2" * 16
+
+
+class Reading:
+    """One engine's acquirer at one home, with what came of it."""
+
+    def __init__(self, home: Control) -> None:
+        self.home = home
+        self.renewals = Renewals()
+        self.given_back: list[tuple[bytes, pb.RankOutcome.ValueType]] = []
+        self.outcomes: SimpleQueue[Outcome] = SimpleQueue()
+        self.cancellation = Cancellation("read")
+        self.acquirer = Acquirer(READER, self.renewals, self._gave_up)
+
+    def start(self, timeout: float = 60.0) -> None:
+        text = reference(self.home.address)
+        request = AcquireRequest(self.home, parse_reference(text), text, "read", 1, 0, now() + timeout)
+        self.acquirer.start(request, self.cancellation, lambda _: None, self.outcomes.put)
+
+    def outcome(self) -> Outcome:
+        """What came of it, and nothing else did."""
+        found = self.outcomes.get(timeout=30)
+        self.acquirer.close(30)
+        with pytest.raises(Empty):
+            self.outcomes.get(block=False)
+        assert isinstance(found, Acquired) or not self.renewals._kept
+        return found
+
+    def _gave_up(self, home: Control, lease: ReaderLease, outcome: pb.RankOutcome.ValueType) -> None:
+        assert home is self.home
+        self.given_back.append((lease.lease_id, outcome))
+
+
+@contextmanager
+def reading(folder: Path, poll: Poll) -> Iterator[tuple[Scripted, Reading]]:
+    with scripted(folder) as (server, control):
+        server.poll_blocks = poll
+        found = Reading(control)
+        yield server, found
+        found.renewals.close()
+        found.acquirer.close(30)
+
+
+def accepted(lease_id: bytes = FIRST) -> pb.Accepted:
+    return pb.Accepted(lease_id=lease_id, remaining=to_duration(60), renew_every=to_duration(20), request_id="told")
+
+
+def step(number: int, blocks: int = 1) -> pb.Blocks:
+    first = number * blocks
+    part = pb.GroupBlocks(group="full", first_token=16 * first, end_token=16 * (first + blocks))
+    part.run_starts.append(1 + first)
+    part.run_counts.append(blocks)
+    return pb.Blocks(step=number, groups=[part])
+
+
+def acquired(outcome: Outcome) -> Acquired:
+    assert isinstance(outcome, Acquired), outcome
+    return outcome
+
+
+def test_each_call_says_what_the_reader_has(tmp_path: Path) -> None:
+    def poll(request: pb.PollBlocksRequest) -> pb.PollBlocksResponse:
+        if not request.lease_id:
+            return polled(accepted=accepted())
+        number = request.next_step
+        last = number == 2
+        return polled(blocks=[step(number)], complete=pb.Complete(payload=b"token", steps=3) if last else None)
+
+    with reading(tmp_path, poll) as (server, read):
+        read.start()
+        got = acquired(read.outcome())
+        assert got.lease.lease_id == FIRST
+        assert (got.request_id, got.payload) == ("told", b"token")
+        assert got.blocks["full"].ids.tolist() == [1, 2, 3]
+        assert [(asked.lease_id, asked.next_step) for asked in server.asked] == [
+            (b"", 0),
+            (FIRST, 0),
+            (FIRST, 1),
+            (FIRST, 2),
+        ]
+        assert len({asked.read.read_id for asked in server.asked}) == 1
+        assert all(asked.read.HasField("wait") for asked in server.asked)
+        assert got.lease in read.renewals._kept
+        assert not read.given_back
+
+
+def test_a_home_that_says_at_once_that_there_is_nothing_is_not_asked_all_the_time(tmp_path: Path) -> None:
+    with reading(tmp_path, lambda request: polled(accepted=None if request.lease_id else accepted())) as (server, read):
+        read.start()
+        server.until(lambda: len(server.asked) >= 5)
+        threading.Event().wait(1.0)
+        assert len(server.asked) < 50
+        read.cancellation.cancel()
+        assert isinstance(read.outcome(), TransferCancelled)
+        assert read.given_back == [(FIRST, pb.RANK_OUTCOME_CANCELLED)]
+
+
+def test_a_home_that_tells_next_to_nothing_at_once_is_not_asked_all_the_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(acquisition, "CALLS_AT_ONCE", 4)
+
+    def poll(request: pb.PollBlocksRequest) -> pb.PollBlocksResponse:
+        if not request.lease_id:
+            return polled(accepted=accepted())
+        return polled(blocks=[pb.Blocks(step=request.next_step)])
+
+    with reading(tmp_path, poll) as (server, read):
+        read.start()
+        server.until(lambda: len(server.asked) >= 5)
+        threading.Event().wait(1.0)
+        assert len(server.asked) < 100
+        read.cancellation.cancel()
+        assert isinstance(read.outcome(), TransferCancelled)
+
+
+def test_a_lease_that_is_granted_anew_begins_with_the_first_step_again(tmp_path: Path) -> None:
+    leases = iter([FIRST, SECOND, SECOND])
+
+    def poll(request: pb.PollBlocksRequest) -> pb.PollBlocksResponse:
+        if not request.lease_id:
+            return polled(accepted=accepted(next(leases)), blocks=[step(0)])
+        if request.lease_id == FIRST:
+            # It has restarted: the blocks from before may be others'.
+            return polled(accepted=accepted(next(leases)), blocks=[step(0), step(1)])
+        return polled(blocks=[step(request.next_step)], complete=pb.Complete(steps=2))
+
+    with reading(tmp_path, poll) as (server, read):
+        read.start()
+        got = acquired(read.outcome())
+        assert got.lease.lease_id == SECOND
+        assert got.blocks["full"].ids.tolist() == [1, 2]
+        assert [asked.lease_id for asked in server.asked] == [b"", FIRST, b"", SECOND]
+        assert list(read.renewals._kept) == [got.lease]
+
+
+def test_a_home_that_grants_anew_each_time_is_not_asked_all_the_time(tmp_path: Path) -> None:
+    count = 0
+
+    def poll(request: pb.PollBlocksRequest) -> pb.PollBlocksResponse:
+        nonlocal count
+        count += 1
+        return polled(accepted=accepted(count.to_bytes(16, "big")), blocks=[step(0)])
+
+    with reading(tmp_path, poll) as (server, read):
+        read.start(timeout=2.0)
+        assert isinstance(read.outcome(), KvferryError)
+        assert len(server.asked) < 50
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_blocks_without_a_lease_are_no_answer(tmp_path: Path, first: bool) -> None:
+    def poll(_: pb.PollBlocksRequest) -> pb.PollBlocksResponse:
+        if first and len(server.asked) == 1:
+            return polled(blocks=[step(0)], complete=pb.Complete(steps=1))
+        return polled(accepted=accepted(), blocks=[step(0)], complete=pb.Complete(steps=1))
+
+    with reading(tmp_path, poll) as (server, read):
+        read.start()
+        assert acquired(read.outcome()).blocks["full"].ids.tolist() == [1]
+        assert len(server.asked) == 1 + first
+
+
+LIES = {
+    "a step left out": polled(accepted=accepted(), blocks=[step(1)], complete=pb.Complete(steps=1)),
+    "a step twice": polled(accepted=accepted(), blocks=[step(0), step(0)], complete=pb.Complete(steps=1)),
+    "ids without end": polled(
+        accepted=accepted(),
+        blocks=[pb.Blocks(groups=[pb.GroupBlocks(group="full", run_starts=[1], run_counts=[2**32 - 1])])],
+        complete=pb.Complete(steps=1),
+    ),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_what_cannot_be_is_refused_and_the_lease_given_back(tmp_path: Path, lie: str) -> None:
+    with reading(tmp_path, lambda _: LIES[lie]) as (server, read):
+        read.start()
+        assert isinstance(read.outcome(), InvalidField)
+        assert read.given_back == [(FIRST, pb.RANK_OUTCOME_FAILED)]
+        assert len(server.asked) == 1
+
+
+@pytest.mark.parametrize("size", [1, 15, 17, 1 << 20])
+def test_a_lease_of_a_strange_name_is_none(tmp_path: Path, size: int) -> None:
+    with reading(tmp_path, lambda _: polled(accepted=accepted(b"x" * size))) as (_, read):
+        read.start()
+        assert isinstance(read.outcome(), InvalidField)
+        assert not read.given_back
+
+
+def test_what_nobody_foresaw_is_an_error_and_the_lease_given_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def bug(*_: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(GrantedSteps, "blocks", bug)
+    with reading(tmp_path, lambda _: polled(accepted=accepted(), complete=pb.Complete())) as (_, read):
+        read.start()
+        assert isinstance(read.outcome(), InternalError)
+        assert read.given_back == [(FIRST, pb.RANK_OUTCOME_FAILED)]
+
+
+def test_a_call_that_cannot_be_made_ends_the_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object) -> None:
+        raise OSError("the certificate is gone")
+
+    with reading(tmp_path, lambda _: polled()) as (_, read):
+        monkeypatch.setattr(Control, "poll_blocks_later", refused)
+        read.start()
+        assert isinstance(read.outcome(), InternalError)
+
+
+def test_a_revocation_is_the_end_but_not_of_what_is_whole(tmp_path: Path) -> None:
+    revoked = pb.Revoked(reason=pb.REVOKE_REASON_ABORTED)
+    (tmp_path / "whole").mkdir()
+    with reading(tmp_path, lambda _: polled(accepted=accepted(), revoked=revoked)) as (_, read):
+        read.start()
+        error = read.outcome()
+        assert isinstance(error, PublicationAborted)
+        assert "ABORTED" in error.message
+        assert read.given_back == [(FIRST, pb.RANK_OUTCOME_FAILED)]
+    whole = polled(accepted=accepted(), blocks=[step(0)], complete=pb.Complete(steps=1), revoked=revoked)
+    with reading(tmp_path / "whole", lambda _: whole) as (_, read):
+        read.start()
+        acquired(read.outcome())
+
+
+@pytest.mark.parametrize("error", [LeaseEnded("it has expired"), PublicationTimeout("it did not come")])
+def test_a_wait_that_its_home_ends_is_a_timeout(tmp_path: Path, error: KvferryError) -> None:
+    def poll(request: pb.PollBlocksRequest) -> pb.PollBlocksResponse:
+        if not request.lease_id:
+            return polled(accepted=accepted())
+        raise error
+
+    with reading(tmp_path, poll) as (_, read):
+        read.start()
+        assert isinstance(read.outcome(), PublicationTimeout)
+        assert read.given_back == [(FIRST, pb.RANK_OUTCOME_FAILED)]
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_publication_that_is_not_complete_in_time(tmp_path: Path, waits: bool) -> None:
+    over = threading.Event()
+
+    def poll(request: pb.PollBlocksRequest) -> pb.PollBlocksResponse:
+        if not request.lease_id:
+            return polled(accepted=accepted(), blocks=[step(0)])
+        if waits:
+            over.wait(30)
+        return polled()
+
+    with reading(tmp_path, poll) as (_, read):
+        read.start(timeout=1.0)
+        assert isinstance(read.outcome(), PublicationTimeout)
+        assert read.given_back == [(FIRST, pb.RANK_OUTCOME_FAILED)]
+        over.set()
+
+
+def test_a_cancel_ends_a_call_that_waits(tmp_path: Path) -> None:
+    over = threading.Event()
+
+    def poll(request: pb.PollBlocksRequest) -> pb.PollBlocksResponse:
+        if not request.lease_id:
+            return polled(accepted=accepted())
+        over.wait(30)
+        return polled()
+
+    with reading(tmp_path, poll) as (server, read):
+        read.start()
+        server.until(lambda: len(server.asked) == 2)
+        read.cancellation.cancel()
+        assert isinstance(read.outcome(), TransferCancelled)
+        assert read.given_back == [(FIRST, pb.RANK_OUTCOME_CANCELLED)]
+        over.set()
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_a_cancel_waits_a_little_for_the_lease_to_end_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answers: bool
+) -> None:
+    monkeypatch.setattr(acquisition, "ACCEPTED_PATIENCE", 30.0 if answers else 0.1)
+    cancelled = threading.Event()
+
+    def poll(_: pb.PollBlocksRequest) -> pb.PollBlocksResponse:
+        cancelled.wait(30)
+        return polled(accepted=accepted())
+
+    with reading(tmp_path, poll) as (server, read):
+        read.start()
+        server.until(lambda: len(server.asked) == 1)
+        read.cancellation.cancel()
+        if answers:
+            cancelled.set()
+        assert isinstance(read.outcome(), TransferCancelled)
+        assert read.given_back == ([(FIRST, pb.RANK_OUTCOME_CANCELLED)] if answers else [])
+        cancelled.set()
+
+
+def test_what_was_cancelled_before_is_not_asked_for(tmp_path: Path) -> None:
+    with reading(tmp_path, lambda _: polled(accepted=accepted())) as (server, read):
+        read.cancellation.cancel()
+        read.start()
+        assert isinstance(read.outcome(), TransferCancelled)
+        assert not server.asked
+
+
+def test_a_lease_of_an_attempt_that_failed_is_given_back_with_the_read(tmp_path: Path) -> None:
+    def poll(_: pb.PollBlocksRequest) -> pb.PollBlocksResponse:
+        if len(server.asked) == 1:
+            return polled(accepted=accepted())
+        raise HomeRecovering("not now", retry_after=50.0)
+
+    with reading(tmp_path, poll) as (server, read):
+        read.start()
+        server.until(lambda: len(server.asked) == 2)
+        until(lambda: not read.renewals._kept)
+        read.cancellation.cancel()
+        assert isinstance(read.outcome(), TransferCancelled)
+        assert read.given_back == [(FIRST, pb.RANK_OUTCOME_CANCELLED)]
+
+
+def test_who_is_told_of_the_end_may_fail(tmp_path: Path) -> None:
+    with reading(tmp_path, lambda _: polled(accepted=accepted(), complete=pb.Complete())) as (_, read):
+
+        def fails(outcome: Outcome) -> None:
+            read.outcomes.put(outcome)
+            raise ValueError("a bug of the caller")
+
+        text = reference(read.home.address)
+        request = AcquireRequest(read.home, parse_reference(text), text, "read", 1, 0, now() + 60)
+        read.acquirer.start(request, read.cancellation, lambda _: None, fails)
+        read.outcomes.get(timeout=30)
+        read.start()
+        acquired(read.outcome())
+
+
+def test_a_closed_connection_ends_the_wait(tmp_path: Path) -> None:
+    over = threading.Event()
+
+    def poll(_: pb.PollBlocksRequest) -> pb.PollBlocksResponse:
+        over.wait(30)
+        return polled()
+
+    with reading(tmp_path, poll) as (server, read):
+        read.start()
+        server.until(lambda: len(server.asked) == 1)
+        read.home.close()
+        assert isinstance(read.outcome(), Closed)
+        over.set()
+
+
+def threads_of_acquirers() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith("kvferry-acquisitions")]
+
+
+def test_the_thread_comes_with_the_first_read_and_goes_with_the_last(tmp_path: Path) -> None:
+    over = threading.Event()
+
+    def poll(_: pb.PollBlocksRequest) -> pb.PollBlocksResponse:
+        over.wait(30)
+        return polled(accepted=accepted(), complete=pb.Complete())
+
+    with reading(tmp_path, poll) as (server, read):
+        assert not threads_of_acquirers()
+        read.start()
+        server.until(lambda: len(server.asked) == 1)
+        (thread,) = threads_of_acquirers()
+        # Closed in the middle: what is under way goes on to its end.
+        read.acquirer.close(30)
+        with pytest.raises(Closed):
+            read.start()
+        assert thread.is_alive()
+        over.set()
+        acquired(read.outcome())
+        thread.join(30)
+        assert not thread.is_alive()
+        assert read.outcomes.empty()
+
+
+def test_without_a_thread_nothing_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    start = threading.Thread.start
+
+    def refused(thread: threading.Thread) -> None:
+        if thread.name.startswith("kvferry-acquisitions"):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with reading(tmp_path, lambda _: polled(accepted=accepted(), complete=pb.Complete())) as (_, read):
+        with monkeypatch.context() as patched:
+            patched.setattr(threading.Thread, "start", refused)
+            with pytest.raises(LimitReached):
+                read.start()
+        assert read.outcomes.empty()
+        read.start()
+        acquired(read.outcome())
+
+
+@pytest.mark.parametrize("needed", [True, False])
+def test_a_lease_that_is_lost_is_acquired_again_or_given_back(tmp_path: Path, needed: bool) -> None:
+    answer = threading.Event()
+
+    def poll(_: pb.PollBlocksRequest) -> pb.PollBlocksResponse:
+        if len(server.asked) == 1:
+            lease = pb.Accepted(lease_id=FIRST, remaining=to_duration(60), renew_every=to_duration(0.05))
+            return polled(accepted=lease, complete=pb.Complete())
+        if len(server.asked) == 2:
+            raise HomeRecovering("not now", retry_after=0.1)
+        if len(server.asked) == 3:
+            answer.wait(30)
+        return polled(accepted=accepted(SECOND))
+
+    with reading(tmp_path, poll) as (server, read):
+        lost = pb.NotificationResult(error=to_notification_error(LeaseEnded("no such lease")))
+        server.notify = lambda request: [lost for _ in request.notifications]
+        read.start()
+        got = acquired(read.outcomes.get(timeout=30))
+        server.until(lambda: len(server.asked) == 3)
+        if not needed:
+            read.renewals.drop(got.lease)
+        answer.set()
+        if needed:
+            until(lambda: got.lease.lease_id == SECOND)
+            assert not read.given_back
+        else:
+            until(lambda: bool(read.given_back))
+            assert read.given_back == [(SECOND, pb.RANK_OUTCOME_CANCELLED)]
+
+
+def test_five_hundred_reads_that_wait_cost_no_thread(tmp_path: Path) -> None:
+    with NodeServerProcess(tmp_path / "home") as server, Client(server.address) as client:
+        spec = EngineSpec(unique_id("source"), (Group("full", block_tokens=16, num_blocks=8),))
+        tensors = {"layers.0": np.zeros((2, 8, 1, 16, 8), np.uint8)}
+        axes = ("kv", "block", "head", "token", "content")
+        session = client.register_cache(spec, tensors=tensors, axes=axes, serve=False).session
+        first = session.publish("waits", {"full": Blocks([1])}, last=False, expected_reads=500)
+        home, renewals = Control(server.address, None), Renewals()
+        acquirer = Acquirer(READER, renewals, lambda *_: None)
+        outcomes: SimpleQueue[Outcome] = SimpleQueue()
+        before = threading.active_count()
+        text = first.reference
+        for number in range(500):
+            request = AcquireRequest(home, parse_reference(text), text, f"read {number}", 1, 0, now() + 120)
+            acquirer.start(request, Cancellation(f"{number}"), lambda _: None, outcomes.put)
+        # All have their leases, and the calls that wait were made.
+        until(lambda: len(renewals._kept) == 500)
+        # Of the acquirer, the renewals, and gRPC's connection.
+        assert threading.active_count() <= before + 3
+        assert outcomes.empty()
+        session.publish_more(first, {"full": Blocks([2], first_token=16)}, last=True)
+        for _ in range(500):
+            assert acquired(outcomes.get(timeout=60)).blocks["full"].ids.tolist() == [1, 2]
+        assert threading.active_count() <= before + 3
+        acquirer.close(30)
+        renewals.close()
+        home.close()

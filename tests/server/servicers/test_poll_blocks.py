@@ -1,0 +1,374 @@
+"""PollBlocks: what ReadBlocks tells, one answer at a time, over a real gRPC server."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from google.protobuf.duration_pb2 import Duration
+
+from kvferry._clock import from_duration
+from kvferry._wire.channel import MAX_MESSAGE_BYTES
+from kvferry._wire.reference import format_reference
+from kvferry.errors import (
+    BadReference,
+    EngineIncomplete,
+    EngineUnknown,
+    HomeRecovering,
+    InvalidField,
+    KvferryError,
+    LeaseEnded,
+    LimitReached,
+    NotImplementedHere,
+    PartiesMismatch,
+    PeerRestarted,
+    PublicationReleased,
+    PublicationStale,
+    PublicationTimeout,
+    ServerDraining,
+    WrongKey,
+)
+from kvferry.v1 import kv_transfer_pb2 as pb
+from kvferry_server.domain.limits import MAX_STALE_STREAMS, Limits
+from kvferry_server.servicers.limits import POLL_STEPS
+from tests.support.node_in_process import (
+    ADVERTISE,
+    TIMEOUT,
+    Node,
+    proto,
+    publish_notification,
+    raised,
+    read_done,
+    read_request,
+    reference,
+    running,
+    snapshot,
+)
+from tests.support.parties import P2, SECRETS, TIMES, D, E, P, key, read_id
+
+SOON = Duration(nanos=20_000_000)
+
+
+@pytest.fixture
+async def ready(tmp_path: Path) -> AsyncIterator[Node]:
+    """A node with an engine of one rank."""
+    async with running(tmp_path) as node:
+        await node.open_engine()
+        await node.register()
+        yield node
+
+
+def steps(answer: pb.PollBlocksResponse) -> list[int]:
+    return [blocks.step for blocks in answer.blocks]
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Wait for what nothing tells."""
+    for _ in range(int(TIMEOUT / 0.001)):
+        if condition():
+            return
+        await asyncio.sleep(0.001)
+    raise AssertionError("it did not come about")
+
+
+async def until_waiting(node: Node, number: int = 1, calls: int = 1) -> None:
+    """Wait until calls wait for news of a publication."""
+    wakers = node.home.wakeups._wakers
+    publication = node.home.records.book(P).publications[number]
+    await until(lambda: len(wakers.get(publication, ())) == calls)
+
+
+async def test_one_answer_holds_all_that_a_stream_tells(ready: Node) -> None:
+    await ready.publish(payload=b"first token")
+    stream = ready.read(read_id=read_id("stream"))
+    told = [await stream.next() for _ in range(3)]
+    answer = await ready.poll()
+    assert answer.home_epoch == ready.home.epoch
+    accepted = answer.accepted
+    assert len(accepted.lease_id) == 16
+    assert from_duration(accepted.remaining) == TIMES.ttl
+    assert from_duration(accepted.renew_every) == TIMES.ttl / 3
+    assert (accepted.source, accepted.publication, accepted.request_id) == (proto(P), 1, "r1")
+    assert list(answer.blocks) == [told[1].blocks]
+    assert answer.complete == told[2].complete
+    assert not answer.HasField("revoked")
+    [result] = await ready.reader(read_done(accepted.lease_id, 0))
+    assert result.read_ended == pb.ReadEnded(verdict=pb.VERDICT_VALID, reported=1, complete=True)
+
+
+async def test_a_publication_that_comes_late_is_told_in_steps(ready: Node) -> None:
+    first = await ready.poll()
+    assert first.accepted.request_id == ""
+    assert (steps(first), first.HasField("complete")) == ([], False)
+    lease_id, answer = first.accepted.lease_id, first
+    for step in range(3):
+        waiting = asyncio.create_task(ready.poll(lease_id=lease_id, next_step=step))
+        await until_waiting(ready)
+        await ready.publish(step=step, last=step == 2)
+        answer = await waiting
+        assert not answer.HasField("accepted")
+        assert steps(answer) == [step]
+        assert answer.HasField("complete") == (step == 2)
+    assert answer.complete.steps == 3
+    # Who lost an answer is told it again.
+    assert steps(await ready.poll(lease_id=lease_id, next_step=1)) == [1, 2]
+
+
+async def test_a_replay_gets_the_same_lease_unextended_and_everything_again(ready: Node) -> None:
+    await ready.publish(last=False)
+    first = await ready.poll()
+    ready.pass_by(10)
+    again = await ready.poll()
+    assert again.accepted.lease_id == first.accepted.lease_id
+    assert from_duration(again.accepted.remaining) == TIMES.ttl - 10
+    assert steps(again) == [0]
+    assert (await ready.read().next()).accepted.lease_id == first.accepted.lease_id
+    other = await ready.poll(read_id=read_id("another"))
+    assert other.accepted.lease_id not in ("", first.accepted.lease_id)
+
+
+async def test_a_lease_that_the_reader_does_not_have_is_told_with_all_steps(ready: Node) -> None:
+    await ready.publish()
+    lease_id = (await ready.poll()).accepted.lease_id
+    other = (await ready.poll(read_id=read_id("another"))).accepted.lease_id
+    for wrong in (other, b"x" * 16):
+        answer = await ready.poll(lease_id=wrong, next_step=1)
+        assert (answer.accepted.lease_id, steps(answer)) == (lease_id, [0])
+        # Steps of another lease are not counted.
+        assert steps(await ready.poll(lease_id=wrong, next_step=2**32 - 1)) == [0]
+
+
+@pytest.mark.parametrize("next_step", [2, 3, 2**31, 2**32 - 1])
+async def test_steps_that_there_are_not_are_refused(ready: Node, next_step: int) -> None:
+    await ready.publish(last=False)
+    lease_id = (await ready.poll()).accepted.lease_id
+    error = await raised(ready.poll(lease_id=lease_id, next_step=next_step))
+    assert isinstance(error, InvalidField)
+    assert error.values["field"] == "next_step"
+    await ready.publish(step=1)
+    answer = await ready.poll(lease_id=lease_id, next_step=2)
+    assert (steps(answer), answer.complete.steps) == ([], 2)
+
+
+async def test_the_end_of_the_wait(ready: Node) -> None:
+    lease_id = (await ready.poll(wait=SOON)).accepted.lease_id
+    waiting = asyncio.create_task(ready.poll(lease_id=lease_id, wait=SOON))
+    await until_waiting(ready)
+    ready.clock.pass_by(0.02)
+    error = await raised(waiting)
+    assert isinstance(error, PublicationTimeout)
+    assert error.values["waited_ms"] == "20"
+    # Of a publication that has begun there is only nothing new.
+    await ready.publish(last=False)
+    waiting = asyncio.create_task(ready.poll(lease_id=lease_id, next_step=1, wait=SOON))
+    await until_waiting(ready)
+    ready.clock.pass_by(0.02)
+    assert await waiting == pb.PollBlocksResponse(home_epoch=ready.home.epoch)
+
+
+async def test_a_call_waits_no_longer_than_its_deadline_allows(ready: Node) -> None:
+    await ready.publish(last=False)
+    lease_id = (await ready.poll()).accepted.lease_id
+    request = pb.PollBlocksRequest(read=read_request(), lease_id=lease_id, next_step=1)
+
+    async def poll() -> pb.PollBlocksResponse:
+        return await ready.kv.PollBlocks(request, timeout=5)
+
+    waiting = asyncio.create_task(poll())
+    await until_waiting(ready)
+    # The answer that there is nothing comes before the deadline.
+    ready.clock.pass_by(5)
+    assert steps(await waiting) == []
+
+
+async def test_more_than_a_message_holds_comes_in_several_answers(ready: Node) -> None:
+    runs, count, size = 1 << 17, 16, 0
+    ids = [1 + 2 * (index % 400) for index in range(runs)]
+    for step in range(count):
+        tokens = {"first_token": 16 * step * runs, "end_token": 16 * (step + 1) * runs}
+        part = pb.GroupBlocks(group="full", run_starts=ids, run_counts=[1] * runs, **tokens)
+        size += part.ByteSize()
+        last = step == count - 1
+        published = await ready.publish(step=step, last=last, groups=[part], payload=b"x" * 65536 if last else b"")
+        assert published.HasField("published"), published
+    assert size > MAX_MESSAGE_BYTES
+    answer = await ready.poll()
+    lease_id, found, calls = answer.accepted.lease_id, steps(answer), 1
+    while not answer.HasField("complete"):
+        assert len(answer.blocks) >= 1
+        answer = await ready.poll(lease_id=lease_id, next_step=len(found))
+        found += steps(answer)
+        calls += 1
+    assert found == list(range(count))
+    assert calls > 2
+    assert len(answer.complete.payload) == 65536
+
+
+async def test_many_small_steps_come_in_several_answers(ready: Node) -> None:
+    count = POLL_STEPS + 1
+    empty = [publish_notification(step=step, last=False, groups=[]) for step in range(count)]
+    for first in range(0, count, 1024):
+        for result in await ready.source(*empty[first : first + 1024]):
+            assert result.HasField("published"), result
+    answer = await ready.poll()
+    assert steps(answer) == list(range(POLL_STEPS))
+    assert steps(await ready.poll(lease_id=answer.accepted.lease_id, next_step=POLL_STEPS)) == [POLL_STEPS]
+
+
+async def test_an_abort_is_told_to_who_waits_and_the_lease_stays(ready: Node) -> None:
+    await ready.publish(last=False)
+    lease_id = (await ready.poll()).accepted.lease_id
+    waiting = asyncio.create_task(ready.poll(lease_id=lease_id, next_step=1))
+    await until_waiting(ready)
+    await ready.source(pb.Notification(abort=pb.Abort(publication=1)))
+    told = await waiting
+    assert told.revoked.reason == pb.REVOKE_REASON_ABORTED
+    assert not told.HasField("complete")
+    # Who asks again does not wait, and is told all.
+    again = await ready.poll()
+    assert (again.accepted.lease_id, steps(again)) == (lease_id, [0])
+    assert again.revoked == told.revoked
+
+
+async def test_a_revoked_publication_that_was_complete_is_told_whole(ready: Node) -> None:
+    await ready.publish()
+    lease_id = (await ready.poll()).accepted.lease_id
+    await ready.source(pb.Notification(abort=pb.Abort(publication=1)))
+    answer = await ready.poll()
+    assert (answer.accepted.lease_id, steps(answer)) == (lease_id, [0])
+    assert answer.HasField("complete")
+    assert answer.HasField("revoked")
+
+
+async def test_the_source_s_death_is_told_to_who_has_a_lease(tmp_path: Path) -> None:
+    async with running(tmp_path) as node:
+        watch = await node.open_engine()
+        await node.register()
+        lease_id = (await node.poll()).accepted.lease_id
+        waiting = [asyncio.create_task(node.poll(lease_id=lease_id))]
+        await until_waiting(node)
+        await node.leaves(watch)
+        assert isinstance(await raised(node.poll(2)), EngineIncomplete)
+        # A reader who comes back goes on, as if he had never been away. Others are no such readers.
+        waiting.append(asyncio.create_task(node.poll(lease_id=lease_id)))
+        await until_waiting(node, calls=2)
+        for other in (node.poll(), node.poll(2, lease_id), node.poll(lease_id=lease_id, read_id=read_id("another"))):
+            assert isinstance(await raised(other), EngineIncomplete)
+        node.pass_by(TIMES.engine_ttl)
+        for answer in (*await asyncio.gather(*waiting), await node.poll(lease_id=lease_id)):
+            assert answer.revoked.reason == pb.REVOKE_REASON_SOURCE_LOST
+        assert isinstance(await raised(node.poll(2)), EngineUnknown)
+
+
+async def test_a_lease_that_ends_ends_the_wait(ready: Node) -> None:
+    await ready.publish(last=False)
+    lease_id = (await ready.poll()).accepted.lease_id
+    waiting = asyncio.create_task(ready.poll(lease_id=lease_id, next_step=1))
+    await until_waiting(ready)
+    ready.pass_by(TIMES.ttl)
+    assert isinstance(await raised(waiting), LeaseEnded)
+    assert isinstance(await raised(ready.poll(lease_id=lease_id, next_step=1)), LeaseEnded)
+    # With a publication that never came it is that which is said.
+    lease_id = (await ready.poll(2)).accepted.lease_id
+    waiting = asyncio.create_task(ready.poll(2, lease_id=lease_id))
+    await until_waiting(ready, 2)
+    ready.pass_by(TIMES.ttl)
+    assert isinstance(await raised(waiting), PublicationTimeout)
+
+
+async def test_a_drain_ends_the_wait_and_has_told_all_before(ready: Node) -> None:
+    await ready.publish(last=False)
+    lease_id = (await ready.poll()).accepted.lease_id
+    waiting = asyncio.create_task(ready.poll(lease_id=lease_id, next_step=1))
+    await until_waiting(ready)
+    with ready.home.turn():
+        ready.home.drain()
+    assert isinstance(await raised(waiting), ServerDraining)
+    answer = await ready.poll()
+    assert (answer.accepted.lease_id, steps(answer)) == (lease_id, [0])
+    assert isinstance(await raised(ready.poll(read_id=read_id("new"))), ServerDraining)
+
+
+async def test_a_restarted_home_grants_anew_and_tells_all_steps(tmp_path: Path) -> None:
+    (tmp_path / "old").mkdir()
+    (tmp_path / "new").mkdir()
+    async with running(tmp_path / "old") as node:
+        await node.open_engine()
+        await node.register()
+        await node.publish(last=False)
+        old = await node.poll()
+    async with running(tmp_path / "new", new=True) as node:
+        assert isinstance(await raised(node.poll(lease_id=old.accepted.lease_id, next_step=1)), KvferryError)
+        with node.home.turn():
+            node.home.engines.open_engine(P, SECRETS[P])
+            node.home.sources.open(P, SECRETS[P])
+        await node.register()
+        assert isinstance(await raised(node.poll(lease_id=old.accepted.lease_id, next_step=1)), HomeRecovering)
+        await node.source(*snapshot(publish_notification(last=False), high_water=1))
+        await node.publish(step=1)
+        answer = await node.poll(lease_id=old.accepted.lease_id, next_step=1)
+        assert answer.home_epoch != old.home_epoch
+        assert answer.accepted.lease_id not in (b"", old.accepted.lease_id)
+        assert steps(answer) == [0, 1]
+        assert answer.HasField("complete")
+
+
+async def test_polls_that_cannot_be(ready: Node) -> None:
+    await ready.publish(1)
+    await ready.reader(read_done((await ready.poll(1)).accepted.lease_id, 0))
+    await ready.publish(2)
+    await ready.poll(2)
+    router = pb.Reference(home=ADVERTISE, engine_id="e", key=key(), router_key="r")
+    read = read_request
+    cases: list[tuple[pb.PollBlocksRequest, type[KvferryError]]] = [
+        (pb.PollBlocksRequest(read=read(1, reader=E)), PublicationReleased),
+        (pb.PollBlocksRequest(read=read(1, reference="no reference")), BadReference),
+        (pb.PollBlocksRequest(read=read(1, reference=format_reference(router))), NotImplementedHere),
+        (pb.PollBlocksRequest(read=read(1, reference=reference(1, P2))), PeerRestarted),
+        (pb.PollBlocksRequest(read=read(1, reference=reference(1, D))), EngineUnknown),
+        (pb.PollBlocksRequest(read=read(1, reference=reference(1, wrong=b"x" * 16))), WrongKey),
+        (pb.PollBlocksRequest(read=read(1, read_id=b"")), InvalidField),
+        (pb.PollBlocksRequest(read=read(1, parties=0)), InvalidField),
+        (pb.PollBlocksRequest(read=read(2, parties=2)), PartiesMismatch),
+        (pb.PollBlocksRequest(read=read(1, wait=Duration(seconds=-1))), InvalidField),
+        (pb.PollBlocksRequest(read=read(1), lease_id=b"x"), InvalidField),
+        (pb.PollBlocksRequest(read=read(1), lease_id=b"x" * 17), InvalidField),
+        (pb.PollBlocksRequest(), InvalidField),
+    ]
+    for request, expected in cases:
+        error = await raised(ready.kv.PollBlocks(request, timeout=TIMEOUT))
+        assert isinstance(error, expected), (request, error)
+    await ready.source(pb.Notification(released_ack=pb.ReleasedAck(publications=[1])))
+    assert isinstance(await raised(ready.poll(1, reader=E)), PublicationStale)
+
+
+async def test_polls_beyond_a_limit_are_asked_to_come_again(tmp_path: Path) -> None:
+    async with running(tmp_path, Limits(waiting_reads=1)) as node:
+        await node.open_engine()
+        await node.register()
+        lease_id = (await node.poll(1)).accepted.lease_id
+        error = await raised(node.poll(2))
+        assert isinstance(error, LimitReached)
+        assert error.retryable
+        # As many calls of one read wait at once as streams may.
+        waiting = [asyncio.create_task(node.poll(1, lease_id)) for _ in range(1 + MAX_STALE_STREAMS)]
+        await until_waiting(node, calls=len(waiting))
+        error = await raised(node.poll(1, lease_id))
+        assert isinstance(error, LimitReached)
+        assert error.values["limit"] == "streams"
+        await node.publish()
+        assert [steps(answer) for answer in await asyncio.gather(*waiting)] == [[0]] * len(waiting)
+
+
+async def test_who_leaves_while_waiting_leaves_nothing(ready: Node) -> None:
+    lease_id = (await ready.poll()).accepted.lease_id
+    request = pb.PollBlocksRequest(read=read_request(), lease_id=lease_id)
+    call: Any = ready.kv.PollBlocks(request, timeout=TIMEOUT)
+    await until_waiting(ready)
+    call.cancel()
+    await until_waiting(ready, calls=0)
+    await ready.publish()
+    assert steps(await ready.poll(lease_id=lease_id)) == [0]

@@ -1,0 +1,24 @@
+"""An acquisition that a test waits for."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable
+
+from kvferry._control.acquisition import Acquired, Acquirer, AcquireRequest, Cancellation
+from kvferry.errors import KvferryError
+
+
+def acquired(
+    acquirer: Acquirer,
+    request: AcquireRequest,
+    cancellation: Cancellation,
+    extended: Callable[[float], None] = lambda _: None,
+) -> Acquired:
+    """What comes of an acquisition; raises its error."""
+    outcomes: queue.SimpleQueue[Acquired | KvferryError] = queue.SimpleQueue()
+    acquirer.start(request, cancellation, extended, outcomes.put)
+    outcome = outcomes.get(timeout=120)
+    if isinstance(outcome, KvferryError):
+        raise outcome
+    return outcome
