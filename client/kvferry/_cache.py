@@ -29,6 +29,7 @@ from kvferry._reads.reader import Reader, ReadRequest
 from kvferry._reads.source_engines import SourceEngine, SourceEngines, whole_engine
 from kvferry._reads.verifier import Verifier
 from kvferry._threads import start_thread
+from kvferry._transport.agents import Agents
 from kvferry._transport.calibration import measure
 from kvferry._transport.nixl_agent import AgentInfo, ServingAgent
 from kvferry._transport.nixl_options import NixlOptions
@@ -76,6 +77,7 @@ class Cache(OneProcess):
         rank: RankGeometry,
         regions: tuple[MemoryRegion, ...],
         *,
+        agents: Agents,
         serve: bool,
         options: NixlOptions,
         staging: StagingOptions,
@@ -104,7 +106,7 @@ class Cache(OneProcess):
         self._agent: ServingAgent | None = None
         if serve:
             name = f"kvferry/{spec.engine_id}/{token.incarnation.hex()}/{rank.rank}/serving"
-            self._agent = ServingAgent(name, regions, options)
+            self._agent = agents.serving(name, regions, options)
         self._registration = pb.RegisterCacheRequest(
             engine=token.ref(),
             session_secret=token.session_secret,
@@ -127,7 +129,7 @@ class Cache(OneProcess):
             raise
         self._staging = staging
         self._rules: dict[str, PathRule] = {}
-        self._transport = Transport(regions, options, staging=staging, tensors=tensors, keep=keep)
+        self._transport = Transport(regions, options, agents=agents, staging=staging, tensors=tensors, keep=keep)
         rule = PathRule(
             path=staging.chosen,
             costs=staging.costs or Costs(),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import TracebackType
 
 from kvferry import _arguments as arguments
@@ -18,6 +19,7 @@ from kvferry._control.watcher import Watcher
 from kvferry._engine_spec import EngineSpec
 from kvferry._forks import OneProcess
 from kvferry._memory.declared import Declared, memory_of
+from kvferry._network import network_of
 from kvferry._transport.nixl_options import NixlOptions
 from kvferry._transport.staging_pool import StagingOptions
 from kvferry._wire.channel import TlsConfig, parse_address
@@ -71,10 +73,12 @@ class Client(OneProcess):
             if given is not None:
                 arguments.instance(name, given, kind, f"a {kind.__name__}")
         parse_address(arguments.text("address", address))
-        self._homes = Homes(address, tls, arguments.texts("allowed_homes", allowed_homes))
+        network = self._network = network_of(address)
+        self._homes = Homes(address, tls, arguments.texts("allowed_homes", allowed_homes), network.dial)
         self._renewals = Renewals()
         self._options = options or NixlOptions()
-        self._staging = staging or StagingOptions()
+        staging = staging or StagingOptions()
+        self._staging = replace(staging, costs=staging.costs or network.costs)
         self._integrity = integrity or IntegrityOptions()
         self._max_reads = max_reads
         self._lock = threading.Lock()
@@ -183,6 +187,7 @@ class Client(OneProcess):
                 own,
                 RankGeometry(rank, found, {} if labels is None else labels),
                 ranges,
+                agents=self._network.agents,
                 serve=serve,
                 options=self._options,
                 staging=self._staging,

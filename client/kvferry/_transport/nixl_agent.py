@@ -95,16 +95,19 @@ class ServingAgent:
         name: unique per incarnation, at most 512 bytes.
         regions: contiguous ranges; no descriptor may span two.
         options: how bytes move.
+        binding: called in place of NIXL; see `kvferry._transport.agents`.
 
     Raises:
         NixlMissing: NIXL is not installed.
         NixlError: NIXL could not register the memory.
     """
 
-    def __init__(self, name: str, regions: Sequence[MemoryRegion], options: NixlOptions | None = None) -> None:
+    def __init__(
+        self, name: str, regions: Sequence[MemoryRegion], options: NixlOptions | None = None, binding: Any = None
+    ) -> None:
         if not regions:
             raise InvalidField("regions", (), "at least one")
-        binding = _binding()
+        binding = _binding() if binding is None else binding
         self._agent: Any = None
         agent, backend = _new_agent(binding, name, options or NixlOptions(), progress_thread=True)
         _register(binding, agent, backend, regions)
@@ -192,12 +195,13 @@ class ReadingAgent:
         name: unique in the cluster.
         regions: memory that is read into. The caller keeps it mapped, and unused, while reads into it are not quiet.
         options: how bytes move.
+        binding: as of `ServingAgent`.
     """
 
-    def __init__(self, name: str, regions: Sequence[MemoryRegion], options: NixlOptions) -> None:
+    def __init__(self, name: str, regions: Sequence[MemoryRegion], options: NixlOptions, binding: Any = None) -> None:
         self._owner = threading.get_ident()
         self.name = name
-        self._nixl = _binding()
+        self._nixl = _binding() if binding is None else binding
         _use_device(regions, options)
         self._peers: dict[str, _Peer] = {}
         self._local = RegionMap(f"agent {name!r}", regions)

@@ -19,6 +19,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
+from kvferry._transport.agents import NIXL, Agents
 from kvferry._transport.nixl_agent import AgentInfo, NixlError, ReadingAgent
 from kvferry._transport.nixl_options import NixlOptions
 from kvferry._transport.peer_link import Link, LinkState, PeerWork
@@ -55,6 +56,7 @@ class ReadingThread:
         may_retire: asked before the agent is retired; False leaves it as it is.
         moved_on: gets shares of which nothing is under way here any more, when the agent is retired.
         gone: called when the thread has ended; True: all that it posted is quiet.
+        agents: makes the agent, on the thread.
         keep: referenced until the agent is destroyed: the owner of the regions.
     """
 
@@ -68,6 +70,7 @@ class ReadingThread:
         may_retire: Callable[[ReadingThread], bool],
         moved_on: Callable[[PeerWork], None],
         gone: Callable[[ReadingThread, bool], None],
+        agents: Agents = NIXL,
         keep: object = None,
     ) -> None:
         self.name = name
@@ -80,6 +83,7 @@ class ReadingThread:
         self._may_retire = may_retire
         self._moved_on = moved_on
         self._gone = gone
+        self._agents = agents
         self._keep = keep
         self._changed = threading.Condition()
         # These are shared with the callers, under the condition.
@@ -176,7 +180,7 @@ class ReadingThread:
         agent: ReadingAgent | None = None
         quiet = True
         try:
-            agent = ReadingAgent(self.name, self._regions, self._options)
+            agent = self._agents.reading(self.name, self._regions, self._options)
         except Exception as error:
             self._refusal = error if isinstance(error, KvferryError) else self._failed(error)
             self._fail(self._refusal)

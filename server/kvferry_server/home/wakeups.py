@@ -23,8 +23,8 @@ class Waker:
 
     async def wait(self, seconds: float | None = None) -> None:
         """Until something has changed, or `seconds` have passed."""
-        # Before Python 3.12 `asyncio.wait_for` swallows a cancellation that comes together with the ring: whoever cancels
-        # a stream or the home's loop would wait for it for ever. A ring that was nobody's only makes the waiter look.
+        # Before Python 3.12 `asyncio.wait_for` swallows a cancellation that comes together with the ring: whoever
+        # cancels a stream or the home's loop would wait for it for ever. When the time is over the waiter only looks.
         timer = None if seconds is None else asyncio.get_running_loop().call_later(seconds, self._event.set)
         try:
             await self._event.wait()
