@@ -71,7 +71,7 @@ class Fabric(OneProcess):
         final: float = TIMES.final,
         max_wait: float = TIMES.max_wait,
     ) -> None:
-        self._times = Times(ttl, max_ttl, engine_ttl, hold, final, max_wait)
+        self._times = Times(ttl=ttl, max_ttl=max_ttl, engine_ttl=engine_ttl, hold=hold, final=final, max_wait=max_wait)
         self.address = f"{next(_numbers)}{FABRICS}"
         self._wire = Wire()
         self._lock = threading.Lock()
@@ -202,7 +202,7 @@ class Fabric(OneProcess):
 
     def _join(self) -> Network:
         """The network of a new client."""
-        member = _Member(self._wire, self._begin, self._callbacks)
+        member = _Member(self.address, self._wire, self._begin, self._callbacks)
         # Costs of copies within a process say nothing of a network's, and would differ from run to run.
         network = Network(member.dial, Agents(member.process), Costs())
         with self._lock:
@@ -266,15 +266,18 @@ class Fabric(OneProcess):
 class _Member:
     """What one client has of a fabric. Thread-safe."""
 
-    def __init__(self, wire: Wire, begin: Callable[[InProcessCall], None], callbacks: ThreadPoolExecutor) -> None:
+    def __init__(
+        self, address: str, wire: Wire, begin: Callable[[InProcessCall], None], callbacks: ThreadPoolExecutor
+    ) -> None:
         self.process = Process(wire)
+        self._address = address
         self._begin = begin
         self._callbacks = callbacks
         self._channels: list[InProcessChannel] = []
 
     def dial(self, address: str, tls: TlsConfig | None) -> InProcessChannel:
-        """A channel to the home, whatever its address: there is one."""
-        channel = InProcessChannel(self._hand_over, self._callbacks)
+        """A channel to the home; calls on one to any other address fail."""
+        channel = InProcessChannel(partial(self._hand_over, address), self._callbacks)
         self._channels.append(channel)
         return channel
 
@@ -284,8 +287,10 @@ class _Member:
         for channel in tuple(self._channels):
             channel.cut()
 
-    def _hand_over(self, call: InProcessCall) -> None:
-        if self.process.killed:
+    def _hand_over(self, address: str, call: InProcessCall) -> None:
+        if address != self._address:
+            call.end(grpc.StatusCode.UNAVAILABLE, f"the home of this fabric is {self._address}, and there is no other")
+        elif self.process.killed:
             call.end(grpc.StatusCode.UNAVAILABLE, "the fabric has cut this client off")
         else:
             self._begin(call)

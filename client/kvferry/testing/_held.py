@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
@@ -18,9 +18,9 @@ from kvferry.errors import InvalidField
 Rows: TypeAlias = npt.NDArray[np.uint64]
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class PostedRead:
-    """A read, posted or about to be.
+    """A read, posted or about to be. Kept by its agent alone: when that has ended, it never arrives.
 
     Attributes:
         peer: the agent that is read from.
@@ -52,14 +52,14 @@ class HeldReads:
     def __init__(self, ended: Callable[[], None]) -> None:
         self._ended = ended
         self._changed = threading.Condition()
-        self._waiting: deque[PostedRead] = deque()
+        self._waiting: list[weakref.ref[PostedRead]] = []
         self._closed = False
 
     @property
     def count(self) -> int:
         """Chunks that are held back now."""
         with self._changed:
-            return len(self._waiting)
+            return len(self._living())
 
     def wait(self, count: int = 1, timeout: float = 10.0) -> None:
         """Wait until at least `count` chunks are held back.
@@ -74,8 +74,8 @@ class HeldReads:
         count = arguments.integer("count", count, 1)
         timeout = arguments.seconds("timeout", timeout, zero=True)
         with self._changed:
-            if not self._changed.wait_for(lambda: len(self._waiting) >= count, timeout):
-                held = len(self._waiting)
+            if not self._changed.wait_for(lambda: len(self._living()) >= count, timeout):
+                held = len(self._living())
                 raise TimeoutError(f"{held} chunks are held back after {timeout:g} s, where {count} were waited for")
 
     def release(self, count: int | None = None) -> None:
@@ -88,32 +88,16 @@ class HeldReads:
             InvalidField: fewer are held back: `wait` for them first.
         """
         with self._changed:
-            held = len(self._waiting)
-            going = held if count is None else arguments.integer("count", count, 1)
-            if going > held:
-                raise InvalidField("count", going, f"at most the {held} chunks that are held back")
-            for _ in range(going):
-                self._waiting.popleft().let_go = True
-
-    def add(self, read: PostedRead) -> None:
-        """Hold a read back, if this has not ended."""
-        with self._changed:
-            if self._closed:
+            held = self._living()
+            going = len(held) if count is None else arguments.integer("count", count, 1)
+            if going > len(held):
+                raise InvalidField("count", going, f"at most the {len(held)} chunks that are held back")
+            for read in held[:going]:
                 read.let_go = True
-            else:
-                self._waiting.append(read)
-                self._changed.notify_all()
 
     def close(self) -> None:
         """Let everything go, and hold back no more. Idempotent."""
         self._ended()
-
-    def let_all_go(self) -> None:
-        """As `close`, for the fabric: nothing is posted to this any more."""
-        with self._changed:
-            self._closed = True
-            while self._waiting:
-                self._waiting.popleft().let_go = True
 
     def __enter__(self) -> HeldReads:
         return self
@@ -122,3 +106,27 @@ class HeldReads:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+    # What follows is for the fabric.
+
+    def _add(self, read: PostedRead) -> None:
+        """Hold a read back, if this has not ended."""
+        with self._changed:
+            if self._closed:
+                read.let_go = True
+            else:
+                self._waiting.append(weakref.ref(read))
+                self._changed.notify_all()
+
+    def _let_all_go(self) -> None:
+        """Everything is let go, now and later."""
+        with self._changed:
+            self._closed = True
+            for read in self._living():
+                read.let_go = True
+
+    def _living(self) -> list[PostedRead]:
+        """With the lock held: what is held back, and can still arrive."""
+        found = [read for kept in self._waiting if (read := kept()) is not None and not read.let_go]
+        self._waiting = [weakref.ref(read) for read in found]
+        return found

@@ -66,7 +66,7 @@ class Wire:
             if holding is not None:
                 self._held = None
         if holding is not None:
-            holding.let_all_go()
+            holding._let_all_go()
 
     def fail(self, count: int) -> None:
         """Fail that many of the reads that are posted from now on."""
@@ -83,7 +83,7 @@ class Wire:
         if held is None:
             read.let_go = True
         else:
-            held.add(read)
+            held._add(read)
 
 
 class Process:
@@ -201,7 +201,7 @@ class Agent:
 
     def postXferReq(self, number: int, message: bytes) -> str:
         read = self._reads[number]
-        self._source_of(read)
+        self._check_source(read)
         self.process.wire.post(read)
         return self.getXferStatus(number)
 
@@ -209,10 +209,9 @@ class Agent:
         read = self._reads[number]
         if read.done:
             return SUCCESS
-        source = self._source_of(read)
+        self._check_source(read)
         if not read.let_go:
             return IN_PROGRESS
-        source.regions.check_ranges("source", MemoryKind.DRAM, 0, read.source, read.length)
         for of, to, length in zip(
             *(rows.tolist() for rows in (read.source, read.destination, read.length)), strict=True
         ):
@@ -231,14 +230,13 @@ class Agent:
         connects, known.connected = not known.connected, True
         return self._keep(self._reads, PostedRead(peer, source, destination, length, connects))
 
-    def _source_of(self, read: PostedRead) -> Agent:
-        """The agent that a read is from; raises `RemoteDisconnected` where either side is gone."""
+    def _check_source(self, read: PostedRead) -> None:
+        """Raise `RemoteDisconnected` unless both sides of a read are there."""
         source, known = self.process.wire.agents.get(read.peer), self._peers.get(read.peer)
         if source is None or known is None or source.start != known.start or source.process.killed:
             raise RemoteDisconnected(f"agent {read.peer!r} is gone")
         if self.process.killed:
             raise RemoteDisconnected(f"the process of agent {self.name!r} was killed")
-        return source
 
     def _keep(self, where: dict[int, Kept], what: Kept) -> int:
         number = next(self._numbers)
