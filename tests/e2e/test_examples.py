@@ -73,7 +73,8 @@ def test_the_guide_to_testing_shows_tests_that_pass(tmp_path: Path) -> None:
     example = ROOT / "examples" / "test_scheduler.py"
     body = example.read_text()
     assert f"```python\n{body[body.index('from collections') :]}```" in (ROOT / "docs" / "testing.md").read_text()
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--basetemp", str(tmp_path / "base"), str(example)]
+    options = ["-q", "-p", "no:cacheprovider", "--basetemp", str(tmp_path / "base")]
+    command = [sys.executable, "-m", "pytest", *options, str(example)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert "3 passed" in done.stdout, done.stdout
 

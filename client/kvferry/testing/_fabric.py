@@ -39,13 +39,13 @@ _numbers = itertools.count(1)
 
 
 class Fabric(OneProcess):
-    """A home, and a way for bytes to move, within this process: for the tests of engines.
+    """Runs a home in this process, and moves bytes between arrays of it: for the tests of engines.
 
     Clients of a fabric are real ones: planner, leases, ports and the home are those of production, and requests are
     encoded and decoded. Only gRPC's connections and NIXL are replaced. Neither NIXL nor the extra ``server`` has to be
-    installed, and no socket is opened. Bytes are copied between arrays in host memory.
+    installed; no port is opened, and nothing is connected to. Memory is host memory.
 
-    A fabric serves the process that made it. Use it as a context manager, or close it.
+    A fabric serves only the process that made it. Use it as a context manager, or close it.
 
     Threading: every method may be called from any thread.
 

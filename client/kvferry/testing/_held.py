@@ -1,4 +1,4 @@
-"""Reads whose bytes wait until a test lets them go."""
+"""Reads that wait until a test lets them go on."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ Rows: TypeAlias = npt.NDArray[np.uint64]
 
 @dataclass(eq=False)
 class PostedRead:
-    """A read, posted or about to be. Kept by its agent alone: when that has ended, it never arrives.
+    """A read that was posted, or is about to be. Only its agent keeps it: a read whose agent has ended never arrives.
 
     Attributes:
         peer: the agent that is read from.
         source, destination, length: ``uint64[n]``.
-        connects: the first read from a peer, of a few bytes that nobody wanted.
+        connects: the first read from a peer: a few bytes, read in order to connect.
         let_go: whether the bytes may move; changed by `HeldReads`.
         done: whether they have.
     """

@@ -1,7 +1,9 @@
-"""NIXL's place taken by memory of this process: the calls that `kvferry._transport.nixl_agent` makes, with their names.
+"""Stands in for NIXL's binding: has the calls that `kvferry._transport.nixl_agent` makes, under NIXL's names, and
+copies between arrays of this process.
 
-Everything above these calls is what real engines run. What NIXL checks is checked here: names, registered memory, a
-peer that is there. A read is copied by the thread that posts or checks it, so that ending an agent fences its reads.
+Everything above these calls is what real engines run. As NIXL does, it checks that descriptors lie in registered memory
+and that the peer is there. A read is copied by the thread that posts or checks it, so that nothing is written for an
+agent that has ended.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ class HostMemoryOnly(Exception):
 
 
 class Wire:
-    """What all agents of a fabric share. Thread-safe."""
+    """What all agents of a fabric share: who is there, and what a test holds back or lets fail. Thread-safe."""
 
     def __init__(self) -> None:
         self.agents: WeakValueDictionary[str, Agent] = WeakValueDictionary()
