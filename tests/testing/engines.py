@@ -31,9 +31,11 @@ def kv(tokens: int, seed: int = 1) -> Values:
 class Engine:
     """An engine of `ranks` tensor-parallel ranks."""
 
-    def __init__(self, fabric: Fabric, name: str, ranks: int = 1, layout: str = "hnd", **identity: str) -> None:
-        self.fabric, self.layout = fabric, layout
-        self.spec = EngineSpec(name, (Group("full", block_tokens=BLOCK, num_blocks=BLOCKS),), ranks, identity)
+    def __init__(
+        self, fabric: Fabric, name: str, ranks: int = 1, layout: str = "hnd", blocks: int = BLOCKS, **identity: str
+    ) -> None:
+        self.fabric, self.layout, self.blocks = fabric, layout, blocks
+        self.spec = EngineSpec(name, (Group("full", block_tokens=BLOCK, num_blocks=blocks),), ranks, identity)
         self.heads = shards(ranks, HEADS)
         self.scheduler = fabric.client()
         self.session: EngineSession = self.scheduler.open_engine(self.spec)
@@ -84,7 +86,7 @@ class Engine:
         return released[0].outcome
 
     def _memory(self, heads: int) -> Values:
-        sizes = {"kv": 2, "block": BLOCKS, "head": heads, "token": BLOCK, "content": DIM}
+        sizes = {"kv": 2, "block": self.blocks, "head": heads, "token": BLOCK, "content": DIM}
         return np.full((LAYERS, *(sizes[axis] for axis in AXES[self.layout])), POISON, np.uint16)
 
 

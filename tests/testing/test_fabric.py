@@ -23,6 +23,7 @@ from kvferry import (
     MemoryRegion,
     StagingOptions,
 )
+from kvferry.engine import SchedulerPort
 from kvferry.errors import Closed, Incompatible, InvalidField, NixlError
 from kvferry.testing import Fabric
 from tests.testing.engines import AXES, BLOCKS, HEADS, SOON, Engine, kv
@@ -74,16 +75,22 @@ def test_what_is_read_comes_later_and_in_steps(fabric: Fabric) -> None:
 
 
 def test_a_read_may_come_before_its_publication(fabric: Fabric) -> None:
-    prefill, decode = Engine(fabric, "p"), Engine(fabric, "d")
-    values = kv(tokens=4)
-    prefill.write(values, [1])
-    publication, step = prefill.session.offer("request", {"full": Blocks([1])})
+    decode, client = Engine(fabric, "d"), fabric.client()
+    spec = EngineSpec("p", (Group("full", block_tokens=4, num_blocks=BLOCKS),))
+    port, values = SchedulerPort(client, spec), kv(tokens=4)
+    memory = {f"layer{layer}": values[layer].swapaxes(1, 2)[:, None].copy() for layer in range(2)}
+    padded = {name: np.concatenate([block] * BLOCKS, axis=1) for name, block in memory.items()}
+    client.register_cache(spec, tensors=padded, axes=AXES["hnd"], heads=range(HEADS), total_heads=HEADS)
+    fabric.stop_home()
+    # Good at once; the home hears of it when it is back.
+    publication = port.publish("request", {"full": Blocks([1])})
     (read,) = decode.read(publication.reference, [2])
     with pytest.raises(TimeoutError):
         read.result(0.05)
-    prefill.session.send(step)
+    fabric.start_home()
     read.result(SOON)
     assert decode.holds(values, [2])
+    port.close()
 
 
 def test_errors_of_the_home_come_with_their_values(fabric: Fabric) -> None:
@@ -124,10 +131,15 @@ async def test_the_client_for_asyncio_works_as_well(fabric: Fabric) -> None:
     assert np.array_equal(memory[:, 2].swapaxes(1, 2), values[0])
 
 
-def test_the_planner_chooses_the_same_path_every_time(fabric: Fabric) -> None:
-    assert fabric.client()._staging.costs is not None
-    given = StagingOptions("direct", slots=2)
-    assert fabric.client(staging=given)._staging.slots == 2
+def test_nothing_is_read_to_measure_what_reads_cost(fabric: Fabric) -> None:
+    # Of pieces this small, in caches this large, NIXL reads some before the first read, and their time decides on the
+    # path.
+    prefill, decode = (Engine(fabric, name, ranks, "nhd", blocks=8192) for name, ranks in (("p", 1), ("d", 2)))
+    reads = decode.read(prefill.publish(kv(tokens=64), range(16)).reference, range(16))
+    for read, cache in zip(reads, decode.caches, strict=True):
+        # Rows that are read whole hold the heads of both ranks.
+        result = read.result(SOON)
+        assert cache.gauges().bytes_moved <= 2 * result.bytes
 
 
 def test_memory_of_a_device_is_refused(fabric: Fabric) -> None:
