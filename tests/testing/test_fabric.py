@@ -26,7 +26,7 @@ from kvferry import (
 from kvferry.engine import SchedulerPort
 from kvferry.errors import Closed, Incompatible, InvalidField, NixlError
 from kvferry.testing import Fabric
-from tests.testing.engines import AXES, BLOCKS, HEADS, SOON, Engine, kv
+from tests.testing.fabric_engines import AXES, BLOCKS, HEADS, SOON, Engine, kv
 
 RATIOS = [(1, 1), (1, 2), (2, 1), (2, 3), (3, 2)]
 
@@ -203,7 +203,7 @@ def dialled(*_, **__):
 grpc.insecure_channel = grpc.secure_channel = grpc.server = dialled
 import psutil
 from kvferry.testing import Fabric
-from tests.testing.engines import Engine, kv
+from tests.testing.fabric_engines import Engine, kv
 
 with Fabric() as fabric:
     prefill, decode = Engine(fabric, "p", 2), Engine(fabric, "d", 3)

@@ -20,7 +20,7 @@ from kvferry.errors import (
     WrongState,
 )
 from kvferry.testing import Fabric
-from tests.testing.engines import AXES, BLOCK, BLOCKS, DIM, HEADS, LAYERS, SOON, Engine, kv
+from tests.testing.fabric_engines import AXES, BLOCK, BLOCKS, DIM, HEADS, LAYERS, SOON, Engine, kv
 
 VALUES = kv(tokens=8)
 THEIRS, MINE = [3, 1], [5, 6]
