@@ -9,7 +9,7 @@ of each token a value that depends on all tokens before it, so that decode can t
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,7 @@ from kvferry.geometry import shard
 
 LAYERS, HEADS, DIM, BLOCK, BLOCKS = 2, 4, 8, 16, 64
 AXES = ("kv", "block", "head", "token", "content")
+spawned = multiprocessing.get_context("spawn").Process
 
 
 def cache_of(tokens: Sequence[int]) -> np.ndarray[Any, np.dtype[np.uint32]]:
@@ -61,17 +62,18 @@ def worker(address: str, spec: EngineSpec, rank: int, token: str, pipe: Any) -> 
 
 
 class Engine:
-    """An engine: its scheduler's port here, its workers elsewhere."""
+    """An engine: its scheduler's port here, its workers elsewhere, as `start` has them."""
 
-    def __init__(self, client: kvferry.Client, address: str, name: str, ranks: int) -> None:
+    def __init__(
+        self, client: kvferry.Client, address: str, name: str, ranks: int, start: Callable[..., Any] = spawned
+    ) -> None:
         spec = EngineSpec(name, (Group("full", block_tokens=BLOCK, num_blocks=BLOCKS),), ranks, {"model": "example"})
         self.port = SchedulerPort(client, spec)
         self.pipes, self.free = [], list(range(BLOCKS))
-        context = multiprocessing.get_context("spawn")
         for rank in range(ranks):
-            mine, theirs = context.Pipe()
+            mine, theirs = multiprocessing.Pipe()
             arguments = (address, spec, rank, str(self.port.token), theirs)
-            context.Process(target=worker, args=arguments, daemon=True).start()
+            start(target=worker, args=arguments, daemon=True).start()
             self.pipes.append(mine)
         for pipe in self.pipes:
             pipe.recv()
@@ -99,12 +101,12 @@ class Engine:
         self.port.close()
 
 
-def main() -> None:
-    """One request, from prefill to decode and back to free blocks."""
+def run(address: str, start: Callable[..., Any] = spawned) -> None:
+    """One request, from prefill to decode and back to free blocks. `start` makes a worker: a process, or a thread."""
     prompt = list(range(100, 150))
-    with kvferry.serve() as server, kvferry.Client(server.address) as client:
-        prefill = Engine(client, server.address, "prefill", ranks=2)
-        decode = Engine(client, server.address, "decode", ranks=1)
+    with kvferry.Client(address) as client:
+        prefill = Engine(client, address, "prefill", 2, start)
+        decode = Engine(client, address, "decode", 1, start)
 
         # Prefill computes the prompt and offers its blocks: they are pinned until `released` names them.
         blocks = prefill.take(len(prompt))
@@ -136,4 +138,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with kvferry.serve() as server:
+        run(server.address)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import TracebackType
 
 from kvferry import _arguments as arguments
@@ -17,6 +18,7 @@ from kvferry._control.watcher import Watcher
 from kvferry._engine_spec import EngineSpec
 from kvferry._forks import OneProcess
 from kvferry._memory.declared import Declared, memory_of
+from kvferry._network import network_of
 from kvferry._reads.runtime import ClientRuntime, OwnedMemory, RankRuntime
 from kvferry._session import EngineSession, home_session_of
 from kvferry._transport.nixl_options import NixlOptions
@@ -74,12 +76,15 @@ class Client(OneProcess):
             if given is not None:
                 arguments.instance(name, given, kind, f"a {kind.__name__}")
         parse_address(arguments.text("address", address))
-        self._homes = Homes(address, tls, arguments.texts("allowed_homes", allowed_homes))
+        network = self._network = network_of(address)
+        staging = staging or StagingOptions()
+        self._homes = Homes(address, tls, arguments.texts("allowed_homes", allowed_homes), network.dial)
         self._runtime = ClientRuntime(
             homes=self._homes,
             renewals=Renewals(),
+            agents=network.agents,
             options=options or NixlOptions(),
-            staging=staging or StagingOptions(),
+            staging=replace(staging, costs=staging.costs or network.costs),
             integrity=integrity or IntegrityOptions(),
             max_reads=max_reads,
         )

@@ -19,7 +19,9 @@ import pytest
 from google.protobuf import json_format, message_factory
 from grpc_health.v1 import health_pb2
 
+from examples import engine_pair
 from kvferry import Blocks, ReleaseOutcome
+from kvferry.testing import Fabric
 from kvferry.v1 import introspection_pb2, kv_transfer_pb2
 from tests.support.caches import Model, shards
 from tests.support.engines import Engine
@@ -42,15 +44,39 @@ def test_example_in_one_process_runs() -> None:
     assert done.stderr == ""
 
 
-def test_engine_pair_runs() -> None:
+def over_nixl(capsys: pytest.CaptureFixture[str]) -> str:
+    """The engine pair as its command runs it: a node server, a process for each worker, bytes over NIXL."""
     command = [sys.executable, str(ROOT / "examples" / "engine_pair.py")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
-    assert done.stdout.splitlines() == [
+    return subprocess.run(command, capture_output=True, text=True, timeout=100, check=True).stdout
+
+
+def in_memory(capsys: pytest.CaptureFixture[str]) -> str:
+    """The same code as an engine's own tests run it: a fabric, a thread for each worker."""
+    with Fabric() as fabric:
+        engine_pair.run(fabric.address, threading.Thread)
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("pair", [over_nixl, in_memory], ids=["over-nixl", "in-memory"])
+def test_engine_pair_runs(
+    pair: Callable[[pytest.CaptureFixture[str]], str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert pair(capsys).splitlines() == [
         "granted: blocks [0, 1, 2, 3] of prefill",
         "read: 25600 bytes, error: None; the engine went on stepping: True",
         "every token is right: True",
         "released: request-1, READ",
     ]
+
+
+def test_the_guide_to_testing_shows_tests_that_pass(tmp_path: Path) -> None:
+    example = ROOT / "examples" / "test_scheduler.py"
+    body = example.read_text()
+    assert f"```python\n{body[body.index('from collections') :]}```" in (ROOT / "docs" / "testing.md").read_text()
+    options = ["-q", "-p", "no:cacheprovider", "--basetemp", str(tmp_path / "base")]
+    command = [sys.executable, "-m", "pytest", *options, str(example)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert "3 passed" in done.stdout, done.stdout
 
 
 def test_every_grpcurl_line_says_what_the_server_understands() -> None:

@@ -13,13 +13,14 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from kvferry._clock import now
 from kvferry._memory.access import StagingSpace
 from kvferry._memory.host import HostAccess
+from kvferry._transport.agents import Agents as NixlAgents
 from kvferry._transport.nixl_agent import AgentInfo, HandleState, NixlError
 from kvferry._transport.nixl_options import NixlOptions
 from kvferry._transport.reading_thread import RETIRE_AGAIN, ReadingThread
@@ -146,7 +147,7 @@ class Agents:
     no_space: Exception | None = None
     may_end: bool = True
 
-    def __call__(self, name: str, regions: Sequence[MemoryRegion], options: NixlOptions) -> Agent:
+    def reading(self, name: str, regions: Sequence[MemoryRegion], options: NixlOptions) -> Agent:
         if self.refusal is not None:
             self.refused += 1
             raise self.refusal
@@ -171,7 +172,8 @@ class World:
 
     def transport(self, staging: StagingOptions | None = None, **options: Any) -> Transport:
         some = {"chunk_bytes": CHUNK, "chunk_descriptors": 100, **options}
-        made = Transport([self.memory.region], NixlOptions(**some), staging=staging, clock=self.clock)
+        agents = cast(NixlAgents, self.agents)
+        made = Transport([self.memory.region], NixlOptions(**some), agents=agents, staging=staging, clock=self.clock)
         self.transports.append(made)
         return made
 
@@ -206,9 +208,8 @@ class World:
 
 
 @pytest.fixture
-def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+def world() -> Iterator[World]:
     agents = Agents()
-    monkeypatch.setattr("kvferry._transport.reading_thread.ReadingAgent", agents)
     made = World(agents)
     yield made
     agents.state.clear()
@@ -457,7 +458,9 @@ def test_rows_go_through_staging_memory_of_the_size_asked_for(world: World) -> N
     memory, source = Memory(1 << 20), local_source()
     options = NixlOptions()
     with_slots = StagingOptions(slot_bytes=16384, slots=3)
-    read = Transport([memory.region], options, staging=with_slots, clock=world.clock)
+    read = Transport(
+        [memory.region], options, agents=cast(NixlAgents, world.agents), staging=with_slots, clock=world.clock
+    )
     world.transports.append(read)
     pool = read.pool(MemoryKind.DRAM, 0)
     assert read.pool(MemoryKind.DRAM, 0) is pool
@@ -735,7 +738,13 @@ def test_the_owner_of_the_memory_is_kept_while_an_agent_may_write_to_it(world: W
 
     owner = Owner()
     reference = weakref.ref(owner)
-    read = Transport([world.memory.region], NixlOptions(chunk_bytes=CHUNK), keep=owner, clock=world.clock)
+    read = Transport(
+        [world.memory.region],
+        NixlOptions(chunk_bytes=CHUNK),
+        agents=cast(NixlAgents, world.agents),
+        keep=owner,
+        clock=world.clock,
+    )
     moving = world.moving(read)
     del owner, read
     gc.collect()

@@ -22,7 +22,7 @@ from kvferry._clock import now
 from kvferry._control.backoff import Backoff
 from kvferry._control.breaker import Breaker
 from kvferry._threads import no_thread, start_thread
-from kvferry._wire.channel import TlsConfig, connect
+from kvferry._wire.channel import Dial, TlsConfig, connect
 from kvferry._wire.handshake import Handshaken, put_together
 from kvferry._wire.status import from_notification_error, from_rpc_error
 from kvferry.errors import Closed, InternalError, KvferryError, Unreachable
@@ -69,9 +69,10 @@ class _Future(Protocol[Answer_co]):
 class Control:
     """One node server."""
 
-    def __init__(self, address: str, tls: TlsConfig | None) -> None:
+    def __init__(self, address: str, tls: TlsConfig | None, dial: Dial = connect) -> None:
         self.address = address
         self._tls = tls
+        self._dial = dial
         self._lock = threading.Lock()
         self._starting = threading.Lock()
         """For calls that a thread of gRPC's ends, which the first of them starts: one is started at a time."""
@@ -211,7 +212,7 @@ class Control:
                 message = f"{self._why_unreachable}; the next attempt is due in {pause:.1f} s"
                 raise Unreachable(message, retry_after=pause, address=self.address)
             if self._stub is None:
-                self._channel = connect(self.address, self._tls)
+                self._channel = self._dial(self.address, self._tls)
                 self._stub = KVTransferStub(self._channel)
             stub = self._stub
         try:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from fnmatch import fnmatchcase
 
 from kvferry._control.connection import Control
-from kvferry._wire.channel import TlsConfig, is_loopback
+from kvferry._wire.channel import Dial, TlsConfig, connect, is_loopback
 from kvferry._wire.token import EngineToken
 from kvferry.errors import Closed, HomeNotAllowed
 
@@ -24,11 +24,13 @@ class Homes:
         own: address of the client's own node server.
         tls: credentials for every TCP connection; they cover every home.
         allowed: shell patterns of ``host:port`` that may be dialled without TLS, beside loopback.
+        dial: makes the channels.
     """
 
-    def __init__(self, own: str, tls: TlsConfig | None, allowed: Sequence[str]) -> None:
-        self.own = Control(own, tls)
+    def __init__(self, own: str, tls: TlsConfig | None, allowed: Sequence[str], dial: Dial = connect) -> None:
+        self.own = Control(own, tls, dial)
         self._tls = tls
+        self._dial = dial
         self._allowed = (own, *allowed)
         self._lock = threading.Lock()
         self._controls: dict[str, Control] = {own: self.own}
@@ -50,13 +52,13 @@ class Homes:
                 if not allowed and not any(fnmatchcase(address, pattern) for pattern in self._allowed):
                     message = f"home {address!r} is neither in this client's allowed_homes nor covered by TLS"
                     raise HomeNotAllowed(message, home=address)
-                control = self._controls[address] = Control(address, self._tls)
+                control = self._controls[address] = Control(address, self._tls, self._dial)
             return control
 
     def home_of(self, token: EngineToken) -> Control:
         """The home of an engine of ours, which its scheduler names and nobody from outside."""
         with self._lock:
-            return self._controls.setdefault(token.home, Control(token.home, self._tls))
+            return self._controls.setdefault(token.home, Control(token.home, self._tls, self._dial))
 
     def close(self) -> None:
         """Close all connections; none is made any more."""

@@ -24,6 +24,7 @@ from kvferry._reads.rank_reads import RankReads
 from kvferry._reads.source_engines import SourceEngine, SourceEngines, whole_engine
 from kvferry._reads.verifier import Verifier
 from kvferry._threads import start_thread
+from kvferry._transport.agents import Agents
 from kvferry._transport.calibration import measure
 from kvferry._transport.nixl_agent import AgentInfo, ServingAgent
 from kvferry._transport.nixl_options import NixlOptions
@@ -57,12 +58,14 @@ class ClientRuntime:
     Attributes:
         homes: node servers that may be dialled.
         renewals: keeps the leases of all reads alive.
+        agents: makes the agents of all caches.
         options, staging, integrity: see `Client`.
         max_reads: reads at once per cache.
     """
 
     homes: Homes
     renewals: Renewals
+    agents: Agents
     options: NixlOptions
     staging: StagingOptions
     integrity: IntegrityOptions
@@ -130,13 +133,18 @@ class RankRuntime:
         self._agent: ServingAgent | None = None
         if serve:
             name = f"kvferry/{spec.engine_id}/{token.incarnation.hex()}/{rank.rank}/serving"
-            self._agent = ServingAgent(name, memory.regions, client.options)
+            self._agent = client.agents.serving(name, memory.regions, client.options)
         try:
             self._registration = _registration(spec, token, rank, memory, self._agent)
             staging = client.staging
             self._memory = RankMemory(memory.tensors)
             self.transport = Transport(
-                memory.regions, client.options, staging=staging, memory=self._memory, keep=memory.keep
+                memory.regions,
+                client.options,
+                agents=client.agents,
+                staging=staging,
+                memory=self._memory,
+                keep=memory.keep,
             )
             rule = PathRule(
                 path=staging.chosen,

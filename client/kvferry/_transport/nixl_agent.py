@@ -85,16 +85,19 @@ class ServingAgent:
         name: unique per incarnation, at most 512 bytes.
         regions: contiguous ranges; no descriptor may span two.
         options: how bytes move.
+        binding: called in place of NIXL; see `kvferry._transport.agents`.
 
     Raises:
         NixlMissing: NIXL is not installed.
         NixlError: NIXL could not register the memory.
     """
 
-    def __init__(self, name: str, regions: Sequence[MemoryRegion], options: NixlOptions | None = None) -> None:
+    def __init__(
+        self, name: str, regions: Sequence[MemoryRegion], options: NixlOptions | None = None, binding: Any = None
+    ) -> None:
         if not regions:
             raise InvalidField("regions", (), "at least one")
-        binding = nixl_binding.load()
+        binding = nixl_binding.load() if binding is None else binding
         self._agent: Any = None
         agent, backend = nixl_binding.new_agent(binding, name, options or NixlOptions(), progress_thread=True)
         nixl_binding.register(binding, agent, backend, regions)
@@ -187,12 +190,13 @@ class ReadingAgent:
         name: unique in the cluster.
         regions: memory that is read into. The caller keeps it mapped, and unused, while reads into it are not quiet.
         options: how bytes move.
+        binding: as of `ServingAgent`.
     """
 
-    def __init__(self, name: str, regions: Sequence[MemoryRegion], options: NixlOptions) -> None:
+    def __init__(self, name: str, regions: Sequence[MemoryRegion], options: NixlOptions, binding: Any = None) -> None:
         self._owner = threading.get_ident()
         self.name = name
-        self._nixl = nixl_binding.load()
+        self._nixl = nixl_binding.load() if binding is None else binding
         nixl_binding.use_device(regions, options)
         self._added: dict[str, _Peer] = {}
         self._local = RegionMap(f"agent {name!r}", regions)

@@ -18,6 +18,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
+from kvferry._transport.agents import NIXL, Agents
 from kvferry._transport.inbox import Inbox, Message
 from kvferry._transport.nixl_agent import AgentInfo, NixlError, ReadingAgent
 from kvferry._transport.nixl_options import NixlOptions
@@ -56,6 +57,7 @@ class ReadingThread:
         may_retire: asked before the agent is retired; False leaves it as it is.
         moved_on: called with each piece of unposted work when the agent is retired.
         gone: called when the thread has ended, with whether all that it posted is quiet.
+        agents: makes the agent, on the thread.
         keep: referenced until the agent is destroyed: the owner of the regions.
     """
 
@@ -69,6 +71,7 @@ class ReadingThread:
         may_retire: Callable[[ReadingThread], bool],
         moved_on: Callable[[PeerWork], None],
         gone: Callable[[ReadingThread, bool], None],
+        agents: Agents = NIXL,
         keep: object = None,
     ) -> None:
         self.name = name
@@ -81,6 +84,7 @@ class ReadingThread:
         self._may_retire = may_retire
         self._moved_on = moved_on
         self._gone = gone
+        self._agents = agents
         self._keep = keep
         self._inbox = Inbox()
         self._refusal: KvferryError | None = None
@@ -165,7 +169,7 @@ class ReadingThread:
         agent: ReadingAgent | None = None
         quiet = True
         try:
-            agent = ReadingAgent(self.name, self._regions, self._options)
+            agent = self._agents.reading(self.name, self._regions, self._options)
         except Exception as error:
             self._refusal = error if isinstance(error, KvferryError) else self._failed(error)
             self._fail(self._refusal)

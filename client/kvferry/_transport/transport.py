@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from kvferry._clock import now
 from kvferry._memory.access import StagingSpace
 from kvferry._memory.rank_memory import RankMemory
+from kvferry._transport.agents import NIXL, Agents
 from kvferry._transport.bounds import RegionMap, check_descriptors
 from kvferry._transport.nixl_agent import AgentInfo
 from kvferry._transport.nixl_options import NixlOptions
@@ -96,6 +97,7 @@ class Transport:
     Args:
         regions: the memory that is read into. Unmapping it while a read is not quiet crashes the process.
         options: how bytes move.
+        agents: makes the reading agents.
         staging: how small pieces move.
         memory: the memory of the regions, by which small pieces are permuted; None: host memory only.
         keep: what owns the regions. Referenced for as long as an agent may write to them, even if the transport itself
@@ -108,6 +110,7 @@ class Transport:
         regions: Sequence[MemoryRegion],
         options: NixlOptions | None = None,
         *,
+        agents: Agents = NIXL,
         staging: StagingOptions | None = None,
         memory: RankMemory | None = None,
         keep: object = None,
@@ -116,6 +119,7 @@ class Transport:
         self._regions = tuple(regions)
         self._map = RegionMap("this rank", self._regions)
         self._options = options or NixlOptions()
+        self._agents = agents
         self._staging = staging or StagingOptions()
         self._memory = memory or RankMemory()
         self._pools: dict[tuple[MemoryKind, int], StagingPool] = {}
@@ -319,6 +323,7 @@ class Transport:
                     may_retire=self._may_retire,
                     moved_on=self._submit,
                     gone=self._gone,
+                    agents=self._agents,
                     keep=self._keep,
                 )
                 self._threads[place] = thread

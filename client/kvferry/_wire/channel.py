@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import ipaddress
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 import grpc
 import grpc.aio
@@ -185,6 +187,10 @@ def is_loopback(address: str) -> bool:
         return parsed.is_unix or parsed.host == "localhost" or ipaddress.ip_address(parsed.host).is_loopback
     except ValueError:
         return False
+
+
+Dial: TypeAlias = Callable[[str, TlsConfig | None], grpc.Channel]
+"""Makes a synchronous channel to an address, as `connect` does."""
 
 
 def connect(address: str, tls: TlsConfig | None = None) -> grpc.Channel:

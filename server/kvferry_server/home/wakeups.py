@@ -23,10 +23,14 @@ class Waker:
 
     async def wait(self, seconds: float | None = None) -> None:
         """Wait until something has changed, or until `seconds` have passed."""
+        # Before Python 3.12 `asyncio.wait_for` swallows a cancellation that comes together with the ring: whoever
+        # cancels a stream or the home's loop would wait for it for ever. When the time is over the waiter only looks.
+        timer = None if seconds is None else asyncio.get_running_loop().call_later(seconds, self._event.set)
         try:
-            await asyncio.wait_for(self._event.wait(), seconds)
-        except asyncio.TimeoutError:
-            return
+            await self._event.wait()
+        finally:
+            if timer is not None:
+                timer.cancel()
 
 
 class Wakeups:

@@ -1,0 +1,274 @@
+"""A gRPC channel to a home in this process: what `kvferry._control.connection` uses of one, without a socket.
+
+Requests and answers are encoded and decoded as on a wire. Deadlines, cancelling, statuses and their details are as
+gRPC has them. Flow control is not there: what nobody takes is kept.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor
+from typing import Any, NoReturn, TypeAlias
+
+import grpc
+
+from kvferry._clock import now
+
+Metadata: TypeAlias = tuple[tuple[str, str | bytes], ...]
+
+LEFT = (grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEEDED)
+"""Statuses of a caller who waits no longer: messages that have come already are dropped."""
+
+
+class InProcessCall(grpc.RpcError, grpc.Call, grpc.Future):  # type: ignore[type-arg]  # Generic in its stubs only.
+    """A call, and what it raises where it fails, as in gRPC. Thread-safe.
+
+    Attributes:
+        method: its path.
+        request: encoded.
+        deadline: on `kvferry._clock`; None: there is none.
+    """
+
+    def __init__(
+        self, method: str, request: bytes, decode: Callable[[bytes], Any], timeout: float | None, callbacks: Executor
+    ) -> None:
+        super().__init__()
+        self.method = method
+        self.request = request
+        self.deadline = None if timeout is None else now() + timeout
+        self._decode = decode
+        self._callbacks = callbacks
+        self._changed = threading.Condition()
+        self._messages: deque[bytes] = deque()
+        self._status: tuple[grpc.StatusCode, str] | None = None
+        self._trailing: Metadata = ()
+        self._on_end: list[Callable[[InProcessCall], object]] = []
+
+    # What the home does with it.
+
+    def answered(self, message: bytes) -> None:
+        """The next message of the answer."""
+        with self._changed:
+            if self._status is None:
+                self._messages.append(message)
+                self._changed.notify_all()
+
+    def end(self, code: grpc.StatusCode, details: str, trailing: Metadata = ()) -> None:
+        """It has ended; only the first time counts."""
+        with self._changed:
+            if self._status is not None:
+                return
+            self._status, self._trailing = (code, details), trailing
+            if code in LEFT:
+                self._messages.clear()
+            callbacks, self._on_end = self._on_end, []
+            self._changed.notify_all()
+        for callback in callbacks:
+            callback(self)
+
+    def at_end(self, callback: Callable[[InProcessCall], object]) -> None:
+        """Call this when it has ended, at once if it has, on whatever thread. It must not block."""
+        with self._changed:
+            if self._status is None:
+                self._on_end.append(callback)
+                return
+        callback(self)
+
+    # What the client does with it, as of grpc.Call and grpc.Future.
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        with self._changed:
+            self._changed.wait_for(lambda: self._messages or self._status is not None)
+            if self._messages:
+                return self._decode(self._messages.popleft())
+        if self.code() is grpc.StatusCode.OK:
+            raise StopIteration
+        raise self
+
+    def result(self, timeout: float | None = None) -> Any:
+        error = self.exception(timeout)
+        if error is not None:
+            raise error
+        with self._changed:
+            return self._decode(self._messages[0])
+
+    def exception(self, timeout: float | None = None) -> Exception | None:
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._status is not None, timeout):
+                raise grpc.FutureTimeoutError
+        return None if self.code() is grpc.StatusCode.OK else self
+
+    def add_done_callback(self, callback: Callable[[grpc.Future[Any]], object]) -> None:
+        with self._changed:
+            if self._status is None:
+                # Not on the thread of the home: that would wait for itself if a callback made a call.
+                self._on_end.append(lambda _: self._callbacks.submit(callback, self))
+                return
+        callback(self)
+
+    def cancel(self) -> bool:
+        self.end(grpc.StatusCode.CANCELLED, "Locally cancelled by application!")
+        return self.cancelled()
+
+    def cancelled(self) -> bool:
+        return self._status is not None and self._status[0] is grpc.StatusCode.CANCELLED
+
+    def running(self) -> bool:
+        return self._status is None
+
+    def is_active(self) -> bool:
+        return self._status is None
+
+    def done(self) -> bool:
+        return self._status is not None
+
+    def code(self) -> grpc.StatusCode:
+        return self._ended()[0]
+
+    def details(self) -> str:
+        return self._ended()[1]
+
+    def trailing_metadata(self) -> Metadata:  # type: ignore[override]  # Its type is private to gRPC's stubs.
+        self._ended()
+        return self._trailing
+
+    def initial_metadata(self) -> Metadata:
+        return ()
+
+    def time_remaining(self) -> float:
+        return float("inf") if self.deadline is None else max(0.0, self.deadline - now())
+
+    def add_callback(self, callback: Callable[[], None]) -> bool:
+        raise _unused("add_callback")
+
+    def traceback(self, timeout: float | None = None) -> NoReturn:
+        raise _unused("traceback")
+
+    def __str__(self) -> str:
+        return f"{self.method}: {self._status}"
+
+    def _ended(self) -> tuple[grpc.StatusCode, str]:
+        """As gRPC, waits for the end."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._status is not None)
+            assert self._status is not None
+            return self._status
+
+
+class InProcessChannel(grpc.Channel):
+    """One client's channel.
+
+    Args:
+        begin: hands a call to the home, or ends it. Called on any thread, and returns at once.
+        callbacks: where the callbacks of calls run.
+    """
+
+    def __init__(self, begin: Callable[[InProcessCall], None], callbacks: Executor) -> None:
+        self._begin = begin
+        self._callbacks = callbacks
+        self._lock = threading.Lock()
+        self._calls: set[InProcessCall] = set()
+        self._closed = False
+
+    def call(self, method: str, request: bytes, decode: Callable[[bytes], Any], timeout: float | None) -> InProcessCall:
+        """Start a call. Raises `ValueError` once the channel is closed, as gRPC does."""
+        call = InProcessCall(method, request, decode, timeout, self._callbacks)
+        with self._lock:
+            if self._closed:
+                raise ValueError("Cannot invoke RPC on closed channel!")
+            self._calls.add(call)
+        call.at_end(self._forget)
+        self._begin(call)
+        return call
+
+    def cut(self) -> None:
+        """The connection is lost, with every call on it."""
+        self._end(grpc.StatusCode.UNAVAILABLE, "the connection was cut")
+
+    def close(self) -> None:
+        """As of `grpc.Channel`."""
+        with self._lock:
+            self._closed = True
+        self._end(grpc.StatusCode.CANCELLED, "Channel closed!")
+
+    def unary_unary(
+        self, method: str, request_serializer: Any = None, response_deserializer: Any = None, **_: object
+    ) -> grpc.UnaryUnaryMultiCallable[Any, Any]:
+        return _UnaryUnary(self, method, request_serializer, response_deserializer)
+
+    def unary_stream(
+        self, method: str, request_serializer: Any = None, response_deserializer: Any = None, **_: object
+    ) -> grpc.UnaryStreamMultiCallable[Any, Any]:
+        return _UnaryStream(self, method, request_serializer, response_deserializer)
+
+    def stream_unary(self, *_: object, **__: object) -> NoReturn:
+        raise _unused("stream_unary")
+
+    def stream_stream(self, *_: object, **__: object) -> NoReturn:
+        raise _unused("stream_stream")
+
+    def subscribe(self, *_: object, **__: object) -> NoReturn:
+        raise _unused("subscribe")
+
+    def unsubscribe(self, *_: object, **__: object) -> NoReturn:
+        raise _unused("unsubscribe")
+
+    def _end(self, code: grpc.StatusCode, details: str) -> None:
+        with self._lock:
+            calls = tuple(self._calls)
+        for call in calls:
+            call.end(code, details)
+
+    def _forget(self, call: InProcessCall) -> None:
+        with self._lock:
+            self._calls.discard(call)
+
+
+class _Method:
+    """A method of the contract on a channel."""
+
+    def __init__(
+        self,
+        channel: InProcessChannel,
+        method: str,
+        encode: Callable[[Any], bytes],
+        decode: Callable[[bytes], Any],
+    ) -> None:
+        self._channel = channel
+        self._method = method
+        self._encode = encode
+        self._decode = decode
+
+    def begin(self, request: Any, timeout: float | None) -> InProcessCall:
+        """Start a call."""
+        return self._channel.call(self._method, self._encode(request), self._decode, timeout)
+
+
+class _UnaryUnary(_Method, grpc.UnaryUnaryMultiCallable):  # type: ignore[type-arg]
+    """As of gRPC; of what a call may carry beside its request, only the timeout is known here."""
+
+    def __call__(self, request: Any, timeout: float | None = None, *_: object, **__: object) -> Any:
+        return self.begin(request, timeout).result()
+
+    def future(self, request: Any, timeout: float | None = None, *_: object, **__: object) -> Any:
+        return self.begin(request, timeout)
+
+    def with_call(self, request: Any, timeout: float | None = None, *_: object, **__: object) -> tuple[Any, grpc.Call]:
+        call = self.begin(request, timeout)
+        return call.result(), call
+
+
+class _UnaryStream(_Method, grpc.UnaryStreamMultiCallable):  # type: ignore[type-arg]
+    """As `_UnaryUnary`."""
+
+    def __call__(self, request: Any, timeout: float | None = None, *_: object, **__: object) -> Any:
+        return self.begin(request, timeout)
+
+
+def _unused(what: str) -> NotImplementedError:
+    return NotImplementedError(f"kvferry makes no use of {what}, and kvferry.testing has none")

@@ -1,0 +1,152 @@
+"""A node server without sockets: the home, the servicers and the guard that every node server runs, on an event loop
+of the fabric."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any, Protocol, cast
+
+import grpc
+import grpc.aio
+
+from kvferry._clock import now
+from kvferry_server.domain.clock import BootClock
+from kvferry_server.domain.times import Times
+from kvferry_server.home.home import Home
+from kvferry_server.node.guard import Guard
+from kvferry_server.node.limits import CallLimits
+from kvferry_server.servicers import add_servicers
+from kvferry_server.servicers.relay import Relays
+from kvferry_server.servicers.worker import Worker
+
+PEER = "unix:"
+"""Who calls, as gRPC says it of a caller on a UNIX socket."""
+
+
+class IncomingCall(Protocol):
+    """A call as the home sees it. Thread-safe."""
+
+    method: str
+    request: bytes
+    deadline: float | None
+
+    def answered(self, message: bytes) -> None:
+        """The next message of the answer."""
+
+    def end(self, code: grpc.StatusCode, details: str, trailing: tuple[tuple[str, str | bytes], ...] = ()) -> None:
+        """The call has ended; only the first time counts."""
+
+
+class InProcessHome:
+    """One start of a node server. Made and used on the event loop of its fabric.
+
+    Args:
+        address: what goes into references.
+        times: the durations in force.
+    """
+
+    def __init__(self, address: str, times: Times) -> None:
+        self._home = Home(BootClock(), times, address)
+        self._guard = Guard(CallLimits())
+        self._worker = Worker()
+        self._calls: dict[IncomingCall, asyncio.Task[None]] = {}
+        self._generic: list[grpc.GenericRpcHandler] = []
+        relays = Relays(address, None, anywhere=False)
+        add_servicers(cast("grpc.aio.Server", self), self._home, relays, self._worker)
+        self._driver = asyncio.get_running_loop().create_task(self._home.run(), name="kvferry-fabric-home")
+
+    def add_generic_rpc_handlers(self, handlers: Sequence[grpc.GenericRpcHandler]) -> None:
+        """As of gRPC's servers, for the generated code."""
+        self._generic.extend(handlers)
+
+    def add_registered_method_handlers(self, service: str, handlers: object) -> None:
+        """The same handlers again, from newer generated code."""
+
+    def begin(self, call: IncomingCall) -> None:
+        """Answer a call."""
+        task = self._calls[call] = asyncio.get_running_loop().create_task(self._answer(call))
+        task.add_done_callback(lambda _: self._calls.pop(call, None))
+
+    def leave(self, call: IncomingCall) -> None:
+        """Nobody waits for the answer of a call any more."""
+        task = self._calls.get(call)
+        if task is not None:
+            task.cancel()
+
+    async def stop(self) -> None:
+        """End at once, as a process that is killed: nothing is said, and nothing is remembered."""
+        tasks = (self._driver, *self._calls.values())
+        for call in tuple(self._calls):
+            call.end(grpc.StatusCode.UNAVAILABLE, "the home was stopped")
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+        self._worker.close()
+
+    async def _answer(self, call: IncomingCall) -> None:
+        handler = await self._guard.intercept_service(
+            self._handler, cast(grpc.HandlerCallDetails, _Details(call.method))
+        )
+        context = _Context(call, handler.response_serializer)
+        try:
+            # The guard makes every handler one of streams.
+            await cast(Any, handler.stream_stream)(context.requests(), context)
+        except grpc.aio.AbortError:
+            code, details, trailing = context.status
+            call.end(code, details, trailing)
+        except asyncio.CancelledError:
+            call.end(grpc.StatusCode.CANCELLED, "the call was cancelled")
+        except Exception as error:
+            call.end(grpc.StatusCode.UNKNOWN, f"the handler failed: {error!r}")
+        else:
+            call.end(grpc.StatusCode.OK, "")
+
+    async def _handler(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[Any, Any] | None:
+        found = (generic.service(details) for generic in self._generic)
+        return next((handler for handler in found if handler is not None), None)
+
+
+class _Details:
+    """What gRPC tells of a call before its request is read."""
+
+    def __init__(self, method: str) -> None:
+        self.method = method
+        self.invocation_metadata = ()
+
+
+class _Context:
+    """What the guard and the servicers use of gRPC's context."""
+
+    def __init__(self, call: IncomingCall, encode: Callable[[Any], bytes] | None) -> None:
+        self._call = call
+        self._encode = encode
+        self._read = False
+        self.status: tuple[grpc.StatusCode, str, tuple[tuple[str, str | bytes], ...]] = (grpc.StatusCode.OK, "", ())
+
+    def peer(self) -> str:
+        return PEER
+
+    def auth_context(self) -> dict[str, tuple[bytes, ...]]:
+        return {}
+
+    def time_remaining(self) -> float | None:
+        return None if self._call.deadline is None else max(0.0, self._call.deadline - now())
+
+    async def read(self) -> object:
+        read, self._read = self._read, True
+        return grpc.aio.EOF if read else self._call.request
+
+    async def requests(self) -> AsyncIterator[bytes]:
+        yield self._call.request
+
+    async def write(self, message: Any) -> None:
+        self._call.answered(message if self._encode is None else self._encode(message))
+        # Others have their turn, as they do while gRPC sends.
+        await asyncio.sleep(0)
+
+    async def abort(
+        self, code: grpc.StatusCode, details: str = "", trailing: tuple[tuple[str, str | bytes], ...] = ()
+    ) -> None:
+        self.status = code, details, trailing
+        raise grpc.aio.AbortError("the call was aborted")

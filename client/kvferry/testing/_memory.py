@@ -1,0 +1,253 @@
+"""Stands in for NIXL's binding: has the calls that `kvferry._transport.nixl_agent` makes, under NIXL's names, and
+copies between arrays of this process.
+
+Everything above these calls is what real engines run. As NIXL does, it checks that descriptors lie in registered memory
+and that the peer is there. A read is copied by the thread that posts or checks it, so that nothing is written for an
+agent that has ended.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import json
+import secrets
+import threading
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import TypeAlias, TypeVar
+from weakref import WeakValueDictionary
+
+import numpy as np
+import numpy.typing as npt
+
+from kvferry._transport.bounds import RegionMap
+from kvferry.geometry.model import MemoryKind, MemoryRegion
+from kvferry.testing._held import HeldReads, PostedRead, Rows
+
+DRAM, VRAM = "DRAM", "VRAM"
+SUCCESS, IN_PROGRESS = "SUCCESS", "IN_PROGRESS"
+MYSELF = ""
+"""Stands for the own agent where a list is prepared."""
+
+Kept = TypeVar("Kept")
+Segments: TypeAlias = tuple[str, Rows]
+"""A kind of memory, and ``uint64[n, 3]``: address, length, device."""
+
+
+class RemoteDisconnected(Exception):
+    """The agent that is read from is not there any more."""
+
+
+class HostMemoryOnly(Exception):
+    """Memory of a device was to be registered."""
+
+
+class Wire:
+    """What all agents of a fabric share: who is there, and what a test holds back or lets fail. Thread-safe."""
+
+    def __init__(self) -> None:
+        self.agents: WeakValueDictionary[str, Agent] = WeakValueDictionary()
+        """Those that were not ended, by name."""
+        self._lock = threading.Lock()
+        self._held: HeldReads | None = None
+        self._to_fail = 0
+
+    def hold(self, held: HeldReads) -> bool:
+        """Hold back what is posted from now on; False: somebody does already."""
+        with self._lock:
+            if self._held is not None:
+                return False
+            self._held = held
+            return True
+
+    def release(self, held: HeldReads | None) -> None:
+        """Hold back nothing any more, if it is held back by this, or whoever does it (None)."""
+        with self._lock:
+            holding = self._held if held is None or held is self._held else None
+            if holding is not None:
+                self._held = None
+        if holding is not None:
+            holding._let_all_go()
+
+    def fail(self, count: int) -> None:
+        """Fail that many of the reads that are posted from now on."""
+        with self._lock:
+            self._to_fail = count
+
+    def post(self, read: PostedRead) -> None:
+        """Decide what becomes of a read; raises `RemoteDisconnected`."""
+        with self._lock:
+            if self._to_fail and not read.connects:
+                self._to_fail -= 1
+                raise RemoteDisconnected("Fabric.fail_reads made this read fail")
+            held = None if read.connects else self._held
+        if held is None:
+            read.let_go = True
+        else:
+            held._add(read)
+
+
+class Process:
+    """NIXL's binding as one client of a fabric has it."""
+
+    NIXL_READ = "READ"
+    NIXL_SUCCESS = SUCCESS
+    NIXL_IN_PROG = IN_PROGRESS
+    NIXL_INIT_AGENT = MYSELF
+    NIXL_THREAD_SYNC_NONE = "NONE"
+    DRAM_SEG = DRAM
+    VRAM_SEG = VRAM
+    nixlAgentConfig = SimpleNamespace
+
+    def __init__(self, wire: Wire) -> None:
+        self.wire = wire
+        self.killed = False
+        """Its agents neither read nor are read from any more."""
+
+    def nixlAgent(self, name: str, config: SimpleNamespace) -> Agent:
+        return Agent(self, name)
+
+    def nixlRegDList(self, kind: str, rows: Rows) -> Segments:
+        return kind, rows
+
+    def nixlXferDList(self, kind: str, rows: Rows) -> Segments:
+        return kind, rows
+
+
+@dataclass(slots=True)
+class _Peer:
+    """An agent whose metadata was loaded. `start` tells one agent of a name from the next."""
+
+    start: str
+    regions: RegionMap
+    connected: bool = False
+
+
+@dataclass(slots=True)
+class _Table:
+    """A prepared list: whose, and its entries one by one."""
+
+    owner: str
+    address: Rows
+    length: Rows
+
+
+class Agent:
+    """An agent of either kind."""
+
+    def __init__(self, process: Process, name: str) -> None:
+        self.process = process
+        self.name = name
+        self.start = secrets.token_hex(8)
+        self.regions = RegionMap(name, ())
+        self._peers: dict[str, _Peer] = {}
+        self._tables: dict[int, _Table] = {}
+        self._reads: dict[int, PostedRead] = {}
+        self._numbers = itertools.count(1)
+        process.wire.agents[name] = self
+
+    def createBackend(self, kind: str, options: dict[str, str]) -> str:
+        return kind
+
+    def registerMem(self, segments: Segments, backends: list[str]) -> None:
+        self.regions = RegionMap(self.name, (*self.regions.regions, *_regions(segments)))
+
+    def getLocalMD(self) -> bytes:
+        regions = [(region.base, region.length) for region in self.regions.regions]
+        return json.dumps({"agent": self.name, "start": self.start, "regions": regions}).encode()
+
+    def loadRemoteMD(self, metadata: bytes) -> bytes:
+        told = json.loads(metadata)
+        regions = [MemoryRegion(MemoryKind.DRAM, 0, base, length) for base, length in told["regions"]]
+        self._peers[told["agent"]] = _Peer(told["start"], RegionMap(told["agent"], regions))
+        return str(told["agent"]).encode()
+
+    def checkRemoteMD(self, peer: str, segments: Segments) -> str:
+        known = set(self._peers[peer].regions.regions)
+        return SUCCESS if known.issuperset(_regions(segments)) else "NOT_FOUND"
+
+    def invalidateRemoteMD(self, peer: str) -> None:
+        del self._peers[peer]
+
+    def prepXferDlist(self, owner: str, kind: str, rows: Rows, backends: list[str]) -> int:
+        """`rows` are ``uint64[n, 5]``: address, length, device, stride, count."""
+        count = rows[:, 4].astype(np.int64)
+        first = np.repeat(np.cumsum(count) - count, count)
+        place = (np.arange(int(count.sum())) - first).astype(np.uint64)
+        address = np.repeat(rows[:, 0], count) + place * np.repeat(rows[:, 3], count)
+        return self._keep(self._tables, _Table(owner, address, np.repeat(rows[:, 1], count)))
+
+    def releasedDlistH(self, number: int) -> None:
+        del self._tables[number]
+
+    def createXferReq(
+        self, operation: str, local: Segments, remote: Segments, peer: str, message: bytes, backends: list[str]
+    ) -> int:
+        (_, mine), (_, theirs) = local, remote
+        return self._read(peer, theirs[:, 0], mine[:, 0], mine[:, 1])
+
+    def makeXferReq(
+        self,
+        operation: str,
+        local: int,
+        mine: npt.NDArray[np.int32],
+        remote: int,
+        theirs: npt.NDArray[np.int32],
+        message: bytes,
+        backends: list[str],
+        skip_merging: bool,
+    ) -> int:
+        here, there = self._tables[local], self._tables[remote]
+        return self._read(there.owner, there.address[theirs], here.address[mine], here.length[mine])
+
+    def postXferReq(self, number: int, message: bytes) -> str:
+        read = self._reads[number]
+        self._check_source(read)
+        self.process.wire.post(read)
+        return self.getXferStatus(number)
+
+    def getXferStatus(self, number: int) -> str:
+        read = self._reads[number]
+        if read.done:
+            return SUCCESS
+        self._check_source(read)
+        if not read.let_go:
+            return IN_PROGRESS
+        for of, to, length in zip(
+            *(rows.tolist() for rows in (read.source, read.destination, read.length)), strict=True
+        ):
+            ctypes.memmove(to, of, length)
+        read.done = True
+        return SUCCESS
+
+    def releaseXferReq(self, number: int) -> None:
+        del self._reads[number]
+
+    def _read(self, peer: str, source: Rows, destination: Rows, length: Rows) -> int:
+        known = self._peers[peer]
+        known.regions.check_ranges("source", MemoryKind.DRAM, 0, source, length)
+        self.regions.check_ranges("destination", MemoryKind.DRAM, 0, destination, length)
+        # A link reads a few bytes first of all: to connect.
+        connects, known.connected = not known.connected, True
+        return self._keep(self._reads, PostedRead(peer, source, destination, length, connects))
+
+    def _check_source(self, read: PostedRead) -> None:
+        """Raise `RemoteDisconnected` unless both sides of a read are there."""
+        source, known = self.process.wire.agents.get(read.peer), self._peers.get(read.peer)
+        if source is None or known is None or source.start != known.start or source.process.killed:
+            raise RemoteDisconnected(f"agent {read.peer!r} is gone")
+        if self.process.killed:
+            raise RemoteDisconnected(f"the process of agent {self.name!r} was killed")
+
+    def _keep(self, where: dict[int, Kept], what: Kept) -> int:
+        number = next(self._numbers)
+        where[number] = what
+        return number
+
+
+def _regions(segments: Segments) -> list[MemoryRegion]:
+    kind, rows = segments
+    if kind != DRAM:
+        raise HostMemoryOnly("a fabric of kvferry.testing reads and serves host memory only")
+    return [MemoryRegion(MemoryKind.DRAM, 0, base, length) for base, length, _ in rows.tolist()]

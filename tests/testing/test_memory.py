@@ -1,0 +1,116 @@
+"""What stands in for NIXL refuses what NIXL refuses."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvferry._transport.agents import Agents
+from kvferry._transport.nixl_agent import HandleState, ReadingAgent, ServingAgent
+from kvferry._transport.nixl_options import NixlOptions
+from kvferry.errors import BadAgentMetadata, InvalidField, NixlError
+from kvferry.geometry.model import MemoryKind, MemoryRegion
+from kvferry.planner.descriptors import DescriptorTable, MemoryPair, PreparedDescriptors, RawDescriptors
+from kvferry.testing import Fabric
+from kvferry.testing._memory import Agent, Process, Wire
+
+HOST = MemoryPair(MemoryKind.DRAM, 0, MemoryKind.DRAM, 0)
+SIZE = 256
+
+
+class Side:
+    """An agent of either kind on a fabric, with memory of its own."""
+
+    def __init__(self, fabric: Fabric, value: int) -> None:
+        self.cells = np.full(SIZE, value, np.uint8)
+        self.base = self.cells.ctypes.data
+        self.regions = [MemoryRegion(MemoryKind.DRAM, 0, self.base, SIZE)]
+        self.agents: Agents = fabric.client()._network.agents
+
+    def serving(self, name: str = "source") -> ServingAgent:
+        return self.agents.serving(name, self.regions, NixlOptions())
+
+    def reading(self) -> ReadingAgent:
+        return self.agents.reading("reader", self.regions, NixlOptions())
+
+
+def pair(fabric: Fabric) -> tuple[Side, Side, ServingAgent, ReadingAgent]:
+    """A source, and a reader that is connected to it."""
+    source, reader = Side(fabric, 7), Side(fabric, 0)
+    serving, reading = source.serving(), reader.reading()
+    reading.add_peer(serving.info)
+    assert reading.warm_up("source").post() is HandleState.DONE
+    return source, reader, serving, reading
+
+
+def raw(source: int, destination: int, length: int) -> RawDescriptors:
+    return RawDescriptors(HOST, *(np.array([value], np.uint64) for value in (source, destination, length)))
+
+
+def test_descriptors_of_both_kinds_are_copied(fabric: Fabric) -> None:
+    source, reader, _, reading = pair(fabric)
+    source.cells[:] = np.arange(SIZE)
+    assert reading.make("source", raw(source.base + 8, reader.base + 1, 3)).post() is HandleState.DONE
+    rows = [
+        np.array([[side.base, 4, 0, 16, 8], [side.base + 128, 4, 0, 8, 16]], np.uint64) for side in (source, reader)
+    ]
+    first = np.array([0, 8], np.int64)
+    table = DescriptorTable(HOST, rows[0], rows[1], first, first, 4)
+    indices = np.array([1, 9, 7], np.int32), np.array([8, 2, 23], np.int32)
+    handle = reading.make("source", PreparedDescriptors(table, *indices))
+    assert (handle.post(), handle.check()) == (HandleState.DONE, HandleState.DONE)
+    wanted = np.zeros(SIZE, np.uint8)
+    wanted[1:4] = [8, 9, 10]
+    for of, to in ((16, 128), (136, 32), (112, 128 + 15 * 8)):
+        wanted[to : to + 4] = np.arange(of, of + 4)
+    assert np.array_equal(reader.cells, wanted)
+
+
+@pytest.mark.parametrize("side", [0, 1])
+def test_what_was_not_registered_is_not_touched(side: int) -> None:
+    process = Process(Wire())
+    here, there = Agent(process, "here"), Agent(process, "there")
+    cells = [np.zeros(SIZE, np.uint8) for _ in range(2)]
+    for agent, memory in zip((there, here), cells, strict=True):
+        agent.registerMem(("DRAM", np.array([[memory.ctypes.data, SIZE, 0]], np.uint64)), [])
+    here.loadRemoteMD(there.getLocalMD())
+    lists = [np.array([[memory.ctypes.data + (at == side), SIZE, 0]], np.uint64) for at, memory in enumerate(cells)]
+    with pytest.raises(InvalidField, match="registered by"):
+        here.createXferReq("READ", ("DRAM", lists[1]), ("DRAM", lists[0]), "there", b"", [])
+
+
+def test_a_source_that_was_closed_cannot_be_read(fabric: Fabric) -> None:
+    source, reader, serving, reading = pair(fabric)
+    handle = reading.make("source", raw(source.base, reader.base, 8))
+    serving.close()
+    with pytest.raises(NixlError, match="agent 'source' is gone"):
+        handle.post()
+
+
+def test_a_new_agent_of_the_same_name_is_another_one(fabric: Fabric) -> None:
+    source, reader, serving, reading = pair(fabric)
+    serving.close()
+    again = source.serving()
+    with pytest.raises(NixlError, match="is gone"):
+        reading.make("source", raw(source.base, reader.base, 8)).post()
+    reading.remove_peer("source")
+    reading.add_peer(again.info)
+    assert reading.warm_up("source").post() is HandleState.DONE
+
+
+def test_metadata_of_another_agent_are_refused(fabric: Fabric) -> None:
+    _, _, serving, reading = pair(fabric)
+    other = Side(fabric, 1).serving("other")
+    info = type(other.info)("source-2", serving.info.metadata, serving.info.sha256, serving.info.regions)
+    with pytest.raises(BadAgentMetadata, match="its metadata are those of 'source'"):
+        reading.add_peer(info)
+
+
+def test_the_end_of_an_agent_is_the_fence(fabric: Fabric) -> None:
+    source, reader, _, reading = pair(fabric)
+    with fabric.hold_reads() as held:
+        assert reading.make("source", raw(source.base, reader.base, 8)).post() is HandleState.MOVING
+        assert held.count == 1
+        assert reading.destroy()
+        assert held.count == 0
+    assert not reader.cells.any()
