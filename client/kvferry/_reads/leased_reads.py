@@ -45,6 +45,11 @@ RANKS_GRACE = 10.0
 """Seconds after a read's deadline for which its ranks are waited for; they end their shares by themselves."""
 
 
+ANSWER_GRACE = 4.0
+"""Seconds beyond `VERDICT_TIMEOUT`, which ends the call, for which its answer is waited for: among many reads gRPC's
+thread hands it on late. Without the home's verdict nobody notices that this machine was paused."""
+
+
 class ReadStage(enum.Enum):
     """Where a read stands; see the module."""
 
@@ -318,7 +323,7 @@ class LeasedReads(Generic[SomeRead]):
             return
         time, read_id = now(), read.read_id
         if read.stage is ReadStage.JUDGING:
-            if time >= read._judging_since + VERDICT_TIMEOUT + LOOK_EVERY:
+            if time >= read._judging_since + VERDICT_TIMEOUT + ANSWER_GRACE:
                 self._judged(read, None)
             return
         if read.error is None and not read.acquired.lease.live(time):
