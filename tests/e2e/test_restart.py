@@ -8,11 +8,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from kvferry._control.reporting import Reporter
 
 from kvferry import Blocks, Client, EngineSpec, Group, ReleaseOutcome
 from kvferry._clock import now
 from kvferry._control.acquisition import Acquirer, AcquireRequest, Cancellation
+from kvferry._control.batches import read_done
 from kvferry._control.connection import Control
 from kvferry._control.renewals import Renewals
 from kvferry._wire.reference import parse_reference
@@ -101,8 +101,9 @@ def test_a_lease_is_acquired_again_at_a_home_that_restarted(tmp_path: Path) -> N
             until(lambda: granted.lease.lease_id != first)
             assert granted.lease.deadline > first_deadline
             assert granted.lease.deadline in deadlines
-            done = [pb.RankReport(rank=0, outcome=pb.RANK_OUTCOME_DONE)]
-            assert Reporter(token.ref()).report(home, granted.lease, done) == pb.VERDICT_VALID
+            done = read_done(granted.lease.lease_id, [pb.RankReport(rank=0, outcome=pb.RANK_OUTCOME_DONE)])
+            result = home.notify_one(pb.NotifyRequest(sender=token.ref(), notifications=done))
+            assert result.read_ended.verdict == pb.VERDICT_VALID
             renewals.drop(granted.lease)
             (release,) = caches[0].session.released(timeout=30)
             assert (release.publication, release.outcome) == (publication.number, ReleaseOutcome.READ)

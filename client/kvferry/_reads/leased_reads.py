@@ -157,7 +157,7 @@ class LeasedReads(Generic[SomeRead]):
     """The reads of one owner.
 
     Threading: what has to wait is done elsewhere, what makes a call on the work queue; a read's owner is told on any
-    thread. Every method but `lock` and `wait_acquired` is called with the lock held.
+    thread. Every method but `wait_acquired` is called with `lock` held.
 
     Args:
         holder: of the leases.

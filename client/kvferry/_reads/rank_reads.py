@@ -21,7 +21,7 @@ from kvferry._reads.rank_read import Planned, RankOrder, RankRead
 from kvferry._reads.source_engines import SourceEngine, SourceEngines
 from kvferry._reads.verifier import Arrived, Verifier
 from kvferry._threads import start_thread
-from kvferry._transport.transport import TransferPart, TransferState, Transport
+from kvferry._transport.transport import Transfer, TransferPart, TransferState, Transport
 from kvferry._work_queue import WorkQueue
 from kvferry.errors import (
     Closed,
@@ -197,7 +197,11 @@ class RankReads(OneProcess):
             logger.exception("read %s failed", order.read_id)
             self._end(read, TransferFailed(f"read {order.read_id}: {error!r}"))
             return
-        transfer.add_done_callback(lambda _: self._work.do(partial(self._moved, read)))
+
+        def done(_: Transfer) -> None:
+            self._work.do(partial(self._moved, read))
+
+        transfer.add_done_callback(done)
 
     def _moved(self, read: RankRead) -> None:
         transfer = read._transfer

@@ -5,10 +5,9 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-from kvferry._control.reporting import VERDICT_TIMEOUT
-
 from kvferry import KvferryError, ReleaseOutcome
 from kvferry._cache import READ_TIMEOUT
+from kvferry._control.lease_holder import VERDICT_TIMEOUT
 from kvferry._control.publications import LOCAL_RELEASE_MARGIN, LOCAL_RELEASE_SHARE
 from kvferry._transport.nixl_options import NixlOptions
 from kvferry_server.domain.times import Times
