@@ -257,6 +257,19 @@ def test_the_time_for_the_verdict_runs_from_the_report(world: World) -> None:
     assert end.confirmed
 
 
+def test_a_home_that_is_never_heard_is_waited_for_so_long_and_no_longer(world: World) -> None:
+    world.reads.acquire("mine", "reference", 0, TIMEOUT)
+    world.now += TIMEOUT + RANKS_GRACE - 0.001
+    world.look()
+    assert world.reads.granted("mine") is None
+    world.now += 0.001
+    world.look()
+    with pytest.raises(TransferStuck):
+        world.reads.granted("mine")
+    assert world.home.heard("gave up")
+    assert world.reads.counts["refused"] == 1
+
+
 @pytest.mark.parametrize("why", ["cancelled", "expired"])
 def test_a_read_that_failed_as_a_whole_is_none_for_its_source(world: World, why: str) -> None:
     read_id = world.reading()

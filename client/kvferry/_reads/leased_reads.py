@@ -62,7 +62,7 @@ class ReadStage(enum.Enum):
 
 
 UNDER_WAY = (ReadStage.GRANTED, ReadStage.READING, ReadStage.JUDGING)
-"""Stages whose time is looked at."""
+"""Stages of reads that hold a lease."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +180,8 @@ class LeasedReads(Generic[SomeRead]):
     def acquire(self, read: SomeRead) -> None:
         """Ask for its lease."""
         self._acquiring += 1
+        self._under_way.add(read)
+        self._look_later()
         self._do(partial(self._acquire, read))
 
     def begin(self, read: SomeRead) -> None:
@@ -255,12 +257,9 @@ class LeasedReads(Generic[SomeRead]):
             wanted = read.stage is ReadStage.WAITING
             if wanted and isinstance(found, Acquired):
                 read.acquired, read.stage = found, ReadStage.GRANTED
-                self._under_way.add(read)
-                self._look_later()
                 self._owner.on_granted(read)
             elif wanted and isinstance(found, KvferryError):
-                read.error, read.stage = found, ReadStage.REFUSED
-                self._owner.on_refused(read)
+                self._refuse(read, found)
         if not wanted and isinstance(found, Acquired):
             self._let_go(read, found)
         with self.lock:
@@ -319,9 +318,13 @@ class LeasedReads(Generic[SomeRead]):
             self._work.do_later(LOOK_EVERY, self._look)
 
     def _judge_time(self, read: SomeRead) -> None:
+        time, read_id = now(), read.read_id
+        if read.stage is ReadStage.WAITING and time >= read.request.deadline + RANKS_GRACE:
+            # Its acquisition ends by the deadline, unless gRPC got no thread to say so.
+            self._do(read.cancellation.cancel)
+            self._refuse(read, TransferStuck(f"read {read_id}: its home was not heard in time", read_id=read_id))
         if read.acquired is None:
             return
-        time, read_id = now(), read.read_id
         if read.stage is ReadStage.JUDGING:
             if time >= read._judging_since + VERDICT_TIMEOUT + ANSWER_GRACE:
                 self._judged(read, None)
@@ -331,14 +334,17 @@ class LeasedReads(Generic[SomeRead]):
         elif read.error is None and time >= read.request.deadline:
             self.fail(read, self._owner.overdue(read))
         if read.stage is ReadStage.GRANTED and read.error is not None:
-            read.stage = ReadStage.REFUSED
-            self._under_way.discard(read)
             self._do(partial(self._let_go, read, read.acquired))
-            self._owner.on_refused(read)
+            self._refuse(read, read.error)
         elif read.stage is ReadStage.READING and time >= read.request.deadline + RANKS_GRACE:
             read.not_quiet.update(read.silent)
             read.ended_at = time
             self._all_ended(read)
+
+    def _refuse(self, read: SomeRead, error: KvferryError) -> None:
+        read.error, read.stage = error, ReadStage.REFUSED
+        self._under_way.discard(read)
+        self._owner.on_refused(read)
 
     def _all_ended(self, read: SomeRead) -> None:
         if read.acquired is None:
