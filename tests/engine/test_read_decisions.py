@@ -17,7 +17,7 @@ from kvferry._control.block_use import BlockUse
 from kvferry._control.connection import Control
 from kvferry._control.lease_holder import VERDICT_TIMEOUT, LeaseHolder
 from kvferry._control.reader_lease import ReaderLease
-from kvferry._reads.leased_reads import LOOK_EVERY, RANKS_GRACE, ReadStage
+from kvferry._reads.leased_reads import ANSWER_GRACE, RANKS_GRACE, ReadStage
 from kvferry.engine.scheduler_reads import Reads
 from kvferry.engine.values import RankEnd, ReadEnd, WorkerOutput
 from kvferry.errors import (
@@ -90,6 +90,10 @@ class Home:
 
     def cancel(self, _: Control, lease: ReaderLease) -> None:
         self.say("cancel")
+
+    def let_go(self, home: Control, granted: Acquired) -> None:
+        self.drop(granted)
+        self.cancel(home, granted.lease)
 
     def close(self, timeout: float) -> None:
         self.say("closed")
@@ -231,15 +235,58 @@ def test_a_home_that_says_nothing_is_waited_for_so_long_and_no_longer(world: Wor
     read_id = world.reading()
     for rank in range(RANKS):
         world.ends(read_id, rank)
-    # Waited for from its report on.
     assert world.home.heard("report")
-    world.now += VERDICT_TIMEOUT + LOOK_EVERY - 0.001
+    world.now += VERDICT_TIMEOUT + ANSWER_GRACE - 0.001
     world.look()
     assert world.finished() == []
     world.now += 0.001
     world.look()
     (end,) = world.finished()
     assert (end.error, end.confirmed) == (None, False)
+
+
+def test_the_time_for_the_verdict_runs_from_the_report(world: World) -> None:
+    read_id = world.reading()
+    free = threading.Event()
+    world.reads._work.do(lambda: cast(None, free.wait(30)))
+    for rank in range(RANKS):
+        world.ends(read_id, rank)
+    world.now += VERDICT_TIMEOUT + ANSWER_GRACE
+    world.look()
+    assert world.finished() == []
+    free.set()
+    assert world.home.heard("report")
+    world.home.answered[0](pb.VERDICT_VALID)
+    (end,) = world.finished()
+    assert end.confirmed
+
+
+def test_a_home_that_is_never_heard_is_waited_for_so_long_and_no_longer(world: World) -> None:
+    world.reads.acquire("mine", "reference", 0, TIMEOUT)
+    world.now += TIMEOUT + RANKS_GRACE - 0.001
+    world.look()
+    assert world.reads.granted("mine") is None
+    world.now += 0.001
+    world.look()
+    with pytest.raises(TransferStuck):
+        world.reads.granted("mine")
+    assert world.home.heard("gave up")
+    assert world.reads.counts["refused"] == 1
+
+
+@pytest.mark.parametrize("why", ["cancelled", "expired"])
+def test_a_read_that_failed_as_a_whole_is_none_for_its_source(world: World, why: str) -> None:
+    read_id = world.reading()
+    if why == "cancelled":
+        assert world.reads.cancel("mine")
+    else:
+        world.now = world.lease.deadline
+        world.look()
+    for rank in range(RANKS):
+        world.ends(read_id, rank)
+    assert world.home.heard("report", "drop")
+    outcome = pb.RANK_OUTCOME_CANCELLED if why == "cancelled" else pb.RANK_OUTCOME_EXPIRED
+    assert [report.outcome for report in world.home.reports[0]] == [outcome] * RANKS
 
 
 def test_a_lease_that_ends_stops_the_ranks_and_the_read_ends_with_them(world: World) -> None:

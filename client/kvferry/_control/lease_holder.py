@@ -91,6 +91,11 @@ class LeaseHolder(OneProcess):
         """Renew it no more: its read has ended."""
         self._renewals.drop(granted.lease)
 
+    def let_go(self, home: Control, granted: Acquired) -> None:
+        """Give back a lease whose read will not begin: renew it no more, and tell its home."""
+        self.drop(granted)
+        self._give_up(home, granted.lease, pb.RANK_OUTCOME_CANCELLED)
+
     def report(
         self,
         home: Control,

@@ -45,6 +45,11 @@ RANKS_GRACE = 10.0
 """Seconds after a read's deadline for which its ranks are waited for; they end their shares by themselves."""
 
 
+ANSWER_GRACE = 4.0
+"""Seconds beyond `VERDICT_TIMEOUT`, which ends the call, for which its answer is waited for: among many reads gRPC's
+thread hands it on late. Without the home's verdict nobody notices that this machine was paused."""
+
+
 class ReadStage(enum.Enum):
     """Where a read stands; see the module."""
 
@@ -57,7 +62,7 @@ class ReadStage(enum.Enum):
 
 
 UNDER_WAY = (ReadStage.GRANTED, ReadStage.READING, ReadStage.JUDGING)
-"""Stages whose time is looked at."""
+"""Stages of reads that hold a lease."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +157,7 @@ class LeasedReads(Generic[SomeRead]):
     """The reads of one owner.
 
     Threading: what has to wait is done elsewhere, what makes a call on the work queue; a read's owner is told on any
-    thread. Every method but `lock` and `wait_acquired` is called with the lock held.
+    thread. Every method but `wait_acquired` is called with `lock` held.
 
     Args:
         holder: of the leases.
@@ -175,6 +180,8 @@ class LeasedReads(Generic[SomeRead]):
     def acquire(self, read: SomeRead) -> None:
         """Ask for its lease."""
         self._acquiring += 1
+        self._under_way.add(read)
+        self._look_later()
         self._do(partial(self._acquire, read))
 
     def begin(self, read: SomeRead) -> None:
@@ -250,14 +257,11 @@ class LeasedReads(Generic[SomeRead]):
             wanted = read.stage is ReadStage.WAITING
             if wanted and isinstance(found, Acquired):
                 read.acquired, read.stage = found, ReadStage.GRANTED
-                self._under_way.add(read)
-                self._look_later()
                 self._owner.on_granted(read)
             elif wanted and isinstance(found, KvferryError):
-                read.error, read.stage = found, ReadStage.REFUSED
-                self._owner.on_refused(read)
+                self._refuse(read, found)
         if not wanted and isinstance(found, Acquired):
-            self._let_go(read, found)
+            self._holder.let_go(read.request.home, found)
         with self.lock:
             self._acquiring -= 1
             self._acquisition_ended.notify_all()
@@ -268,10 +272,6 @@ class LeasedReads(Generic[SomeRead]):
             for read in tuple(self._under_way):
                 self._judge_time(read)
             self._look_later()
-
-    def _let_go(self, read: SomeRead, acquired: Acquired) -> None:
-        self._holder.drop(acquired)
-        self._holder.cancel(read.request.home, acquired.lease)
 
     def _report(self, read: SomeRead, acquired: Acquired) -> None:
         # Where the read failed though no share did, e.g. it was cancelled, or its lease had ended, good shares do not
@@ -314,11 +314,15 @@ class LeasedReads(Generic[SomeRead]):
             self._work.do_later(LOOK_EVERY, self._look)
 
     def _judge_time(self, read: SomeRead) -> None:
+        time, read_id = now(), read.read_id
+        if read.stage is ReadStage.WAITING and time >= read.request.deadline + RANKS_GRACE:
+            # Its acquisition ends by the deadline, unless gRPC got no thread to say so.
+            self._do(read.cancellation.cancel)
+            self._refuse(read, TransferStuck(f"read {read_id}: its home was not heard in time", read_id=read_id))
         if read.acquired is None:
             return
-        time, read_id = now(), read.read_id
         if read.stage is ReadStage.JUDGING:
-            if time >= read._judging_since + VERDICT_TIMEOUT + LOOK_EVERY:
+            if time >= read._judging_since + VERDICT_TIMEOUT + ANSWER_GRACE:
                 self._judged(read, None)
             return
         if read.error is None and not read.acquired.lease.live(time):
@@ -326,14 +330,17 @@ class LeasedReads(Generic[SomeRead]):
         elif read.error is None and time >= read.request.deadline:
             self.fail(read, self._owner.overdue(read))
         if read.stage is ReadStage.GRANTED and read.error is not None:
-            read.stage = ReadStage.REFUSED
-            self._under_way.discard(read)
-            self._do(partial(self._let_go, read, read.acquired))
-            self._owner.on_refused(read)
+            self._do(partial(self._holder.let_go, read.request.home, read.acquired))
+            self._refuse(read, read.error)
         elif read.stage is ReadStage.READING and time >= read.request.deadline + RANKS_GRACE:
             read.not_quiet.update(read.silent)
             read.ended_at = time
             self._all_ended(read)
+
+    def _refuse(self, read: SomeRead, error: KvferryError) -> None:
+        read.error, read.stage = error, ReadStage.REFUSED
+        self._under_way.discard(read)
+        self._owner.on_refused(read)
 
     def _all_ended(self, read: SomeRead) -> None:
         if read.acquired is None:

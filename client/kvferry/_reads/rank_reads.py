@@ -17,6 +17,7 @@ from kvferry._forks import OneProcess
 from kvferry._memory.access import StillCopying
 from kvferry._memory.rank_memory import RankMemory
 from kvferry._memory.tails import Tails, clear_tails
+from kvferry._reads.leased_reads import LOOK_EVERY
 from kvferry._reads.rank_read import Planned, RankOrder, RankRead
 from kvferry._reads.source_engines import SourceEngine, SourceEngines
 from kvferry._reads.verifier import Arrived, Verifier
@@ -41,8 +42,6 @@ logger = logging.getLogger(__name__)
 
 REFERENCE_GONE = (WrongKey, PublicationStale, PublicationReleased)
 """Why a source's home does not accept a reference any more, or never did."""
-LOOK_EVERY = 0.25
-"""Seconds between looks at the deadlines of shares that run."""
 
 
 class RankReads(OneProcess):

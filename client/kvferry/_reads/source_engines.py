@@ -70,7 +70,7 @@ class _Slot:
 
 
 class SourceEngines:
-    """The peers of one destination rank. Thread-safe; `get` blocks, so it runs on the thread of a read.
+    """The peers of one destination rank. Thread-safe; `get` waits for a handshake, `known` for nothing.
 
     Args:
         spec, reader: the destination engine.

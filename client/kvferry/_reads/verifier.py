@@ -102,7 +102,7 @@ class _Compared:
 
 
 class Verifier:
-    """Compares sums for one destination rank. Thread-safe; `verify` waits, on the thread of a read.
+    """Compares sums for one destination rank. Thread-safe; `verify` waits, so each runs on a thread of its own.
 
     Args:
         reader: the destination engine.

@@ -214,14 +214,10 @@ class Reads:
                     # One that is granted all the same is let go.
                     self._withdraw(read)
                 elif read.stage in UNDER_WAY and read.acquired is not None:
-                    self._work.do(partial(self._let_go, read.request, read.acquired))
+                    self._work.do(partial(self._holder.let_go, read.request.home, read.acquired))
         self._reads.wait_acquired(timeout)
         self._work.close(max(0.0, deadline - now()))
         self._holder.close(max(0.0, deadline - now()))
-
-    def _let_go(self, request: AcquireRequest, acquired: Acquired) -> None:
-        self._holder.drop(acquired)
-        self._holder.cancel(request.home, acquired.lease)
 
     # What `LeasedReads` tells, with the lock held.
 
