@@ -8,8 +8,10 @@ here, and copy the bytes themselves; what NIXL really does is in the other tests
 from __future__ import annotations
 
 import ctypes
+import gc
 import hashlib
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -270,6 +272,28 @@ def test_what_ended_and_is_not_quiet_is_uncertain(world: World) -> None:
     gauges = read.gauges()
     assert (gauges.active, gauges.uncertain, gauges.quiesced, gauges.chunks_in_flight) == (0, 0, 1, 0)
     assert gauges.agents == 1
+
+
+def test_of_a_read_that_is_quiet_nothing_is_kept(world: World) -> None:
+    read = world.transport()
+    ended, lost = world.moving(read, chunks=2), world.moving(read, "other", 1)
+    references = [weakref.ref(ended), weakref.ref(lost)]
+    ended.cancel()
+    assert until(lambda: read.gauges().uncertain == 1)
+    for name in ("peer", "other"):
+        world.agents.state[name] = DONE
+    assert ended.wait_quiet(SOON)
+    done(lost)
+    assert until(lambda: read.gauges().quiesced == 1)
+    del ended, lost
+    for agent in world.agents.made:
+        agent.handles.clear()
+
+    def forgotten() -> bool:
+        gc.collect()
+        return all(reference() is None for reference in references)
+
+    assert until(forgotten)
 
 
 def test_idle_it_sleeps(world: World) -> None:
@@ -729,9 +753,6 @@ def test_a_deadline_is_kept_however_long_nothing_happens(world: World) -> None:
 def test_the_owner_of_the_memory_is_kept_while_an_agent_may_write_to_it(world: World) -> None:
     class Owner:
         pass
-
-    import gc
-    import weakref
 
     owner = Owner()
     reference = weakref.ref(owner)
