@@ -1,17 +1,22 @@
-"""The home as a whole: deadlines that fire by themselves."""
+"""The home as a whole: deadlines that fire by themselves, and what its streams tell."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
 
+import pytest
+
+from kvferry.errors import LimitReached, PublicationTimeout
 from kvferry_server.domain.clock import BootClock
 from kvferry_server.domain.publications import PublicationOutcome
+from kvferry_server.domain.steps import PublicationStep
 from kvferry_server.domain.times import Times
 from kvferry_server.domain.watch_feed import Feed, Numbered, Process, PublicationReleased, Role
 from kvferry_server.home.home import Home
-from tests.server.parties import P2, SECRETS, D, FakeClock, P, ask, offer, registration
+from kvferry_server.home.streams import STREAMS_CUT_OFF, Accepted, Completed, ReadMessage, read_blocks
+from tests.server.parties import P2, SECRETS, TIMES, D, FakeClock, P, ask, offer, registration
 
 SCHEDULER = Process(P, Role.SCHEDULER)
 
@@ -98,3 +103,48 @@ async def test_a_predecessor_ends_before_its_successor_begins() -> None:
     with home.turn():
         assert home.reuse_after(successor.engine) == 0
         assert not list(home.lessor.publications())
+
+
+async def test_a_reader_waits_for_a_publication_to_the_end_of_its_time() -> None:
+    clock = FakeClock()
+    home = Home(clock, TIMES, "node:1")
+    with home.turn():
+        opened(home)
+    async with aclosing(read_blocks(home, ask(), wait=0.5)) as stream:
+        assert isinstance(await anext(stream), Accepted)
+        awaited = asyncio.ensure_future(anext(stream))
+        await asyncio.sleep(0)
+        with home.turn():
+            home.lessor.publish(P, offer(last=True))
+        assert isinstance(await awaited, PublicationStep)
+        # What has come is not waited for.
+        clock.pass_by(0.5)
+        assert isinstance(await anext(stream), Completed)
+    async with aclosing(read_blocks(home, ask(2), wait=0.5)) as stream:
+        await anext(stream)
+        clock.pass_by(0.5)
+        with pytest.raises(PublicationTimeout):
+            await anext(stream)
+
+
+async def test_who_left_a_lease_leaves_room_for_one_stream() -> None:
+    home = Home(FakeClock(), TIMES, "node:1")
+    with home.turn():
+        opened(home)
+        home.lessor.publish(P, offer())
+    async with AsyncExitStack() as stack:
+
+        async def one() -> AsyncGenerator[ReadMessage, None]:
+            stream = read_blocks(home, ask(parties=2), wait=1.0)
+            await stack.enter_async_context(aclosing(stream))
+            assert isinstance(await anext(stream), Accepted)
+            return stream
+
+        streams = [await one() for _ in range(2 + STREAMS_CUT_OFF)]
+        for stream in streams[:2]:
+            with pytest.raises(LimitReached, match="streams"):
+                await one()
+            await stream.aclose()
+            await one()
+        with pytest.raises(LimitReached, match="streams"):
+            await one()
