@@ -107,6 +107,11 @@ TARGETS: dict[str, Target] = {
             "hashlib.sha256(agent.metadata).digest())": BOTH_WAYS_ROUND,
             "Registration.size: 256 -> 257": ABOUT,
             "Registration.size: 256 -> 255": ABOUT,
+            "Registration.size: 0 -> 1": ABOUT,
+            "engine_difference: True -> False": "as many of each, as is asked before",
+            "first_difference: _agent_difference(one, other) -> _agent_difference(other, one)": BOTH_WAYS_ROUND,
+            "first_difference: _rank_difference(one.geometry, other.geometry) -> "
+            "_rank_difference(other.geometry, one.geometry)": BOTH_WAYS_ROUND,
         },
     ),
     "server/kvferry_server/home/streams.py": Target((STREAMS, BOUNDS, MODEL)),

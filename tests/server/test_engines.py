@@ -464,13 +464,13 @@ def test_a_registration_is_accounted_as_about_what_it_takes(grows: str) -> None:
             tuple(dataclasses.replace(region, length=region.length + n) for n in range(at.get("regions", 1))),
         )
         others = (dataclasses.replace(FULL, name=f"group {n}", pool=f"p{n}") for n in range(at.get("groups", 1)))
-        identity = {f"key {n}": f"value {n}" for n in range(at.get("identity", 1))}
+        identity = {f"key {n}": f"{n}".rjust(500) for n in range(at.get("identity", 1))}
         return Registration(P, 1, identity, (FULL, *others), geometry, agent)
 
     less = made(10)
     tracemalloc.start()
     try:
-        more = made(2000)
+        more = made(500)
         taken, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
