@@ -119,7 +119,10 @@ TARGETS: dict[str, Target] = {
     "client/kvferry/_control/reader_lease.py": Target((LEASE, MODEL)),
     "client/kvferry/_control/judgement.py": Target((LEASE, MODEL)),
     "client/kvferry/_control/publications.py": Target((OFFERS, MODEL)),
-    "client/kvferry/_control/renewals.py": Target((RENEWALS, CONTROL, MODEL)),
+    "client/kvferry/_control/renewals.py": Target(
+        (RENEWALS, CONTROL, MODEL),
+        {"Renewals._not_renewed: 0.0 -> 1.0": "RENEW_AGAIN is 1.0, and it is never sooner"},
+    ),
     "client/kvferry/_transport/bounds.py": Target(
         (DEFENCE,),
         {
