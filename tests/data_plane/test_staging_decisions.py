@@ -232,6 +232,11 @@ def test_who_steps_back_lets_those_behind_it_pass() -> None:
     slot = pool.borrow()
     assert slot is not None
     assert (first.next(OPTIONS), second.next(OPTIONS)) == (None, None)
+    # While there is no slot, there is nothing to look for.
+    first.step_back()
+    assert woken == []
+    second.step_back()
+    assert (first.next(OPTIONS), second.next(OPTIONS)) == (None, None)
     pool.release(slot)
     # It came later.
     assert second.next(OPTIONS) is None
