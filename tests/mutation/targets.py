@@ -153,7 +153,10 @@ TARGETS: dict[str, Target] = {
     ),
     "client/kvferry/_transport/reading_thread.py": Target((READING, THREADS, READS)),
     "client/kvferry/_transport/transport.py": Target((READING, THREADS, READS, STAGING)),
-    "client/kvferry/_transport/staging_pool.py": Target((SLOTS, STAGING), {"StagedShare.__init__: False -> True": RESET}),
+    "client/kvferry/_transport/staging_pool.py": Target(
+        (SLOTS, STAGING),
+        {"StagedShare.__init__: False -> True": RESET},
+    ),
     "client/kvferry/_reads/rank_reads.py": Target(
         (RANK, PORTS),
         {

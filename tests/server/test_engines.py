@@ -391,8 +391,9 @@ def test_a_successor_takes_the_place_of_its_predecessor_in_a_full_home() -> None
 
 def test_the_nodes_of_missing_ranks_are_told_and_those_that_are_lost_with_them(scene: Scene) -> None:
     secret = scene.open()
+    engine = scene.registry.find(P)
     for rank, node in ((1, "one:1"), (2, "two:1"), (3, "")):
-        engine = scene.registry.open_rank(P, secret, rank, node)
+        scene.registry.open_rank(P, secret, rank, node)
     for rank in (0, 1, 2, 3):
         scene.registry.register(registration(rank=rank, ranks=5), secret)
     # One that never came is of no node.
@@ -484,8 +485,8 @@ def test_an_engines_cache_is_that_of_its_ranks_once_each(scene: Scene) -> None:
     # Key and value of two layers, 4 heads of 16 tokens each.
     assert first.cache_bytes == 4 * 4 * 16 * 256 * FULL.num_blocks
     for given in (first, second, first):
-        engine = scene.registry.register(given, secret)
-    assert engine.cache_bytes == 2 * first.cache_bytes
+        scene.registry.register(given, secret)
+    assert scene.registry.find(P).cache_bytes == 2 * first.cache_bytes
 
 
 def test_regions_are_checked_as_far_as_one_registration_may_cost(monkeypatch: pytest.MonkeyPatch) -> None:
