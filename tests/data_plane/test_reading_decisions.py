@@ -751,13 +751,13 @@ def test_a_deadline_is_kept_however_long_nothing_happens(world: World) -> None:
 
 
 def test_what_is_due_first_is_looked_at_first(world: World) -> None:
-    """A read arrives long before the deadlines of those that are under way."""
-    read = world.transport()
+    """What is under way is polled, long before the deadline of what waits for room."""
+    read = world.transport(bytes_in_flight=2 * CHUNK)
     done(world.read(read))
     world.agents.state["peer"] = MOVING
     moving = world.read(read, at=1, deadline=world.clock() + 1e4)
     waiting = world.read(read, at=2, deadline=world.clock() + 2e4)
-    assert until(lambda: moving.progress().chunks_in_flight > 0)
+    assert until(lambda: moving.progress().chunks_in_flight == 2)
     world.agents.state["peer"] = DONE
     done(moving)
     done(waiting)
