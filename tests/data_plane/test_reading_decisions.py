@@ -757,7 +757,7 @@ def test_what_is_due_first_is_looked_at_first(world: World) -> None:
     world.agents.state["peer"] = MOVING
     moving = world.read(read, at=1, deadline=world.clock() + 1e4)
     waiting = world.read(read, at=2, deadline=world.clock() + 2e4)
-    assert until(lambda: moving.progress().chunks_in_flight == 2)
+    assert until(lambda: read.gauges().chunks_in_flight == 2)
     world.agents.state["peer"] = DONE
     done(moving)
     done(waiting)
