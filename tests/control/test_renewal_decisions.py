@@ -9,6 +9,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from queue import Queue
 from typing import cast
 
 import pytest
@@ -16,7 +17,7 @@ import pytest
 from kvferry._clock import now, to_duration
 from kvferry._control.connection import Control
 from kvferry._control.reader_lease import ReaderLease, deadline_after
-from kvferry._control.renewals import NAMED, RENEW_AGAIN, RENEW_TIMEOUT, Renewals
+from kvferry._control.renewals import LONGEST_SLEEP, NAMED, RENEW_AGAIN, RENEW_TIMEOUT, Renewals
 from kvferry._wire.status import to_notification_error
 from kvferry.errors import Closed, InvalidField, KvferryError, LeaseEnded, LimitReached, Unavailable
 from kvferry.v1 import kv_transfer_pb2 as pb
@@ -326,6 +327,28 @@ def test_what_ended_while_it_was_asked_for_again_is_not_renewed(world: World) ->
     world.home.until(1)
 
 
+def test_after_the_end_nothing_is_said_of_what_was_asked_for_again(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    world.keep(1)
+    world.advance(EVERY)
+    world.home.until(1)
+    world.on_lost = world.renewals.close
+    world.lost_error = LimitReached("no thread", retry_after=2.0)
+    world.home.answer(0, failed(LeaseEnded("who")))
+    assert world.lost == [1]
+    assert "is tried again" not in caplog.text
+
+
+def test_one_that_its_home_renews_no_more_is_kept_and_not_renewed(world: World) -> None:
+    lease = ReaderLease(b"1" * 16, world.now, REMAINING, EVERY)
+    lease.renewed(world.now, world.now, REMAINING, more=False)
+    world.keep_on(1, lease, world.home)
+    world.advance(EVERY)
+    world.looked()
+    world.home.until(0)
+
+
 @pytest.mark.parametrize("answer", ["lost", "refused"])
 def test_of_a_lease_that_was_dropped_nothing_is_said(
     world: World, caplog: pytest.LogCaptureFixture, answer: str
@@ -398,6 +421,24 @@ def test_what_is_due_before_the_thread_looks_wakes_it(monkeypatch: pytest.Monkey
         assert len(world.home.sent) <= 2 + (now() - began) / 0.05
     finally:
         world.renewals.close()
+
+
+@pytest.mark.parametrize(("every", "expected"), [(LONGEST_SLEEP + 1, LONGEST_SLEEP), (0.25, 0.25)])
+def test_the_thread_sleeps_until_the_next_is_due_but_not_too_long(world: World, every: float, expected: float) -> None:
+    pauses: Queue[float | None] = Queue()
+
+    class Sleep(threading.Condition):
+        def wait(self, timeout: float | None = None) -> bool:
+            pauses.put(timeout)
+            return super().wait(timeout)
+
+    world.renewals._changed = Sleep()
+    lease = world.keep(1, every=every)
+    assert pauses.get(timeout=20) == expected
+    # Without leases it is not woken at all.
+    world.renewals.drop(lease)
+    while (pause := pauses.get(timeout=20)) is not None:
+        assert pause == expected
 
 
 def test_a_suspend_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,6 +63,7 @@ def public_classes() -> set[type]:
 def is_value(cls: type) -> bool:
     return (
         dataclasses.is_dataclass(cls)
+        or issubclass(cls, dict)
         or issubclass(cls, (enum.Enum, Exception))
         or cls in (kvferry.Blocks, kvferry.geometry.model.Group)
     )

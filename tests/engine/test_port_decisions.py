@@ -6,7 +6,7 @@ What lies below a port does as a test says: no real share ends at a moment that 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -23,7 +23,7 @@ from kvferry._reads.rank_read import RankOrder, RankRead, SchedulersLease
 from kvferry._reads.rank_reads import RankReads
 from kvferry._transport.transfer import Transfer
 from kvferry.engine import SchedulerPort, Tails, WorkerPort
-from kvferry.engine.values import BlockRuns, Grant, RankEnd, WorkerOutput
+from kvferry.engine.values import BlockRuns, Grant, Offer, RankEnd, WorkerOutput
 from kvferry.errors import Closed, InvalidField, KvferryError, LimitReached, TransferFailed, WrongState
 
 SPEC = EngineSpec("decode", (Group("full", block_tokens=16, num_blocks=32),), 2)
@@ -201,6 +201,11 @@ def test_a_share_is_what_was_granted_into_what_was_attached(world: World) -> Non
 def test_what_cannot_be_started_is_refused_and_may_be_tried_again(world: World) -> None:
     with pytest.raises(WrongState, match="attach"):
         world.port.start(grant(local=False))
+    # Blocks that are given do not make an offer a grant: the scheduler has to know of them.
+    given = {field.name: getattr(grant(), field.name) for field in fields(Offer)}
+    for blocks in (None, LOCAL):
+        with pytest.raises(WrongState, match="attach"):
+            world.port.start(cast(Grant, Offer(**given)), blocks)
     with pytest.raises(InvalidField, match=r"grant is .*expected the Grant"):
         world.port.start(cast(Grant, "grant"))
     with pytest.raises(InvalidField, match=r"tails is .*expected a Tails"):

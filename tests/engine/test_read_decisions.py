@@ -328,6 +328,18 @@ def test_a_rank_that_fails_stops_the_others_and_its_error_is_told(world: World) 
     assert world.free()
 
 
+def test_a_read_that_fails_under_way_ends_whoever_asks_for_it_before(world: World) -> None:
+    read_id = world.reading()
+    world.ends(read_id, 1, "TransferFailed")
+    with pytest.raises(WrongState, match="attach each request once"):
+        world.reads.attach("mine", {"full": Blocks([1, 2], end_token=32)}, None, allow_overlap=False)
+    # Its error is that of its end.
+    assert world.reads.granted("mine") is not None
+    world.ends(read_id, 0)
+    (end,) = world.finished()
+    assert isinstance(end.error, TransferFailed)
+
+
 def test_what_went_wrong_first_is_told_though_the_lease_ended_since(world: World) -> None:
     read_id = world.reading()
     world.ends(read_id, 0, "TransferFailed")

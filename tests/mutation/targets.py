@@ -27,6 +27,8 @@ HOME = (
 )
 SHARES = ("tests/server/domain/test_shares.py",)
 FEEDS = ("tests/server/domain/test_feeds.py", "tests/server/servicers/test_kv_transfer.py")
+STREAMS = (*FEEDS, "tests/server/home/test_home.py")
+BOUNDS = ("tests/server/servicers/test_bounds.py",)
 MODEL = ("tests/model/test_model.py",)
 DEFENCE = ("tests/transport/test_defence.py",)
 FOOTPRINT = ("tests/planner/test_footprint.py", "tests/planner/test_large_caches.py")
@@ -43,6 +45,7 @@ STAGING = ("tests/transport/test_staging.py",)
 READS = ("tests/transport/test_raw_reads.py", "tests/transport/test_faults.py", "tests/transport/test_agents.py")
 QUIET = ("tests/transport/test_quiet.py",)
 END_TO_END = ("tests/e2e/test_reads.py", "tests/e2e/test_expiry.py")
+THREADS = ("tests/transport/test_reading_thread.py",)
 PORT = ("tests/engine/test_port_decisions.py",)
 PORTS = ("tests/engine/test_ports.py", "tests/engine/test_step_thread.py")
 
@@ -74,6 +77,8 @@ SHORT_CUT = "a short cut for one region: the search answers the same"
 NO_WINDOW = "the byte behind is in no block's window"
 BOTH_WAYS = "a short cut: the search answers the same"
 FOR_THE_TYPE = "never so: the type asks for it"
+BOTH_WAYS_ROUND = "equal is equal both ways round"
+ABOUT = "sizes are about what things take in memory"
 RESET = "set again before it is looked at"
 
 TARGETS: dict[str, Target] = {
@@ -98,13 +103,30 @@ TARGETS: dict[str, Target] = {
     "server/kvferry_server/domain/engine.py": Target(LESSOR),
     "server/kvferry_server/domain/registry.py": Target(LESSOR),
     "server/kvferry_server/domain/budgets.py": Target((SHARES, MODEL)),
-    "server/kvferry_server/domain/registrations.py": Target(LESSOR),
-    "server/kvferry_server/home/streams.py": Target((FEEDS, MODEL)),
+    "server/kvferry_server/domain/registrations.py": Target(
+        LESSOR,
+        {
+            "Registration._check_agent: hmac.compare_digest(hashlib.sha256(agent.metadata).digest(), "
+            "agent.metadata_sha256) -> hmac.compare_digest(agent.metadata_sha256, "
+            "hashlib.sha256(agent.metadata).digest())": BOTH_WAYS_ROUND,
+            "Registration.size: 256 -> 257": ABOUT,
+            "Registration.size: 256 -> 255": ABOUT,
+            "Registration.size: 0 -> 1": ABOUT,
+            "engine_difference: True -> False": "as many of each, as is asked before",
+            "first_difference: _agent_difference(one, other) -> _agent_difference(other, one)": BOTH_WAYS_ROUND,
+            "first_difference: _rank_difference(one.geometry, other.geometry) -> "
+            "_rank_difference(other.geometry, one.geometry)": BOTH_WAYS_ROUND,
+        },
+    ),
+    "server/kvferry_server/home/streams.py": Target((STREAMS, BOUNDS, MODEL)),
     "server/kvferry_server/servicers/notify.py": Target((FEEDS, MODEL)),
     "client/kvferry/_control/reader_lease.py": Target((LEASE, MODEL)),
     "client/kvferry/_control/judgement.py": Target((LEASE, MODEL)),
     "client/kvferry/_control/publications.py": Target((OFFERS, MODEL)),
-    "client/kvferry/_control/renewals.py": Target((RENEWALS, CONTROL, MODEL)),
+    "client/kvferry/_control/renewals.py": Target(
+        (RENEWALS, CONTROL, MODEL),
+        {"Renewals._not_renewed: 0.0 -> 1.0": "RENEW_AGAIN is 1.0, and it is never sooner"},
+    ),
     "client/kvferry/_transport/bounds.py": Target(
         (DEFENCE,),
         {
@@ -140,9 +162,12 @@ TARGETS: dict[str, Target] = {
     ),
     "client/kvferry/_transport/peer_work.py": Target((LINKS, READS)),
     "client/kvferry/_transport/inbox.py": Target((READING, READS)),
-    "client/kvferry/_transport/reading_thread.py": Target((READING, READS)),
-    "client/kvferry/_transport/transport.py": Target((READING, READS, STAGING)),
-    "client/kvferry/_transport/staging_pool.py": Target((SLOTS, STAGING)),
+    "client/kvferry/_transport/reading_thread.py": Target((READING, THREADS, READS)),
+    "client/kvferry/_transport/transport.py": Target((READING, THREADS, READS, STAGING)),
+    "client/kvferry/_transport/staging_pool.py": Target(
+        (SLOTS, STAGING),
+        {"StagedWork.__init__: False -> True": RESET},
+    ),
     "client/kvferry/_reads/rank_reads.py": Target(
         (RANK, PORTS),
         {

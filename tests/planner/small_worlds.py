@@ -71,6 +71,17 @@ def woven(engine_id: str) -> EngineGeometry:
     return replace(geometry, ranks=(RankGeometry(0, (key, value)),))
 
 
+def one_unit(engine_id: str, layout: str) -> EngineGeometry:
+    """One unit and one page: strides from unit to unit, and from page to page, that lead nowhere."""
+    model = tensors(layers=2, axis=1, state_bytes=2)
+    geometry = engine(engine_id, model, block_tokens=2, num_blocks=BLOCKS, layout=LAYOUTS[layout]).geometry()
+    planes = (
+        replace(plane, unit_stride=plane.block_stride + 2, page_stride=2 * plane.block_stride + 2)
+        for plane in geometry.ranks[0].planes
+    )
+    return replace(geometry, ranks=(RankGeometry(0, tuple(planes)),))
+
+
 def pairs() -> dict[str, Pair]:
     """Two engines, and the blocks of a request on both."""
     ids = {"full": Blocks([1, 2, 0, 5])}, {"full": Blocks([4, 5, 1, 3])}
@@ -105,6 +116,7 @@ def pairs() -> dict[str, Pair]:
         {"full": Blocks([0])},
     )
     run = {"full": Blocks([1, 2, 3, 4, 5])}
+    found["one unit"] = (one_unit("p", "planes apart"), one_unit("d", "packed"), *ids)
     found["woven"] = (woven("p"), woven("d"), run, run)
     for step in (0, 7, 40):
         source = piled(one_group("p", "planes apart"), step)

@@ -123,6 +123,38 @@ def test_a_lane_moves_its_stripe_in_whole_granules_and_nothing_below_the_floor(s
     assert all(seen.values())
 
 
+def test_how_far_along_its_line_a_request_is_changes_nothing() -> None:
+    """A request may begin at any token below 2**62."""
+
+    def cuts(lane: Lane, needed: GroupRequest) -> list[tuple[int, int, int, list[int], list[int]]]:
+        found = segments(lane, needed)
+        return sorted(
+            (one.cut.source, one.cut.destination, one.cut.count, one.source.tolist(), one.destination.tolist())
+            for one in found
+        )
+
+    turns, torn = Random(0), 0
+    for _ in range(100):
+        lane, near = drawn(turns)
+        states = lcm(lane.source.block_states, lane.destination.block_states) << 48
+        shift = int(states * lane.tokens_per_state)
+        blocks = [
+            NeededBlocks(side.ids, side.first + states // layout.block_states)
+            for side, layout in ((near.source, lane.source), (near.destination, lane.destination))
+        ]
+        far = GroupRequest(near.begin + shift, near.end + shift, near.floor + shift, *blocks)
+        assert far.end < 1 << 62
+        try:
+            expected = cuts(lane, near)
+        except InvalidField:
+            torn += 1
+            with pytest.raises(InvalidField):
+                segments(lane, far)
+            continue
+        assert cuts(lane, far) == expected
+    assert torn
+
+
 def test_no_more_segments_for_a_long_request() -> None:
     layout = StateLayout(4, TokenShard(), 4096, 4096), StateLayout(6, TokenShard(), 4096, 4096)
     lane = Lane(0, FULL, Stripe(), DRAM, *layout, 1, Fraction(1), ())

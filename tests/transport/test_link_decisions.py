@@ -23,7 +23,7 @@ from kvferry._transport.peer_link import (
 )
 from kvferry._transport.peer_work import PeerWork, divide
 from kvferry._transport.transfer import Transfer, TransferState
-from kvferry.errors import TransferFailed
+from kvferry.errors import InvalidField, TransferFailed
 from kvferry.planner.descriptors import Descriptors
 from tests.transport.sources import raw
 
@@ -67,6 +67,7 @@ class World:
         self.handles: list[Handle] = []
         self.next: HandleState | str = MOVING
         self.removed: list[str] = []
+        self.refusal: Exception | None = None
         self.link = Link(INFO, cast(ReadingAgent, self), OPTIONS, self.clock)
 
     def clock(self) -> float:
@@ -81,6 +82,8 @@ class World:
         return self.first
 
     def make(self, peer: str, chunk: Descriptors) -> Handle:
+        if self.refusal is not None:
+            raise self.refusal
         self.handles.append(Handle(self.next))
         return self.handles[-1]
 
@@ -323,6 +326,45 @@ def test_what_ends_while_it_is_made_is_not_posted(world: World) -> None:
     assert (handle.posted, handle.released) == (False, True)
     assert transfer.quiet
     assert world.link.quiet
+
+
+@pytest.mark.parametrize("refusal", [InvalidField("descriptors", 1, "others"), RuntimeError("a bug")])
+def test_what_cannot_be_made_fails_one_read_as_what_it_is(world: World, refusal: Exception) -> None:
+    wrong, right = world.share(1), world.share(1)
+    world.refusal = refusal
+    assert world.link.post_next()
+    world.refusal = None
+    error = wrong.error
+    if isinstance(refusal, InvalidField):
+        assert isinstance(error, InvalidField)
+        assert error.message == refusal.message
+    else:
+        assert isinstance(error, TransferFailed)
+        assert "a bug" in str(error)
+    assert wrong.quiet
+    # The peer has done nothing.
+    assert world.link.state is LinkState.READY
+    world.next = DONE
+    assert world.link.post_next()
+    assert right.state is TransferState.DONE
+
+
+@pytest.mark.parametrize(
+    ("name", "called"),
+    [
+        ("kvferry/prefill/1a2b/3/serving", "rank 3 of engine 'prefill'"),
+        ("kvferry/team/prefill/1a2b/12/serving", "rank 12 of engine 'team/prefill'"),
+        ("kvferry/1a2b/3/serving", "peer 'kvferry/1a2b/3/serving'"),
+        ("other/prefill/1a2b/3/serving", "peer 'other/prefill/1a2b/3/serving'"),
+        ("source", "peer 'source'"),
+    ],
+)
+def test_a_peer_is_called_by_its_rank_and_engine(name: str, called: str) -> None:
+    world = World(FAILED)
+    world.link = Link(AgentInfo(name, b"", b"", ()), cast(ReadingAgent, world), OPTIONS, world.clock)
+    waiting = world.share(1)
+    world.link.open()
+    assert str(waiting.error).startswith(f"{called}: ")
 
 
 def test_a_share_that_waits_for_room_keeps_its_turn_and_one_that_is_through_does_not(world: World) -> None:

@@ -8,8 +8,10 @@ here, and copy the bytes themselves; what NIXL really does is in the other tests
 from __future__ import annotations
 
 import ctypes
+import gc
 import hashlib
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -271,6 +273,28 @@ def test_what_ended_and_is_not_quiet_is_uncertain(world: World) -> None:
     gauges = read.gauges()
     assert (gauges.active, gauges.uncertain, gauges.quiesced, gauges.chunks_in_flight) == (0, 0, 1, 0)
     assert gauges.agents == 1
+
+
+def test_of_a_read_that_is_quiet_nothing_is_kept(world: World) -> None:
+    read = world.transport()
+    ended, lost = world.moving(read, chunks=2), world.moving(read, "other", 1)
+    references = [weakref.ref(ended), weakref.ref(lost)]
+    ended.cancel()
+    assert until(lambda: read.gauges().uncertain == 1)
+    for name in ("peer", "other"):
+        world.agents.state[name] = DONE
+    assert ended.wait_quiet(SOON)
+    done(lost)
+    assert until(lambda: read.gauges().quiesced == 1)
+    del ended, lost
+    for agent in world.agents.made:
+        agent.handles.clear()
+
+    def forgotten() -> bool:
+        gc.collect()
+        return all(reference() is None for reference in references)
+
+    assert until(forgotten)
 
 
 def test_idle_it_sleeps(world: World) -> None:
@@ -729,12 +753,22 @@ def test_a_deadline_is_kept_however_long_nothing_happens(world: World) -> None:
     assert not late.quiet
 
 
+def test_what_is_due_first_is_looked_at_first(world: World) -> None:
+    """What is under way is polled, long before the deadline of what waits for room."""
+    read = world.transport(bytes_in_flight=2 * CHUNK)
+    done(world.read(read))
+    world.agents.state["peer"] = MOVING
+    moving = world.read(read, at=1, deadline=world.clock() + 1e4)
+    waiting = world.read(read, at=2, deadline=world.clock() + 2e4)
+    assert until(lambda: read.gauges().chunks_in_flight == 2)
+    world.agents.state["peer"] = DONE
+    done(moving)
+    done(waiting)
+
+
 def test_the_owner_of_the_memory_is_kept_while_an_agent_may_write_to_it(world: World) -> None:
     class Owner:
         pass
-
-    import gc
-    import weakref
 
     owner = Owner()
     reference = weakref.ref(owner)

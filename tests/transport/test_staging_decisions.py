@@ -202,6 +202,48 @@ def test_a_slot_is_lent_only_where_nobody_waits() -> None:
     assert woken == ["woken"]
 
 
+def test_who_has_its_slots_is_called_when_one_has_been_permuted() -> None:
+    woken: list[str] = []
+    pool, memory = pool_of(8, woken), Memory(SIZE)
+    share = staged_share(pool, part(local_source(), memory, some(1), some(2)))
+    first, second = share.next(OPTIONS), share.next(OPTIONS)
+    assert first is not None
+    assert second is not None
+    assert (share.next(OPTIONS), share.blocked, pool.in_use) == (None, True, 2)
+    # On whatever thread it arrives.
+    assert first.owner.begin()
+    read(first)
+    first.owner.landed(first.descriptors.total_bytes)
+    assert woken == ["woken"]
+    assert share.next(OPTIONS) is not None
+
+
+def test_who_steps_back_lets_those_behind_it_pass() -> None:
+    woken: list[str] = []
+    pool, memory = pool_of(1, woken), Memory(SIZE)
+    first, second = (staged_share(pool, part(local_source(), memory, [1], [2])) for _ in range(2))
+    slot = pool.borrow()
+    assert slot is not None
+    assert (first.next(OPTIONS), second.next(OPTIONS)) == (None, None)
+    # While there is no slot, there is nothing to look for.
+    first.step_back()
+    assert woken == []
+    second.step_back()
+    assert (first.next(OPTIONS), second.next(OPTIONS)) == (None, None)
+    pool.release(slot)
+    # It came later.
+    assert second.next(OPTIONS) is None
+    woken.clear()
+    first.step_back()
+    assert woken == ["woken"]
+    chunk = second.next(OPTIONS)
+    assert chunk is not None
+    assert first.next(OPTIONS) is None
+    # Of one that does not wait, nobody hears.
+    second.step_back()
+    assert woken == ["woken"]
+
+
 def test_what_cannot_be_read_gives_its_slot_back() -> None:
     pool, memory = pool_of(2), Memory(SIZE)
     asked = part(local_source(), memory, [1, 5], [2, 4])

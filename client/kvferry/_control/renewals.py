@@ -113,9 +113,10 @@ class Renewals:
             if due is None:
                 return
             # A home knows its leases by their reader, and an engine may speak for itself only.
-            turns: dict[tuple[Control, bytes], list[_Kept]] = {}
+            turns: dict[tuple[Control, str, bytes], list[_Kept]] = {}
             for kept in due:
-                turns.setdefault((kept.home, kept.sender.SerializeToString(deterministic=True)), []).append(kept)
+                reader = kept.home, kept.sender.engine_id, kept.sender.incarnation
+                turns.setdefault(reader, []).append(kept)
             for turn in turns.values():
                 try:
                     self._renew(turn)
@@ -133,7 +134,7 @@ class Renewals:
             if due:
                 return due
             first = min((at for at, _ in pending), default=None)
-            pause = None if first is None else max(0.0, min(LONGEST_SLEEP, first - time))
+            pause = None if first is None else min(LONGEST_SLEEP, first - time)
             self._wakes_at = math.inf if pause is None else time + pause
             self._changed.wait(pause)
         return None

@@ -224,8 +224,6 @@ class Transport:
             Closed: the transport was closed.
         """
         peer.check()
-        with self._lock:
-            self._check_open()
         while not self._thread_of(peer.name).warm(peer):
             pass
 

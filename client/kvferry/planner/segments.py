@@ -9,8 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from fractions import Fraction
 
-import numpy as np
-
 from kvferry.errors import InvalidField
 from kvferry.geometry.model import GroupKind
 from kvferry.planner.lane import Lane
@@ -46,10 +44,10 @@ def segments(lane: Lane, needed: GroupRequest) -> list[Segment]:
         return _enumerated(lane, begin, end, needed)
     found = _enumerated(lane, begin, first * period, needed) if begin < first * period else []
     for alike in line.period_pieces:
-        source = _repeated(needed.source, alike.source_block, period // line.source_step, first, last)
-        destination = _repeated(
-            needed.destination, alike.destination_block, period // line.destination_step, first, last
-        )
+        # The places in a block of either side tell the place in the period: there is one piece of each cut.
+        (place,), (own_place,) = alike.source_block.tolist(), alike.destination_block.tolist()
+        source = _repeated(needed.source, place, period // line.source_step, first, last)
+        destination = _repeated(needed.destination, own_place, period // line.destination_step, first, last)
         found.append(Segment(alike.cut, source, destination))
     if last * period < end:
         found += _enumerated(lane, last * period, end, needed)
@@ -117,11 +115,7 @@ def _enumerated(lane: Lane, begin: int, end: int, needed: GroupRequest) -> list[
     ]
 
 
-def _repeated(blocks: NeededBlocks, places: Int64s, step: int, first: int, last: int) -> Int64s:
-    """Ids of the blocks at `places` of every period from `first` to before `last`; a period has `step` blocks."""
-    if len(places) == 1:
-        begin = first * step + int(places[0]) - blocks.first
-        return blocks.ids[begin : begin + (last - first - 1) * step + 1 : step]
-    begins = np.arange(last - first, dtype=np.int64) * step + (first * step - blocks.first)
-    ids: Int64s = blocks.ids[(begins[:, None] + places).ravel()]
-    return ids
+def _repeated(blocks: NeededBlocks, place: int, step: int, first: int, last: int) -> Int64s:
+    """Ids of the block at `place` of every period from `first` to before `last`; a period has `step` blocks."""
+    begin = first * step + place - blocks.first
+    return blocks.ids[begin : begin + (last - first - 1) * step + 1 : step]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import tracemalloc
 from collections.abc import Callable
 
 import pytest
@@ -21,8 +23,8 @@ from kvferry.errors import (
     WrongSession,
 )
 from kvferry_server.domain.identity import EngineRef
-from kvferry_server.domain.limits import MAX_REGION_CHECKS, Limits
-from kvferry_server.domain.registrations import Registration
+from kvferry_server.domain.limits import MAX_NAMED_RANKS, MAX_REGION_CHECKS, Limits
+from kvferry_server.domain.registrations import REGISTRATION_BYTES, Agent, Registration
 from kvferry_server.domain.registry import EngineDied, EngineGone, RankDied, Registry
 from tests.support.parties import (
     BASE,
@@ -385,3 +387,118 @@ def test_a_successor_takes_the_place_of_its_predecessor_in_a_full_home() -> None
     with pytest.raises(LimitReached):
         registry.open_engine(stranger, SECRETS[stranger], "192.0.2.9")
     assert registry.open_engine(P2, SECRETS[P2], "192.0.2.1").ref == P2
+
+
+def test_the_nodes_of_missing_ranks_are_told_and_those_that_are_lost_with_them(scene: Scene) -> None:
+    secret = scene.open()
+    engine = scene.registry.find(P)
+    for rank, node in ((1, "one:1"), (2, "two:1"), (3, "")):
+        scene.registry.open_rank(P, secret, rank, node)
+    for rank in (0, 1, 2, 3):
+        scene.registry.register(registration(rank=rank, ranks=5), secret)
+    # One that never came is of no node.
+    with pytest.raises(EngineIncomplete) as caught:
+        engine.check_readable()
+    assert (caught.value.values["missing_ranks"], caught.value.values["missing"]) == ("4", "1")
+    assert not {"nodes", "lost_nodes"} & set(caught.value.values)
+    # Of the second, its node server says that it has ended: then its node has not.
+    scene.registry.rank_left(P, 2)
+    scene.registry.rank_left(P, 2)
+    for own in (0, 3, 4):
+        with pytest.raises(InvalidField, match="another node server relays"):
+            scene.registry.rank_left(P, own)
+    for rank in (1, 2, 3):
+        scene.registry.close_rank(P, rank)
+    died = [
+        RankDied(P, 1, "one:1", node_lost=True),
+        RankDied(P, 2, "two:1", node_lost=False),
+        RankDied(P, 3, "", node_lost=False),
+    ]
+    assert scene.wait(TIMES.engine_ttl) == died
+    with pytest.raises(EngineIncomplete, match=r"nodes: one:1, two:1; nodes lost: one:1$") as caught:
+        engine.check_readable()
+    values = caught.value.values
+    assert (values["missing_ranks"], values["missing"]) == ("1,2,3,4", "4")
+    assert (values["nodes"], values["lost_nodes"]) == ("one:1,two:1", "one:1")
+    # What was said of a rank's end is over when it is back, and so is the node that it had.
+    scene.registry.open_rank(P, secret, 2, "two:1")
+    scene.registry.open_rank(P, secret, 1)
+    for rank in (1, 2):
+        scene.registry.register(registration(rank=rank, ranks=5), secret)
+        scene.registry.close_rank(P, rank)
+    assert scene.wait(TIMES.engine_ttl) == [
+        RankDied(P, 1, "", node_lost=False),
+        RankDied(P, 2, "two:1", node_lost=True),
+    ]
+
+
+@pytest.mark.parametrize(("missing", "ending"), [(MAX_NAMED_RANKS, "63, 64"), (MAX_NAMED_RANKS + 1, "63, 64 ...")])
+def test_so_many_missing_ranks_are_named(scene: Scene, missing: int, ending: str) -> None:
+    secret = scene.open()
+    engine = scene.registry.register(registration(ranks=missing + 1, geometry=rank_geometry()), secret)
+    with pytest.raises(EngineIncomplete) as caught:
+        engine.check_readable()
+    assert str(caught.value).endswith(ending)
+    assert caught.value.values["missing"] == str(missing)
+    assert caught.value.values["missing_ranks"] == ",".join(map(str, range(1, 65)))
+
+
+@pytest.mark.parametrize("grows", ["planes", "names", "groups", "identity", "regions", "metadata"])
+def test_a_registration_is_accounted_as_about_what_it_takes(grows: str) -> None:
+    def made(count: int) -> Registration:
+        """One that has about so much of something; nothing of it is shared."""
+        given = registration()
+        planes, agent = given.geometry.planes, given.agent
+        assert agent is not None
+        at = {grows: count}
+        long = "x" * 200 if grows == "names" else ""
+        more = tuple(
+            dataclasses.replace(planes[0], layer=f"{long}{n}", format=f"{long}{n}", dtype=f"d{n}")
+            for n in range(at.get("planes", at.get("names", 5)))
+        )
+        geometry = dataclasses.replace(given.geometry, planes=more)
+        region = agent.regions[0]
+        agent = Agent(
+            agent.name,
+            b"m" * at.get("metadata", 1),
+            hashlib.sha256(b"m" * at.get("metadata", 1)).digest(),
+            tuple(dataclasses.replace(region, length=region.length + n) for n in range(at.get("regions", 1))),
+        )
+        others = (dataclasses.replace(FULL, name=f"group {n}", pool=f"p{n}") for n in range(at.get("groups", 1)))
+        identity = {f"key {n}": f"{n}".rjust(500) for n in range(at.get("identity", 1))}
+        return Registration(P, 1, identity, (FULL, *others), geometry, agent)
+
+    less = made(10)
+    tracemalloc.start()
+    try:
+        more = made(500)
+        taken, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert taken <= 1.2 * (more.size - less.size + REGISTRATION_BYTES)
+    assert more.size - less.size <= 4 * taken
+
+
+def test_an_engines_cache_is_that_of_its_ranks_once_each(scene: Scene) -> None:
+    secret = scene.open()
+    first, second = registration(ranks=2), registration(rank=1, ranks=2)
+    # Key and value of two layers, 4 heads of 16 tokens each.
+    assert first.cache_bytes == 4 * 4 * 16 * 256 * FULL.num_blocks
+    for given in (first, second, first):
+        scene.registry.register(given, secret)
+    assert scene.registry.find(P).cache_bytes == 2 * first.cache_bytes
+
+
+def test_regions_are_checked_as_far_as_one_registration_may_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvferry_server.domain.registrations.MAX_REGION_CHECKS", 12)
+    given = registration()
+    agent = given.agent
+    assert agent is not None
+    assert len(given.geometry.planes) == 4
+
+    def regions(count: int) -> Registration:
+        return dataclasses.replace(given, agent=dataclasses.replace(agent, regions=agent.regions * count))
+
+    assert regions(3).rank == 0
+    with pytest.raises(InvalidField, match="at most 3 for 4 planes"):
+        regions(4)

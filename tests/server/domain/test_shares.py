@@ -148,6 +148,52 @@ def test_what_a_reader_does_not_take_is_his_and_not_that_of_the_engine_he_asked(
         pass
 
 
+def test_the_floor_is_had_to_the_last_of_the_room() -> None:
+    shares = Budget(4, 4)
+    assert flood_of(shares, "a") == 4
+    assert Budget(4).floor == 1
+    assert Budget(512).floor == 2
+    # Beyond the floor a holder takes no more than stays free.
+    shares = Budget(10, 2)
+    shares.take("b", 4)
+    assert flood_of(shares, "a") == 3
+    assert not Budget(4, 4).fits("a", 5)
+
+
+def flood_of(shares: Budget, holder: str) -> int:
+    """How much one takes, one by one."""
+    count = 0
+    while shares.fits(holder):
+        shares.take(holder)
+        count += 1
+    return count
+
+
+def test_those_who_ask_from_one_peer_share_what_one_gets() -> None:
+    size = 1 << 17
+    memory = MemoryBudget(8 * size, 0, retry_after=1)
+    with ExitStack() as stack:
+
+        def ask_one(number: int, peer: str = "192.0.2.1") -> None:
+            stack.enter_context(memory.answering(f"{peer} {number}", peer, size))
+
+        assert flood(ask_one) == 4
+        ask_one(1, "192.0.2.2")
+    assert memory.used == 0
+    with ExitStack() as stack:
+        assert flood(ask_one) == 4
+
+
+def test_what_is_held_for_a_while_is_given_back_however_it_ends() -> None:
+    memory = MemoryBudget(1000, 0, retry_after=1)
+    with memory.holding(P, 100):
+        assert (memory.held(P), memory.used) == (100, 100)
+    assert (memory.held(P), memory.used) == (0, 0)
+    with pytest.raises(RuntimeError), memory.holding(P, 100):
+        raise RuntimeError
+    assert (memory.held(P), memory.used) == (0, 0)
+
+
 def test_one_peer_opens_no_more_than_half_of_the_engines() -> None:
     registry = Registry(FakeClock(), TIMES, Limits(engines=8))
 

@@ -206,6 +206,23 @@ async def test_a_rank_that_is_lost_is_told_to_its_scheduler_and_makes_the_engine
     await node.handshake()
 
 
+@pytest.mark.parametrize("left", [True, False])
+async def test_of_a_rank_that_its_node_server_says_has_left_the_node_is_not_lost(node: Node, left: bool) -> None:
+    watch = await node.open_engine()
+    rank = Watch(node, role=pb.WATCH_ROLE_RANK, rank=1, relayed_by="other:1")
+    await rank.next()
+    for index in range(2):
+        await node.register(index, 2)
+    said = [pb.Notification(rank_left=pb.RankLeft(rank=number)) for number in (0, 1)]
+    if left:
+        refused, taken = await node.source(*said)
+        assert error_of(refused).values["field"] == "rank_left.rank"
+        assert taken.WhichOneof("kind") == "done"
+    await node.leaves(rank)
+    node.pass_by(TIMES.engine_ttl)
+    assert (await watch.next()).rank_lost == pb.RankLost(rank=1, node="other:1", node_lost=not left)
+
+
 @pytest.mark.parametrize(
     ("changes", "field"),
     [
