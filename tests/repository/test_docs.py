@@ -164,3 +164,18 @@ def test_links_within_the_rpc_reference_lead_somewhere() -> None:
     assert linked
     # A heading that comes twice gets another anchor.
     assert [name for name in linked if headings[name] != 1] == []
+
+
+DURATION = re.compile(r"^\| (.+) \| ([\d., +]*) \| `([\w/.]+\.py)`(?:: (.+))? \|$", re.MULTILINE)
+
+
+def test_durations_stand_where_the_architecture_says() -> None:
+    """The row's names are there, with the row's values."""
+    rows = DURATION.findall(text_of("docs/architecture.md"))
+    assert len(rows) >= 10
+    for what, values, path, names in rows:
+        code = (ROOT / path).read_text()
+        for name, value in zip(re.findall(r"`(\w+)`", names), re.findall(r"[\d.]+", values), strict=False):
+            found = re.search(rf"^\s*{name}(?:: \w+)? = ([\d.]+)$", code, re.MULTILINE)
+            assert name == "CHANNEL_OPTIONS" or (found and float(found[1]) == float(value)), (what, name)
+            assert name in code, (what, path, name)
