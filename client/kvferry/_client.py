@@ -25,7 +25,7 @@ from kvferry._transport.nixl_options import NixlOptions
 from kvferry._transport.staging_pool import StagingOptions
 from kvferry._wire.channel import TlsConfig, parse_address
 from kvferry._wire.reference import parse_reference
-from kvferry._wire.token import EngineToken
+from kvferry._wire.token import EngineToken, engine_ref
 from kvferry.errors import CacheDiffers, Closed, InvalidField, WrongState
 from kvferry.geometry.model import Interval, MemoryRegion, Plane, RankGeometry
 from kvferry.geometry.tensors import Holding, Tensor, held, named_tensors
@@ -287,7 +287,7 @@ class Client(OneProcess):
     def _watch(self, token: EngineToken, rank: int, timeout: float) -> None:
         """This process's liveness, where the scheduler's Watch is another process's."""
         request = pb.WatchRequest(
-            engine=token.ref(),
+            engine=engine_ref(token),
             session_secret=token.session_secret,
             role=pb.WATCH_ROLE_RANK,
             rank=rank,

@@ -26,6 +26,7 @@ from kvferry._session import EngineSession, home_session_of
 from kvferry._wire.handshake import put_together
 from kvferry._wire.reference import format_reference, parse_reference
 from kvferry._wire.status import from_notification_error, to_notification_error
+from kvferry._wire.token import engine_ref
 from kvferry.errors import (
     BadGeometry,
     HomeRecovering,
@@ -342,7 +343,7 @@ def test_renewals_go_on_after_the_system_had_no_thread_for_one(tmp_path: Path) -
         renewals, extended = Renewals(), threading.Event()
         lease = ReaderLease(b"l" * 16, now(), 30.0, 0.1)
         with without_threads_for("kvferry-renewals"):
-            renewals.keep(lease, control, READER.ref(), "a read", lambda _: extended.set(), lambda: None)
+            renewals.keep(lease, control, engine_ref(READER), "a read", lambda _: extended.set(), lambda: None)
             until(lambda: lease in renewals._failing)
         assert extended.wait(30)
         renewals.close()

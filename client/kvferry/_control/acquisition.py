@@ -17,7 +17,7 @@ from kvferry._control.reader_lease import ReaderLease
 from kvferry._control.renewals import Renewals
 from kvferry._control.waits import Waits
 from kvferry._wire.authority import read_id_of
-from kvferry._wire.token import EngineToken
+from kvferry._wire.token import EngineToken, engine_ref
 from kvferry._work_queue import WorkQueue
 from kvferry.errors import (
     Closed,
@@ -144,7 +144,7 @@ class Acquirer:
         renewals: Renewals,
         gave_up: Callable[[Control, ReaderLease, pb.RankOutcome.ValueType], object],
     ) -> None:
-        self._reader = token.ref()
+        self._reader = engine_ref(token)
         self._secret = token.session_secret
         self._renewals = renewals
         self._gave_up = gave_up

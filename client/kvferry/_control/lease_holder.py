@@ -16,7 +16,7 @@ from kvferry._control.renewals import Renewals
 from kvferry._control.teller import Teller
 from kvferry._forks import OneProcess
 from kvferry._wire.reference import parse_reference
-from kvferry._wire.token import EngineToken
+from kvferry._wire.token import EngineToken, engine_ref
 from kvferry.errors import InvalidField, KvferryError
 from kvferry.v1 import kv_transfer_pb2 as pb
 
@@ -45,7 +45,7 @@ class LeaseHolder(OneProcess):
         self._homes = homes
         self._rank = rank
         self._renewals = renewals
-        self._reader = token.ref()
+        self._reader = engine_ref(token)
         self._teller = Teller(self._reader)
         self._acquirer = Acquirer(token, renewals, self._give_up)
 

@@ -12,7 +12,7 @@ from kvferry._clock import now
 from kvferry._control.connection import Control, retrying
 from kvferry._engine_spec import EngineSpec
 from kvferry._memory.rank_memory import RankMemory
-from kvferry._wire.token import EngineToken
+from kvferry._wire.token import EngineToken, engine_ref
 from kvferry.errors import Closed, InvalidField, PublicationReleased, PublicationStale
 from kvferry.geometry.blocks import Blocks, check_ids
 from kvferry.geometry.model import Plane, RankGeometry
@@ -139,7 +139,7 @@ class Checksummer:
 
     def _send(self, page: pb.PublishChecksums, deadline: float) -> None:
         request = pb.NotifyRequest(
-            sender=self._token.ref(),
+            sender=engine_ref(self._token),
             session_secret=self._token.session_secret,
             notifications=[pb.Notification(checksums=page)],
         )

@@ -32,7 +32,7 @@ from kvferry._transport.staging_pool import StagingOptions
 from kvferry._transport.transport import Transport
 from kvferry._wire.geometry_codec import group_to_proto, rank_to_proto, region_to_proto
 from kvferry._wire.reference import parse_engine_reference
-from kvferry._wire.token import EngineToken
+from kvferry._wire.token import EngineToken, engine_ref
 from kvferry._work_queue import WorkQueue
 from kvferry.errors import InvalidField, KvferryError
 from kvferry.geometry.model import EngineGeometry, MemoryRegion, RankGeometry, check_rank, check_regions
@@ -153,11 +153,15 @@ class RankRuntime:
                 device_memory=self._memory.devices,
             )
             costs = _MeasuredCosts(rule, rank, self.transport, measured=staging.costs is None)
-            self._peers = SourceEngines(spec, token.ref(), rank.rank, self._geometry, rule, costs.rule_of, self._drop)
+            self._peers = SourceEngines(
+                spec, engine_ref(token), rank.rank, self._geometry, rule, costs.rule_of, self._drop
+            )
             self.checksummer = Checksummer(
                 client.homes.home_of(token), spec, token, rank, self._memory, client.integrity
             )
-            self._verifier = Verifier(token.ref(), self._memory, client.integrity) if client.integrity.share else None
+            self._verifier = (
+                Verifier(engine_ref(token), self._memory, client.integrity) if client.integrity.share else None
+            )
             self._work = WorkQueue(f"kvferry-rank-{spec.engine_id}-{rank.rank}")
         except KvferryError:
             if self._agent is not None:
@@ -256,7 +260,7 @@ class RankRuntime:
         with self._lock:
             whole = self._whole
         if whole is None:
-            whole = whole_engine(self.homes.own, self.token.ref(), deadline)
+            whole = whole_engine(self.homes.own, engine_ref(self.token), deadline)
             with self._lock:
                 self._whole = whole
         return whole
@@ -300,7 +304,7 @@ def _registration(
     spec: EngineSpec, token: EngineToken, rank: RankGeometry, memory: OwnedMemory, agent: ServingAgent | None
 ) -> pb.RegisterCacheRequest:
     registration = pb.RegisterCacheRequest(
-        engine=token.ref(),
+        engine=engine_ref(token),
         session_secret=token.session_secret,
         home=token.home,
         num_ranks=spec.num_ranks,
