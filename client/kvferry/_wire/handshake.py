@@ -25,12 +25,12 @@ class Handshaken:
     Attributes:
         geometry: the whole engine.
         agents: serving agents by rank; none of a rank that serves nothing.
-        agents_told: whether the home told agents at all, not the geometry alone.
+        has_agents: whether the home told agents at all, not the geometry alone.
     """
 
     geometry: EngineGeometry
     agents: dict[int, geometry_pb2.Agent] = field(repr=False)
-    agents_told: bool
+    has_agents: bool
 
 
 def put_together(messages: Iterable[pb.HandshakeResponse]) -> Handshaken:
