@@ -200,7 +200,7 @@ class Read(OneProcess):
 
     @property
     def quiet(self) -> bool:
-        """Whether the read has ended and nothing can write to its blocks any more: only then may they be reused (R4)."""
+        """Whether the read has ended and nothing can write to its blocks any more. Reuse them only then (R4)."""
         return self._handle.quiet
 
     def result(self, timeout: float | None = None) -> ReadResult:

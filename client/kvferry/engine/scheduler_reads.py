@@ -336,21 +336,21 @@ def _not_attachable(request_id: str, stage: ReadStage) -> WrongState:
     return WrongState(message, request_id=request_id, stage=stage.value)
 
 
-def _offer(read: _Read, granted: Acquired) -> Offer:
+def _offer(read: _Read, acquired: Acquired) -> Offer:
     reference = read.request.reference
     return Offer(
         request_id=read.request_id,
         read_id=read.read_id,
         home=reference.home,
-        engine_id=granted.source.engine_id,
-        incarnation=granted.source.incarnation,
+        engine_id=acquired.source.engine_id,
+        incarnation=acquired.source.incarnation,
         publication=reference.publication,
         reference=read.request.text,
-        source_request_id=granted.request_id,
-        lease_id=granted.lease.lease_id,
+        source_request_id=acquired.request_id,
+        lease_id=acquired.lease.lease_id,
         timeout=0.0,
-        granted=tuple(BlockRuns.of_blocks(name, blocks) for name, blocks in granted.blocks.items()),
-        payload=granted.payload,
+        granted=tuple(BlockRuns.of_blocks(name, blocks) for name, blocks in acquired.blocks.items()),
+        payload=acquired.payload,
     )
 
 

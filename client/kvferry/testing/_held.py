@@ -77,7 +77,7 @@ class HeldReads:
         with self._changed:
             if not self._changed.wait_for(lambda: len(self._living()) >= count, timeout):
                 held = len(self._living())
-                raise TimeoutError(f"waited {timeout:g} s for {count} chunks, and {held} are held back")
+                raise TimeoutError(f"{held} chunks are held back after {timeout:g} s, and {count} were expected")
 
     def release(self, count: int | None = None) -> None:
         """Release chunks, the oldest first. Reading threads then copy their bytes within milliseconds.
