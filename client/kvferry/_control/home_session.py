@@ -320,7 +320,7 @@ class HomeSession:
                 error = from_notification_error(result.error)
                 if error.retryable:
                     raise error
-                logger.warning("%s refused a publication while it was refilled: %s", self._control.address, error)
+                logger.warning("%s refused a notification of the refill: %s", self._control.address, error)
 
 
 def _check_step(step: pb.Publish) -> None:
