@@ -237,5 +237,5 @@ class Cache(OneProcess):
 
 
 def runtime_of(cache: Cache) -> RankRuntime:
-    """The internal runtime behind a cache, for the rest of kvferry."""
+    """Return the internal runtime behind a cache, for the rest of kvferry."""
     return cache._runtime

@@ -346,6 +346,6 @@ def _kept(keep: object) -> object:
 
 
 def client_runtime_of(client: Client) -> ClientRuntime:
-    """The internal runtime behind a client, for the rest of kvferry. Raises `Closed`."""
+    """Return the internal runtime behind a client, for the rest of kvferry. Raises `Closed`."""
     client._check_open()
     return client._runtime

@@ -63,7 +63,7 @@ def _guarded(method: Callable[..., Any], *, ends: bool) -> Callable[..., Any]:
 
 
 def _forked(made: OneProcess, ends: bool) -> bool:
-    """Whether this is a child of the process that made the object; raises `ForkedClient` there unless `ends` is set."""
+    """Return whether this is a child of the object's process; raises `ForkedClient` there unless `ends` is set."""
     here = os.getpid()
     if here == made._made_in:
         return False

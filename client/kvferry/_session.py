@@ -136,5 +136,5 @@ class EngineSession(OneProcess):
 
 
 def home_session_of(session: EngineSession) -> HomeSession:
-    """The internal session behind a public one, for the rest of kvferry."""
+    """Return the internal session behind a public one, for the rest of kvferry."""
     return session._session

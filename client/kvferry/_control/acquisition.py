@@ -184,7 +184,7 @@ class Acquirer:
         )
         with self._lock:
             if self._closed:
-                raise Closed("this engine acquires nothing any more: it was closed")
+                raise Closed("the engine is closed and acquires no more publications")
             if self._work is None:
                 self._work = WorkQueue(f"kvferry-acquisitions-{self._reader.engine_id}")
             work = self._work
@@ -353,7 +353,7 @@ class _Acquisition:
             raise InvalidField("lease_id", f"{len(accepted.lease_id)} bytes", f"{LEASE_ID_BYTES} bytes")
         if self._lease is not None:
             # The home has lost the lease and begins with the first step again: start another attempt after a pause.
-            raise Unreachable(f"{home.address} granted the read anew", address=home.address)
+            raise Unreachable(f"{home.address} granted the read again", address=home.address)
         remaining, every = from_duration(accepted.remaining), from_duration(accepted.renew_every)
         lease = ReaderLease(accepted.lease_id, sent_at, remaining, max(RENEW_LEAST, every))
         self._lease = self._had = lease

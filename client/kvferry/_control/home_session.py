@@ -238,7 +238,7 @@ class HomeSession:
             self._disown(number)
             if error.retryable:
                 raise
-            raise Unavailable(f"whether publication {number} exists is not known: {error}") from error
+            raise Unavailable(f"the home may or may not have publication {number}: {error}") from error
         finally:
             with self._news:
                 self._offers.sent(number, now())

@@ -153,7 +153,7 @@ class _Held:
 
 
 def leaves_open(error: KvferryError) -> bool:
-    """Whether a home may have executed a call that ended with this error."""
+    """Return whether a home may have executed a call that ended with this error."""
     return not error.reason or isinstance(error, (Unreachable, InternalError))
 
 

@@ -42,7 +42,7 @@ class Callbacks:
             try:
                 start_thread(callback, f"{self._name}-late")
             except LimitReached as error:
-                logger.error("a callback of a read that ended after its cache was closed is lost: %s", error.message)
+                logger.error("a callback of a read, which ended after its cache was closed, is lost: %s", error.message)
 
     def close(self, timeout: float) -> None:
         """End the thread after the queued callbacks. Idempotent.

@@ -276,7 +276,7 @@ class LeasedReads(Generic[SomeRead]):
 
     def _report(self, read: SomeRead, acquired: Acquired) -> None:
         # If the read failed although no share did, for example because it was cancelled or its lease ended, its good
-        # shares are reported as failed too: the source then keeps the blocks for another reader.
+        # shares are reported with the error of the read: the source then keeps the blocks for another reader.
         of_share = any(end.error is read.error for end in read.ends.values())
         error = None if of_share else read.error
         reports = [

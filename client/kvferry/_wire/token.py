@@ -32,7 +32,7 @@ class EngineToken:
     PREFIX: ClassVar[str] = "kvt1."
 
     def __str__(self) -> str:
-        """The token as a string for environment variables and pipes. Secret: who has it can act as the engine."""
+        """Encode the token for environment variables and pipes. Secret: who has the string can act as the engine."""
         body = self.session_secret + f"{self.engine_id}\0{self.home}".encode()
         return self.PREFIX + base64.urlsafe_b64encode(body).decode().rstrip("=")
 

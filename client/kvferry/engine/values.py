@@ -88,7 +88,7 @@ class _Leased:
     payload: bytes = b""
 
     def blocks(self) -> dict[str, Blocks]:
-        """The source's blocks by group."""
+        """Decode the source's blocks, by group."""
         return {runs.group: runs.blocks() for runs in self.granted}
 
 
@@ -134,7 +134,7 @@ class Grant(_Leased):
     tokens: tuple[int, int] | None = None
 
     def local_blocks(self) -> dict[str, Blocks]:
-        """The blocks to read into, by group."""
+        """Decode the blocks to read into, by group."""
         return {runs.group: runs.blocks() for runs in self.local}
 
     def plain(self) -> Plain:

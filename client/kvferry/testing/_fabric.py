@@ -206,7 +206,7 @@ class Fabric(OneProcess):
         self.close()
 
     def _join(self) -> Network:
-        """The network of a new client."""
+        """Make the network of a new client."""
         member = _Member(self.address, self._wire, self._begin, self._callbacks)
         # Costs measured within one process would not be those of a network, and would differ from run to run.
         network = Network(member.dial, Agents(member.process), Costs())

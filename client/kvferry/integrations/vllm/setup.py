@@ -132,7 +132,7 @@ def planes_of(
 
 
 def _heads(vllm_config: Any, tp_rank: int) -> Holding:
-    """Return the KV heads of a rank: its share, or if there are fewer heads than ranks, one that other ranks also have."""
+    """Return the KV heads of a rank: its share, or one that other ranks share if there are fewer heads than ranks."""
     ranks = vllm_config.parallel_config.tensor_parallel_size
     heads = vllm_config.model_config.get_total_num_kv_heads()
     if heads >= ranks:
