@@ -39,7 +39,7 @@ def parse_reference(text: str) -> pb.Reference:
     if not isinstance(text, str):
         raise InvalidField("reference", type(text), "a string, Publication.reference")
     if text.startswith(ENGINE_PREFIX):
-        raise BadReference("it is the reference of an engine, not of a publication")
+        raise BadReference("it names an engine, not a publication")
     reference = _decoded(text, PREFIX, pb.Reference)
     _check(reference.home, reference.engine_id, reference.key)
     if reference.router_key:
