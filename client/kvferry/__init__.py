@@ -1,10 +1,10 @@
 """kvferry moves the KV cache of LLM requests between inference engines.
 
-The tour: `Client` is a process's way to its node server. A rank offers its memory with `Client.register_cache`; the
-source publishes a request's blocks with `EngineSession.publish` and gives the router a reference; the destination reads
-them with `Cache.read` and gets a `Read`, which can be awaited, polled and cancelled. `kvferry.aio.AsyncClient` is the
-same for event loops, `serve` a node server inside this process. `kvferry.geometry` describes caches, `kvferry.planner`
-says who reads what from whom, `kvferry.errors` what can go wrong.
+A process makes a `Client` to talk to its node server. Each rank registers its memory with `Client.register_cache`. The
+source publishes a request's blocks with `EngineSession.publish`, and gives the router a reference. The destination
+reads them with `Cache.read` and gets a `Read`, which can be awaited, polled and cancelled. `kvferry.aio.AsyncClient` is
+the same for event loops, and `serve` runs a node server inside this process. `kvferry.geometry` describes caches,
+`kvferry.planner` plans which rank reads which bytes from where, and `kvferry.errors` has the exceptions.
 
 Names are loaded on first use: importing kvferry imports neither torch nor NIXL nor gRPC.
 """

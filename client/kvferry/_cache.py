@@ -1,4 +1,4 @@
-"""A rank's cache as its node server and its readers know it, and the reads into it."""
+"""The registered cache of one rank, and the reads into it."""
 
 from __future__ import annotations
 
@@ -22,35 +22,41 @@ from kvferry.geometry.blocks import Blocks, blocks_by_group
 from kvferry.planner.request_blocks import written
 
 OPEN_TIMEOUT = 30.0
-"""Seconds to wait for an engine: longer than the engine ttl for which a predecessor keeps the engine_id."""
+"""Default seconds to wait for an engine: longer than its ttl, during which a predecessor still holds the engine_id."""
 
 READ_TIMEOUT = 120.0
-"""Seconds a read may take unless it says otherwise, its wait for the publication included."""
+"""Default seconds for a read, its wait for the publication included."""
 
 
 class Cache(OneProcess):
-    """One registered rank. Made by `Client.register_cache`.
+    """The registered cache of one rank: reads publications into it. Made by `Client.register_cache`.
 
-    The memory must stay mapped, and its tensors referenced, for the life of the process: NIXL revokes nothing.
+    The memory must stay mapped, and its tensors referenced, until the process ends: NIXL cannot revoke the access of
+    other ranks.
 
-    Threading: every method may be called from any thread; `read`, `prepare` and `warm` never wait.
+    Threading: every method may be called from any thread. Only `close` waits.
+
+    Attributes:
+        spec: the engine.
+        rank: geometry of the rank.
+        reuse_after: seconds, counted from the registration, during which the engine must not reuse blocks of memory
+            that survived a restart.
     """
 
     def __init__(self, runtime: RankRuntime, session: EngineSession | None, reuse_after: float) -> None:
         self.spec = runtime.spec
         self.rank = runtime.rank
         self.reuse_after = reuse_after
-        """Seconds from now for which no block of memory that survived a restart may be given out."""
         self._runtime = runtime
         self._session = session
-        # Reads of this rank, beside what this process publishes for all ranks.
+        # Holds the reads of this rank, and if this process has the session, the publications of all ranks.
         block_use = BlockUse(self.spec.groups) if session is None else home_session_of(session).block_use
         self._writes = block_use.writes(self.rank.rank)
         self._closed = False
 
     @property
     def session(self) -> EngineSession:
-        """The engine's session; raises `WrongState` where another process has it."""
+        """The engine's session; raises `WrongState` if another process has it."""
         if self._session is None:
             engine_id = self.spec.engine_id
             raise WrongState(
@@ -76,28 +82,30 @@ class Cache(OneProcess):
         """Start to read a publication into this rank's blocks. Returns at once.
 
         Args:
-            reference: as it came with the request.
-            blocks: local blocks by group; `Blocks.first_token` is the first token wanted.
+            reference: the reference that came with the request.
+            blocks: the blocks to read into, by group; `Blocks.first_token` is the first token wanted.
             tokens: the tokens wanted, ``[a, b)``; None: all that was published.
-            layers: names of the layers wanted, some of this rank's; None: all. Reads of parts are reads of their own:
-                say how many with `expected_reads`.
-            read_id: a name that every rank of one read gives it; None: a random one, for an engine of one rank. No
-                secret: what the home is told is derived from it and the engine's secret.
-            parties: ranks that will report under this read_id.
-            expected_reads: reads that will be made of the publication (n-way sampling); 0: what its source said.
+            layers: names of the layers wanted, a subset of this rank's; None: all. Each read of some layers counts as a
+                read of the publication: give their number as `expected_reads`.
+            read_id: a name that all ranks of one read share; None: a random one, for an engine of one rank. It need not
+                be secret: the home gets a value derived from it and the engine's secret.
+            parties: how many ranks will report under this read_id.
+            expected_reads: how many reads will be made of the publication (n-way sampling); 0: the number that its
+                source gave.
             timeout: seconds until the read fails, the wait for the publication included (R5).
-            allow_overlap: also into blocks that another read of this cache writes, or that this process has published:
-                for engines that know that the bytes are others.
+            allow_overlap: accept blocks that another read of this cache writes to, or that this process has published.
+                For engines that know that the bytes do not overlap.
+
+        Returns:
+            The read, which can be awaited, polled and cancelled. Its `result` raises all errors not listed here.
 
         Raises:
-            BadReference: not a reference.
-            HomeNotAllowed: its home may not be dialled.
-            BadBlock: a block is not one of this engine, another read may still write to it, or it is published.
-            InvalidField: an argument is out of range, or of another type.
-            LimitReached: too many reads are running.
-            ForkedClient, Closed: this cache cannot read any more.
-
-        Everything else is raised by the read's `result`.
+            BadReference: the string is not a reference.
+            HomeNotAllowed: this client may not connect to the home in the reference.
+            BadBlock: a block does not belong to this engine, may still be written to by another read, or is published.
+            InvalidField: an argument has the wrong type, or is out of range.
+            LimitReached: the client's `max_reads` reads are running.
+            ForkedClient, Closed: this cache can no longer be used.
         """
         self._check_open()
         parsed = parse_reference(reference)
@@ -140,24 +148,26 @@ class Cache(OneProcess):
     def checksum(
         self, publication: int, blocks: Mapping[str, Blocks], *, last: bool = True, timeout: float = READ_TIMEOUT
     ) -> Future[int]:
-        """Sum this rank's part of published blocks, and send the sums to the home for readers in integrity mode.
+        """Compute checksums of this rank's part of published blocks, and send them to the home.
 
-        Returns at once; the work is done on a thread of the cache, on the device that holds the memory. Does nothing
-        where the client's integrity mode is off.
+        Readers in integrity mode compare what they have read with them. Returns at once; a thread of the cache does the
+        work, on the device that holds the memory. Does nothing if the client's integrity mode is off.
 
         Args:
-            publication: its number, `Publication.number`. Publish with ``checksums=True``, or readers do not wait.
-            blocks: as they were published; those of one step of a progressive publication.
+            publication: the publication's number, `Publication.number`. Readers wait for the sums only if it was
+                published with ``checksums=True``.
+            blocks: the blocks by group, as published; in a publication of several steps, those of one step.
             last: no more blocks of this publication will be summed.
             timeout: seconds to keep trying.
 
         Returns:
-            How many sums were sent, once they are at the home. Raises there what the home refused.
+            A future of the number of sums sent, done when the home has them. It raises the error if the home refuses
+            them or cannot be reached.
 
         Raises:
-            BadBlock, InvalidField: the blocks are not ones of this engine, or lie in device memory that is not backed
+            BadBlock, InvalidField: a block does not belong to this engine, or lies in device memory that is not backed
                 by a registered tensor.
-            ForkedClient, Closed: this cache cannot be used any more.
+            ForkedClient, Closed: this cache can no longer be used.
         """
         self._check_open()
         return self._runtime.checksummer.submit(
@@ -168,53 +178,54 @@ class Cache(OneProcess):
         )
 
     def prepare(self) -> None:
-        """Make the reading agents now; the first read from anybody is the better part of a second faster for it.
+        """Make the NIXL agents for reading now, which saves the first read most of a second. Returns at once.
 
-        Returns at once. Raises `ForkedClient`, `Closed`: this cache cannot be used any more.
+        Raises:
+            ForkedClient, Closed: this cache can no longer be used.
         """
         self._check_open()
         self._runtime.transport.prepare()
 
     @property
     def engine_reference(self) -> str:
-        """What routers give to this engine's readers to warm up with. A capability: who has it can reach the memory
-        that the engine's ranks registered."""
+        """The engine's reference, which routers give to readers for `warm`. A capability: who has it can reach the
+        memory that the engine's ranks registered."""
         return self._runtime.token.engine_reference
 
     def warm(self, engine_reference: str, *, timeout: float = OPEN_TIMEOUT) -> Future[tuple[int, ...]]:
-        """Do now what the first read from an engine would wait for: handshake, plan, agents, connections, and one byte
-        from each of its ranks that this one reads from.
+        """Connect to a source engine ahead of the first read from it.
 
-        Returns at once; a hint, which changes nothing but the time of the first read.
+        Does the handshake, plans the read, makes the agents, opens the connections, and reads one byte from each source
+        rank that this rank reads from. Returns at once. Optional: it only makes the first read faster.
 
         Args:
-            engine_reference: the engine's, `Cache.engine_reference` or `SchedulerPort.engine_reference` there. Another
-                start of the engine has another one.
-            timeout: seconds to wait until it is complete.
+            engine_reference: the source engine's `Cache.engine_reference` or `SchedulerPort.engine_reference`. It
+                changes whenever that engine restarts.
+            timeout: seconds to wait until the source engine is complete.
 
         Returns:
-            The ranks that connections are being opened to, once the handshake is done. Raises there what `Read.result`
-            would.
+            A future of the source ranks that connections are being opened to, done after the handshake. It raises the
+            errors that `Read.result` would raise.
 
         Raises:
-            BadReference: not an engine's reference.
-            HomeNotAllowed: the home may not be dialled.
-            LimitReached: the system gives no thread.
-            ForkedClient, Closed: this cache cannot be used any more.
+            BadReference: the string is not an engine's reference.
+            HomeNotAllowed: this client may not connect to the home in the reference.
+            LimitReached: the system refused another thread.
+            ForkedClient, Closed: this cache can no longer be used.
         """
         self._check_open()
         deadline = now() + arguments.seconds("timeout", timeout)
         return self._runtime.warm(arguments.text("engine_reference", engine_reference), deadline)
 
     def gauges(self) -> TransportGauges:
-        """What the data plane of this rank is doing."""
+        """Return the current state of this rank's data plane."""
         return self._runtime.transport.gauges()
 
     def close(self, timeout: float = 10.0) -> None:
-        """Cancel the reads and end the agents. Idempotent.
+        """Cancel the reads and end the NIXL agents. Idempotent.
 
         Args:
-            timeout: seconds to wait until all is quiet.
+            timeout: seconds to wait until nothing can write to the blocks any more.
         """
         timeout = arguments.seconds("timeout", timeout, zero=True)
         self._closed = True
@@ -226,5 +237,5 @@ class Cache(OneProcess):
 
 
 def runtime_of(cache: Cache) -> RankRuntime:
-    """What stands behind a cache: for the rest of kvferry."""
+    """Return the internal runtime behind a cache, for the rest of kvferry."""
     return cache._runtime

@@ -1,4 +1,4 @@
-"""The synchronous client: for engine processes, which fork, and whose steps must not wait."""
+"""The synchronous client, for the processes of an engine."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from kvferry._transport.nixl_options import NixlOptions
 from kvferry._transport.staging_pool import StagingOptions
 from kvferry._wire.channel import TlsConfig, parse_address
 from kvferry._wire.reference import parse_reference
-from kvferry._wire.token import EngineToken
+from kvferry._wire.token import EngineToken, engine_ref
 from kvferry.errors import CacheDiffers, Closed, InvalidField, WrongState
 from kvferry.geometry.model import Interval, MemoryRegion, Plane, RankGeometry
 from kvferry.geometry.tensors import Holding, Tensor, held, named_tensors
@@ -33,26 +33,30 @@ from kvferry.planner.summed_blocks import IntegrityOptions
 from kvferry.v1 import kv_transfer_pb2 as pb
 
 MAX_READS = 4096
-"""Reads at once of a cache unless its client says otherwise."""
+"""Default of `Client`'s `max_reads`."""
 
 
 class Client(OneProcess):
-    """A process's way to its node server, and through it to every source.
+    """Connects a process to the node server of its node, and to the homes of the engines that it reads from.
 
-    Nothing is connected or started before it is needed, and every method may be called from any thread. A client does
-    not survive a fork: a child gets `ForkedClient` and makes its own.
+    It opens connections and starts threads when they are first needed. A client cannot be used after a fork: in the
+    child, every call raises `ForkedClient`, and the child makes its own client.
+
+    Threading: every method may be called from any thread. Calls with a `timeout` wait, and so does `close`.
 
     Args:
-        address: the node server, ``unix:/path`` or ``host:port``.
+        address: address of the node server, ``unix:/path`` or ``host:port``.
         tls: credentials for TCP connections.
-        allowed_homes: shell patterns of ``host:port`` that references may name without TLS, beside loopback.
-        options: NIXL's.
-        staging: how small pieces are read.
-        integrity: whether what is published is summed, and what is read compared; off by default.
-        max_reads: reads of one cache at once; `Cache.read` refuses more.
+        allowed_homes: shell patterns of the ``host:port`` of homes that this client may connect to without TLS. Its own
+            node server and loopback addresses are always allowed.
+        options: options of NIXL.
+        staging: when and how small pieces are read by way of staging memory.
+        integrity: whether published blocks are summed, and blocks that were read are compared with the sums; off by
+            default.
+        max_reads: how many reads of one cache may run at once; `Cache.read` refuses more.
 
     Raises:
-        InvalidField: an argument is of another type, or the address is neither of the two, e.g. ``http://host:port``.
+        InvalidField: an argument has the wrong type, or the address has another form, e.g. ``http://host:port``.
     """
 
     def __init__(
@@ -95,15 +99,16 @@ class Client(OneProcess):
         self._closed = False
 
     def open_engine(self, spec: EngineSpec, *, timeout: float = OPEN_TIMEOUT) -> EngineSession:
-        """Start a new incarnation of an engine. In one process of the engine: its scheduler, or rank 0 where there is
-        none.
+        """Start a new incarnation of an engine, and open its session.
+
+        Call this in one process of the engine: its scheduler, or rank 0 if it has no scheduler.
 
         Args:
             spec: the engine.
             timeout: seconds to keep trying, e.g. while a predecessor of the same engine_id still counts as alive.
 
         Raises:
-            EngineIdInUse: another incarnation lives.
+            EngineIdInUse: another incarnation of the engine is alive.
             Unavailable: the node server could not be reached.
         """
         self._check_open()
@@ -115,7 +120,7 @@ class Client(OneProcess):
             if not late:
                 self._sessions[spec.engine_id] = session
         if late:
-            # `close` came meanwhile, and does not know of it.
+            # `close` ran in the meantime, and did not see this session.
             session.close()
         self._check_open()
         self._homes.known_as(opened.advertise)
@@ -140,37 +145,39 @@ class Client(OneProcess):
         serve: bool = True,
         timeout: float = OPEN_TIMEOUT,
     ) -> Cache:
-        """Register a rank's cache: with NIXL in this process, and at the node server.
+        """Register a rank's cache with NIXL in this process and at the node server.
 
-        Describe the memory in one of three ways: `tensors` with the names of their `axes`, for an engine of one group;
-        `tensors` with `planes` made of them by `kvferry.geometry.formats`; or `planes` and `regions` from addresses.
+        Describe the memory in one of three ways: by `tensors` and the names of their `axes`, for an engine of one
+        group; by `tensors` and the `planes` that `kvferry.geometry.formats` makes of them; or by `planes` and the
+        `regions` of memory that they lie in.
 
         Args:
             engine: the engine.
             rank: index of this rank.
-            tensors: a tensor per layer, or whatever the planes were made of; kept referenced.
-            axes: their axes, e.g. ``("kv", "block", "head", "token", "content")``; None: pages move whole.
-            heads, total_heads: which of the model's KV heads they hold, ``range(2, 4)`` of 4.
-            holding: the same and more: which tokens, what may be cut.
-            replicated: every rank that has these layers holds all of their heads. Where the engine has several ranks,
-                one of `heads`, `holding` (with its `units`) and `replicated` has to be given: ranks that declare the
-                same heads are taken for copies of each other, and whoever reads them reads some blocks from one and
-                some from the other. With `planes` it has to be given where one of them holds its whole axis.
-            planes: what the rank holds.
-            regions: the memory that the planes lie in.
-            keep: kept referenced as long as the cache is.
-            labels: tp_rank, pp_rank ... for people and tools.
-            token: from the process that opened the engine; None: opened by this client, or, for an engine of one rank,
-                opened now.
-            serve: whether others may read this cache; a rank that only reads saves an agent.
+            tensors: one tensor per layer, or the tensors that the planes describe. The cache keeps them referenced.
+            axes: names of the tensors' axes, e.g. ``("kv", "block", "head", "token", "content")``; None: unknown, so
+                that only whole pages can be read.
+            heads, total_heads: the KV heads that the tensors hold, and how many the model has: ``range(2, 4)`` of 4.
+            holding: what the tensors hold in detail: heads or other units, tokens, and what may be cut.
+            replicated: every rank that has these layers holds all of their heads. An engine of several ranks must give
+                one of `heads`, `holding` (with its `units`) and `replicated`: ranks that declare the same heads count
+                as replicas, and a reader reads some blocks from one and some from another. With `planes`, it must be
+                given if one of them holds its whole axis.
+            planes: the planes that the rank holds.
+            regions: the regions of memory that the planes lie in.
+            keep: an object to keep referenced as long as the cache.
+            labels: labels for people and tools, such as tp_rank and pp_rank.
+            token: the token from the process that opened the engine. None: this client has opened the engine, or opens
+                it now if it has one rank.
+            serve: whether other ranks may read this cache. False saves one NIXL agent.
             timeout: seconds to keep trying.
 
         Raises:
-            BadGeometry: planes that contradict the engine's groups or lie outside the regions.
-            InvalidField: the memory is said in no way or in two, is not mapped or read-only, or it is not said which
-                heads a rank of several holds.
+            BadGeometry: the planes contradict the engine's groups, or lie outside the regions.
+            InvalidField: the memory is described in no way or in two ways, is not mapped, or is read-only; or a rank of
+                several does not say which heads it holds.
             WrongState: this process has registered the rank already.
-            CacheDiffers: another process has registered the rank with another content.
+            CacheDiffers: another process has registered the rank with different content.
             Unavailable: the node server could not be reached.
         """
         self._check_open()
@@ -180,7 +187,7 @@ class Client(OneProcess):
         arguments.flag("serve", serve)
         deadline = now() + timeout
         if tensors is not None:
-            # Their memory stays referenced, whatever becomes of the caller's mapping and tensors.
+            # Keeps the memory alive even if the caller changes its mapping or drops its tensors.
             tensors = {name: held(tensor) for name, tensor in named_tensors(tensors).items()}
         declared = Declared(heads, total_heads, holding, arguments.flag("replicated", replicated))
         found, ranges = memory_of(engine, tensors, axes, declared, planes, regions)
@@ -223,7 +230,18 @@ class Client(OneProcess):
         return cache
 
     def decline(self, reference: str, *, timeout: float = CALL_TIMEOUT) -> None:
-        """Say that nobody will read a publication: its source gets the blocks back now, not when the hold ends."""
+        """Tell a publication's home that nobody will read it. The source then gets its blocks back at once, not only
+        when the hold ends.
+
+        Args:
+            reference: the publication's reference.
+            timeout: seconds to keep trying.
+
+        Raises:
+            BadReference: the string is not a reference.
+            HomeNotAllowed: this client may not connect to the home in the reference.
+            KvferryError: the home refused, or could not be reached.
+        """
         self._check_open()
         timeout = arguments.seconds("timeout", timeout)
         home = self._homes.get(parse_reference(reference).home)
@@ -231,7 +249,7 @@ class Client(OneProcess):
         retrying(lambda left: home.notify_one(request, left), now() + timeout)
 
     def close(self) -> None:
-        """Cancel reads, end agents, sessions and connections. Idempotent."""
+        """Cancel the reads, and end NIXL agents, sessions and connections. Idempotent."""
         with self._lock:
             if self._closed:
                 return
@@ -257,7 +275,7 @@ class Client(OneProcess):
     def _identity(
         self, spec: EngineSpec, token: EngineToken | str | None, timeout: float
     ) -> tuple[EngineSession | None, EngineToken]:
-        """The session if this process has it, and the token of the engine."""
+        """Return the engine's session, or None if another process has it, and the engine's token."""
         given = EngineToken.parse(token) if isinstance(token, str) else token
         if given is not None:
             arguments.instance("token", given, EngineToken, "an EngineToken, or its string")
@@ -285,9 +303,12 @@ class Client(OneProcess):
         return (token.engine_id, token.incarnation, rank) in engines
 
     def _watch(self, token: EngineToken, rank: int, timeout: float) -> None:
-        """This process's liveness, where the scheduler's Watch is another process's."""
+        """Open the Watch of a rank, with which the node server knows that this process is alive.
+
+        Only for processes without the engine's session, which has a Watch of its own.
+        """
         request = pb.WatchRequest(
-            engine=token.ref(),
+            engine=engine_ref(token),
             session_secret=token.session_secret,
             role=pb.WATCH_ROLE_RANK,
             rank=rank,
@@ -318,13 +339,13 @@ class Client(OneProcess):
 
 
 def _kept(keep: object) -> object:
-    """What is to be kept referenced; of a container, what is in it now."""
+    """Return the object to keep referenced; of a container, a copy with its present contents."""
     if isinstance(keep, Mapping):
         return dict(keep)
     return tuple(keep) if isinstance(keep, (list, set)) else keep
 
 
 def client_runtime_of(client: Client) -> ClientRuntime:
-    """What stands behind a client: for the rest of kvferry. Raises `Closed`."""
+    """Return the internal runtime behind a client, for the rest of kvferry. Raises `Closed`."""
     client._check_open()
     return client._runtime

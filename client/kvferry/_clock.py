@@ -1,4 +1,4 @@
-"""The one clock of the client: monotonic, and counting suspends, since a lease goes on while a host sleeps."""
+"""The clock of the client: monotonic, and it also counts the time in which a host is suspended, since leases run on."""
 
 from __future__ import annotations
 
@@ -6,24 +6,24 @@ import time
 
 from google.protobuf.duration_pb2 import Duration
 
-# CLOCK_BOOTTIME is Linux; elsewhere the monotonic clock is the closest there is.
+# Only Linux has CLOCK_BOOTTIME; elsewhere the monotonic clock comes closest.
 _CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 
 LONGEST = 1e8
-"""Seconds; timeouts are shorter. Who asks for three years means no deadline at all, and nothing here has none."""
+"""Upper bound in seconds of every timeout, about three years: nothing waits without a deadline (R5)."""
 
 
 def now() -> float:
-    """Seconds on this host's clock; never compared with another host's."""
+    """Return this host's time in seconds. Never compare it with the time of another host."""
     return time.clock_gettime(_CLOCK)
 
 
 def to_duration(seconds: float) -> Duration:
-    """Seconds as a proto; negative becomes zero."""
+    """Convert seconds to a message; negative becomes zero."""
     nanos = max(0, round(seconds * 1e9))
     return Duration(seconds=nanos // 1_000_000_000, nanos=nanos % 1_000_000_000)
 
 
 def from_duration(duration: Duration) -> float:
-    """A proto as seconds."""
+    """Convert a message to seconds."""
     return duration.seconds + duration.nanos / 1e9

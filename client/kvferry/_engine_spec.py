@@ -1,4 +1,4 @@
-"""What an engine says of itself before it has any memory: its name, its groups, how many ranks it has."""
+"""The description of an engine: its name, its KV-cache groups, and its number of ranks."""
 
 from __future__ import annotations
 
@@ -12,14 +12,17 @@ from kvferry.geometry.model import Group
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """An engine, equal in all of its processes.
+    """Describes an engine. All of its processes use an equal value.
 
     Attributes:
         engine_id: stable name, 1 to 256 bytes.
-        groups: its KV-cache groups.
-        num_ranks: number of ranks, each of which registers a cache.
-        identity: what the cache is computed with: model, revision digest, quantisation, rope ... An engine reads only
-            from engines of equal identity.
+        groups: the KV-cache groups.
+        num_ranks: number of ranks; each registers a cache.
+        identity: what the contents of the cache depend on: model, revision digest, quantisation, rope and the like. An
+            engine reads only from engines of equal identity.
+
+    Raises:
+        InvalidField: a field has the wrong type or value.
     """
 
     engine_id: str
@@ -42,7 +45,7 @@ class EngineSpec:
             raise InvalidField("groups", names, "names that differ")
 
     def group(self, name: str) -> Group:
-        """The group of this name; raises `InvalidField`."""
+        """Return the group of this name; raises `InvalidField` if there is none."""
         for group in self.groups:
             if group.name == name:
                 return group

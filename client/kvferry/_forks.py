@@ -1,5 +1,8 @@
-"""Objects that do not survive a fork: their connections, threads and NIXL agents are those of the process that made
-them. In a child they say so, and what ends them does nothing there, since it would end them for the parent."""
+"""Guards objects that cannot be used after a fork, because they own connections, threads or NIXL agents.
+
+In a child process their methods raise `ForkedClient`. Methods that close them do nothing there, since they would close
+the parent's.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +18,11 @@ Made = TypeVar("Made", bound="OneProcess")
 
 
 class OneProcess:
-    """Base of every public object that lives in one process.
+    """Base class of public objects that can be used only in the process that made them.
 
-    In a child of that process each public method and property of a subclass raises `ForkedClient`, whatever its
-    arguments, but those named in `ENDINGS`, which do nothing. Attributes of instances stay readable. ``with`` ends by
-    `close`, so that leaving a block does nothing there either.
+    In a child of that process, public methods and properties of a subclass raise `ForkedClient`. The methods named in
+    `ENDINGS` do nothing instead, and so does leaving a ``with`` block, which calls `close`. Attributes of instances
+    stay readable.
     """
 
     ENDINGS: ClassVar[frozenset[str]] = frozenset({"close"})
@@ -43,7 +46,7 @@ class OneProcess:
 
 
 def _guarded(method: Callable[..., Any], *, ends: bool) -> Callable[..., Any]:
-    """The method; in a child of the process that made its object, nothing if it ends it, else `ForkedClient`."""
+    """Wrap a method: in a child process it raises `ForkedClient`, or does nothing if `ends` is set."""
     if inspect.iscoroutinefunction(method):
 
         @functools.wraps(method)
@@ -60,7 +63,7 @@ def _guarded(method: Callable[..., Any], *, ends: bool) -> Callable[..., Any]:
 
 
 def _forked(made: OneProcess, ends: bool) -> bool:
-    """Whether this is a child; raises `ForkedClient` there unless nothing is to be done."""
+    """Return whether this is a child of the object's process; raises `ForkedClient` there unless `ends` is set."""
     here = os.getpid()
     if here == made._made_in:
         return False

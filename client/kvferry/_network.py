@@ -1,5 +1,4 @@
-"""How a client reaches node servers and other ranks' memory: by gRPC and NIXL, unless its address is that of a
-`kvferry.testing.Fabric` of this process."""
+"""Chooses what a client talks over: gRPC and NIXL, or a `kvferry.testing.Fabric` of this process."""
 
 from __future__ import annotations
 
@@ -12,17 +11,17 @@ from kvferry.errors import InvalidField
 from kvferry.planner.path_choice import Costs
 
 FABRICS = ".fabric.kvferry.invalid:7423"
-"""What addresses of fabrics end in. No name below ``.invalid`` ever resolves (RFC 6761)."""
+"""Suffix of the addresses of fabrics. No name below ``.invalid`` ever resolves (RFC 6761)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Network:
-    """What one client talks over.
+    """The connections and agents of one client.
 
     Attributes:
         dial: makes a channel to a node server.
-        agents: makes the agents of its caches.
-        costs: what reads cost, where nothing is to be gained from measuring it; None: measured.
+        agents: makes the NIXL agents of its caches.
+        costs: fixed costs of reads, if they are not to be measured; None: they are measured.
     """
 
     dial: Dial = connect
@@ -34,10 +33,10 @@ _fabrics: dict[str, Callable[[], Network]] = {}
 
 
 def network_of(address: str) -> Network:
-    """The network of a new client of the node server at this address.
+    """Return the network for a new client of the node server at this address.
 
     Raises:
-        InvalidField: it is the address of a fabric that is not open in this process.
+        InvalidField: the address is that of a fabric which is not open in this process.
     """
     make = _fabrics.get(address)
     if make is None and address.endswith(FABRICS):
@@ -46,10 +45,10 @@ def network_of(address: str) -> Network:
 
 
 def add_fabric(address: str, make: Callable[[], Network]) -> None:
-    """From now on clients with this address get their network from `make`."""
+    """Register a fabric: `network_of` calls `make` for clients with this address."""
     _fabrics[address] = make
 
 
 def remove_fabric(address: str) -> None:
-    """There is no such fabric any more. Idempotent."""
+    """Remove a fabric. Idempotent."""
     _fabrics.pop(address, None)

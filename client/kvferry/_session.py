@@ -1,4 +1,4 @@
-"""The source side: an engine's session, as its engine sees it."""
+"""The session of an engine with its home: publishing blocks, and getting them back."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ from kvferry.geometry.blocks import Blocks
 
 
 class EngineSession(OneProcess):
-    """An engine as its home knows it. Made by `Client.open_engine`, in the one process that chooses the incarnation.
+    """The session of one incarnation of an engine with its home: publishes blocks, and reports their releases.
 
-    Threading: every method may be called from any thread. `publish`, `publish_more` and `abort` make a call and wait
-    for its answer; `released` waits as long as it is told.
+    Made by `Client.open_engine`, in one process of the engine.
+
+    Threading: every method may be called from any thread. `publish`, `publish_more` and `abort` make an RPC and wait
+    for its answer; `released` waits for at most its `timeout`.
 
     Attributes:
         spec: the engine.
@@ -30,12 +32,12 @@ class EngineSession(OneProcess):
 
     @property
     def token(self) -> EngineToken:
-        """What the engine's other processes need. Secret."""
+        """The token with which the engine's other processes join it. Secret."""
         return self._session.token
 
     @property
     def engine_reference(self) -> str:
-        """What routers give to this engine's readers to warm up with; see `Cache.warm`. A capability."""
+        """The engine's reference, which routers give to readers for `Cache.warm`. A capability."""
         return self.token.engine_reference
 
     def publish(
@@ -49,25 +51,31 @@ class EngineSession(OneProcess):
         checksums: bool = False,
         timeout: float = CALL_TIMEOUT,
     ) -> Publication:
-        """Offer a request's blocks. From now until `released` the source neither changes nor frees them (R2).
+        """Publish a request's blocks. The engine must not change or free them until `released` returns the publication
+        (R2).
 
         Args:
-            request_id: the source's request, 1 to 256 bytes.
-            blocks: by group; `Blocks.end_token` says how many tokens of the last block are there.
-            last: no more blocks will follow; else `publish_more`.
-            expected_reads: reads that will be made (n-way sampling).
+            request_id: the source's name for the request, 1 to 256 bytes.
+            blocks: the blocks by group; `Blocks.end_token` is the end of the tokens that they hold.
+            last: no more blocks will follow; if False, `publish_more` publishes them.
+            expected_reads: how many reads will be made (n-way sampling); the blocks are released after the last.
             payload: opaque bytes for the readers, at most 64 KiB.
-            checksums: every rank will call `Cache.checksum`, so that readers in integrity mode wait for the sums.
+            checksums: every rank will call `Cache.checksum` for these blocks, so that readers in integrity mode wait
+                for the sums.
             timeout: seconds to keep trying.
 
+        Returns:
+            The publication, with its number and its reference for the router.
+
         Raises:
-            BadBlock, InvalidField: the blocks are not ones of this engine, one is given twice, or a read is writing to
-                one; or another argument is out of range.
-            MessageTooLarge: the blocks do not fit a message; publish them in several steps. Nothing was published.
-            Unavailable: the home could not be reached. Whether the publication exists is not known, so it is aborted as
-                well as can be, and its blocks stay pinned until `released` comes, once. Or another thread's `publish`
-                took all the time; then nothing was published.
-            KvferryError: the home refused; nothing was published.
+            BadBlock, InvalidField: a block does not belong to this engine, is given twice, or is being written to by a
+                read; or another argument is out of range.
+            MessageTooLarge: the blocks do not fit into one message; publish them in several steps. Nothing was
+                published.
+            Unavailable: the home could not be reached, so it may or may not have the publication. The session tries to
+                abort it, and `released` returns it once; its blocks stay pinned until then. Also raised if `publish`
+                on another thread took all the time; then nothing was published.
+            KvferryError: the home refused the publication; nothing was published.
         """
         return self._session.publish(
             request_id,
@@ -88,33 +96,45 @@ class EngineSession(OneProcess):
         payload: bytes = b"",
         timeout: float = CALL_TIMEOUT,
     ) -> None:
-        """Offer the next blocks of a publication that was not the last; each group goes on where it ended. Errors as
-        `publish`."""
+        """Publish the next blocks of a publication that is not complete yet. Each group continues where it ended.
+
+        Raises:
+            WrongState: the publication is complete, or was released.
+            KvferryError: see `publish`.
+        """
         timeout = arguments.seconds("timeout", timeout)
         step = self._session.offer_more(publication, blocks, last=last, payload=payload)
         self._session.send(step, timeout)
 
     def abort(self, publication: Publication, timeout: float = CALL_TIMEOUT) -> None:
-        """Stop new reads of a publication. Its blocks stay pinned until `released`, which comes within max_ttl (R2)."""
+        """Withdraw a publication: the home refuses new reads.
+
+        The blocks stay pinned until `released` returns the publication, within the home's max_ttl (R2).
+
+        Raises:
+            KvferryError: the home refused, or could not be reached.
+        """
         self._session.abort(publication, arguments.seconds("timeout", timeout))
 
     def released(self, timeout: float = 0.0) -> list[Release]:
-        """What was released since the last call; each publication exactly once (R3).
+        """Return the publications released since the last call: their blocks may be changed and freed.
+
+        Each publication is returned exactly once (R3).
 
         Args:
-            timeout: seconds to wait for the first; 0: only what is there.
+            timeout: seconds to wait for the first one; 0: do not wait.
         """
         return self._session.released(now() + arguments.seconds("timeout", timeout, zero=True))
 
     def unreleased(self) -> tuple[Publication, ...]:
-        """Publications whose blocks are still pinned."""
+        """Return the publications whose blocks are still pinned."""
         return self._session.unreleased()
 
     def close(self) -> None:
-        """End the session. Leases at the home run on; nothing more is learned of them. Idempotent."""
+        """End the session. Leases continue at the home, but their releases are no longer reported. Idempotent."""
         self._session.close()
 
 
 def home_session_of(session: EngineSession) -> HomeSession:
-    """What stands behind a session: for the rest of kvferry."""
+    """Return the internal session behind a public one, for the rest of kvferry."""
     return session._session

@@ -1,4 +1,4 @@
-"""Threads that may not be to be had: what the system refuses is a typed error."""
+"""Starts threads; if the system refuses one, raises a typed error."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from collections.abc import Callable
 from kvferry.errors import LimitReached
 
 RETRY_AFTER = 1.0
-"""Seconds after which it is worth asking the system again."""
+"""Seconds after which the system may have threads again."""
 
 
 def start_thread(run: Callable[[], object], name: str) -> threading.Thread:
     """Start a daemon thread.
 
     Raises:
-        LimitReached: the system gives no more threads.
+        LimitReached: the system refused another thread.
     """
     thread = threading.Thread(target=run, name=name, daemon=True)
     try:
@@ -26,7 +26,11 @@ def start_thread(run: Callable[[], object], name: str) -> threading.Thread:
 
 
 def no_thread(what: str) -> LimitReached:
-    """The error for what could not be started."""
+    """Make the error for a thread that the system refused.
+
+    Args:
+        what: name of what could not be started.
+    """
     running = threading.active_count()
-    message = f"{what} could not be started beside {running} threads"
+    message = f"the system refused {what}; {running} threads of this process are running"
     return LimitReached(message, retry_after=RETRY_AFTER, limit="threads", value=running)

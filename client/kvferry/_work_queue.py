@@ -1,4 +1,4 @@
-"""A thread for work that its callers must not wait for."""
+"""A queue of work that one thread does, so that its callers do not wait."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from kvferry._threads import start_thread
 logger = logging.getLogger(__name__)
 
 LONGEST_SLEEP = 1.0
-"""Seconds after which delayed work is looked at again: what a thread sleeps does not count suspends."""
+"""Seconds after which the thread checks delayed work again: a sleeping thread does not notice that its host was
+suspended."""
 
 
 @dataclass(frozen=True, order=True, slots=True)
 class _Delayed:
-    """Work to do at a moment; what is due at the same one is done in the order in which it came."""
+    """Work to do at a given time, in the order in which it was queued if the times are equal."""
 
     at: float
     number: int
@@ -29,16 +30,16 @@ class _Delayed:
 
 
 class WorkQueue:
-    """Does work on one thread, in the order in which it came.
+    """Does work on one thread, in the order in which it was queued.
 
     Threading: `do` and `do_later` may be called from any thread and return at once. Without work the thread sleeps.
-    Work must not wait for anything: other work waits behind it.
+    Work must not wait: it would delay the work behind it.
 
     Args:
-        name: of the thread.
+        name: name of the thread.
 
     Raises:
-        LimitReached: the system gives no thread.
+        LimitReached: the system refused another thread.
     """
 
     def __init__(self, name: str) -> None:
@@ -46,15 +47,15 @@ class WorkQueue:
         self._queue: queue.SimpleQueue[Callable[[], object] | _Delayed | None] = queue.SimpleQueue()
         self._numbers = itertools.count()
         self._lock = threading.Lock()
-        """Nothing is asked of a thread that has just ended."""
+        """Guards `_ended`, so that nothing is queued for a thread that has just ended."""
         self._ended = False
         self._thread = start_thread(self._run, name)
 
     def do(self, work: Callable[[], object]) -> bool:
-        """Do it as soon as what came before is done. What it raises is logged.
+        """Queue work. Its exceptions are logged.
 
         Returns:
-            Whether it will be done; False: the thread has ended.
+            Whether it will be done. False: the thread has ended.
         """
         with self._lock:
             if not self._ended:
@@ -62,15 +63,14 @@ class WorkQueue:
             return not self._ended
 
     def do_later(self, seconds: float, work: Callable[[], object]) -> None:
-        """Do it after this time, unless the queue is closed by then. What it raises is logged."""
+        """Queue work to do after this time, unless the queue is closed by then. Its exceptions are logged."""
         self._queue.put(_Delayed(now() + seconds, next(self._numbers), work))
 
     def close(self, timeout: float) -> None:
-        """End the thread once there is nothing to do at once: what is asked meanwhile is done too, what is asked later
-        and what is delayed is not. Idempotent.
+        """End the thread when the queue is empty. Work queued until then is done; delayed work is dropped. Idempotent.
 
         Args:
-            timeout: seconds to wait for the end of the thread. On that thread itself there is no wait.
+            timeout: seconds to wait for the end of the thread. On that thread itself, this does not wait.
         """
         self._queue.put(None)
         if threading.current_thread() is not self._thread:
@@ -92,12 +92,12 @@ class WorkQueue:
                     heapq.heappush(delayed, work)
                 else:
                     self._do(work)
-            # Also where there is always other work.
+            # Delayed work gets its turn even if the queue never becomes empty.
             while delayed and delayed[0].at <= now():
                 self._do(heapq.heappop(delayed).work)
 
     def _end(self) -> bool:
-        """End, unless there is something to do."""
+        """End unless there is more work; returns whether the queue has ended."""
         with self._lock:
             self._ended = self._queue.empty()
             return self._ended

@@ -1,7 +1,7 @@
-"""The asyncio client: for services, tools and tests. The same core; what would wait runs on a thread.
+"""The asyncio client, for services, tools and tests.
 
-It stands on the synchronous client rather than on `grpc.aio`: one implementation of what must be right, and a process
-that used it may still fork. A read is awaitable in either client.
+It wraps the synchronous client: calls that would wait run on threads. It does not use `grpc.aio`, so that a process
+that has used it may still fork. The reads of both clients can be awaited.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from kvferry.planner.summed_blocks import IntegrityOptions
 class AsyncClient(OneProcess):
     """`kvferry.Client` for an event loop. Arguments and errors are the same.
 
-    Threading: made and used on one event loop, which is never blocked.
+    Threading: make and use it on one event loop. Its methods never block the loop.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class AsyncClient(OneProcess):
         )
 
     async def open_engine(self, spec: EngineSpec, *, timeout: float = OPEN_TIMEOUT) -> AsyncSession:
-        """Start a new incarnation of an engine. See `Client.open_engine`."""
+        """Start a new incarnation of an engine, and open its session. See `Client.open_engine`."""
         return AsyncSession(await asyncio.to_thread(self._client.open_engine, spec, timeout=timeout))
 
     async def register_cache(
@@ -79,7 +79,7 @@ class AsyncClient(OneProcess):
         serve: bool = True,
         timeout: float = OPEN_TIMEOUT,
     ) -> AsyncCache:
-        """Register a rank's cache, with NIXL and at the node server. See `Client.register_cache`."""
+        """Register a rank's cache with NIXL and at the node server. See `Client.register_cache`."""
         cache = await asyncio.to_thread(
             self._client.register_cache,
             engine,
@@ -101,11 +101,11 @@ class AsyncClient(OneProcess):
         return AsyncCache(cache)
 
     async def decline(self, reference: str, *, timeout: float = CALL_TIMEOUT) -> None:
-        """Say that nobody will read a publication. See `Client.decline`."""
+        """Tell a publication's home that nobody will read it. See `Client.decline`."""
         await asyncio.to_thread(self._client.decline, reference, timeout=timeout)
 
     async def close(self) -> None:
-        """See `Client.close`."""
+        """Cancel the reads, and end NIXL agents, sessions and connections. See `Client.close`."""
         await asyncio.to_thread(self._client.close)
 
     async def __aenter__(self) -> AsyncClient:
@@ -118,21 +118,25 @@ class AsyncClient(OneProcess):
 
 
 class AsyncSession(OneProcess):
-    """`EngineSession` for an event loop. Made by `AsyncClient.open_engine`, or found as `AsyncCache.session`."""
+    """`EngineSession` for an event loop. Made by `AsyncClient.open_engine`; `AsyncCache.session` returns one too.
+
+    Attributes:
+        sync: the synchronous session.
+        spec: the engine.
+    """
 
     def __init__(self, session: EngineSession) -> None:
         self.sync = session
-        """The session itself, for what does not wait."""
         self.spec = session.spec
 
     @property
     def token(self) -> EngineToken:
-        """What the engine's other processes need. Secret."""
+        """The token with which the engine's other processes join it. Secret."""
         return self.sync.token
 
     @property
     def engine_reference(self) -> str:
-        """What routers give to this engine's readers to warm up with. See `EngineSession.engine_reference`."""
+        """The engine's reference, for readers to warm up with. See `EngineSession.engine_reference`."""
         return self.sync.engine_reference
 
     async def publish(
@@ -146,7 +150,7 @@ class AsyncSession(OneProcess):
         checksums: bool = False,
         timeout: float = CALL_TIMEOUT,
     ) -> Publication:
-        """Offer a request's blocks. See `EngineSession.publish`."""
+        """Publish a request's blocks. See `EngineSession.publish`."""
         return await asyncio.to_thread(
             self.sync.publish,
             request_id,
@@ -167,21 +171,21 @@ class AsyncSession(OneProcess):
         payload: bytes = b"",
         timeout: float = CALL_TIMEOUT,
     ) -> None:
-        """Offer the next blocks of a publication. See `EngineSession.publish_more`."""
+        """Publish the next blocks of a publication. See `EngineSession.publish_more`."""
         await asyncio.to_thread(
             self.sync.publish_more, publication, blocks, last=last, payload=payload, timeout=timeout
         )
 
     async def abort(self, publication: Publication, timeout: float = CALL_TIMEOUT) -> None:
-        """Stop new reads of a publication. See `EngineSession.abort`."""
+        """Withdraw a publication. See `EngineSession.abort`."""
         await asyncio.to_thread(self.sync.abort, publication, timeout)
 
     async def released(self, timeout: float = 0.0) -> list[Release]:
-        """What was released since the last call. See `EngineSession.released`."""
+        """Return the publications released since the last call. See `EngineSession.released`."""
         return await asyncio.to_thread(self.sync.released, timeout)
 
     def unreleased(self) -> tuple[Publication, ...]:
-        """Publications whose blocks are still pinned."""
+        """Return the publications whose blocks are still pinned."""
         return self.sync.unreleased()
 
     async def close(self) -> None:
@@ -190,21 +194,25 @@ class AsyncSession(OneProcess):
 
 
 class AsyncCache(OneProcess):
-    """`Cache` for an event loop."""
+    """`Cache` for an event loop. Made by `AsyncClient.register_cache`.
+
+    Attributes:
+        sync: the synchronous cache.
+        spec, rank, reuse_after: see `Cache`.
+    """
 
     def __init__(self, cache: Cache) -> None:
         self.sync = cache
-        """The cache itself, for what does not wait."""
         self.spec, self.rank, self.reuse_after = cache.spec, cache.rank, cache.reuse_after
 
     @property
     def session(self) -> AsyncSession:
-        """The engine's session; raises `WrongState` where another process has it."""
+        """The engine's session; raises `WrongState` if another process has it."""
         return AsyncSession(self.sync.session)
 
     @property
     def engine_reference(self) -> str:
-        """What routers give to this engine's readers to warm up with. See `Cache.engine_reference`."""
+        """The engine's reference, for readers to warm up with. See `Cache.engine_reference`."""
         return self.sync.engine_reference
 
     def read(
@@ -220,7 +228,7 @@ class AsyncCache(OneProcess):
         timeout: float = READ_TIMEOUT,
         allow_overlap: bool = False,
     ) -> Read:
-        """Start a read; await what this returns. See `Cache.read`."""
+        """Start to read a publication; await the read that this returns. See `Cache.read`."""
         return self.sync.read(
             reference,
             blocks,
@@ -236,21 +244,29 @@ class AsyncCache(OneProcess):
     async def checksum(
         self, publication: int, blocks: Mapping[str, Blocks], *, last: bool = True, timeout: float = READ_TIMEOUT
     ) -> int:
-        """Sum blocks, and wait until the sums are at the home. See `Cache.checksum`."""
+        """Send checksums of published blocks to the home. See `Cache.checksum`.
+
+        Returns:
+            The number of sums sent.
+        """
         return await asyncio.wrap_future(self.sync.checksum(publication, blocks, last=last, timeout=timeout))
 
     def prepare(self) -> None:
-        """Make the reading agents now; returns at once. See `Cache.prepare`."""
+        """Make the NIXL agents for reading now. Returns at once. See `Cache.prepare`."""
         self.sync.prepare()
 
     async def warm(self, engine_reference: str, *, timeout: float = OPEN_TIMEOUT) -> tuple[int, ...]:
-        """Do now what the first read from an engine would wait for. See `Cache.warm`."""
+        """Connect to a source engine ahead of the first read from it. See `Cache.warm`.
+
+        Returns:
+            The source ranks that connections are being opened to.
+        """
         return await asyncio.wrap_future(self.sync.warm(engine_reference, timeout=timeout))
 
     def gauges(self) -> TransportGauges:
-        """What the data plane of this rank is doing."""
+        """Return the current state of this rank's data plane."""
         return self.sync.gauges()
 
     async def close(self, timeout: float = 10.0) -> None:
-        """Cancel the reads and end the agents. See `Cache.close`."""
+        """Cancel the reads and end the NIXL agents. See `Cache.close`."""
         await asyncio.to_thread(self.sync.close, timeout)

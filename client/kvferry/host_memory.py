@@ -1,6 +1,7 @@
-"""Host memory for caches: in huge pages where the system has them, shared if wanted, on one NUMA node if wanted.
+"""Allocates host memory for caches: in huge pages if the system has them, optionally shared between processes, and
+optionally on one NUMA node.
 
-UCX copies between processes of a node with process_vm_readv, which pins the source's pages one by one: with pages of
+UCX copies between processes of a node with process_vm_readv, which pins the source's pages one by one. With pages of
 2 MiB instead of 4 KiB, reads of 64 KiB and more are about twice as fast (docs/nixl.md).
 """
 
@@ -23,29 +24,29 @@ HUGE_PAGE = 2 << 20
 """Bytes of a transparent huge page on x86-64, and on aarch64 with pages of 4 KiB."""
 
 _MBIND = {"x86_64": 237, "aarch64": 235}
-"""Number of the system call; libc has no name for it, and libnuma is not everywhere."""
+"""Number of the system call by machine: libc has no function for it, and libnuma is not installed everywhere."""
 
 _MPOL_BIND = 2
 
 
 class HostMemory:
-    """A stretch of host memory, zeroed, present before it is first used.
+    """A contiguous range of host memory, zeroed and with all its pages allocated.
 
-    It stays mapped for as long as this object, or anything made of `array`, is referenced. Give it as `keep` where a
-    cache is registered.
+    It stays mapped as long as this object, or any view of `array`, is referenced. Pass it as `keep` to
+    `Client.register_cache`.
 
     Args:
         size: bytes.
-        shared: other processes can map it, see `fd`.
-        numa_node: index of the node that it shall lie on; None: wherever the system puts it.
+        shared: other processes can map the memory, see `fd` and `attach`.
+        numa_node: index of the NUMA node to bind the memory to; None: the system chooses.
 
     Attributes:
-        array: its bytes, ``uint8[size]``. ``torch.from_numpy(memory.array).view(...)`` makes a tensor of it.
-        region: as it is registered.
+        array: the bytes, ``uint8[size]``. ``torch.from_numpy(memory.array).view(...)`` makes a tensor of them.
+        region: the memory's address and size, for `Client.register_cache`.
 
     Raises:
-        InvalidField: no such size, or no such node here.
-        OSError: there is not that much memory.
+        InvalidField: the size is not positive, or this machine has no such NUMA node.
+        OSError: the system does not have enough memory.
     """
 
     def __init__(self, size: int, *, shared: bool = False, numa_node: int | None = None) -> None:
@@ -57,21 +58,21 @@ class HostMemory:
             self._fd = os.memfd_create("kvferry-cache", os.MFD_CLOEXEC)
             os.ftruncate(self._fd, _whole(size))
         self._map(self._fd, size, numa_node)
-        # Now, and not in the middle of the first read: a page that is not there costs four times its copy.
+        # Allocate all pages now: a page fault during the first read costs four times the copy of the page.
         self.array[:: mmap.PAGESIZE] = 0
 
     @classmethod
     def attach(cls, fd: int, size: int) -> HostMemory:
-        """The same memory in another process.
+        """Map the shared memory of another process.
 
         Args:
-            fd: of `HostMemory.fd`, as it came here: inherited by a fork or spawn, or sent over a UNIX socket. A copy of
-                it is kept.
-            size: as it was made with.
+            fd: file descriptor of `HostMemory.fd` in this process: inherited by a fork or spawn, or received over a
+                UNIX socket. It is duplicated, so that the caller may close it.
+            size: bytes; the `size` that the memory was made with.
 
         Raises:
             InvalidField: the memory is smaller.
-            OSError: no such descriptor.
+            OSError: there is no such file descriptor.
         """
         fd, size = integer("fd", fd, 0), integer("size", size, 1)
         there = os.fstat(fd).st_size
@@ -83,13 +84,14 @@ class HostMemory:
 
     @property
     def fd(self) -> int:
-        """What to hand to another process for `attach`; raises `WrongState` if it is not shared."""
+        """The file descriptor of shared memory, for `attach` in another process; raises `WrongState` if it is not
+        shared."""
         if self._fd < 0:
-            raise WrongState("this memory belongs to one process alone: make it with shared=True to hand it on")
+            raise WrongState("this memory is not shared: make it with shared=True to attach it in another process")
         return self._fd
 
     def huge_bytes(self) -> int:
-        """How much of it lies in huge pages, as the system says now."""
+        """Return how many bytes of the memory lie in huge pages now, according to the system."""
         found, within = 0, False
         begin, end = self._mapped, self._mapped + self._length
         for line in Path("/proc/self/smaps").read_text().splitlines():
@@ -103,14 +105,14 @@ class HostMemory:
 
     def _map(self, fd: int, size: int, numa_node: int | None) -> None:
         self._fd = fd
-        # A huge page begins at a multiple of its size. The file behind shared memory does so by itself.
+        # A huge page begins at a multiple of its size; the system aligns shared memory by itself.
         self._length = _whole(size) + (HUGE_PAGE if fd < 0 else 0)
         flags = mmap.MAP_SHARED if fd >= 0 else mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
         mapped = mmap.mmap(fd, self._length, flags=flags)
         everything = np.frombuffer(mapped, np.uint8)
         self._mapped = everything.ctypes.data
         if hasattr(mmap, "MADV_HUGEPAGE"):
-            # Advice: where the system has none, nothing is lost.
+            # Only a hint: without huge pages the memory works too.
             mapped.madvise(mmap.MADV_HUGEPAGE)
         if numa_node is not None:
             _bind(self._mapped, self._length, numa_node)
@@ -124,7 +126,7 @@ class HostMemory:
 
 
 def _whole(size: int) -> int:
-    """In whole huge pages."""
+    """Round a size up to whole huge pages."""
     return -(-size // HUGE_PAGE) * HUGE_PAGE
 
 
@@ -138,4 +140,4 @@ def _bind(address: int, length: int, node: int) -> None:
     call = (ctypes.c_long(number), ctypes.c_void_p(address), ctypes.c_ulong(length), ctypes.c_int(_MPOL_BIND))
     if libc.syscall(*call, words, ctypes.c_ulong(64 * len(words) + 1), ctypes.c_uint(0)) != 0:
         problem = os.strerror(ctypes.get_errno())
-        raise InvalidField("numa_node", node, f"one that memory may be bound to: {problem}")
+        raise InvalidField("numa_node", node, f"a NUMA node that memory can be bound to: {problem}")

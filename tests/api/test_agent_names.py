@@ -7,6 +7,7 @@ import pytest
 
 from kvferry import Blocks, EngineSpec
 from kvferry._cache import runtime_of
+from kvferry._wire.token import engine_ref
 from kvferry.errors import BadAgentMetadata
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry.v1.kv_transfer_pb2_grpc import KVTransferStub
@@ -20,7 +21,7 @@ def test_an_agent_named_as_another_engines_is_refused(pair: Pair) -> None:
     # What a reader of the other engine knows of it.
     request = pb.RegisterCacheRequest()
     request.CopyFrom(runtime_of(pair.source)._registration)
-    request.engine.CopyFrom(liar.token.ref())
+    request.engine.CopyFrom(engine_ref(liar.token))
     request.session_secret = liar.token.session_secret
     with grpc.insecure_channel(pair.node) as channel:
         KVTransferStub(channel).RegisterCache(request, timeout=10)

@@ -35,5 +35,5 @@ def test_what_another_home_says_of_an_engine_drops_nobody(pair: Pair) -> None:
         read = pair.destination.read(format_reference(lie), {"full": Blocks([2])})
         assert isinstance(read.exception(60), EngineUnknown)
     source = pair.source.session.token
-    assert runtime_of(pair.destination)._peers.known(pair.node, source.engine_id, source.incarnation) is not None
+    assert runtime_of(pair.destination)._sources.known(pair.node, source.engine_id, source.incarnation) is not None
     assert pair.destination.gauges().peers == 1

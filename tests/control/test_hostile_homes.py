@@ -26,6 +26,7 @@ from kvferry._session import EngineSession, home_session_of
 from kvferry._wire.handshake import put_together
 from kvferry._wire.reference import format_reference, parse_reference
 from kvferry._wire.status import from_notification_error, to_notification_error
+from kvferry._wire.token import engine_ref
 from kvferry.errors import (
     BadGeometry,
     HomeRecovering,
@@ -70,7 +71,7 @@ def test_a_home_speaks_of_its_own_engines_only(tmp_path: Path, what: str) -> Non
         reader.read(reference, {"full": Blocks([2])}).result(30)
         parsed = parse_reference(reference)
         known = (runtime_of(reader).homes.get(parsed.home).address, name, parsed.incarnation)
-        assert runtime_of(reader)._peers.known(*known) is not None
+        assert runtime_of(reader)._sources.known(*known) is not None
         theirs = impostor.session.publish("request", {"full": Blocks([1])}).reference
         if what == "a reference that lies":
             lie = parse_reference(reference)
@@ -79,7 +80,7 @@ def test_a_home_speaks_of_its_own_engines_only(tmp_path: Path, what: str) -> Non
         read = reader.read(theirs, {"full": Blocks([3])}, timeout=10)
         assert (read.exception(30) is None) == (what != "a reference that lies")
         # What was known of the engine at its true home is known still: its next read needs no handshake.
-        assert runtime_of(reader)._peers.known(*known) is not None
+        assert runtime_of(reader)._sources.known(*known) is not None
 
 
 @contextmanager
@@ -342,7 +343,7 @@ def test_renewals_go_on_after_the_system_had_no_thread_for_one(tmp_path: Path) -
         renewals, extended = Renewals(), threading.Event()
         lease = ReaderLease(b"l" * 16, now(), 30.0, 0.1)
         with without_threads_for("kvferry-renewals"):
-            renewals.keep(lease, control, READER.ref(), "a read", lambda _: extended.set(), lambda: None)
+            renewals.keep(lease, control, engine_ref(READER), "a read", lambda _: extended.set(), lambda: None)
             until(lambda: lease in renewals._failing)
         assert extended.wait(30)
         renewals.close()

@@ -262,7 +262,7 @@ def test_one_that_is_refused_takes_no_other_with_it(world: World, caplog: pytest
     world.home.answer(0, *answer)
     assert leases[2].deadline == deadline_after(world.now, REMAINING)
     assert "read 0: the renewal" in caplog.text
-    assert "read 1: the renewal at home:1 failed and is tried again: a renewal was answered with done" in caplog.text
+    assert "read 1: the renewal at home:1 failed and is repeated: a renewal was answered with done" in caplog.text
     assert "read 2" not in caplog.text
     world.advance(2.0)
     world.home.until(2)
@@ -306,7 +306,7 @@ def test_what_cannot_be_asked_for_again_is_renewed_again(world: World, caplog: p
     world.home.until(1)
     world.lost_error = LimitReached("no thread", retry_after=2.0)
     world.home.answer(0, failed(LeaseEnded("who")))
-    assert "read 1: the renewal at home:1 failed and is tried again: no thread" in caplog.text
+    assert "read 1: the renewal at home:1 failed and is repeated: no thread" in caplog.text
     world.advance(2.0)
     world.home.until(2)
     assert world.home.sent[1][0] == [lease.lease_id]

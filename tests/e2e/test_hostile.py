@@ -15,6 +15,7 @@ import pytest
 from kvferry import Blocks, Client, EngineSession, EngineSpec, Group, Interval, MemoryKind, MemoryRegion
 from kvferry._wire.geometry_codec import group_to_proto, rank_to_proto, region_to_proto
 from kvferry._wire.status import from_notification_error, from_rpc_error
+from kvferry._wire.token import engine_ref
 from kvferry.errors import (
     BadBlock,
     BadGeometry,
@@ -114,7 +115,7 @@ def test_bad_published_blocks_are_refused(
         session = registered(client, unique_id("bad"))
         publish = pb.Publish(publication=1, request_id="x", groups=[blocks], last=True)
         request = pb.NotifyRequest(
-            sender=session.token.ref(),
+            sender=engine_ref(session.token),
             session_secret=session.token.session_secret,
             notifications=[pb.Notification(publish=publish)],
         )
@@ -152,7 +153,7 @@ def test_server_checks_regions_itself(homes: Homes, stub: KVTransferStub) -> Non
         session = client.open_engine(EngineSpec(unique_id("lies"), (MODEL.group(),)))
         rank = RankGeometry(0, tuple(MODEL.planes(Interval(0, 4), 1 << 40)))
         request = pb.RegisterCacheRequest(
-            engine=session.token.ref(),
+            engine=engine_ref(session.token),
             session_secret=session.token.session_secret,
             num_ranks=1,
             groups=[group_to_proto(MODEL.group())],
@@ -209,7 +210,7 @@ def test_another_process_cannot_speak_in_an_engines_name(homes: Homes, stub: KVT
         session = registered(client, unique_id("mine"))
         publication = session.publish("x", {"full": Blocks([1])})
         abort = pb.Notification(abort=pb.Abort(publication=publication.number))
-        request = pb.NotifyRequest(sender=session.token.ref(), session_secret=b"0" * 32, notifications=[abort])
+        request = pb.NotifyRequest(sender=engine_ref(session.token), session_secret=b"0" * 32, notifications=[abort])
         assert isinstance(fails(lambda: stub.Notify(request, timeout=5)), WrongSession)
 
 

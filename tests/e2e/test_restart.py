@@ -16,6 +16,7 @@ from kvferry._control.batches import read_done
 from kvferry._control.connection import Control
 from kvferry._control.renewals import Renewals
 from kvferry._wire.reference import parse_reference
+from kvferry._wire.token import engine_ref
 from kvferry.errors import PeerRestarted, PublicationReleased, PublicationStale
 from kvferry.v1 import kv_transfer_pb2 as pb
 from tests.support.acquiring import acquired
@@ -103,7 +104,7 @@ def test_a_lease_is_acquired_again_at_a_home_that_restarted(tmp_path: Path) -> N
             assert granted.lease.deadline > first_deadline
             assert granted.lease.deadline in deadlines
             done = read_done(granted.lease.lease_id, [pb.RankReport(rank=0, outcome=pb.RANK_OUTCOME_DONE)])
-            result = home.notify_one(pb.NotifyRequest(sender=token.ref(), notifications=done))
+            result = home.notify_one(pb.NotifyRequest(sender=engine_ref(token), notifications=done))
             assert result.read_ended.verdict == pb.VERDICT_VALID
             renewals.drop(granted.lease)
             acquirer.close(10)

@@ -19,6 +19,7 @@ from kvferry import Blocks, Cache, Client, EngineSpec, Group, KvferryError
 from kvferry._cache import runtime_of
 from kvferry._wire.authority import publication_key, read_id_of
 from kvferry._wire.reference import format_reference, parse_engine_reference, parse_reference
+from kvferry._wire.token import engine_ref
 from kvferry.engine import Grant
 from kvferry.v1 import introspection_pb2 as ipb
 from kvferry.v1 import kv_transfer_pb2 as pb
@@ -124,7 +125,7 @@ class Scene:
     def fails(self, reference: str, read_id: bytes) -> None:
         """Errors of each kind, also with secrets where none belong."""
         parsed = parse_reference(reference)
-        source, reader = self.source.session.token.ref(), self.reader.session.token.ref()
+        source, reader = engine_ref(self.source.session.token), engine_ref(self.reader.session.token)
         longer = pb.Reference()
         longer.CopyFrom(parsed)
         longer.key += b"x"

@@ -14,6 +14,7 @@ from kvferry._clock import now
 from kvferry._control.connection import Control
 from kvferry._session import EngineSession
 from kvferry._wire.geometry_codec import group_to_proto, rank_to_proto
+from kvferry._wire.token import engine_ref
 from kvferry.errors import EngineIncomplete, InvalidField, PeerRestarted, RelayLoop, Unreachable
 from kvferry.geometry import RankGeometry
 from kvferry.v1 import kv_transfer_pb2 as pb
@@ -160,7 +161,7 @@ def failure(address: str, request: pb.RegisterCacheRequest | pb.WatchRequest) ->
 def registration(spanning: Spanning, **changes: Any) -> pb.RegisterCacheRequest:
     token = spanning.session.token
     request = pb.RegisterCacheRequest(
-        engine=token.ref(),
+        engine=engine_ref(token),
         session_secret=token.session_secret,
         num_ranks=2,
         groups=[group_to_proto(MODEL.group())],
@@ -175,7 +176,7 @@ def test_what_cannot_be_relayed_is_refused_and_harms_nobody(spanning: Spanning) 
     home, other = spanning.home.address, spanning.other.address
     token = spanning.session.token
     assert isinstance(failure(other, registration(spanning, home=home, relayed_by="third:1")), RelayLoop)
-    watch = pb.WatchRequest(engine=token.ref(), session_secret=token.session_secret, role=pb.WATCH_ROLE_SCHEDULER)
+    watch = pb.WatchRequest(engine=engine_ref(token), session_secret=token.session_secret, role=pb.WATCH_ROLE_SCHEDULER)
     watch.home = home
     assert isinstance(failure(other, watch), InvalidField)
     nobody = f"127.0.0.1:{free_port()}"

@@ -147,7 +147,7 @@ def test_a_source_is_met_again_after_a_thread_could_not_be_had(
     start = threading.Thread.start
 
     def refused(thread: threading.Thread) -> None:
-        if thread.name.startswith("kvferry-meet"):
+        if thread.name.startswith("kvferry-handshake"):
             raise RuntimeError("can't start new thread")
         start(thread)
 

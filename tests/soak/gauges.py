@@ -19,7 +19,7 @@ FILES = 24
 SAMPLES = 12
 """Fewer say nothing."""
 
-ONE_CALL = ("kvferry-meet-", "kvferry-warm-")
+ONE_CALL = ("kvferry-handshake-", "kvferry-warm-")
 """Names of threads that live for one read or one call."""
 
 

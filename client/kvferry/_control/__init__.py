@@ -1,1 +1,2 @@
-"""What a process says to node servers: watches, publications, leases and their renewal. No KV cache moves here."""
+"""Control messages of a process to node servers: watches, publications, and leases with their renewals. No KV cache
+moves here."""

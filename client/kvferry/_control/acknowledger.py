@@ -1,5 +1,4 @@
-"""Acknowledgements of releases: many may come at once, and a home that is slow must not hold up the Watch that tells
-them."""
+"""Acknowledges releases to the home, in batches and without waiting, so that a slow home does not delay the Watch."""
 
 from __future__ import annotations
 
@@ -15,20 +14,22 @@ from kvferry.v1 import kv_transfer_pb2 as pb
 logger = logging.getLogger(__name__)
 
 MOST = 8192
-"""Numbers in one call: at most 80 KiB."""
+"""Most publication numbers in one call: they take at most 80 KiB."""
 
 AGAIN = 1.0
-"""Seconds until a call that failed is made again."""
+"""Seconds until a failed call is repeated."""
 
 
 class Acknowledgements:
-    """Releases that one engine has taken note of. One call at a time; what comes meanwhile goes with the next.
+    """Acknowledges the releases of one engine. Makes one call at a time; releases in the meantime go with the next.
 
-    Threading: thread-safe; nothing here waits. What is not answered is sent again, for as long as repeating can help; a
-    home that refuses tells of the release again in its next full state.
+    A call without an answer is repeated as long as its error is retryable. A home that refuses repeats the release in
+    its next full state.
+
+    Threading: thread-safe; nothing here waits.
 
     Args:
-        home: whom to tell.
+        home: connection to the engine's home.
     """
 
     def __init__(self, home: Control) -> None:
@@ -36,19 +37,19 @@ class Acknowledgements:
         self._lock = threading.Lock()
         self._waiting: set[int] = set()
         self._calling = False
-        """A call is under way, or waits for its next attempt."""
+        """Whether a call is in progress, or waits for its next attempt."""
         self._closed = False
 
     def close(self) -> None:
-        """Send nothing again any more. Idempotent."""
+        """Stop repeating failed calls. Idempotent."""
         self._closed = True
 
     def add(self, publication: int, sender: pb.NotifyRequest) -> None:
         """Acknowledge the release of a publication.
 
         Args:
-            publication: its number.
-            sender: who speaks, as a request without notifications.
+            publication: number of the publication.
+            sender: a request that names the engine, without notifications.
         """
         with self._lock:
             self._waiting.add(publication)
@@ -87,7 +88,7 @@ class Acknowledgements:
         with self._lock:
             self._calling = False
         if not self._closed:
-            logger.info("releases not acknowledged: %s", error)
+            logger.info("could not acknowledge releases: %s", error)
 
     def _taken(self, numbers: Sequence[int], sender: pb.NotifyRequest) -> None:
         with self._lock:

@@ -1,4 +1,4 @@
-"""From a reference to a grant: a lease, and the blocks it covers. Waits without a thread of its own."""
+"""Acquires publications: from a reference to a lease and the blocks that it covers, without a thread per wait."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvferry._control.reader_lease import ReaderLease
 from kvferry._control.renewals import Renewals
 from kvferry._control.waits import Waits
 from kvferry._wire.authority import read_id_of
-from kvferry._wire.token import EngineToken
+from kvferry._wire.token import EngineToken, engine_ref
 from kvferry._work_queue import WorkQueue
 from kvferry.errors import (
     Closed,
@@ -36,23 +36,23 @@ from kvferry.v1 import kv_transfer_pb2 as pb
 logger = logging.getLogger(__name__)
 
 HOME_PATIENCE = 15.0
-"""Seconds after which a read gives up a home that cannot be reached: longer than one that restarts, or an engine that
-counts as dead, takes; the engine can recompute instead of waiting for the read's whole timeout."""
+"""Seconds after which a read gives up on an unreachable home. A restart takes less, and so does an engine's ttl. The
+engine can then recompute instead of waiting for the whole timeout of the read."""
 
 LEASE_ID_BYTES = 16
 
 RENEW_LEAST = 0.05
-"""Seconds between renewals, whatever a home asks for: one that said 0 would keep a thread busy."""
+"""Shortest seconds between renewals: a home that asked for 0 would keep a thread busy."""
 
 CALLS_AT_ONCE = 128
-"""Calls of one attempt of which each follows the one before at once: as many as the largest publication takes."""
+"""How many calls of one attempt may follow each other without a pause: as many as the largest publication takes."""
 
 ACCEPTED_PATIENCE = 1.0
-"""Seconds that a read which was cancelled waits for its lease, to end it."""
+"""Seconds for which a cancelled read waits for its lease, to end it."""
 
 
 class Cancellation:
-    """Whether somebody no longer wants something, and how to interrupt what waits for it. Thread-safe."""
+    """Cancels a read, and interrupts what waits for it. Thread-safe."""
 
     def __init__(self, read_id: str) -> None:
         self._read_id = read_id
@@ -62,11 +62,11 @@ class Cancellation:
 
     @property
     def cancelled(self) -> bool:
-        """Whether it was cancelled."""
+        """Whether the read was cancelled."""
         return self._cancelled.is_set()
 
     def cancel(self) -> None:
-        """Cancel it; interrupts what waits. Idempotent."""
+        """Cancel the read, and interrupt the wait. Idempotent."""
         with self._lock:
             self._cancelled.set()
             interrupt = self._interrupt
@@ -74,12 +74,12 @@ class Cancellation:
             interrupt()
 
     def check(self) -> None:
-        """Raise `TransferCancelled` if it was cancelled."""
+        """Raise `TransferCancelled` if the read was cancelled."""
         if self.cancelled:
             raise TransferCancelled(f"read {self._read_id} was cancelled", read_id=self._read_id)
 
     def interrupt_by(self, interrupt: Callable[[], None] | None) -> None:
-        """How to interrupt what waits from now on."""
+        """Set the function that interrupts the present wait; calls it at once if the read was already cancelled."""
         with self._lock:
             self._interrupt = interrupt
         if self.cancelled and interrupt is not None:
@@ -88,16 +88,16 @@ class Cancellation:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AcquireRequest:
-    """One read of one publication.
+    """Asks for one read of one publication.
 
     Attributes:
-        home: the source's home.
+        home: connection to the source's home.
         reference: the parsed reference.
-        text: the reference as it came.
-        read_id: what the ranks of the read call it; the home is told what is derived from it.
-        parties: ranks that will report.
-        expected_reads: reads that will be made; 0: what the source said.
-        deadline: on `kvferry._clock`, until when to wait for the publication.
+        text: the reference as a string.
+        read_id: the name that the ranks of the read share; the home gets a value derived from it.
+        parties: how many ranks will report.
+        expected_reads: how many reads will be made of the publication; 0: the number that its source gave.
+        deadline: time on `kvferry._clock` until which to wait for the publication.
     """
 
     home: Control
@@ -111,13 +111,13 @@ class AcquireRequest:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Acquired:
-    """A lease, and the blocks it covers.
+    """A lease, and the blocks that it covers.
 
     Attributes:
-        lease: renewed until it is dropped from the renewals.
-        source: the source engine, as it lives now.
-        request_id: at the source.
-        blocks: by group.
+        lease: the lease; renewed until it is dropped from the renewals.
+        source: the source engine and its incarnation.
+        request_id: the source's name for the request.
+        blocks: the source's blocks by group.
         payload: opaque bytes from the source.
     """
 
@@ -129,13 +129,12 @@ class Acquired:
 
 
 class Acquirer:
-    """Acquires publications for one engine. A read that waits costs no thread: one thread makes the pauses of all. It
-    starts with the first read.
+    """Acquires publications for one engine. One thread makes the pauses of all waiting reads; it starts with the first.
 
     Args:
-        token: of the engine that reads.
-        renewals: keeps the leases alive from their acceptance on.
-        gave_up: called with a lease that was had and is not needed any more, and why; tells its home. May not block.
+        token: token of the engine that reads.
+        renewals: renews the leases from their acceptance on.
+        gave_up: called with a lease that is no longer needed, its home and the reason, to end it there. Must not block.
     """
 
     def __init__(
@@ -144,7 +143,7 @@ class Acquirer:
         renewals: Renewals,
         gave_up: Callable[[Control, ReaderLease, pb.RankOutcome.ValueType], object],
     ) -> None:
-        self._reader = token.ref()
+        self._reader = engine_ref(token)
         self._secret = token.session_secret
         self._renewals = renewals
         self._gave_up = gave_up
@@ -160,20 +159,20 @@ class Acquirer:
         extended: Callable[[float], None],
         ended: Callable[[Acquired | KvferryError], None],
     ) -> None:
-        """Ask until there is an answer that repeating would not change. Returns at once.
+        """Ask for a publication until it is granted or repeating cannot help. Returns at once.
 
         Args:
-            request: what to read.
+            request: the publication to read.
             cancellation: interrupts the wait.
             extended: called with the new deadline after each acknowledged renewal.
-            ended: called once, after this has returned or on another thread, with what came of it: a lease and its
-                blocks, or `TransferCancelled`, `PublicationTimeout` (the publication was not complete in time),
-                `PublicationAborted` (the source no longer offers it), or what else the home answered.
+            ended: called once, after this has returned or on another thread, with the lease and its blocks or with an
+                error: `TransferCancelled`, `PublicationTimeout` (the publication was not complete in time),
+                `PublicationAborted` (the source withdrew it), or another error from the home.
 
-        Neither callable may block: they are called on threads that others wait for.
+        The callbacks must not block: they run on threads that other reads need.
 
         Raises:
-            LimitReached: the system gives no thread. `ended` is not called.
+            LimitReached: the system refused another thread. `ended` is not called.
             Closed: this was closed. `ended` is not called.
         """
         asked = pb.ReadBlocksRequest(
@@ -185,7 +184,7 @@ class Acquirer:
         )
         with self._lock:
             if self._closed:
-                raise Closed("this engine acquires nothing any more: it was closed")
+                raise Closed("the engine is closed and acquires no more publications")
             if self._work is None:
                 self._work = WorkQueue(f"kvferry-acquisitions-{self._reader.engine_id}")
             work = self._work
@@ -199,8 +198,13 @@ class Acquirer:
         work.do(acquisition.begin)
 
     def close(self, timeout: float) -> None:
-        """Start nothing any more. The thread ends with the last acquisition under way; if there is none, it has ended
-        after at most `timeout` seconds. A lease that is lost later is not acquired again. Idempotent."""
+        """Start no more acquisitions. Idempotent.
+
+        The thread ends with the last acquisition in progress. A lease that is lost later is not acquired again.
+
+        Args:
+            timeout: seconds to wait for the end of the thread if no acquisition is in progress.
+        """
         with self._lock:
             self._closed = True
             idle = self._work if not self._running else None
@@ -216,11 +220,10 @@ class Acquirer:
 
 
 class _Acquisition:
-    """One read on its way to its blocks: calls and pauses, one after the other.
+    """The acquisition of one read: a sequence of calls and pauses.
 
-    What follows a call happens on gRPC's thread for that home, so that a home whose answers are much work delays nobody
-    else; what follows a pause happens on the thread of `work`. Never both at once: each begins when the other has
-    ended.
+    Answers are handled on gRPC's thread for that home, so that a home with large answers delays no other home. The ends
+    of pauses are handled on the thread of `work`. The two never overlap: each begins when the other has ended.
     """
 
     def __init__(
@@ -246,19 +249,19 @@ class _Acquisition:
         self._began, self._said = now(), False
 
         self._lease: ReaderLease | None = None
-        """The lease of the present attempt."""
+        """The lease of the current attempt."""
         self._had: ReaderLease | None = None
         """The last lease of all attempts."""
         self._source, self._request_id = pb.EngineRef(), request.reference.request_id
         self._steps = GrantedSteps()
         self._calls, self._pace = 0, Backoff()
-        """Of the present attempt; and the seconds from one to the next if it is answered with nothing."""
+        """Calls of the current attempt, and the pauses after calls that were answered with nothing."""
         self._over = False
 
         self._waits = Waits()
 
     def begin(self) -> None:
-        """Ask for the first time."""
+        """Make the first call."""
         self._cancellation.interrupt_by(self._waits.interrupt)
         self._ask()
 
@@ -282,12 +285,12 @@ class _Acquisition:
             if self._waits.ends(wait):
                 self._failed(self._unexpected(error))
             return
-        # A lease that was granted, and whose answer we did not wait for, would pin the source until it ends.
+        # Wait a moment for the answer: a lease that was granted and never seen would pin the source until it ends.
         stop = partial(self._work.do_later, ACCEPTED_PATIENCE, cancel) if lease is None else cancel
         self._waits.stop_by(wait, stop)
 
     def _pause(self, seconds: float) -> None:
-        """Ask again after so long, or when it is cancelled."""
+        """Make the next call after this time, or when the read is cancelled."""
         wait = self._waits.begin()
         resume = partial(self._resumed, wait)
         self._work.do_later(seconds, resume)
@@ -313,7 +316,7 @@ class _Acquisition:
             self._end(acquired)
             return
         self._calls += 1
-        # A home may answer at once that there is nothing, or next to nothing, as often as it is asked.
+        # Pause even so: a home may answer every call at once, with nothing or next to nothing.
         pace = self._pace.next() if not news else 0.0 if self._calls <= CALLS_AT_ONCE else BACKOFF_FIRST
         pause = min(sent_at + pace, self._request.deadline) - now()
         if pause > 0:
@@ -322,14 +325,14 @@ class _Acquisition:
             self._ask()
 
     def _unexpected(self, error: Exception) -> KvferryError:
-        """What no check foresaw, as an error of the client's."""
+        """Convert an unexpected exception to an error of the client, and log it."""
         if isinstance(error, KvferryError):
             return error
         address = self._request.home.address
         logger.error("asking %s for %s failed", address, _named(self._request), exc_info=error)
         return InternalError(f"asking {address} failed: {error!r}", address=address)
 
-    # What the home answered.
+    # Answers of the home.
 
     def _take(self, answer: pb.PollBlocksResponse, sent_at: float) -> Acquired | None:
         if answer.HasField("accepted"):
@@ -349,8 +352,8 @@ class _Acquisition:
         if len(accepted.lease_id) != LEASE_ID_BYTES:
             raise InvalidField("lease_id", f"{len(accepted.lease_id)} bytes", f"{LEASE_ID_BYTES} bytes")
         if self._lease is not None:
-            # The home has lost the lease, and its steps begin anew: so does the attempt, after a pause.
-            raise Unreachable(f"{home.address} granted the read anew", address=home.address)
+            # The home has lost the lease and begins with the first step again: start another attempt after a pause.
+            raise Unreachable(f"{home.address} granted the read again", address=home.address)
         remaining, every = from_duration(accepted.remaining), from_duration(accepted.renew_every)
         lease = ReaderLease(accepted.lease_id, sent_at, remaining, max(RENEW_LEAST, every))
         self._lease = self._had = lease
@@ -358,17 +361,17 @@ class _Acquisition:
         self._keep(lease)
         self._cancellation.check()
 
-    # The end of an attempt, and of all.
+    # The end of an attempt, and of the acquisition.
 
     def _failed(self, error: KvferryError) -> None:
-        """An attempt has ended. Ask again if that can help."""
+        """Handle the failure of an attempt: start another one if that can help."""
         request, lease = self._request, self._lease
         self._lease, self._steps = None, GrantedSteps()
         self._calls, self._pace = 0, Backoff()
         if lease is not None:
             self._renewals.drop(lease)
             if isinstance(error, LeaseEnded) or (error.retryable and request.deadline - now() < BACKOFF_FIRST):
-                # The source was heard, its blocks were not: the wait has ended, or the call's own deadline cut it.
+                # The home answered without all blocks until the wait or the deadline of the call ended.
                 error = _timeout(request)
         try:
             self._cancellation.check()
@@ -389,18 +392,18 @@ class _Acquisition:
         self._cancellation.interrupt_by(None)
         try:
             if self._had is not None and isinstance(outcome, KvferryError):
-                # The read is over, so the source need not wait for the lease to run out.
+                # End the lease, so that the source need not wait until it expires.
                 cancelled = isinstance(outcome, TransferCancelled)
                 why = pb.RANK_OUTCOME_CANCELLED if cancelled else pb.RANK_OUTCOME_FAILED
                 self._gave_up(self._request.home, self._had, why)
         except Exception:
-            logger.exception("the lease on %s was not given back", _named(self._request))
+            logger.exception("the lease on %s could not be ended", _named(self._request))
         try:
             self._ended(outcome)
         except Exception:
-            logger.exception("the end of the wait for %s was not taken", _named(self._request))
+            logger.exception("a callback for the end of the wait for %s failed", _named(self._request))
 
-    # A lease that is had.
+    # Keeping the lease.
 
     def _keep(self, lease: ReaderLease) -> None:
         what, home = _named(self._request), self._request.home
@@ -413,7 +416,7 @@ class _Acquisition:
         self._extended(lease.deadline)
 
     def _unneeded(self, lease: ReaderLease) -> None:
-        # It pins the source. But a read that still waits has got it, or will.
+        # The lease pins the source. A read that still waits uses it, or will.
         if self._over:
             self._gave_up(self._request.home, lease, pb.RANK_OUTCOME_CANCELLED)
 
@@ -432,7 +435,7 @@ def _aborted(request: AcquireRequest, request_id: str, number: int) -> Publicati
     known = number in pb.RevokeReason.values()
     reason = pb.RevokeReason.Name(pb.RevokeReason.ValueType(number)) if known else f"{number}"
     return PublicationAborted(
-        f"the source no longer offers {request_id!r}: {reason.removeprefix('REVOKE_REASON_')}",
+        f"the publication of request {request_id!r} was revoked: {reason.removeprefix('REVOKE_REASON_')}",
         engine_id=request.reference.engine_id,
         publication=request.reference.publication,
     )

@@ -1,4 +1,4 @@
-"""The pauses between attempts at something that fails."""
+"""Pauses between the attempts of an operation that fails."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ BACKOFF_LAST = 1.0
 
 
 class Backoff:
-    """Pauses in seconds, each twice as long as the one before, up to a longest one. Not thread-safe.
+    """Doubles the pause between attempts, from a first to a longest one. Not thread-safe.
 
     Args:
         first, last: seconds of the first and of the longest pause.
-        jitter: 0.0 to 1.0: the share of each pause that is random, so that many clients do not retry in step. With
-            0.5 a pause of 1 s is between 0.5 s and 1 s.
+        jitter: 0.0 to 1.0: the random share of each pause, so that many clients do not retry at the same time. With 0.5
+            a pause of 1 s becomes 0.5 s to 1 s.
     """
 
     __slots__ = ("_first", "_jitter", "_last", "pause")
@@ -27,7 +27,7 @@ class Backoff:
         """Seconds of the next pause, before jitter."""
 
     def next(self, at_least: float | None = None) -> float:
-        """Seconds to wait before the next attempt; doubles the pause after it.
+        """Return the seconds to wait before the next attempt, and double the pause after it.
 
         Args:
             at_least: seconds that the peer asked for (`KvferryError.retry_after`); None: it asked for none.
@@ -39,5 +39,5 @@ class Backoff:
         return max(at_least or 0.0, pause)
 
     def reset(self) -> None:
-        """Begin again with the first pause: an attempt succeeded."""
+        """Start again with the first pause, after a success."""
         self.pause = self._first

@@ -1,5 +1,5 @@
-"""Every message that can grow is bounded by its sender, in bytes and in number (PROTOCOL, Authority): batches are split
-here, and what cannot be split is refused here."""
+"""Bounds the size of messages before they are sent (PROTOCOL, Authority): splits notifications into batches, and
+refuses messages that cannot be split."""
 
 from __future__ import annotations
 
@@ -12,38 +12,38 @@ from kvferry.errors import MessageTooLarge
 from kvferry.v1 import kv_transfer_pb2 as pb
 
 SENT_BYTES = MAX_MESSAGE_BYTES - 256 * 1024
-"""The largest message we send. The margin is for what is added on the way: a home sends the blocks of a step on in a
-message of its own."""
+"""Bytes of the largest message that a client sends. The margin leaves room for what a home adds when it sends the
+blocks of a step on in a message of its own."""
 
 BATCH = 512
-"""Notifications per call; the contract allows 1024. An answer with as many errors, each with all its values, still fits
-a message."""
+"""Most notifications in one call; the contract allows 1024. A response of as many errors with all their values still
+fits into one message."""
 
 ITEM_BYTES = 8
-"""Framing of one notification in its batch: a tag, and a length below 4 MiB, with room."""
+"""Upper bound for the framing of a notification in its batch: a tag, and a length below 4 MiB."""
 
 
 def check_size(what: str, message: Message) -> None:
-    """Raise `MessageTooLarge` for a message that cannot be sent whole."""
+    """Raise `MessageTooLarge` for a message that is larger than `SENT_BYTES`."""
     size = message.ByteSize()
     if size > SENT_BYTES:
         raise MessageTooLarge(
-            f"{what} takes {size} bytes, at most {SENT_BYTES} fit a message", what=what, size=size, limit=SENT_BYTES
+            f"{what} takes {size} bytes; a message holds {SENT_BYTES}", what=what, size=size, limit=SENT_BYTES
         )
 
 
 def batches(
     sender: pb.EngineRef, notifications: Iterable[pb.Notification], *, session_secret: bytes = b""
 ) -> Iterator[pb.NotifyRequest]:
-    """The notifications in order, in as few calls as the limits allow.
+    """Yield requests with the notifications in order, as few as the limits allow.
 
     Args:
-        sender: the engine that speaks.
-        notifications: may be made while they are taken.
-        session_secret: where the engine speaks as a source.
+        sender: the engine that sends them.
+        notifications: the notifications; consumed one at a time.
+        session_secret: the engine's session secret, if it sends them as a source.
 
     Raises:
-        MessageTooLarge: one of them does not fit a message by itself; those before it were given.
+        MessageTooLarge: a notification does not fit into one message; those before it were yielded.
     """
     batch: list[pb.Notification] = []
     empty = pb.NotifyRequest(sender=sender, session_secret=session_secret).ByteSize()
@@ -61,7 +61,7 @@ def batches(
 
 
 def read_done(lease_id: bytes, reports: Sequence[pb.RankReport]) -> list[pb.Notification]:
-    """How shares ended, as notifications of at most `BATCH` reports: the home takes reports as a set."""
+    """Make notifications of the ends of shares, with at most `BATCH` reports each."""
     return [
         pb.Notification(read_done=pb.ReadDone(lease_id=lease_id, reports=reports[first : first + BATCH]))
         for first in range(0, len(reports), BATCH)

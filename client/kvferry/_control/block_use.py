@@ -1,10 +1,10 @@
-"""Which of an engine's blocks are written by reads under way, and which it has published: nobody else may write either.
+"""Records which blocks of an engine are published or written to by reads, and refuses conflicting uses.
 
-Blocks are counted per pool, the space of block ids that groups share. A block may be in several publications, as
-prefixes are, but is written by one read at a time, and not while it is published (R2, R4).
+Blocks are counted per pool, the space of block ids that groups share. A block may be in several publications, as shared
+prefixes are. Only one read at a time may write to it, and none while it is published (R2, R4).
 
-What other processes of the engine do is not known here: a scheduler's port knows of all reads of its engine, a cache
-that reads by itself of its own reads, and of what its own process publishes.
+It knows only the uses of its own process: a scheduler's port knows all reads of its engine; a cache that reads by
+itself knows its own reads, and the publications of its process.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Counts: TypeAlias = npt.NDArray[np.int32]
 
 @dataclass(slots=True, eq=False)
 class Pin:
-    """Blocks of one step of a publication. Made by `BlockUse.pin`."""
+    """The blocks of one step of a publication, by group. Made by `BlockUse.pin`."""
 
     ids: Mapping[str, BlockIds]
     number: int = 0
@@ -36,13 +36,13 @@ class Pin:
 
 @dataclass(slots=True, eq=False)
 class _Write:
-    """Blocks of one read.
+    """The blocks that one read writes to.
 
     Attributes:
         read_id: of the read.
-        ids: by group.
-        layers: the layers that are written; None: all.
-        quiet: whether nothing can write to them any more; None: `Writes.end` says so.
+        ids: block ids by group.
+        layers: names of the layers that it writes to; None: all.
+        quiet: returns whether nothing can write to them any more; None: the read calls `Writes.end` then.
     """
 
     read_id: str
@@ -52,7 +52,7 @@ class _Write:
 
 
 class BlockUse:
-    """The blocks of one engine. Thread-safe; a call costs a pass over its blocks, and waits for no other's work."""
+    """The uses of the blocks of one engine. Thread-safe; a call takes time proportional to its number of blocks."""
 
     def __init__(self, groups: Iterable[Group]) -> None:
         self.lock = threading.Lock()
@@ -62,21 +62,21 @@ class BlockUse:
         self.writers: list[Writes] = []
 
     def writes(self, rank: int | None = None) -> Writes:
-        """For the reads of one rank; None: of a scheduler, whose reads are those of all ranks."""
+        """Make the record for the reads of one rank; None: for a scheduler, whose reads are those of all ranks."""
         made = Writes(self, rank)
         with self.lock:
             self.writers.append(made)
         return made
 
     def pin(self, ids: Mapping[str, BlockIds], more_of: int | None = None) -> Pin:
-        """The blocks are about to be published; `name` says as what, or `unpin` that they are not.
+        """Pin blocks that are about to be published. `name` or `unpin` must follow.
 
         Args:
-            ids: by group; of groups and within ranges that exist.
-            more_of: number of the publication that they belong to, if it has others already.
+            ids: block ids by group, of existing groups and in range.
+            more_of: number of the publication, if it has other blocks already.
 
         Raises:
-            BadBlock: one of them is given twice, or a read is writing to it.
+            BadBlock: a block is given twice, or a read is writing to it.
         """
         with self.lock:
             earlier = [pin.ids for pin in self._pins.get(more_of, [])] if more_of is not None else []
@@ -87,18 +87,18 @@ class BlockUse:
         return Pin(ids)
 
     def name(self, pin: Pin, number: int, step: int) -> None:
-        """The pinned blocks are published."""
+        """Assign pinned blocks to a step of a publication."""
         pin.number, pin.step = number, step
         with self.lock:
             self._pins.setdefault(number, []).append(pin)
 
     def unpin(self, pin: Pin) -> None:
-        """The blocks were not published."""
+        """Release pinned blocks that were not published."""
         with self.lock:
             self._count(pin.ids, -1)
 
     def refused(self, number: int, step: int) -> None:
-        """A step of a publication never was."""
+        """Release the blocks of a step that the home refused."""
         with self.lock:
             pins = self._pins.get(number, [])
             for pin in [pin for pin in pins if pin.step == step]:
@@ -108,30 +108,30 @@ class BlockUse:
                 self._pins.pop(number, None)
 
     def released(self, numbers: Iterable[int]) -> None:
-        """The engine was told that these publications are released."""
+        """Release the blocks of these publications."""
         with self.lock:
             for number in numbers:
                 for pin in self._pins.pop(number, []):
                     self._count(pin.ids, -1)
 
     def pool(self, group: str) -> Pool:
-        """The pool of a group."""
+        """Return the pool of a group."""
         found = self.groups[group]
         return bool(found.pool), found.pool or found.name
 
     def counts(self, of: dict[Pool, Counts], group: str) -> Counts:
-        """How often each block of a group's pool is used; made when it is first needed."""
+        """Return the number of uses of each block of a group's pool, ``int32[num_blocks]``; made on first use."""
         pool = self.pool(group)
         if pool not in of:
             of[pool] = np.zeros(max(g.num_blocks for n, g in self.groups.items() if self.pool(n) == pool), np.int32)
         return of[pool]
 
     def bad(self, group: str, side: str, block: int, problem: str) -> BadBlock:
-        """The error for a block."""
+        """Make the error for a block."""
         return BadBlock(group, side, block, self.groups[group].num_blocks, problem)
 
     def check_unpublished(self, ids: Mapping[str, BlockIds]) -> None:
-        """Raise `BadBlock` for a block that is published. With the lock held."""
+        """Raise `BadBlock` if one of the blocks is published. Called with the lock held."""
         for group, listed in ids.items():
             counts = self.counts(self._published, group)[listed]
             if counts.any():
@@ -148,7 +148,7 @@ class BlockUse:
 
     def _count(self, ids: Mapping[str, BlockIds], by: int) -> None:
         for group, listed in ids.items():
-            # Without repeats, by `_check_once`: each of the indices is counted.
+            # `_check_once` has refused repeated ids, which this would count once only.
             self.counts(self._published, group)[listed] += np.int32(by)
 
     def _check_once(self, ids: Mapping[str, BlockIds], earlier: list[Mapping[str, BlockIds]]) -> None:
@@ -168,7 +168,8 @@ class BlockUse:
 
 @dataclass(slots=True, eq=False)
 class Writes:
-    """The blocks that some reads write. Made by `BlockUse.writes`; thread-safe."""
+    """Records the blocks that the reads of one rank, or of a scheduler, write to. Made by `BlockUse.writes`.
+    Thread-safe."""
 
     use: BlockUse
     rank: int | None
@@ -184,20 +185,20 @@ class Writes:
         quiet: Callable[[], bool] | None = None,
         allow_overlap: bool = False,
     ) -> object:
-        """A read is about to write to these blocks, until it is quiet.
+        """Claim blocks for a read that is about to write to them, until it is quiet.
 
         Args:
-            read_id: for errors.
-            ids: by group; of groups and within ranges that exist.
-            layers: the layers that are written; None: all.
-            quiet: whether nothing can write to them any more; None: `end` will say so.
-            allow_overlap: also where they are published, or written by another read.
+            read_id: name of the read, for errors.
+            ids: block ids by group, of existing groups and in range.
+            layers: names of the layers that the read writes to; None: all.
+            quiet: returns whether nothing can write to the blocks any more; None: the caller calls `end` then.
+            allow_overlap: accept blocks that are published, or that another read writes to.
 
         Returns:
             The key for `end`.
 
         Raises:
-            BadBlock: another read writes to one of them, or it is published.
+            BadBlock: a block is published, or another read writes to it.
         """
         mine = _Write(read_id, ids, layers, quiet)
         key = object()
@@ -209,23 +210,23 @@ class Writes:
                     if other.rank == self.rank or other.rank is None or self.rank is None:
                         other.check(ids, layers, "destination")
             for group, listed in ids.items():
-                # One that is given twice counts once, here and when it ends: whether that is right is known when the
-                # blocks that are needed are.
+                # A repeated id counts once, here and at the end. Whether it is an error is known only later, with the
+                # blocks that are needed.
                 self.use.counts(self._counts, group)[listed] += np.int32(1)
             self._under_way[key] = mine
         return key
 
     def end(self, key: object) -> None:
-        """The read is quiet, or never began. Twice does no harm."""
+        """End the claim of a read that is quiet, or that never began. Idempotent."""
         with self.use.lock:
             self._end(key)
 
     def check(self, ids: Mapping[str, BlockIds], layers: frozenset[str] | None, side: str) -> None:
-        """Raise `BadBlock` for a block that a read writes. With the lock held."""
+        """Raise `BadBlock` if a read writes to one of the blocks. Called with the lock held."""
         for group, listed in ids.items():
             if not self.use.counts(self._counts, group)[listed].any():
                 continue
-            # Rare, so it may look at every read.
+            # A conflict is rare, so this may search all reads.
             self._sweep()
             pool = self.use.pool(group)
             for write in self._under_way.values():

@@ -1,6 +1,6 @@
-"""A circuit breaker for one peer: while the peer keeps failing, few attempts are made and the other calls fail at once.
+"""A circuit breaker for one peer: while the peer keeps failing, it admits few attempts, and other calls fail at once.
 
-Pure but for its lock; the clock is the caller's.
+Pure but for its lock; the caller passes the time.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from kvferry._control.backoff import Backoff
 
 
 class Breaker:
-    """Lets calls through while the peer answers. Thread-safe.
+    """Admits calls while the peer answers. Thread-safe.
 
-    After `threshold` failures in a row it opens: it lets one attempt through per pause, and each of those that fails
-    doubles the pause. Any success closes it.
+    After `threshold` consecutive failures it opens: it then admits one attempt per pause, and each failed one doubles
+    the pause. Any success closes it.
 
     Args:
-        threshold: failures in a row that open it.
+        threshold: consecutive failures that open it.
         first, last: seconds of the first and of the longest pause.
     """
 
@@ -28,15 +28,15 @@ class Breaker:
         self._backoff = Backoff(first, last)
         self._next = 0.0
         self._probing = False
-        """The attempt of this pause is under way. Failures of other attempts are of attempts that began earlier."""
+        """Whether the attempt of this pause is in progress. Other attempts that fail then began before it."""
         self._failing_since: float | None = None
-        self._told = False
-        """`overdue` has said so since the last success."""
+        self._reported = False
+        """Whether `overdue` has returned True since the last success."""
 
     def ask(self, now: float) -> float:
-        """Whether an attempt may be made: 0.0 if so, else the seconds until one may.
+        """Return 0.0 if an attempt may be made now, else the seconds until one may.
 
-        Where several ask at once while it is open, one of them gets 0.0.
+        While it is open, only one of several simultaneous callers gets 0.0.
         """
         with self._lock:
             if self._failures < self._threshold:
@@ -48,17 +48,21 @@ class Breaker:
             return 0.0
 
     def succeeded(self) -> bool:
-        """The peer answered, even if with an error. True if `overdue` had said that it did not."""
+        """Record that the peer answered, even if with an error.
+
+        Returns:
+            Whether `overdue` had returned True before.
+        """
         with self._lock:
             self._failures = 0
             self._probing = False
             self._backoff.reset()
             self._failing_since = None
-            told, self._told = self._told, False
-            return told
+            was_reported, self._reported = self._reported, False
+            return was_reported
 
     def failed(self, now: float) -> None:
-        """The peer did not answer."""
+        """Record that the peer did not answer."""
         with self._lock:
             self._failures += 1
             if self._failing_since is None:
@@ -71,14 +75,14 @@ class Breaker:
                 self._next = now + self._backoff.pause
 
     def failing_for(self, now: float) -> float:
-        """Seconds since the first failure after the last success; 0.0 while the peer answers."""
+        """Return the seconds since the first failure after the last success; 0.0 while the peer answers."""
         with self._lock:
             return 0.0 if self._failing_since is None else now - self._failing_since
 
     def overdue(self, now: float, seconds: float) -> bool:
-        """Whether it has failed for `seconds`; True once, and again only after it has answered in between."""
+        """Return True once if the peer has failed for `seconds`, and again only after a success in between."""
         with self._lock:
-            if self._told or self._failing_since is None or now < self._failing_since + seconds:
+            if self._reported or self._failing_since is None or now < self._failing_since + seconds:
                 return False
-            self._told = True
+            self._reported = True
             return True

@@ -1,7 +1,6 @@
-"""Calls to one node server, synchronous and thread-safe: typed errors, a deadline on every call, the channel made on
-first use.
+"""The connection to one node server: typed errors, a deadline on every call, and a channel that is made on first use.
 
-Synchronous on purpose: an engine process forks, and `grpc.aio` does not survive that.
+It uses synchronous gRPC, because engine processes fork, and `grpc.aio` does not support that.
 """
 
 from __future__ import annotations
@@ -36,18 +35,19 @@ Answer_co = TypeVar("Answer_co", covariant=True)
 Message_co = TypeVar("Message_co", covariant=True)
 
 CALL_TIMEOUT = 5.0
-"""Seconds for a unary call to a node server that is alive."""
+"""Default seconds for a unary call."""
 
 HANDSHAKE_TIMEOUT = 30.0
-"""Seconds for a handshake: hundreds of ranks that start together each get an engine of hundreds of ranks."""
+"""Seconds for a handshake: hundreds of ranks may start together, and each fetches the geometry of hundreds of ranks."""
 
 BREAKER_THRESHOLD = 3
 BREAKER_FIRST = 0.1
 BREAKER_LAST = 1.0
-"""A node server that restarts is back within seconds, so attempts to reach it never get rarer than one a second."""
+"""Failures after which calls pause, and the shortest and longest pause in seconds: a node server restarts within
+seconds, so that there is at least one attempt per second."""
 
 SILENCE = 1.0
-"""Seconds after which somebody who waits is told what for."""
+"""Seconds of waiting after which a warning says what is being waited for."""
 
 
 class Stream(Protocol[Message_co]):
@@ -58,7 +58,7 @@ class Stream(Protocol[Message_co]):
 
 
 class _Future(Protocol[Answer_co]):
-    """A call that nobody waits for."""
+    """gRPC's future of a unary call."""
 
     def add_done_callback(self, callback: Callable[[object], None]) -> None: ...
     def cancel(self) -> bool: ...
@@ -67,7 +67,15 @@ class _Future(Protocol[Answer_co]):
 
 
 class Control:
-    """One node server."""
+    """The connection to one node server. Thread-safe.
+
+    Every call raises a `KvferryError` if it fails: the server's error, `Unreachable`, or `Closed` after `close`.
+
+    Args:
+        address: address of the node server.
+        tls: credentials for TCP connections; None: no TLS.
+        dial: makes the channel.
+    """
 
     def __init__(self, address: str, tls: TlsConfig | None, dial: Dial = connect) -> None:
         self.address = address
@@ -75,7 +83,7 @@ class Control:
         self._dial = dial
         self._lock = threading.Lock()
         self._starting = threading.Lock()
-        """For calls that a thread of gRPC's ends, which the first of them starts: one is started at a time."""
+        """Held while a call is started whose end a thread of gRPC handles: the first such call starts that thread."""
         self._threads_short = False
         self._closed = False
         self._channel: grpc.Channel | None = None
@@ -85,7 +93,7 @@ class Control:
 
     @property
     def unreachable_for(self) -> float:
-        """Seconds for which no attempt has reached it; 0.0 while it answers."""
+        """Seconds since the first attempt that did not reach the server; 0.0 while it answers."""
         return self._breaker.failing_for(now())
 
     def register_cache(self, request: pb.RegisterCacheRequest, timeout: float) -> pb.RegisterCacheResponse:
@@ -93,7 +101,7 @@ class Control:
         return self._call(lambda stub: stub.RegisterCache(request, timeout=timeout))
 
     def handshake(self, request: pb.HandshakeRequest, timeout: float) -> Handshaken:
-        """Ask for an engine; raises also what `put_together` does."""
+        """Fetch the geometry and agents of an engine. Also raises the errors of `put_together`."""
         messages = self._start(
             lambda stub: cast("Stream[pb.HandshakeResponse]", stub.Handshake(request, timeout=timeout))
         )
@@ -103,15 +111,15 @@ class Control:
             messages.cancel()
 
     def read_checksums(self, request: pb.ReadChecksumsRequest, timeout: float) -> pb.ReadChecksumsResponse:
-        """Ask for sums of blocks."""
+        """Fetch checksums of blocks."""
         return self._call(lambda stub: stub.ReadChecksums(request, timeout=timeout))
 
     def notify(self, request: pb.NotifyRequest, timeout: float = CALL_TIMEOUT) -> list[pb.NotificationResult]:
-        """Send a batch; results may be errors."""
+        """Send a batch of notifications, and return their results, which may be errors."""
         return list(self._call(lambda stub: stub.Notify(request, timeout=timeout)).results)
 
     def notify_one(self, request: pb.NotifyRequest, timeout: float = CALL_TIMEOUT) -> pb.NotificationResult:
-        """Send a batch of one; raises if its result is an error."""
+        """Send a batch of one notification, and return its result; raises the result's error, if it is one."""
         return checked_results(request, self.notify(request, timeout), self.address)[0]
 
     def notify_later(
@@ -120,8 +128,13 @@ class Control:
         timeout: float,
         answered: Callable[[list[pb.NotificationResult] | KvferryError], None],
     ) -> None:
-        """Send a batch without waiting; `answered` is called once, on gRPC's thread with the results, or, also on the
-        caller's, with why the call failed."""
+        """Send a batch of notifications without waiting.
+
+        Args:
+            request: the batch.
+            timeout: seconds.
+            answered: called once with the results, on gRPC's thread, or with an error, on that thread or the caller's.
+        """
 
         def take(answer: pb.NotifyResponse | KvferryError) -> None:
             answered(answer if isinstance(answer, KvferryError) else list(answer.results))
@@ -134,19 +147,24 @@ class Control:
         timeout: float,
         answered: Callable[[pb.PollBlocksResponse | KvferryError], None],
     ) -> Callable[[], object]:
-        """Ask for blocks without waiting; `answered` as in `notify_later`.
+        """Ask for the blocks of a publication without waiting.
+
+        Args:
+            request: the publication, and how long to wait for it.
+            timeout: seconds.
+            answered: see `notify_later`.
 
         Returns:
-            Cancels the call, which then ends with an error, from any thread and at any time.
+            A function that cancels the call, which then ends with an error. May be called on any thread, at any time.
         """
         return self._later(lambda stub: stub.PollBlocks.future(request, timeout=timeout), answered)
 
     def watch(self, request: pb.WatchRequest) -> Stream[pb.WatchResponse]:
-        """Open a Watch; errors come while it is read, see `typed`."""
+        """Open a Watch. Its errors are raised while it is read; see `typed`."""
         return self._start(lambda stub: cast("Stream[pb.WatchResponse]", stub.Watch(request)))
 
     def typed(self, stream: Stream[Answer]) -> Iterator[Answer]:
-        """The messages of a stream, its failure as a `KvferryError`."""
+        """Yield the messages of a stream; raises a `KvferryError` if it fails."""
         try:
             for message in stream:
                 self._judge(None)
@@ -156,7 +174,7 @@ class Control:
             raise self._typed(error) from None
 
     def close(self) -> None:
-        """Close the channel: what is under way ends, and later calls raise `Closed`. Idempotent."""
+        """Close the channel: calls in progress end, and later calls raise `Closed`. Idempotent."""
         with self._starting, self._lock:
             self._closed = True
             channel, self._channel, self._stub = self._channel, None, None
@@ -166,7 +184,7 @@ class Control:
     def _later(
         self, call: Callable[[KVTransferStub], _Future[Answer]], answered: Callable[[Answer | KvferryError], None]
     ) -> Callable[[], object]:
-        """Make a call without waiting; `answered` is called once, see `notify_later`. Returns what cancels it."""
+        """Make a call without waiting; see `notify_later`. Returns a function that cancels it."""
         try:
             future = self._start(call)
         except KvferryError as error:
@@ -184,13 +202,13 @@ class Control:
             try:
                 answered(answer)
             except Exception:
-                logger.exception("what %s answered was not taken", self.address)
+                logger.exception("a callback for the answer of %s failed", self.address)
 
         future.add_done_callback(on_done)
         return future.cancel
 
     def _start(self, call: Callable[[KVTransferStub], Answer]) -> Answer:
-        """Start a call that does not wait for its end."""
+        """Start a call without waiting for its end."""
         with self._starting:
             if self._threads_short:
                 start_thread(_nothing, "kvferry-probe")
@@ -221,16 +239,18 @@ class Control:
             self._judge(error)
             raise self._typed(error) from None
         except ValueError as error:
-            # What gRPC raises for a channel that was closed since.
+            # gRPC raises it if the channel was closed in the meantime.
             raise self._typed(error) from None
         if isinstance(answer, Message):
             self._judge(None)
         return answer
 
     def _abandon(self) -> None:
-        """gRPC got no thread for the calls of this channel, and counts on having it: none of them would ever end, not
-        even by its deadline, and who closes the channel, or frees it, would wait for them. So it is kept for ever, and
-        the next call makes another."""
+        """Abandon a channel for which gRPC could not start its thread; the next call makes another channel.
+
+        No call on it would ever end, not even at its deadline, and closing or freeing the channel would wait for them.
+        So this keeps the channel referenced for ever.
+        """
         with self._lock:
             channel, self._channel, self._stub = self._channel, None, None
         self._threads_short = True
@@ -244,7 +264,8 @@ class Control:
         return InternalError(f"the call to {self.address} failed: {failure!r}", address=self.address)
 
     def _judge(self, failure: BaseException | None) -> None:
-        """Tell the breaker how an attempt ended. A deadline that passed proves nothing: it may have been short."""
+        """Tell the breaker how an attempt ended. An exceeded deadline does not count as a failure: it may have been
+        too short."""
         if failure is None:
             self._succeeded()
         elif isinstance(failure, grpc.RpcError) and isinstance(failure, grpc.Call):
@@ -261,16 +282,20 @@ class Control:
             logger.info("%s answers again", self.address)
 
     def _warn_if_overdue(self) -> None:
-        """Once per outage; whoever waits for an answer may wait for seconds, and the engine's log is to say why."""
+        """Warn once per outage, so that the engine's log says why its calls wait."""
         if self._breaker.overdue(now(), SILENCE):
-            logger.warning("%s; it is tried again and again. Is kvferryd running there?", self._why_unreachable)
+            logger.warning("%s; trying again. Is kvferryd running there?", self._why_unreachable)
 
 
 def checked_results(
     request: pb.NotifyRequest, results: list[pb.NotificationResult], address: str
 ) -> list[pb.NotificationResult]:
-    """The results of a batch; raises the first error among them, and `InternalError` if there are not as many as there
-    were notifications."""
+    """Return the results of a batch.
+
+    Raises:
+        InternalError: there are not as many results as notifications.
+        KvferryError: the first error among the results.
+    """
     if len(results) != len(request.notifications):
         raise InternalError(
             f"{address} answered {len(request.notifications)} notifications with {len(results)} results",
@@ -290,16 +315,16 @@ def retrying(
     *,
     what: str = "",
 ) -> Answer:
-    """Repeat a call while its error says that repeating can help.
+    """Repeat a call while its error is retryable.
 
     Args:
-        call: takes the seconds it may use.
-        deadline: on `kvferry._clock`; the last error is raised once it has passed.
-        wait: how to wait between attempts, e.g. an event's `wait`.
-        most: seconds that one call may use.
-        what: is being waited for. Given, a warning says so, once, when it takes longer than `SILENCE`. Without it, an
-            error that still comes after `SILENCE` is logged, once; `Control` itself warns of a node server that is
-            unreachable.
+        call: called with the seconds that it may take.
+        deadline: time on `kvferry._clock` after which the last error is raised.
+        wait: waits between attempts, e.g. an event's `wait`.
+        most: most seconds for one call.
+        what: what is being waited for. If given, one warning names it when it takes longer than `SILENCE`. If not, one
+            warning is logged for an error that persists after `SILENCE`; `Control` itself warns of an unreachable node
+            server.
     """
     backoff = Backoff(jitter=0.5)
     silent_until = now() + SILENCE
@@ -314,39 +339,39 @@ def retrying(
                     raise
                 waiting.reason = error.message
                 if not what and not isinstance(error, Unreachable) and now() >= silent_until:
-                    logger.warning("tried again and again for %.0f s: %s", SILENCE, error.message)
+                    logger.warning("still failing after %.0f s: %s", SILENCE, error.message)
                     silent_until = math.inf
             wait(pause)
 
 
 class _Waiting:
-    """Something that is waited for.
+    """A wait, and the warning about it.
 
     Attributes:
-        reason: why it is not there yet; empty: nothing was answered.
+        reason: message of the last error; empty: there was no answer yet.
     """
 
     def __init__(self, what: str) -> None:
         self.reason = ""
         self._what = what
 
-    def say(self) -> None:
-        """Warn."""
+    def warn(self) -> None:
+        """Log the warning."""
         logger.warning("still waiting for %s: %s", self._what, self.reason or "there is no answer yet")
 
 
 def _nothing() -> None:
-    """What a thread does that only shows that there can be one, and what cancels a call that was not made."""
+    """Do nothing: the work of a thread that is started as a test, and the cancellation of a call that was not made."""
 
 
 @contextmanager
 def announced(what: str) -> Iterator[_Waiting]:
-    """Warn once if the block takes longer than `SILENCE`; never where nothing is said to be waited for."""
+    """Warn once if the ``with`` block takes longer than `SILENCE`; never if `what` is empty."""
     waiting = _Waiting(what)
-    timer = threading.Timer(SILENCE, waiting.say)
+    timer = threading.Timer(SILENCE, waiting.warn)
     timer.daemon = True
     if what:
-        # A warning is not worth failing for where no thread can be had.
+        # Without a thread for the timer there is no warning; that is no reason to fail.
         with suppress(RuntimeError):
             timer.start()
     try:

@@ -1,4 +1,4 @@
-"""The steps of a publication as its reader is told them, and as one list of blocks for each group."""
+"""Collects the steps of a publication that a home grants, and joins them to one list of blocks per group."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from kvferry.geometry.blocks import MAX_BLOCKS, Blocks
 from kvferry.v1 import kv_transfer_pb2 as pb
 
 GRANT_BYTES = 128 << 20
-"""The most that the blocks of one publication take on the wire: `MAX_BLOCKS` ids that follow no other, with room. A
-home that went on sending would fill our memory."""
+"""Most bytes of the encoded blocks of one publication: enough for `MAX_BLOCKS` ids without consecutive ones. Without a
+limit, a home could fill the reader's memory."""
 
 STEP_BYTES = 256
-"""What one step takes beside its blocks."""
+"""Bytes to count for each step beside its blocks."""
 
 
 class GrantedSteps:
-    """The steps that one reader was told under one lease."""
+    """The steps that one reader was granted under one lease."""
 
     def __init__(self) -> None:
         self._steps: list[pb.Blocks] = []
@@ -28,7 +28,7 @@ class GrantedSteps:
         return len(self._steps)
 
     def add(self, steps: Iterable[pb.Blocks]) -> None:
-        """The next steps were told; raises `InvalidField` for others, or too much of them."""
+        """Add the next steps; raises `InvalidField` if one is out of order, or they are too large."""
         for step in steps:
             if step.step != len(self._steps):
                 raise InvalidField("number of a publication's step", step.step, f"{len(self._steps)}, the next one")
@@ -38,22 +38,22 @@ class GrantedSteps:
             self._steps.append(step)
 
     def blocks(self) -> dict[str, Blocks]:
-        """All blocks, by group. Errors as `joined`."""
+        """Return all blocks by group; raises the errors of `joined`."""
         return joined(self._steps)
 
 
 def joined(steps: Iterable[pb.Blocks]) -> dict[str, Blocks]:
-    """The steps of a publication as one list per group; each step goes on where the one before ended.
+    """Join the steps of a publication to one list of blocks per group.
 
     Raises:
-        BlocksShort: one does not.
-        InvalidField: they are no blocks, or too many.
+        BlocksShort: a step does not continue where the one before ended.
+        InvalidField: blocks are malformed, or there are too many.
     """
     pieces: dict[str, list[pb.GroupBlocks]] = {}
     for step in sorted(steps, key=lambda step: step.step):
         for group in step.groups:
             pieces.setdefault(group.group, []).append(group)
-    # Before any is written out: a few bytes of runs are as many ids as their sender likes, in each group.
+    # Checked before any ids are decoded: a few bytes of runs can stand for any number of ids.
     count = sum(sum(part.run_counts) for parts in pieces.values() for part in parts)
     if count > MAX_BLOCKS:
         raise InvalidField("number of blocks of all groups", count, f"at most {MAX_BLOCKS}")

@@ -1,4 +1,4 @@
-"""The source side: an engine's session at its home. Publishes requests, and learns when their blocks are free again."""
+"""An engine's session with its home: publishes requests, and receives their releases."""
 
 from __future__ import annotations
 
@@ -26,25 +26,26 @@ from kvferry.v1 import kv_transfer_pb2 as pb
 logger = logging.getLogger(__name__)
 
 MAX_PAYLOAD = 64 << 10
-"""Bytes that a publication may carry beside its blocks; the contract's limit."""
+"""Most bytes of a publication's payload; the contract's limit."""
 
 
 class HomeSession:
-    """An engine at its home: what it has offered, told and may use again. What stands behind an `EngineSession`.
+    """The session behind an `EngineSession`: opens the Watch, sends publications, and keeps them until their release.
 
     Threading: every method may be called from any thread. `publish`, `send` and `abort` wait for an answer.
 
     Args:
-        control: the home.
+        control: connection to the home.
         spec: the engine.
         timeout: seconds to keep trying to open the session.
 
     Attributes:
         spec: the engine.
         advertise: the home's address for readers.
-        block_use: blocks that are published, or written by reads of this process.
+        block_use: records the blocks that are published, or that reads of this process write to.
 
-    Raises what `Client.open_engine` does.
+    Raises:
+        KvferryError: see `Client.open_engine`.
     """
 
     def __init__(self, control: Control, spec: EngineSpec, timeout: float) -> None:
@@ -82,10 +83,10 @@ class HomeSession:
         timeout: float,
     ) -> Publication:
         """See `EngineSession.publish`."""
-        # One at a time: the home takes a number below the highest it has seen for a stale one.
+        # One at a time: the home rejects a number below the highest it has seen.
         deadline = now() + timeout
         if not self._publishing.acquire(timeout=timeout):
-            message = "another publish took all the time; nothing was published"
+            message = "publish on another thread took all the time; nothing was published"
             raise Unreachable(message, address=self._control.address)
         try:
             publication, step = self.offer(
@@ -111,10 +112,10 @@ class HomeSession:
         payload: bytes = b"",
         checksums: bool = False,
     ) -> tuple[Publication, Step]:
-        """The part of `publish` that makes no call: the blocks are pinned from now on.
+        """Do the part of `publish` that makes no call. The blocks are pinned from now on.
 
         Returns:
-            The publication, and what is to be handed to `send`, in the order of the publications' numbers.
+            The publication, and its step for `send`. Send steps in the order of the publications' numbers.
         """
         self._check_open()
         given = blocks_by_group("blocks", blocks)
@@ -131,16 +132,16 @@ class HomeSession:
         _check_step(step)
         pin = self.block_use.pin({name: listed.ids for name, listed in given.items()})
         with self._lock:
-            # Number and record together, or a snapshot taken in between would name the number and not hold it.
+            # Number and record under one lock: a snapshot in between would include the number but not the record.
             publication = self._offers.publish(self.advertise, step)
-            # So are the blocks: a release in between would leave them in use for ever.
+            # Under the same lock: after a release in between, the blocks would stay in use for ever.
             self.block_use.name(pin, publication.number, 0)
         return publication, Step(step)
 
     def offer_more(
         self, publication: Publication, blocks: Mapping[str, Blocks], *, last: bool, payload: bytes = b""
     ) -> Step:
-        """The part of `publish_more` that makes no call; what it returns is to be handed to `send`."""
+        """Do the part of `publish_more` that makes no call. Pass the returned step to `send`."""
         self._check_open()
         number = _number(publication)
         given = blocks_by_group("blocks", blocks)
@@ -150,7 +151,7 @@ class HomeSession:
         try:
             with self._lock:
                 self._offers.publish_more(number, step)
-                # Before anybody can take its release, which ends the pins that have its name.
+                # Under the same lock: a release in between would leave these blocks in use for ever.
                 self.block_use.name(pin, number, step.step)
         except KvferryError:
             self.block_use.unpin(pin)
@@ -170,7 +171,7 @@ class HomeSession:
         """See `EngineSession.released`.
 
         Args:
-            deadline: on `kvferry._clock`, until when to wait for the first; one that has passed: only what is there.
+            deadline: time on `kvferry._clock` until which to wait for the first one; in the past: do not wait.
         """
         with self._news:
             while True:
@@ -188,12 +189,12 @@ class HomeSession:
             return tuple(self._offers.unreleased())
 
     def on_refill(self, refill: Callable[[], None]) -> None:
-        """Call `refill` on the watch's thread whenever the home has lost its record of this engine."""
+        """Call `refill` on the Watch's thread whenever the home has lost its record of this engine."""
         with self._lock:
             self._refills.append(refill)
 
     def close(self) -> None:
-        """End the session. Leases at the home run on; nothing more is learned of them. Idempotent."""
+        """See `EngineSession.close`."""
         with self._news:
             self._closed = True
             self._news.notify_all()
@@ -209,7 +210,7 @@ class HomeSession:
         return groups
 
     def send(self, offered: Step, timeout: float = CALL_TIMEOUT) -> None:
-        """Tell the home a step that was offered. Errors as `publish`."""
+        """Send a step that `offer` or `offer_more` returned. Raises the errors of `publish`."""
         step = offered.message
         number = step.publication
         request = self._request([pb.Notification(publish=step)])
@@ -222,7 +223,7 @@ class HomeSession:
                     with self._lock:
                         self._offers.unanswered(step)
                 if isinstance(error, EngineUnknown) and self._watcher.failure is None:
-                    # The home restarted, and our Watch is not back yet.
+                    # The home has restarted, and this session's Watch is not open again yet.
                     raise Unavailable(f"{error.message}; its Watch is being opened again") from error
                 raise
 
@@ -237,20 +238,21 @@ class HomeSession:
             self._disown(number)
             if error.retryable:
                 raise
-            raise Unavailable(f"whether publication {number} exists is not known: {error}") from error
+            raise Unavailable(f"the home may or may not have publication {number}: {error}") from error
         finally:
             with self._news:
                 self._offers.sent(number, now())
                 self._news.notify_all()
 
     def _disown(self, number: int) -> None:
-        """The step's fate is unknown: say once that it is not meant, leave the rest to time."""
+        """Abort a publication that the home may or may not have: try once to tell it; if that fails, the publication
+        ends by time."""
         with self._lock:
             self._offers.abort(number)
         try:
             self._notify_one(pb.Notification(abort=pb.Abort(publication=number)), 1.0)
         except KvferryError as error:
-            logger.info("abort of publication %d not delivered: %s", number, error)
+            logger.info("could not abort publication %d: %s", number, error)
 
     def _notify_one(self, notification: pb.Notification, timeout: float) -> pb.NotificationResult:
         request = self._request([notification])
@@ -264,7 +266,7 @@ class HomeSession:
             raise Closed(f"the session of engine {self.spec.engine_id!r} is closed")
         failure = self._watcher.failure
         if failure is not None:
-            # Raised again and again, it would keep the frames of every call.
+            # Otherwise the traceback would grow, and keep the frames alive, with every call.
             raise failure.with_traceback(None)
 
     def _on_event(self, message: pb.WatchResponse) -> None:
@@ -272,7 +274,7 @@ class HomeSession:
         if kind == "opened":
             times = message.opened.times
             with self._lock:
-                # A reader that waited for the publication may have been promised a whole ttl before it came.
+                # A reader that waited for the publication may have a lease of a whole ttl from before it.
                 self._offers.final = max(from_duration(times.final), from_duration(times.max_ttl))
         elif kind == "released":
             self._on_released(message.released)
@@ -291,10 +293,10 @@ class HomeSession:
         self._acknowledgements.add(released.publication, self._request([]))
 
     def _refill(self) -> None:
-        """Tell a restarted home all that this engine holds published (PROTOCOL, Home restart).
+        """Send a restarted home all publications that are not released (PROTOCOL, Home restart).
 
         Raises:
-            KvferryError: the home has not taken all of it, and may another time. It has not been told the end.
+            KvferryError: the home did not accept all of it; repeating can help. The end of the refill was not sent.
         """
         for refill in tuple(self._refills):
             refill()
@@ -307,7 +309,7 @@ class HomeSession:
                 self._refill_with(request)
             self._refill_with(self._request([snapshot.end]))
         finally:
-            # Also when it failed: the home may have taken what it did not answer.
+            # Also after a failure: the home may have accepted notifications that it did not answer.
             with self._news:
                 self._offers.snapshot_sent(snapshot, now())
                 self._news.notify_all()
@@ -318,11 +320,11 @@ class HomeSession:
                 error = from_notification_error(result.error)
                 if error.retryable:
                     raise error
-                logger.warning("refilling %s: %s", self._control.address, error)
+                logger.warning("%s refused a notification of the refill: %s", self._control.address, error)
 
 
 def _check_step(step: pb.Publish) -> None:
-    """Raise for a step that no home takes, before its blocks are pinned."""
+    """Raise for a step that every home would refuse, before its blocks are pinned."""
     if step.payload and not step.last:
         raise InvalidField("payload", f"{len(step.payload)} bytes", "none before the last step")
     check_size("a step of a publication", step)

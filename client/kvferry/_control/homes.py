@@ -1,8 +1,8 @@
-"""Node servers that a client talks to: its own, and the homes that references name, as far as it may dial them.
+"""The node servers that a client connects to: its own, and the homes in references, if it may.
 
-A reference comes through routers and HTTP clients; a client that dialled whatever it named could be turned against any
-host it can reach. So homes must be covered by the allow-list, or by TLS, where only a certificate of the configured
-authority is talked to.
+References come from routers and HTTP clients. If a client connected to any home in a reference, anybody could direct it
+at any host it can reach. So a home must be in the allow-list, or TLS must be configured: then the home must have a
+certificate of the configured authority.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from kvferry.errors import Closed, HomeNotAllowed
 
 
 class Homes:
-    """Control connections by address. Thread-safe.
+    """Connections to node servers, by address. Thread-safe.
 
     Args:
         own: address of the client's own node server.
-        tls: credentials for every TCP connection; they cover every home.
-        allowed: shell patterns of ``host:port`` that may be dialled without TLS, beside loopback.
+        tls: credentials for all TCP connections; with them every home is allowed.
+        allowed: shell patterns of ``host:port`` that are allowed without TLS, beside loopback addresses.
         dial: makes the channels.
     """
 
@@ -37,12 +37,17 @@ class Homes:
         self._closed = False
 
     def known_as(self, advertise: str) -> None:
-        """The own node server is what others call by this address."""
+        """Record the address by which others know the client's own node server."""
         with self._lock:
             self._controls.setdefault(advertise, self.own)
 
     def get(self, address: str) -> Control:
-        """The node server of this address; raises `HomeNotAllowed`, `Closed`."""
+        """Return the connection to the node server at this address.
+
+        Raises:
+            HomeNotAllowed: this client may not connect to it.
+            Closed: the client is closed.
+        """
         with self._lock:
             control = self._controls.get(address)
             if self._closed:
@@ -56,12 +61,13 @@ class Homes:
             return control
 
     def home_of(self, token: EngineToken) -> Control:
-        """The home of an engine of ours, which its scheduler names and nobody from outside."""
+        """Return the connection to the home of this client's own engine. The address comes from the engine's scheduler,
+        so that it need not be allowed."""
         with self._lock:
             return self._controls.setdefault(token.home, Control(token.home, self._tls, self._dial))
 
     def close(self) -> None:
-        """Close all connections; none is made any more."""
+        """Close all connections, and make no new ones."""
         with self._lock:
             self._closed = True
             controls = set(self._controls.values())

@@ -8,23 +8,23 @@ from kvferry.v1 import kv_transfer_pb2 as pb
 
 
 class Judgement(enum.Enum):
-    """What became of a read whose parts have all ended well."""
+    """The judgement on a read whose shares have all succeeded."""
 
     CONFIRMED = "confirmed"
-    """Its bytes count; the home says so too."""
+    """Its bytes count, according to the reader's clock and the home."""
     TRUSTED = "trusted"
-    """Its bytes count by the reader's own clock: the home has no record of the lease, or did not answer."""
+    """Its bytes count, according to the reader's clock: the home has no record of the lease, or did not answer."""
     EXPIRED = "expired"
-    """Its bytes don't count."""
+    """Its bytes do not count."""
 
 
 def judge(ended_at: float, deadline: float, verdict: pb.Verdict.ValueType | None) -> Judgement:
-    """Judge a read after its report was answered, or was not.
+    """Judge a read after the home has answered its report, or has not answered in time.
 
     Args:
-        ended_at: reader's clock when its last part ended.
-        deadline: of its lease, on the same clock.
-        verdict: the home's; None if it did not answer in time.
+        ended_at: time of the end of its last share, on the reader's clock.
+        deadline: deadline of its lease, on the same clock.
+        verdict: the home's verdict; None: it did not answer in time.
     """
     if ended_at >= deadline or verdict == pb.VERDICT_EXPIRED:
         return Judgement.EXPIRED

@@ -1,5 +1,5 @@
-"""For the process that holds an engine's leases: asks for them, speaks for all of its ranks, and is their only judge
-(PROTOCOL, Leases 4)."""
+"""Holds the leases of an engine's reads: acquires them, reports the ends of reads to homes, and ends leases (PROTOCOL,
+Leases 4)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvferry._control.renewals import Renewals
 from kvferry._control.teller import Teller
 from kvferry._forks import OneProcess
 from kvferry._wire.reference import parse_reference
-from kvferry._wire.token import EngineToken
+from kvferry._wire.token import EngineToken, engine_ref
 from kvferry.errors import InvalidField, KvferryError
 from kvferry.v1 import kv_transfer_pb2 as pb
 
@@ -26,37 +26,37 @@ VERDICT_TIMEOUT = 1.0
 """Seconds for the home's verdict; without one the reader's own deadline decides (PROTOCOL, Endings)."""
 
 DECLINE_PATIENCE = 120.0
-"""Seconds for which a decline is told again: after them a publication that nobody reads is released anyway."""
+"""Seconds for which a decline is repeated: after that, a publication that nobody reads is released by time."""
 
 
 class LeaseHolder(OneProcess):
-    """The leases of one destination engine.
+    """Holds the leases of one destination engine.
 
-    Threading: nothing but `close` waits. Everything else may make a call, and returns at once.
+    Threading: only `close` waits. The other methods may start an RPC, and return at once.
 
     Args:
-        homes: node servers that may be dialled.
-        renewals: keeps the leases alive.
-        token: of the engine.
-        rank: the one that it speaks for, where each rank has a holder of its own; None: all ranks.
+        homes: connections to node servers.
+        renewals: renews the leases.
+        token: token of the engine.
+        rank: the rank that it acts for, if each rank has a holder of its own; None: all ranks.
     """
 
     def __init__(self, homes: Homes, renewals: Renewals, token: EngineToken, rank: int | None = None) -> None:
         self._homes = homes
         self._rank = rank
         self._renewals = renewals
-        self._reader = token.ref()
+        self._reader = engine_ref(token)
         self._teller = Teller(self._reader)
         self._acquirer = Acquirer(token, renewals, self._give_up)
 
     def request(
         self, reference: str, read_id: str, *, parties: int, expected_reads: int, timeout: float
     ) -> AcquireRequest:
-        """A read of a publication; makes no call.
+        """Make the request for a read of a publication. Makes no RPC.
 
         Raises:
-            BadReference: not a reference.
-            HomeNotAllowed: its home may not be dialled.
+            BadReference: the string is not a reference.
+            HomeNotAllowed: this client may not connect to the home in the reference.
             InvalidField: an argument is out of range.
         """
         if not 0 < timeout < LONGEST:
@@ -66,7 +66,7 @@ class LeaseHolder(OneProcess):
         return AcquireRequest(home, parsed, reference, read_id, parties, expected_reads, now() + timeout)
 
     def check(self, reference: str) -> None:
-        """Raise `BadReference` or `HomeNotAllowed` for what cannot be read; makes no call."""
+        """Raise `BadReference` or `HomeNotAllowed` for a reference that cannot be read. Makes no RPC."""
         self._homes.get(parse_reference(reference).home)
 
     def acquire(
@@ -76,20 +76,21 @@ class LeaseHolder(OneProcess):
         renewed: Callable[[float], None],
         ended: Callable[[Acquired | KvferryError], None],
     ) -> None:
-        """Wait for the publication; returns at once.
+        """Start to acquire a publication. Returns at once.
 
         Args:
-            request: what to read.
+            request: the publication to read.
             cancellation: interrupts the wait.
-            renewed: called with the new deadline of the lease after each acknowledged renewal, until `drop`.
-            ended: called once with what was granted, or with why nothing is, see `Acquirer.start`. Both on any thread;
-                neither may block.
+            renewed: called with the new deadline of the lease after each acknowledged renewal, until `drop`. Called on
+                any thread; must not block.
+            ended: called once with the lease and its blocks, or with an error; see `Acquirer.start`. Called on any
+                thread; must not block.
         """
         self._acquirer.start(request, cancellation, renewed, ended)
 
-    def drop(self, granted: Acquired) -> None:
-        """Renew it no more: its read has ended."""
-        self._renewals.drop(granted.lease)
+    def drop(self, acquired: Acquired) -> None:
+        """Stop renewing a lease whose read has ended."""
+        self._renewals.drop(acquired.lease)
 
     def let_go(self, home: Control, granted: Acquired) -> None:
         """Give back a lease whose read will not begin: renew it no more, and tell its home."""
@@ -103,10 +104,14 @@ class LeaseHolder(OneProcess):
         reports: Sequence[pb.RankReport],
         answered: Callable[[pb.Verdict.ValueType | None], None],
     ) -> None:
-        """Tell how all shares ended; `answered` is called, on any thread, with the home's verdict, or with None for
-        each attempt that gave none.
+        """Report the ends of all shares to the home. The report is repeated until the lease ends, if need be.
 
-        A home that does not answer in time is told again in the background, for as long as the lease runs.
+        Args:
+            home: connection to the home.
+            lease: the lease of the read.
+            reports: the ends of the shares.
+            answered: called with the home's verdict, and with None for each attempt without one. Called on any thread;
+                must not block.
         """
 
         def on_result(result: pb.NotificationResult | None) -> None:
@@ -116,15 +121,16 @@ class LeaseHolder(OneProcess):
         self._teller.tell(home, read_done(lease.lease_id, reports), lease.deadline, on_result, timeout=VERDICT_TIMEOUT)
 
     def cancel(self, home: Control, lease: ReaderLease) -> None:
-        """End a lease at its home, at once if it can be reached, else with its time (PROTOCOL, Leases 7)."""
+        """End a lease at its home. If the home cannot be reached, the lease ends by time (PROTOCOL, Leases 7)."""
         self._teller.tell(home, [_cancelled(lease)], lease.deadline)
 
     def decline(self, reference: str, leases: Sequence[ReaderLease] = ()) -> None:
-        """Say that nobody will read a publication, and end the leases on it (PROTOCOL, Leases 8). A home that recovers,
-        or cannot be reached, is told again for `DECLINE_PATIENCE`; after that the publication is released by time.
+        """Tell the home that nobody will read a publication, and end the leases on it (PROTOCOL, Leases 8).
+
+        The message is repeated for `DECLINE_PATIENCE` if the home cannot be reached, or is recovering.
 
         Raises:
-            BadReference, HomeNotAllowed: as `request`.
+            BadReference, HomeNotAllowed: see `request`.
         """
         home = self._homes.get(parse_reference(reference).home)
         cancels = [_cancelled(lease) for lease in leases]
@@ -132,15 +138,18 @@ class LeaseHolder(OneProcess):
         self._teller.tell(home, [*cancels, decline], now() + DECLINE_PATIENCE)
 
     def close(self, timeout: float) -> None:
-        """Acquire and tell nothing again any more, and wait at most `timeout` seconds for what was told already.
-        Idempotent."""
+        """Stop acquiring leases and repeating messages. Idempotent.
+
+        Args:
+            timeout: seconds to wait for the messages that were sent already.
+        """
         self._acquirer.close(timeout)
         until = now() + timeout
         self._acquirer.close(timeout)
         self._teller.close(max(0.0, until - now()))
 
     def _give_up(self, home: Control, lease: ReaderLease, outcome: pb.RankOutcome.ValueType) -> None:
-        """End a lease that was had, and is not needed. Where other ranks share it, it ends for this one only."""
+        """End a lease that is not needed. If other ranks share it, it ends for this rank only."""
         if self._rank is None:
             self.cancel(home, lease)
         else:

@@ -1,9 +1,9 @@
-"""What a source has published and not yet heard released: numbers, held steps, and the one release of each (R2, R3).
+"""A source's publications that are not released yet: their numbers and steps, and the one release of each (R2, R3).
 
-Pure: no threads, no calls, no clock of its own. `EngineSession` makes the calls and says here how they ended.
+Pure: no threads, no RPCs, no clock of its own. `HomeSession` makes the calls and records here how they ended.
 
     publish ──► sending ──(answered)──► held ──(released by the home | its final deadline has passed)──► released once
-                   └──(refused, and no home can have taken it)──► never was
+                   └──(refused, and no home can have accepted it)──► removed
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from kvferry.v1 import kv_transfer_pb2 as pb
 
 LOCAL_RELEASE_MARGIN = 5.0
 LOCAL_RELEASE_SHARE = 0.01
-"""A publication whose home never came back is released at its final deadline, 5 s and 1 % later: the share is for
-clocks of different rates, the seconds for a publish that was under way when its attempt was given up."""
+"""A publication whose home never came back is released 5 s and 1 % of `final` after its final deadline. The share
+allows for clocks of different rates, the seconds for a publish that was in progress when its attempt was given up."""
 
 
 class ReleaseOutcome(enum.IntEnum):
-    """How a publication ended, numbered as in the proto."""
+    """How a publication ended. Numbered as `kvferry.v1.ReleaseOutcome`, which explains the values."""
 
     READ = 1
     UNREAD = 2
@@ -38,22 +38,22 @@ class ReleaseOutcome(enum.IntEnum):
 
 
 ReadEnding = Literal["waiting", "reading", "valid", "failed", "cancelled", "expired", "unknown"]
-"""The state of a read at its home. Of a released publication: "valid", every rank read it in time; "failed", some did
-not; "cancelled", its reader gave it up; "expired", its lease ran out; "unknown", a later version's."""
+"""The state of a read at its home. "valid": every rank has read it in time; "failed": some rank has not; "cancelled":
+its reader cancelled it; "expired": its lease expired; "unknown": a state of a later version."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReadSummary:
-    """What the home of a publication knows of one of its reads.
+    """Summarises one read of a publication, as its home recorded it.
 
     Attributes:
-        reader: engine_id of the engine that read it.
-        incarnation: which start of that engine.
-        lease_number: of its lease; rising per home.
+        reader: engine_id of the reader.
+        incarnation: incarnation of the reader.
+        lease_number: number of its lease; rising per home.
         state: how the read ended.
-        parties: ranks that were expected to report.
-        reported: distinct ranks that have reported.
-        bytes: read by all ranks that have reported.
+        parties: number of ranks that were expected to report.
+        reported: number of ranks that have reported.
+        bytes: bytes read by the ranks that have reported.
     """
 
     reader: str
@@ -70,14 +70,15 @@ class ReadSummary:
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """The source may change and free the blocks of a publication.
+    """Allows the source to change and free the blocks of a publication.
 
     Attributes:
-        publication: its number.
-        request_id: the source's request.
-        outcome: how it ended.
-        reads: what the home knows of its reads; empty if the release is local.
-        local: the home never came back; released by the final deadline alone.
+        publication: number of the publication.
+        request_id: the source's name for the request.
+        outcome: how the publication ended.
+        reads: the reads of the publication; empty if `local`.
+        local: the session released it without the home: the home refused it, or did not come back before the final
+            deadline.
     """
 
     publication: int
@@ -87,18 +88,18 @@ class Release:
     local: bool = False
 
     def __str__(self) -> str:
-        outcome = f"{self.outcome.name}, by time alone" if self.local else self.outcome.name
-        told = "".join(f"; {read}" for read in self.reads)
-        return f"publication {self.publication} of request {self.request_id!r}: {outcome}{told}"
+        outcome = f"{self.outcome.name}, without the home" if self.local else self.outcome.name
+        reads = "".join(f"; {read}" for read in self.reads)
+        return f"publication {self.publication} of request {self.request_id!r}: {outcome}{reads}"
 
 
 @dataclass(frozen=True, slots=True)
 class Publication:
-    """A request offered to readers.
+    """A request's blocks, published to readers.
 
     Attributes:
-        number: rising per incarnation.
-        request_id: the source's request.
+        number: number of the publication; rising per incarnation.
+        request_id: the source's name for the request.
         reference: the string for the router. A capability.
     """
 
@@ -109,19 +110,20 @@ class Publication:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Step:
-    """A step of a publication on its way to the home: `EngineSession.offer` makes it, `EngineSession.send` takes it."""
+    """A step of a publication that is to be sent: `HomeSession.offer` makes it, and `HomeSession.send` sends it."""
 
     message: pb.Publish = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """All that is held, for a home that has lost its record of it.
+    """All publications that are not released, for a home that has lost its record of them.
 
     Attributes:
-        publications: numbers of what is told.
-        notifications: what to tell, in this order; made while they are taken, once, since copying them all takes long.
-        end: what to tell when all of them were taken.
+        publications: numbers of the publications.
+        notifications: the notifications to send, in this order. Made while they are consumed, once, because copying all
+            of them takes long.
+        end: the notification to send after all of them.
     """
 
     publications: tuple[int, ...]
@@ -134,9 +136,12 @@ class _Held:
     """A publication that is not released yet, with all that a restarted home needs.
 
     Attributes:
-        open_steps: steps that a home may have taken without this source knowing.
-        sending: calls under way that may make a home take it anew, so that its final deadline is not known.
-        release_at: when no home can hold a lease on it any more; counts while nothing is being sent.
+        publication: the publication.
+        steps: its steps.
+        open_steps: numbers of steps that a home may have accepted without an answer.
+        aborted: the source has withdrawn it.
+        sending: number of calls in progress with which a home may accept it; its final deadline is unknown until then.
+        release_at: time after which no home can hold a lease on it; valid while `sending` is 0.
     """
 
     publication: Publication
@@ -148,7 +153,7 @@ class _Held:
 
 
 def leaves_open(error: KvferryError) -> bool:
-    """Whether a home may have done what it was asked, although the call ended with this error."""
+    """Return whether a home may have executed a call that ended with this error."""
     return not error.reason or isinstance(error, (Unreachable, InternalError))
 
 
@@ -156,11 +161,11 @@ class Offers:
     """The publications of one incarnation that are not released. Not thread-safe.
 
     Args:
-        engine: the incarnation.
-        session_secret: its secret; the keys of references are derived from it.
+        engine: the engine and its incarnation.
+        session_secret: the session secret, from which the keys of references are derived.
 
     Attributes:
-        final: seconds from a publish until no home holds a lease on it; as the home says.
+        final: seconds from a publish until no home can hold a lease on it; the home's setting.
     """
 
     def __init__(self, engine: pb.EngineRef, session_secret: bytes) -> None:
@@ -171,15 +176,15 @@ class Offers:
         self._held: dict[int, _Held] = {}
         self._released: deque[Release] = deque()
         self._next_deadline = math.inf
-        """At most the earliest time at which something is to be released, so that `advance`, which engines call in each
-        step, need not look at everything that is held."""
+        """No later than the earliest `release_at`, so that `advance`, which engines call in each step, rarely has to
+        search all publications."""
 
     def publish(self, home: str, step: pb.Publish) -> Publication:
-        """Take a request's first step; gives it its number. To be sent; then `sent`.
+        """Add a publication with its first step, and give it a number. Send the step, then call `sent`.
 
         Args:
             home: address of the home, for the reference.
-            step: without a number.
+            step: the step; its number is set here.
         """
         step.publication, self._next = self._next, self._next + 1
         reference = pb.Reference(
@@ -195,10 +200,10 @@ class Offers:
         return publication
 
     def publish_more(self, number: int, step: pb.Publish) -> None:
-        """Take the next step of a publication; says in it which it is. To be sent; then `sent`.
+        """Add the next step of a publication, and set its numbers. Send the step, then call `sent`.
 
         Raises:
-            WrongState: the publication is complete, or released.
+            WrongState: the publication is complete, or was released.
         """
         held = self._held.get(number)
         if held is None or held.steps[-1].last:
@@ -214,17 +219,17 @@ class Offers:
         held.sending += 1
 
     def unanswered(self, step: pb.Publish) -> None:
-        """An attempt to send the step ended without an answer: whether the home took it is open."""
+        """Record that an attempt to send a step had no answer: the home may have accepted the step."""
         held = self._held.get(step.publication)
         if held is not None:
             held.open_steps.add(step.step)
 
     def refused(self, step: pb.Publish) -> bool:
-        """The home refused the step for good.
+        """Record that the home refused a step for good.
 
         Returns:
-            Whether it never was, so that nobody can have read it. Else another attempt, or another start of the home,
-            may have taken it: it stays pinned until its publication is released.
+            Whether the step was removed, because no home can have accepted it. If not, another attempt, or another
+            start of the home, may have accepted it, and it stays pinned until its publication is released.
         """
         held = self._held.get(step.publication)
         if held is None or step.step in held.open_steps:
@@ -235,7 +240,7 @@ class Offers:
         return True
 
     def sent(self, number: int, now: float) -> None:
-        """All attempts to send a step have ended, whichever way: its final deadline is known."""
+        """Record that all attempts to send a step have ended: the publication's final deadline is known now."""
         held = self._held.get(number)
         if held is not None:
             held.sending -= 1
@@ -243,13 +248,13 @@ class Offers:
             self._next_deadline = min(self._next_deadline, held.release_at)
 
     def abort(self, number: int) -> None:
-        """The source takes a publication back. A home that forgot is told so again."""
+        """Mark a publication as withdrawn, also for snapshots."""
         held = self._held.get(number)
         if held is not None:
             held.aborted = True
 
     def snapshot(self) -> Snapshot:
-        """Tell all that is held to a home that has lost its record. To be sent; then `snapshot_sent`."""
+        """Make a snapshot for a home that has lost its record. Send it, then call `snapshot_sent`."""
         held_now: list[tuple[int, bool, tuple[pb.Publish, ...]]] = []
         for number, held in self._held.items():
             held.sending += 1
@@ -262,24 +267,24 @@ class Offers:
             pb.Notification(resync=pb.Resync(phase=phase, high_water=self._next - 1, snapshot=name))
             for phase in (pb.RESYNC_PHASE_BEGIN, pb.RESYNC_PHASE_END)
         )
-        return Snapshot(tuple(self._held), _told(begin, held_now), end)
+        return Snapshot(tuple(self._held), _notifications(begin, held_now), end)
 
     def snapshot_sent(self, snapshot: Snapshot, now: float) -> None:
-        """The snapshot was told, or the attempt was given up."""
+        """Record that the attempt to send a snapshot has ended, with or without success."""
         for number in snapshot.publications:
             self.sent(number, now)
 
     def released(self, message: pb.Released) -> None:
-        """The home says that a publication is released. The second of two releases finds nothing."""
+        """Release a publication because the home says so. Does nothing if it is released already."""
         try:
             outcome = ReleaseOutcome(message.outcome)
         except ValueError:
-            # A home of a later version may know outcomes that this one does not; the blocks are free all the same.
+            # A home of a later version may send an unknown outcome; the blocks are released all the same.
             outcome = ReleaseOutcome.FINAL
         self._release(message.publication, outcome, tuple(map(_summary, message.reads)))
 
     def advance(self, now: float) -> None:
-        """Release what no home can hold a lease on any more (PROTOCOL, Endings)."""
+        """Release the publications on which no home can hold a lease any more (PROTOCOL, Endings)."""
         if now < self._next_deadline:
             return
         for number in [number for number, held in self._held.items() if not held.sending and held.release_at <= now]:
@@ -288,22 +293,22 @@ class Offers:
         self._next_deadline = min(waiting, default=math.inf)
 
     def next_deadline(self) -> float:
-        """`advance` releases nothing before."""
+        """Return a time before which `advance` releases nothing."""
         return self._next_deadline
 
     def take_released(self) -> list[Release]:
-        """What was released since the last call; each publication exactly once (R3)."""
+        """Return the publications released since the last call; each exactly once (R3)."""
         found = list(self._released)
         self._released.clear()
         return found
 
     @property
     def news(self) -> bool:
-        """Whether `take_released` would give something."""
+        """Whether `take_released` would return a publication."""
         return bool(self._released)
 
     def unreleased(self) -> Sequence[Publication]:
-        """Publications whose blocks are still pinned."""
+        """Return the publications whose blocks are still pinned."""
         return tuple(held.publication for held in self._held.values())
 
     def _release(
@@ -336,7 +341,9 @@ def _summary(message: pb.ReadSummary) -> ReadSummary:
     )
 
 
-def _told(begin: pb.Notification, held: list[tuple[int, bool, tuple[pb.Publish, ...]]]) -> Iterator[pb.Notification]:
+def _notifications(
+    begin: pb.Notification, held: list[tuple[int, bool, tuple[pb.Publish, ...]]]
+) -> Iterator[pb.Notification]:
     yield begin
     for number, aborted, steps in held:
         if aborted:

@@ -1,5 +1,4 @@
-"""A lease that its home has lost, since it restarted, is asked for again, so that a transfer under way need not start
-anew."""
+"""Acquires a lease again after its home has restarted and lost it, so that a transfer in progress can continue."""
 
 from __future__ import annotations
 
@@ -19,15 +18,15 @@ logger = logging.getLogger(__name__)
 
 
 class Reacquisition:
-    """Asks until the lease is granted anew, or its deadline has passed. Never blocks.
+    """Asks for a lease until it is granted again, or its deadline has passed. Never blocks.
 
     Args:
-        home: who granted the lease.
-        asked: for what; without a wait.
-        what: is read, for logs.
-        lease: that was lost.
+        home: connection to the home.
+        asked: the request of the read, without a wait.
+        what: name of the publication, for logs.
+        lease: the lease that was lost.
         work: makes the pauses.
-        again: called when the lease is had again.
+        again: called when the lease was granted again.
         unneeded: called with a lease that was granted too late.
     """
 
@@ -51,7 +50,7 @@ class Reacquisition:
         self._backoff = Backoff(jitter=0.5)
 
     def ask(self) -> None:
-        """Ask, unless nobody needs the lease any more."""
+        """Ask for the lease, unless its read has ended."""
         if not self._lease.ended:
             left = max(0.001, min(CALL_TIMEOUT, self._lease.deadline - now()))
             self._home.poll_blocks_later(pb.PollBlocksRequest(read=self._asked), left, partial(self._answered, now()))
@@ -74,4 +73,4 @@ class Reacquisition:
         if error.retryable and now() + pause < self._lease.deadline:
             self._work.do_later(pause, self.ask)
         elif not self._lease.ended:
-            logger.warning("the read of %s has lost its lease, which was not acquired again: %s", self._what, error)
+            logger.warning("the lease on %s was lost and could not be acquired again: %s", self._what, error)

@@ -1,5 +1,4 @@
-"""Keeps the leases of a client's reads alive: one thread, and for each home and reader as few calls as the limits of a
-message allow."""
+"""Renews the leases of a client's reads on one thread, with as few calls for each home and reader as possible."""
 
 from __future__ import annotations
 
@@ -24,18 +23,19 @@ logger = logging.getLogger(__name__)
 RENEW_TIMEOUT = 2.0
 
 RENEW_AGAIN = 1.0
-"""Seconds after which a renewal that was not answered, or was refused, is sent again."""
+"""Seconds after which a renewal without an answer, or a refused one, is repeated."""
 
 LONGEST_SLEEP = 1.0
-"""Seconds after which leases are looked at again: what a thread sleeps does not count suspends, and leases do."""
+"""Seconds after which the thread checks the leases again: a sleeping thread does not notice that its host was
+suspended, while leases run on."""
 
 NAMED = 8
-"""Leases that a warning names; the rest it counts."""
+"""How many leases a warning names; it counts the rest."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Kept:
-    """A lease that is renewed. `name` is what logs call it: its id is a secret."""
+    """A lease that is renewed; see `Renewals.keep`."""
 
     lease: ReaderLease
     home: Control
@@ -46,18 +46,18 @@ class _Kept:
 
 
 class Renewals:
-    """Renews leases until they are dropped. Thread-safe. Without leases its thread sleeps, and before the first there
+    """Renews leases until they are dropped. Thread-safe. Its thread starts with the first lease, and sleeps when there
     is none."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._kept: dict[ReaderLease, _Kept] = {}
         self._failing: set[ReaderLease] = set()
-        """Leases of which a warning said that they are not renewed."""
+        """Leases whose failed renewal was logged already."""
         self._thread: threading.Thread | None = None
         self._closed = False
         self._wakes_at = 0.0
-        """When the thread looks at the leases next without being told to."""
+        """When the thread checks the leases next without a notification."""
 
     def keep(
         self,
@@ -68,18 +68,18 @@ class Renewals:
         extended: Callable[[float], None],
         lost: Callable[[], None],
     ) -> None:
-        """Renew a lease from now on. One that has ended, or that comes after `close`, is not renewed.
+        """Renew a lease from now on. Does nothing for a lease that has ended, or after `close`.
 
         Args:
             lease: the lease.
-            home: who granted it.
+            home: connection to the home that granted it.
             sender: the reader.
-            name: what to call it in logs. No secret.
-            extended: called with the new deadline after each acknowledged renewal.
-            lost: called once if the home has no record of the lease, which is renewed no more then. Neither may block.
+            name: name of the lease in logs. Must not contain its id, which is a secret.
+            extended: called with the new deadline after each acknowledged renewal. Must not block.
+            lost: called once if the home has no record of the lease; it is then no longer renewed. Must not block.
 
         Raises:
-            LimitReached: the system gives no thread to renew on.
+            LimitReached: the system refused another thread.
         """
         with self._changed:
             if self._closed or lease.ended:
@@ -89,18 +89,18 @@ class Renewals:
             self._kept[lease] = _Kept(lease, home, sender, name, extended, lost)
             due = lease.next_renewal
             if due is not None and due < self._wakes_at:
-                # Else the thread looks in time by itself; waking it for each of many leases would cost their square.
+                # Otherwise the thread wakes in time by itself. Waking it for each lease would take quadratic time.
                 self._changed.notify()
 
     def drop(self, lease: ReaderLease) -> None:
-        """Renew it no more: its read has ended."""
+        """Stop renewing a lease whose read has ended."""
         lease.end()
         with self._changed:
             self._kept.pop(lease, None)
             self._failing.discard(lease)
 
     def close(self) -> None:
-        """Renew nothing any more."""
+        """Stop renewing, and end the thread."""
         with self._changed:
             self._closed = True
             self._kept.clear()
@@ -112,7 +112,7 @@ class Renewals:
                 due = self._wait_due()
             if due is None:
                 return
-            # A home knows its leases by their reader, and an engine may speak for itself only.
+            # One request is sent by one reader, and can renew only that reader's leases.
             turns: dict[tuple[Control, str, bytes], list[_Kept]] = {}
             for kept in due:
                 reader = kept.home, kept.sender.engine_id, kept.sender.incarnation
@@ -121,11 +121,11 @@ class Renewals:
                 try:
                     self._renew(turn)
                 except Exception:
-                    # The other leases must not pay for it; these are due again after their usual time.
+                    # Other leases are still renewed; these are due again after `renew_every`.
                     logger.exception("%s could not be renewed", _names(turn))
 
     def _wait_due(self) -> list[_Kept] | None:
-        """With the lock held: the leases to renew now; None once closed."""
+        """Wait for leases that are due, and return them; None: closed. Called with the lock held."""
         while not self._closed:
             times = [(kept.lease.next_renewal, kept) for kept in self._kept.values()]
             pending = [(at, kept) for at, kept in times if at is not None]
@@ -150,13 +150,13 @@ class Renewals:
         for request in batches(sender, notifications):
             batch = due[first : first + len(request.notifications)]
             first += len(batch)
-            # Not waited for: a home that hangs must not delay the renewals at others (R10).
+            # Without waiting, since a home that hangs must not delay renewals at other homes (R10).
             home.notify_later(request, RENEW_TIMEOUT, partial(self._answered, batch, sent_at))
 
     def _answered(
         self, batch: Sequence[_Kept], sent_at: float, answer: list[pb.NotificationResult] | KvferryError
     ) -> None:
-        """On gRPC's thread, or the one that sent it."""
+        """Handle an answer, on gRPC's thread or the one that sent the renewals."""
         if isinstance(answer, KvferryError):
             self._refused(batch, answer)
             return
@@ -167,11 +167,11 @@ class Renewals:
             try:
                 self._take(kept, sent_at, result)
             except Exception:
-                logger.exception("the renewal of %s was not taken", kept.name)
+                logger.exception("the answer to the renewal of %s could not be handled", kept.name)
 
     def _refused(self, batch: Sequence[_Kept], error: KvferryError) -> None:
-        """The call failed. What cannot be repeated as it is goes again in halves, so that one lease which the home will
-        not hear of takes no other with it."""
+        """Handle a failed call. If repeating it cannot help, its halves are sent separately, so that a lease which the
+        home refuses does not affect the others."""
         if len(batch) > 1 and not error.retryable and not isinstance(error, Closed):
             middle = len(batch) // 2
             self._renew(batch[:middle])
@@ -184,14 +184,14 @@ class Renewals:
         with self._changed:
             wanted = [kept for kept in batch if self._kept.get(kept.lease) is kept]
             if error.retryable:
-                # What was refused for good is tried again all the same, but at its usual pace.
+                # After a refusal for good the renewal is repeated too, but not before `renew_every`.
                 for kept in wanted:
                     kept.lease.not_renewed(again_at)
             new = [kept for kept in wanted if kept.lease not in self._failing]
             self._failing.update(kept.lease for kept in new)
             self._changed.notify()
         if new:
-            message = "%s: the renewal at %s failed and is tried again: %s"
+            message = "%s: the renewal at %s failed and is repeated: %s"
             logger.warning(message, _names(new), new[0].home.address, error.message)
 
     def _take(self, kept: _Kept, sent_at: float, result: pb.NotificationResult) -> None:
@@ -212,16 +212,16 @@ class Renewals:
             return
         with self._changed:
             if self._kept.get(kept.lease) is not kept:
-                # Dropped, or acquired again, since this renewal was sent.
+                # The lease was dropped, or acquired again, after this renewal was sent.
                 return
             del self._kept[kept.lease]
-        logger.warning("%s: %s has no record of the lease; it is asked for again", kept.name, kept.home.address)
+        logger.warning("%s: %s has no record of the lease; acquiring it again", kept.name, kept.home.address)
         try:
             kept.lost()
         except KvferryError as failure:
             with self._changed:
                 if not self._closed and not kept.lease.ended:
-                    # The next renewal finds it lost again.
+                    # The next renewal finds again that it is lost.
                     self._kept.setdefault(kept.lease, kept)
             self._not_renewed([kept], failure)
 

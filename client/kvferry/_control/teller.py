@@ -1,5 +1,4 @@
-"""What a home is to hear although it may not answer at once: told without waiting, and told again until it has answered
-or it is of no use any more."""
+"""Sends notifications to homes without waiting, and repeats them until the home has answered or they are useless."""
 
 from __future__ import annotations
 
@@ -26,24 +25,26 @@ TELL_TIMEOUT = 5.0
 
 MAX_WAITING = 16_384
 MAX_WAITING_AT_HOME = 4096
-"""Notifications that wait for another attempt, of all homes and of one; beyond it a new one is given up. A home that
-takes nothing must not leave the others without room."""
+"""Most notifications that wait for another attempt, for all homes and for one; further ones are dropped. The limit per
+home keeps a home that never answers from using up the room of the others."""
 
 LONGEST_SLEEP = 1.0
-"""Seconds after which they are looked at again: what a thread sleeps does not count suspends."""
+"""Seconds after which the thread checks them again: a sleeping thread does not notice that its host was suspended."""
 
 Answered = Callable[["pb.NotificationResult | None"], None]
 
 
 @dataclass(slots=True, eq=False)
-class _Told:
-    """A notification until it is answered.
+class _Pending:
+    """A notification that the home has not answered yet.
 
     Attributes:
-        until: when it is of no use any more.
-        answered: gets its result, or None for each attempt that failed.
-        again_at: when to tell it again.
-        backoff: the pauses before it is told again.
+        home: connection to the home.
+        notification: the notification.
+        until: time on `kvferry._clock` after which it is useless.
+        answered: called with its result, and with None for each failed attempt.
+        again_at: time of the next attempt.
+        backoff: the pauses between attempts.
     """
 
     home: Control
@@ -55,8 +56,8 @@ class _Told:
 
 
 class Teller:
-    """Speaks for one reader. Thread-safe; nothing here waits. Its thread starts with the first notification that has to
-    be told again, and sleeps when there is none.
+    """Sends the notifications of one reader. Thread-safe; only `close` waits. Its thread starts with the first
+    notification that has to be repeated, and sleeps when there is none.
 
     Args:
         sender: the reader.
@@ -65,10 +66,10 @@ class Teller:
     def __init__(self, sender: pb.EngineRef) -> None:
         self._sender = sender
         self._changed = threading.Condition()
-        self._waiting: list[_Told] = []
+        self._waiting: list[_Pending] = []
         self._waits_at: Counter[Control] = Counter()
         self._unanswered = 0
-        """Messages that were sent, and neither answered nor given up."""
+        """Number of calls that have not ended."""
         self._thread: threading.Thread | None = None
         self._closed = False
 
@@ -81,24 +82,24 @@ class Teller:
         *,
         timeout: float = TELL_TIMEOUT,
     ) -> None:
-        """Tell a home, at once and then again while repeating can help.
+        """Send notifications to a home at once, and repeat them while their errors are retryable.
 
         Args:
-            home: whom.
-            notifications: what.
-            until: on `kvferry._clock`, when it is of no use any more.
-            answered: called, on gRPC's thread or the caller's, with each result that is no error, and with None after
-                each attempt that failed. May not block.
+            home: connection to the home.
+            notifications: the notifications.
+            until: time on `kvferry._clock` after which they are useless.
+            answered: called with each result that is not an error, and with None after each failed attempt, on gRPC's
+                thread or the caller's. Must not block.
             timeout: seconds for the first attempt.
 
         Raises:
-            MessageTooLarge: one of them does not fit a message; nothing was told.
+            MessageTooLarge: a notification does not fit into one message; nothing was sent.
         """
-        told = [_Told(home, notification, until, answered) for notification in notifications]
-        self._send(home, told, timeout)
+        pending = [_Pending(home, notification, until, answered) for notification in notifications]
+        self._send(home, pending, timeout)
 
     def close(self, timeout: float = 0.0) -> None:
-        """Tell nothing again any more, and wait at most `timeout` seconds for what was told already. Idempotent."""
+        """Stop repeating notifications, and wait at most `timeout` seconds for the calls in progress. Idempotent."""
         with self._changed:
             self._closed = True
             self._waiting.clear()
@@ -106,16 +107,16 @@ class Teller:
             self._changed.notify_all()
             self._changed.wait_for(lambda: not self._unanswered, timeout)
 
-    def _send(self, home: Control, told: Sequence[_Told], timeout: float) -> None:
+    def _send(self, home: Control, pending: Sequence[_Pending], timeout: float) -> None:
         first = 0
-        for request in tuple(batches(self._sender, [each.notification for each in told])):
-            batch = told[first : first + len(request.notifications)]
+        for request in tuple(batches(self._sender, [each.notification for each in pending])):
+            batch = pending[first : first + len(request.notifications)]
             first += len(batch)
             with self._changed:
                 self._unanswered += 1
             home.notify_later(request, timeout, partial(self._answered, batch))
 
-    def _answered(self, batch: Sequence[_Told], answer: list[pb.NotificationResult] | KvferryError) -> None:
+    def _answered(self, batch: Sequence[_Pending], answer: list[pb.NotificationResult] | KvferryError) -> None:
         try:
             self._take(batch, answer)
         finally:
@@ -123,52 +124,52 @@ class Teller:
                 self._unanswered -= 1
                 self._changed.notify_all()
 
-    def _take(self, batch: Sequence[_Told], answer: list[pb.NotificationResult] | KvferryError) -> None:
+    def _take(self, batch: Sequence[_Pending], answer: list[pb.NotificationResult] | KvferryError) -> None:
         if not isinstance(answer, KvferryError) and len(answer) != len(batch):
             answer = InternalError(f"{len(answer)} results for {len(batch)} notifications")
         if isinstance(answer, KvferryError):
-            self._failed([(told, answer) for told in batch])
+            self._failed([(pending, answer) for pending in batch])
             return
         failed = []
-        for told, result in zip(batch, answer, strict=True):
+        for pending, result in zip(batch, answer, strict=True):
             if result.WhichOneof("kind") == "error":
-                failed.append((told, from_notification_error(result.error)))
+                failed.append((pending, from_notification_error(result.error)))
             else:
-                _answer(told, result)
+                _answer(pending, result)
         self._failed(failed)
 
-    def _failed(self, failed: Sequence[tuple[_Told, KvferryError]]) -> None:
-        """Keep what may be told again."""
+    def _failed(self, failed: Sequence[tuple[_Pending, KvferryError]]) -> None:
+        """Schedule the next attempts of failed notifications, and drop those for which repeating cannot help."""
         time = now()
-        for told, error in failed:
-            _answer(told, None)
-            pause = told.backoff.next(error.retry_after)
-            kind = told.notification.WhichOneof("kind")
-            if not error.retryable or time + pause >= told.until:
+        for pending, error in failed:
+            _answer(pending, None)
+            pause = pending.backoff.next(error.retry_after)
+            kind = pending.notification.WhichOneof("kind")
+            if not error.retryable or time + pause >= pending.until:
                 logger.log(
                     logging.WARNING if error.retryable else logging.INFO,
-                    "%s was not told of a %s: %s",
-                    told.home.address,
+                    "%s did not accept a notification (%s): %s",
+                    pending.home.address,
                     kind,
                     error.message,
                 )
                 continue
-            told.again_at = time + pause
+            pending.again_at = time + pause
             with self._changed:
                 if self._closed:
                     return
-                if self._waits_at[told.home] >= MAX_WAITING_AT_HOME or len(self._waiting) >= MAX_WAITING:
-                    message = "%s is not told of a %s: %d others wait"
-                    logger.warning(message, told.home.address, kind, len(self._waiting))
+                if self._waits_at[pending.home] >= MAX_WAITING_AT_HOME or len(self._waiting) >= MAX_WAITING:
+                    message = "a notification to %s (%s) is dropped: %d others wait"
+                    logger.warning(message, pending.home.address, kind, len(self._waiting))
                     continue
-                self._waiting.append(told)
-                self._waits_at[told.home] += 1
+                self._waiting.append(pending)
+                self._waits_at[pending.home] += 1
         with self._changed:
             if self._waiting and self._thread is None and not self._closed:
                 try:
                     self._thread = start_thread(self._run, "kvferry-tell")
                 except LimitReached as error:
-                    # The next failure tries to start it again, and then all that waits is told.
+                    # The next failure tries again to start it; it then sends everything that waits.
                     logger.warning("%d notifications wait: %s", len(self._waiting), error.message)
             self._changed.notify_all()
 
@@ -178,32 +179,32 @@ class Teller:
                 due = self._wait_due()
             if due is None:
                 return
-            by_home: dict[Control, list[_Told]] = {}
-            for told in due:
-                by_home.setdefault(told.home, []).append(told)
+            by_home: dict[Control, list[_Pending]] = {}
+            for pending in due:
+                by_home.setdefault(pending.home, []).append(pending)
             for home, batch in by_home.items():
                 try:
                     self._send(home, batch, TELL_TIMEOUT)
                 except Exception:
-                    logger.exception("%d notifications to %s are given up", len(batch), home.address)
+                    logger.exception("%d notifications to %s are dropped", len(batch), home.address)
 
-    def _wait_due(self) -> list[_Told] | None:
-        """With the lock held: what to tell again now; None once closed."""
+    def _wait_due(self) -> list[_Pending] | None:
+        """Wait for notifications that are due, and return them; None: closed. Called with the lock held."""
         while not self._closed:
             time = now()
-            due = [told for told in self._waiting if told.again_at <= time]
+            due = [pending for pending in self._waiting if pending.again_at <= time]
             if due:
-                self._waiting = [told for told in self._waiting if told.again_at > time]
-                self._waits_at = Counter(told.home for told in self._waiting)
+                self._waiting = [pending for pending in self._waiting if pending.again_at > time]
+                self._waits_at = Counter(pending.home for pending in self._waiting)
                 return due
-            first = min((told.again_at for told in self._waiting), default=None)
+            first = min((pending.again_at for pending in self._waiting), default=None)
             self._changed.wait(None if first is None else max(0.0, min(LONGEST_SLEEP, first - time)))
         return None
 
 
-def _answer(told: _Told, result: pb.NotificationResult | None) -> None:
-    if told.answered is not None:
+def _answer(pending: _Pending, result: pb.NotificationResult | None) -> None:
+    if pending.answered is not None:
         try:
-            told.answered(result)
+            pending.answered(result)
         except Exception:
-            logger.exception("what %s answered was not taken", told.home.address)
+            logger.exception("a callback for the answer of %s failed", pending.home.address)

@@ -1,4 +1,4 @@
-"""What is waited for without a thread, one thing after the other, and how to cut it short."""
+"""Waits without a thread, for a call or a pause, and their interruption."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 
 class Waits:
-    """The waits of one chain of calls and pauses. Each begins when the one before has ended.
+    """The waits of a sequence of calls and pauses. Each begins when the one before has ended.
 
-    Threading: `interrupt` may be called from any thread at any time. What ends a wait may come several times, and from
-    several threads: `ends` is true of the first.
+    Threading: `interrupt` may be called from any thread at any time. Several events, on several threads, may end the
+    same wait: `ends` returns True for the first.
     """
 
     def __init__(self) -> None:
@@ -20,13 +20,16 @@ class Waits:
         self._interrupted = False
 
     def begin(self) -> int:
-        """A wait begins; its number."""
+        """Begin a wait, and return its number."""
         with self._lock:
             self._wait += 1
             return self._wait
 
     def stop_by(self, wait: int, stop: Callable[[], object]) -> None:
-        """How to cut a wait short. Done at once if there was an `interrupt` already; never if the wait has ended."""
+        """Set the function that interrupts a wait.
+
+        It is called at once if `interrupt` was called before, and ignored if the wait has ended.
+        """
         with self._lock:
             if self._wait != wait:
                 return
@@ -36,7 +39,7 @@ class Waits:
             stop()
 
     def ends(self, wait: int) -> bool:
-        """Whether a wait ends with this."""
+        """End a wait; returns False if it has ended already."""
         with self._lock:
             if self._wait != wait:
                 return False
@@ -45,7 +48,7 @@ class Waits:
             return True
 
     def interrupt(self) -> None:
-        """Cut the present wait short, and all later ones."""
+        """Interrupt the current wait and all later ones."""
         with self._lock:
             self._interrupted = True
             stop = self._stop
@@ -53,4 +56,4 @@ class Waits:
 
 
 def _nothing() -> None:
-    """Nobody waits."""
+    """Do nothing: there is no wait to interrupt."""

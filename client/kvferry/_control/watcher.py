@@ -1,4 +1,4 @@
-"""One process's Watch: its liveness at its own node server, and what that server tells it. A thread that mostly
+"""The Watch of one process: shows its node server that the process is alive, and receives events. Its thread mostly
 sleeps."""
 
 from __future__ import annotations
@@ -18,13 +18,22 @@ logger = logging.getLogger(__name__)
 
 
 class Watcher:
-    """Keeps a Watch open, resuming it after every loss until closed or refused for good.
+    """Keeps a Watch open: resumes it after every loss, until it is closed or refused for good.
 
-    An event whose handler raises is not lost: the events after it are handled, and then the Watch is opened anew for
-    its full state, which holds whatever the event was about.
+    If the handler raises for an event, the events after it are handled, and then the Watch is opened again for its full
+    state, which includes that of the failed event.
 
-    Threading: `on_event` runs on the watcher's thread, one event at a time; it may make calls but must not wait for
-        long.
+    Threading: `on_event` runs on the watcher's thread, one event at a time. It may make RPCs, but must not wait for
+    long.
+
+    Args:
+        control: connection to the node server.
+        request: opens the Watch. The watcher changes it.
+        on_event: the handler of events.
+        name: name of the process, for logs and the thread.
+
+    Attributes:
+        opened: the first event of the last Watch; None before.
     """
 
     def __init__(
@@ -45,26 +54,32 @@ class Watcher:
         self.opened: pb.WatchOpened | None = None
         self._name = name
         self._missed = False
-        """A handler raised: the full state is asked for again."""
+        """Whether the handler has raised, so that the full state must be fetched again."""
         self._again_after = 0.0
-        """Seconds after which that makes sense, as far as the handler's error says."""
+        """Seconds after which to fetch it, according to the handler's error."""
         self._backoff = Backoff()
         self._thread: threading.Thread | None = None
 
     def open(self, timeout: float) -> pb.WatchOpened:
         """Start, and wait for the full state.
 
+        Args:
+            timeout: seconds to wait.
+
+        Returns:
+            The first event of the Watch.
+
         Raises:
-            KvferryError: the node server refused, or could not be reached within `timeout` seconds.
+            KvferryError: the node server refused, or could not be reached in time.
         """
         began = now()
-        deadline, said = began + timeout, False
+        deadline, warned = began + timeout, False
         thread = self._thread = start_thread(self._run, f"kvferry-watch-{self._name}")
         while not self._synced.wait(max(0.0, min(0.1, deadline - now()))):
             if not thread.is_alive() or now() >= deadline:
                 break
-            if not said and now() >= began + SILENCE:
-                said = True
+            if not warned and now() >= began + SILENCE:
+                warned = True
                 reason = self._failure.message if self._failure is not None else "there is no answer yet"
                 logger.warning("still waiting for the Watch of %s at %s: %s", self._name, self._control.address, reason)
         opened, failure = self.opened, self._failure
@@ -77,11 +92,11 @@ class Watcher:
 
     @property
     def failure(self) -> KvferryError | None:
-        """Why the Watch ended for good, if it did."""
+        """The error with which the Watch ended for good; None: it has not."""
         return self._failure if self._thread is not None and not self._thread.is_alive() else None
 
     def close(self) -> None:
-        """End the Watch. Idempotent; callable from any thread."""
+        """End the Watch. Idempotent; may be called from any thread."""
         self._closing.set()
         with self._lock:
             if self._stream is not None:
@@ -98,7 +113,7 @@ class Watcher:
             except KvferryError as error:
                 if self._closing.is_set():
                     return
-                self._say(error)
+                self._warn(error)
                 self._failure = error
                 if _for_good(error):
                     return
@@ -108,16 +123,16 @@ class Watcher:
                 pause = self._backoff.next()
             self._closing.wait(pause)
 
-    def _say(self, error: KvferryError) -> None:
-        """Warn of what is not just a node server that is away; once, while it stays the same."""
+    def _warn(self, error: KvferryError) -> None:
+        """Warn of an error other than an unreachable node server; once while the error stays the same."""
         if _for_good(error):
             logger.warning("the watch of %s at %s ended: %s", self._name, self._control.address, error)
         elif not error.retryable and type(self._failure) is not type(error):
-            message = "the watch of %s at %s is interrupted, and opened again: %s"
+            message = "the watch of %s at %s was interrupted and is opened again: %s"
             logger.warning(message, self._name, self._control.address, error)
 
     def _follow(self) -> None:
-        """One Watch, until it ends or a handler has raised."""
+        """Follow one Watch until it ends, or until its full state is complete after the handler has raised."""
         if self._missed:
             self._request.resume_epoch, self._request.resume_sequence = b"", 0
             self._missed, self._again_after = False, 0.0
@@ -138,13 +153,13 @@ class Watcher:
                 self.opened = message.opened
             self._handle(message)
             if self._request.resume_epoch != message.home_epoch:
-                # Another home, or this one restarted: its sequence has begun anew.
+                # Another home, or this one after a restart: its sequence numbers start again.
                 self._request.resume_epoch = message.home_epoch
                 self._request.resume_sequence = 0
             self._request.resume_sequence = max(message.sequence, self._request.resume_sequence)
             synced |= kind == "synced" or (kind == "opened" and message.opened.resumed)
             if synced and self._missed:
-                missed = f"the state of {self._name} at {self._control.address} was not taken"
+                missed = f"events of {self._name} at {self._control.address} could not be handled"
                 raise Unavailable(missed, retry_after=self._again_after)
             if synced and not self._synced.is_set():
                 self._synced.set()
@@ -157,13 +172,15 @@ class Watcher:
             self._on_event(message)
         except KvferryError as error:
             self._missed, self._again_after = True, max(self._again_after, error.retry_after or 0.0)
-            logger.warning("event %s of %s: %s", message.WhichOneof("event"), self._name, error)
+            logger.warning("event %s of %s could not be handled: %s", message.WhichOneof("event"), self._name, error)
         except Exception:
             self._missed = True
-            logger.exception("event %s of %s was not taken", message.WhichOneof("event"), self._name)
+            logger.exception("event %s of %s could not be handled", message.WhichOneof("event"), self._name)
 
 
 def _for_good(error: KvferryError) -> bool:
-    """Whether the node server has refused the Watch, so that asking again would not help. What gRPC says of an answer
-    that it could not take, or the node server of a failure of its own, is no refusal."""
+    """Return whether the node server has refused the Watch for good.
+
+    An internal error of the node server, or an answer that gRPC could not decode, is not a refusal.
+    """
     return not error.retryable and isinstance(error, (InvalidInput, Refused, NotFound, Closed))

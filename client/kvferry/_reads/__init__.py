@@ -1,1 +1,1 @@
-"""Reads, where leases meet transfers: who reads what from whom, whether the bytes are good, when blocks are quiet."""
+"""Reads: joins leases and transfers, decides whether the bytes of a read count, and when its blocks are quiet."""

@@ -1,4 +1,4 @@
-"""The reads of one rank that its own process asks for and holds the leases of: what stands behind `Cache.read`."""
+"""The reads of `Cache.read`: the rank's own process acquires and holds their leases."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ from kvferry.geometry.blocks import Blocks
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Wanted:
-    """What a read writes.
+    """The part of a publication that a read wants, and the blocks that it writes to.
 
     Attributes:
-        blocks: the local ones, by group.
+        blocks: the blocks to read into, by group.
         tokens: the tokens wanted, ``[a, b)``; None: all that was published.
-        layers: the layers wanted; None: all.
+        layers: names of the layers wanted; None: all.
     """
 
     blocks: Mapping[str, Blocks]
@@ -45,7 +45,7 @@ class Wanted:
 
 
 class _OwnRead(LeasedRead):
-    """A read with its handle."""
+    """A read of a cache, and the rank's share of it once it is granted."""
 
     def __init__(self, request: AcquireRequest, rank: int, cancellation: Cancellation, wanted: Wanted) -> None:
         super().__init__(request, frozenset((rank,)), cancellation)
@@ -56,28 +56,28 @@ class _OwnRead(LeasedRead):
 class CacheReads:
     """The reads of one destination rank.
 
-    Threading: every method may be called from any thread; nothing but `close` waits.
+    Threading: every method may be called from any thread; only `close` waits.
 
     Args:
-        rank: this rank.
-        holder: of the leases.
-        peers: source engines.
-        work: on whose thread homes are told, and shares are changed.
-        max_reads: reads at once; more are refused.
-        shares: makes the `RankReads`, given what is called with a share that has ended, and one that became quiet.
+        rank: index of the rank.
+        holder: holds the leases.
+        sources: the source engines that it reads from.
+        work: the queue on whose thread messages to homes are sent, and shares are changed.
+        max_reads: how many reads may run at once; more are refused.
+        shares: makes the `RankReads`, given its callbacks for shares that have ended and for shares that became quiet.
     """
 
     def __init__(
         self,
         rank: int,
         holder: LeaseHolder,
-        peers: SourceEngines,
+        sources: SourceEngines,
         work: WorkQueue,
         max_reads: int,
         shares: Callable[[Callable[[RankRead], None], Callable[[RankRead], None]], RankReads],
     ) -> None:
         self._rank = rank
-        self._peers = peers
+        self._sources = sources
         self._work = work
         self._max_reads = max_reads
         self._shares = shares(self._share_ended, self._share_quiet)
@@ -87,11 +87,16 @@ class CacheReads:
         self._handles: dict[_OwnRead, ReadHandle] = {}
         """Reads that have not ended."""
         self._by_share: dict[RankRead, _OwnRead] = {}
-        """Those of which a rank may still write."""
+        """Reads whose shares may still write to their blocks, by share."""
         self._closed = False
 
     def start(self, request: AcquireRequest, wanted: Wanted) -> ReadHandle:
-        """Start a read. Returns at once. Raises `LimitReached`, `Closed`."""
+        """Start a read. Returns at once.
+
+        Raises:
+            LimitReached: `max_reads` reads are running.
+            Closed: the cache is closed.
+        """
         handle = ReadHandle(request.read_id, request.text, self._callbacks)
         read = _OwnRead(request, self._rank, handle.cancellation, wanted)
         with self._reads.lock:
@@ -105,7 +110,7 @@ class CacheReads:
         return handle
 
     def close(self, timeout: float) -> None:
-        """Cancel everything, and wait at most `timeout` seconds until all has ended and is quiet. Idempotent."""
+        """Cancel all reads, and wait at most `timeout` seconds until they have ended and are quiet. Idempotent."""
         until = now() + timeout
         with self._reads.lock:
             self._closed = True
@@ -121,7 +126,7 @@ class CacheReads:
                 handle.share.wait_quiet(max(0.0, until - now()))
         self._callbacks.close(max(0.0, until - now()))
 
-    # What `LeasedReads` tells, with the lock held.
+    # `LeasedReads` calls these with the lock held.
 
     def on_granted(self, read: _OwnRead) -> None:
         """See `leased_reads.Owner`."""
@@ -132,7 +137,7 @@ class CacheReads:
         share = RankRead(_order(read, read.acquired), read.cancellation)
         read.share = share
         self._by_share[share] = read
-        # The handle has it before it can begin: see `ReadHandle.cancel`.
+        # The handle must have the share before it can begin: see `ReadHandle.cancel`.
         handle.granted(share, partial(self._shares.cancel, share))
         try:
             self._shares.start(share)
@@ -151,7 +156,7 @@ class CacheReads:
         """See `leased_reads.Owner`."""
         if isinstance(read.error, (PeerRestarted, EngineUnknown)):
             home, reference = read.request.home, read.request.reference
-            self._work.do(partial(self._peers.gone, home.address, reference.engine_id, reference.incarnation))
+            self._work.do(partial(self._sources.gone, home.address, reference.engine_id, reference.incarnation))
         self._forget(read, None, read.error)
 
     def on_stop(self, read: _OwnRead) -> None:
@@ -170,7 +175,7 @@ class CacheReads:
     def on_quiesced(self, read: _OwnRead) -> None:
         """See `leased_reads.Owner`."""
 
-    # What `RankReads` tells.
+    # `RankReads` calls these.
 
     def _share_ended(self, share: RankRead) -> None:
         with self._reads.lock:

@@ -1,4 +1,4 @@
-"""Calls back the callers of reads."""
+"""Runs the callbacks that callers have added to reads."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ logger = logging.getLogger(__name__)
 
 
 class Callbacks:
-    """Calls back, one after the other, on a thread that starts when the first callback is to come: they may wait, for
-    other reads too. Thread-safe.
+    """Runs callbacks one after another on a thread of their own, so that they may wait, also for other reads.
+
+    The thread starts with `start`. Thread-safe.
 
     Args:
-        name: of the thread.
+        name: name of the thread.
     """
 
     def __init__(self, name: str) -> None:
@@ -28,23 +29,27 @@ class Callbacks:
         self._closed = False
 
     def start(self) -> None:
-        """Have the thread, before there is anything to call back. Raises `LimitReached`."""
+        """Start the thread if it is not running yet; raises `LimitReached` if the system refuses it."""
         with self._lock:
             if self._work is None and not self._closed:
                 self._work = WorkQueue(self._name)
 
     def do(self, callback: Callable[[], None]) -> None:
-        """Call back, never on the thread that calls this; once the thread has ended, on one of its own."""
+        """Run a callback on the thread, or, if that has ended, on a new one; never on the caller's."""
         with self._lock:
             work = self._work
         if work is None or not work.do(callback):
             try:
                 start_thread(callback, f"{self._name}-late")
             except LimitReached as error:
-                logger.error("a callback of a read that ended after its cache was closed is lost: %s", error.message)
+                logger.error("a callback of a read, which ended after its cache was closed, is lost: %s", error.message)
 
     def close(self, timeout: float) -> None:
-        """End the thread once what waits is called. Idempotent."""
+        """End the thread after the queued callbacks. Idempotent.
+
+        Args:
+            timeout: seconds to wait for it.
+        """
         with self._lock:
             self._closed = True
             work = self._work

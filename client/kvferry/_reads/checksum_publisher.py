@@ -12,7 +12,7 @@ from kvferry._clock import now
 from kvferry._control.connection import Control, retrying
 from kvferry._engine_spec import EngineSpec
 from kvferry._memory.rank_memory import RankMemory
-from kvferry._wire.token import EngineToken
+from kvferry._wire.token import EngineToken, engine_ref
 from kvferry.errors import Closed, InvalidField, PublicationReleased, PublicationStale
 from kvferry.geometry.blocks import Blocks, check_ids
 from kvferry.geometry.model import Plane, RankGeometry
@@ -21,20 +21,20 @@ from kvferry.planner.summed_blocks import AlikeBlocks, IntegrityOptions, source_
 from kvferry.v1 import kv_transfer_pb2 as pb
 
 PAGE_SUMS = 1 << 16
-"""Sums of one notification; the contract allows twice as many."""
+"""Most sums in one notification; the contract allows twice as many."""
 
 PAGE_PARTS = 1024
-"""Planes of one notification, whose names take room as well."""
+"""Most planes in one notification: their names take space as well."""
 
 
 class Checksummer:
-    """Sums the blocks of one rank. Thread-safe; the work is done on one thread, which starts with the first of it.
+    """Sums the published blocks of one rank. Thread-safe; one thread does the work, and starts with the first call.
 
     Args:
         home: the engine's home.
         spec, token: the engine.
-        rank: whose memory it is.
-        memory: of that memory.
+        rank: geometry of the rank.
+        memory: sums the rank's memory.
         options: which blocks are summed.
     """
 
@@ -73,7 +73,7 @@ class Checksummer:
             return self._thread.submit(self._run, publication, parts, last, now() + timeout)
 
     def close(self) -> None:
-        """Begin nothing more, and wait for the call that is under way. Idempotent."""
+        """Drop the queued work, and wait for the call in progress. Idempotent."""
         with self._lock:
             self._closing.set()
             thread, self._thread = self._thread, None
@@ -86,7 +86,7 @@ class Checksummer:
         planes = [plane for plane in self._rank.planes if plane.group == name]
         for plane in planes:
             if self._memory.of(plane) is None:
-                raise InvalidField("plane", plane.name, "host memory, or a tensor's, to be summed")
+                raise InvalidField("plane", plane.name, "a plane in host memory or in a registered tensor")
         return [(plane, blocks) for plane in planes]
 
     def _run(self, publication: int, parts: list[tuple[Plane, Blocks]], last: bool, deadline: float) -> int:
@@ -105,7 +105,7 @@ class Checksummer:
             page.last = last
             self._send(page, deadline)
         except (PublicationReleased, PublicationStale):
-            # It was read, or nobody wants it: nobody needs the sums.
+            # The publication has been released, so nobody needs the sums.
             return sent
         return sent
 
@@ -118,7 +118,8 @@ class Checksummer:
                 yield from self._divided(plane, alike, summer.sums(plane, plane.units, alike))
 
     def _divided(self, plane: Plane, alike: AlikeBlocks, sums: Sums) -> Iterator[pb.Checksums]:
-        """Sums of alike blocks, in parts that fit a page; cut alike every time, as idempotence asks."""
+        """Divide the sums of alike blocks into parts that fit a page; always in the same way, so that sending them
+        again is idempotent."""
         begin, end = plane.units.begin, plane.units.end
         step = min(end - begin, PAGE_SUMS)
         rows = PAGE_SUMS // step
@@ -139,7 +140,7 @@ class Checksummer:
 
     def _send(self, page: pb.PublishChecksums, deadline: float) -> None:
         request = pb.NotifyRequest(
-            sender=self._token.ref(),
+            sender=engine_ref(self._token),
             session_secret=self._token.session_secret,
             notifications=[pb.Notification(checksums=page)],
         )

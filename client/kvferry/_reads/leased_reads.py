@@ -1,11 +1,10 @@
-"""Reads whose leases this process holds: acquired, read by their ranks, judged once, and ended (R1; PROTOCOL, Leases
-and Endings).
+"""Reads whose leases this process holds, from the acquisition to the verdict (R1; PROTOCOL, Leases and Endings).
 
     acquire ──► WAITING ──► GRANTED ──(begin)──► READING ──(all shares have ended)──► JUDGING ──► ENDED
                    └───────────┴──► REFUSED
 
-A read of which a share has failed, whose lease has ended, or that was cancelled is stopped on the other ranks, and ends
-when all have said how it ended for them. `Cache.read` has one rank, `SchedulerPort` all those of its engine.
+When a share fails, the lease ends, or the read is cancelled, the other ranks are stopped; the read ends when all ranks
+have reported. The reads of `Cache.read` have one rank, those of `SchedulerPort` all ranks of the engine.
 """
 
 from __future__ import annotations
@@ -39,19 +38,18 @@ from kvferry.v1 import kv_transfer_pb2 as pb
 logger = logging.getLogger(__name__)
 
 LOOK_EVERY = 0.25
-"""Seconds between looks at the deadlines of reads under way."""
+"""Seconds between two checks of the deadlines of reads in progress."""
 
 RANKS_GRACE = 10.0
-"""Seconds after a read's deadline for which its ranks are waited for; they end their shares by themselves."""
-
+"""Seconds after a read's deadline during which its ranks can still report; they end their shares by themselves."""
 
 ANSWER_GRACE = 4.0
-"""Seconds beyond `VERDICT_TIMEOUT`, which ends the call, for which its answer is waited for: among many reads gRPC's
-thread hands it on late. Without the home's verdict nobody notices that this machine was paused."""
+"""Seconds after `VERDICT_TIMEOUT`, which ends the call, until the answer counts as missing: with many reads, gRPC's
+thread delivers it late. Without the home's verdict, nobody would notice that this machine was paused."""
 
 
 class ReadStage(enum.Enum):
-    """Where a read stands; see the module."""
+    """The stage of a read; see the module."""
 
     WAITING = "waiting"
     GRANTED = "granted"
@@ -62,17 +60,17 @@ class ReadStage(enum.Enum):
 
 
 UNDER_WAY = (ReadStage.GRANTED, ReadStage.READING, ReadStage.JUDGING)
-"""Stages of reads that hold a lease."""
+"""Stages in which a read holds a lease."""
 
 
 @dataclass(frozen=True, slots=True)
 class ShareEnd:
-    """How one rank's share of a read ended.
+    """Says how one rank's share of a read ended.
 
     Attributes:
         error: why its bytes do not count; None: all have arrived.
         quiet: nothing can write to its blocks any more.
-        bytes: that have arrived.
+        bytes: number of bytes that have arrived.
     """
 
     error: KvferryError | None
@@ -82,18 +80,19 @@ class ShareEnd:
 
 @dataclass(slots=True, eq=False)
 class LeasedRead:
-    """One read. Changed by its `LeasedReads` only, with their lock held.
+    """One read. Only its `LeasedReads` changes it, with the lock held.
 
     Attributes:
-        request: what was asked for.
-        ranks: those that read a share.
-        cancellation: stops the wait for its lease.
-        acquired: its lease, and the blocks that it covers.
-        error: why it fails, once it is known that it does.
-        ends: how it ended for each rank that has said so.
-        not_quiet: ranks whose share has ended, and that may still be written to.
-        ended_at: when the last good share ended.
-        confirmed: the home has answered VALID; False: the reader's own deadline decided.
+        request: the request for its lease.
+        ranks: the ranks that read a share.
+        cancellation: interrupts the wait for its lease.
+        stage: its stage.
+        acquired: its lease and the blocks that the lease covers, once granted.
+        error: why the read fails; None: it has not failed so far.
+        ends: how the shares have ended, by rank.
+        not_quiet: ranks whose share has ended, and whose blocks may still be written to.
+        ended_at: when the last share ended, on `kvferry._clock`.
+        confirmed: the home answered VALID. If False, the reader's own deadline decided.
     """
 
     request: AcquireRequest
@@ -110,17 +109,17 @@ class LeasedRead:
 
     @property
     def read_id(self) -> str:
-        """What its ranks call it."""
+        """The name that its ranks share."""
         return self.request.read_id
 
     @property
     def bytes(self) -> int:
-        """Bytes that have arrived at all ranks that have ended."""
+        """Number of bytes that have arrived on the ranks that have ended."""
         return sum(end.bytes for end in self.ends.values())
 
     @property
     def silent(self) -> tuple[int, ...]:
-        """Ranks that have not said how it ended for them."""
+        """Ranks that have not reported the end of their share."""
         return tuple(sorted(self.ranks - set(self.ends)))
 
 
@@ -129,67 +128,68 @@ AnyRead = TypeVar("AnyRead", bound=LeasedRead, contravariant=True)
 
 
 class Owner(Protocol[AnyRead]):
-    """Whoever asked for the reads. All but `on_renewed` is called with the lock held; nothing here may block."""
+    """The callbacks of a `LeasedReads`. All but `on_renewed` are called with the lock held. None may block."""
 
     def on_granted(self, read: AnyRead) -> None:
-        """It is GRANTED."""
+        """Called when a read is GRANTED."""
 
     def on_renewed(self, read: AnyRead) -> None:
-        """Its lease has a new deadline. On any thread, without the lock."""
+        """Called when a read's lease has a new deadline, on any thread and without the lock."""
 
     def on_refused(self, read: AnyRead) -> None:
-        """It is REFUSED: it will not be granted, or its grant has ended before it began; see `LeasedRead.error`."""
+        """Called when a read is REFUSED: it will not be granted, or its lease has ended before it began. The reason is
+        in `LeasedRead.error`."""
 
     def on_stop(self, read: AnyRead) -> None:
-        """It cannot end well: stop the shares that go on."""
+        """Called when a read has failed and some of its shares have not ended: stop these."""
 
     def overdue(self, read: AnyRead) -> TransferStuck:
-        """The error for a read that did not end in time."""
+        """Return the error for a read that did not end in time."""
 
     def on_ended(self, read: AnyRead) -> None:
-        """It is ENDED. Where `LeasedRead.not_quiet` names ranks, `on_quiesced` follows."""
+        """Called when a read is ENDED. If `LeasedRead.not_quiet` is not empty, `on_quiesced` follows."""
 
     def on_quiesced(self, read: AnyRead) -> None:
-        """It had ended without being quiet, and is quiet now."""
+        """Called when a read that had ended without being quiet is quiet."""
 
 
 class LeasedReads(Generic[SomeRead]):
     """The reads of one owner.
 
-    Threading: what has to wait is done elsewhere, what makes a call on the work queue; a read's owner is told on any
-    thread. Every method but `wait_acquired` is called with `lock` held.
+    Threading: nothing here waits but `wait_acquired`. RPCs are started on the work queue. The owner is called on any
+    thread. Callers hold `lock`, except for `wait_acquired`.
 
     Args:
-        holder: of the leases.
-        work: on which homes are told.
-        owner: told what becomes of the reads.
+        holder: holds the leases.
+        work: the queue on whose thread messages to homes are sent.
+        owner: called when the stage of a read changes.
     """
 
     def __init__(self, holder: LeaseHolder, work: WorkQueue, owner: Owner[SomeRead]) -> None:
         self.lock = threading.Lock()
-        """Held while reads are changed, and around calls of the methods."""
+        """Guards the reads; callers of the methods hold it."""
         self._holder = holder
         self._work = work
         self._owner = owner
         self._under_way: set[SomeRead] = set()
         self._looking = False
         self._acquiring = 0
-        """Acquisitions that have not ended, those of withdrawn reads included."""
+        """Number of acquisitions that have not ended, those of withdrawn reads included."""
         self._acquisition_ended = threading.Condition(self.lock)
 
     def acquire(self, read: SomeRead) -> None:
-        """Ask for its lease."""
+        """Start to acquire the lease of a read."""
         self._acquiring += 1
         self._under_way.add(read)
         self._look_later()
         self._do(partial(self._acquire, read))
 
     def begin(self, read: SomeRead) -> None:
-        """Its ranks are told to read."""
+        """Mark a granted read as READING; its ranks are about to start."""
         read.stage = ReadStage.READING
 
     def withdraw(self, read: SomeRead) -> None:
-        """Nobody wants it, and no rank has heard of it. What was granted is still to be ended at its home."""
+        """End a read that is no longer wanted and that no rank has started. The caller ends its lease at the home."""
         read.stage = ReadStage.ENDED
         self._under_way.discard(read)
         self._do(read.cancellation.cancel)
@@ -197,20 +197,20 @@ class LeasedReads(Generic[SomeRead]):
             self._holder.drop(read.acquired)
 
     def fail(self, read: SomeRead, error: KvferryError) -> None:
-        """It cannot end well: stop it where it goes on. The first reason stays."""
+        """Mark a read as failed, and stop its shares that have not ended. The first error is kept."""
         if read.error is None:
             read.error = error
             if read.stage is ReadStage.READING and read.silent:
                 self._owner.on_stop(read)
 
     def share_ended(self, read: SomeRead, rank: int, end: ShareEnd, at: float) -> None:
-        """A rank has ended its share; what it says later of its end changes nothing.
+        """Record how a rank's share has ended. Later reports of the same rank are ignored.
 
         Args:
             read: the read.
             rank: one of its ranks.
-            end: how.
-            at: on `kvferry._clock`, no earlier than its last byte arrived.
+            end: how the share has ended.
+            at: time on `kvferry._clock`, no earlier than the arrival of the last byte.
         """
         if rank in read.ends:
             return
@@ -221,7 +221,7 @@ class LeasedReads(Generic[SomeRead]):
         else:
             read.not_quiet.add(rank)
         if read.stage is ReadStage.ENDED:
-            # It was given up before this rank had said anything.
+            # The read was given up before this rank reported.
             self._settle(read)
             return
         if end.error is not None:
@@ -230,16 +230,16 @@ class LeasedReads(Generic[SomeRead]):
             self._all_ended(read)
 
     def share_quiet(self, read: SomeRead, rank: int) -> None:
-        """Nothing can write to a rank's blocks any more, after it had ended without being quiet."""
+        """Record that a rank's share, which had ended without being quiet, is quiet."""
         read.not_quiet.discard(rank)
         self._settle(read)
 
     def wait_acquired(self, timeout: float) -> bool:
-        """Wait until no acquisition is under way; whether none is. Called without the lock."""
+        """Wait until no acquisition is in progress; returns whether that is so. Call this without the lock."""
         with self.lock:
             return self._acquisition_ended.wait_for(lambda: not self._acquiring, timeout)
 
-    # On the work queue, or wherever the acquisition ends.
+    # These run on the work queue's thread, or on the one on which an acquisition ends.
 
     def _acquire(self, read: SomeRead) -> None:
         try:
@@ -249,7 +249,7 @@ class LeasedReads(Generic[SomeRead]):
         except KvferryError as error:
             self._acquired(read, error)
         except Exception as error:
-            logger.exception("read %s was not acquired", read.read_id)
+            logger.exception("read %s could not be acquired", read.read_id)
             self._acquired(read, TransferFailed(f"read {read.read_id}: {error!r}"))
 
     def _acquired(self, read: SomeRead, found: Acquired | KvferryError) -> None:
@@ -274,8 +274,8 @@ class LeasedReads(Generic[SomeRead]):
             self._look_later()
 
     def _report(self, read: SomeRead, acquired: Acquired) -> None:
-        # Where the read failed though no share did, e.g. it was cancelled, or its lease had ended, good shares do not
-        # count either: the source keeps the blocks for another reader.
+        # If the read failed although no share did, for example because it was cancelled or its lease ended, its good
+        # shares are reported with the error of the read: the source then keeps the blocks for another reader.
         of_share = any(end.error is read.error for end in read.ends.values())
         error = None if of_share else read.error
         reports = [
@@ -287,24 +287,27 @@ class LeasedReads(Generic[SomeRead]):
         try:
             self._holder.report(read.request.home, acquired.lease, reports, partial(self._answered, read))
         except Exception:
-            logger.exception("the end of read %s was not reported", read.read_id)
+            logger.exception("the end of read %s could not be reported", read.read_id)
             self._answered(read, None)
 
     def _answered(self, read: SomeRead, verdict: pb.Verdict.ValueType | None) -> None:
         with self.lock:
             self._judged(read, verdict)
 
-    # With the lock held.
+    # Call these with the lock held.
 
     def _do(self, work: Callable[[], None]) -> bool:
-        """Do it on the work queue, or, once that has ended, on a thread of its own: homes are to hear of every end.
-        Whether it will be done."""
+        """Do work on the work queue, or on a new thread if that has ended, so that homes learn of every end.
+
+        Returns:
+            Whether it will be done.
+        """
         if self._work.do(work):
             return True
         try:
             start_thread(work, "kvferry-reads-late")
         except LimitReached as error:
-            logger.warning("a home is not told of the end of a read: %s", error.message)
+            logger.warning("the end of a read cannot be reported to its home: %s", error.message)
             return False
         return True
 
@@ -316,7 +319,7 @@ class LeasedReads(Generic[SomeRead]):
     def _judge_time(self, read: SomeRead) -> None:
         time, read_id = now(), read.read_id
         if read.stage is ReadStage.WAITING and time >= read.request.deadline + RANKS_GRACE:
-            # Its acquisition ends by the deadline, unless gRPC got no thread to say so.
+            # The acquisition ends by the deadline, unless gRPC got no thread to report its end.
             self._do(read.cancellation.cancel)
             self._refuse(read, TransferStuck(f"read {read_id}: its home was not heard in time", read_id=read_id))
         if read.acquired is None:
@@ -349,7 +352,7 @@ class LeasedReads(Generic[SomeRead]):
             read.error = TransferExpired(f"read {read.read_id} ended after its lease", read_id=read.read_id)
         reporting = self._do(partial(self._report, read, read.acquired))
         if read.error is None:
-            # The time for the verdict runs from the report, which may wait behind other work.
+            # The time for the verdict starts with the report, which may wait behind other work.
             read.stage, read._judging_since = ReadStage.JUDGING, math.inf
             if not reporting:
                 self._judged(read, None)
@@ -357,7 +360,7 @@ class LeasedReads(Generic[SomeRead]):
             self._end(read)
 
     def _judged(self, read: SomeRead, verdict: pb.Verdict.ValueType | None) -> None:
-        """The home's verdict, or that there is none, and the reader's own deadline decides."""
+        """Judge a read by the home's verdict; None: there is none, and the reader's own deadline decides."""
         if read.stage is not ReadStage.JUDGING or read.acquired is None:
             return
         judgement = judge(read.ended_at, read.acquired.lease.deadline, verdict)
@@ -372,24 +375,24 @@ class LeasedReads(Generic[SomeRead]):
         self._under_way.discard(read)
         if read.acquired is not None:
             self._holder.drop(read.acquired)
-        _tell_quiet(read)
+        _set_quiet(read)
         self._owner.on_ended(read)
 
     def _settle(self, read: SomeRead) -> None:
-        """A rank became quiet."""
+        """Report the read as quiet if it has ended and all of its ranks are quiet."""
         if read.stage is ReadStage.ENDED and not read.not_quiet:
-            _tell_quiet(read)
+            _set_quiet(read)
             self._owner.on_quiesced(read)
 
 
-def _tell_quiet(read: LeasedRead) -> None:
-    """What the engine is told of the error says the same of its blocks as what it is told of the read."""
+def _set_quiet(read: LeasedRead) -> None:
+    """Set `quiet` of the read's error to that of the read."""
     if isinstance(read.error, TransferError):
         read.error.quiet = not read.not_quiet
 
 
 def _outcome(error: KvferryError | None) -> pb.RankOutcome.ValueType:
-    """What the home is told of a share that ended with this error."""
+    """Return the outcome to report for a share that ended with this error."""
     if error is None:
         return pb.RANK_OUTCOME_DONE
     if isinstance(error, TransferExpired):

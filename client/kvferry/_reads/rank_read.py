@@ -1,4 +1,4 @@
-"""One rank's share of a read: what is ordered, and how far it is."""
+"""One rank's share of a read: what to read, and its progress."""
 
 from __future__ import annotations
 
@@ -21,28 +21,27 @@ from kvferry.planner.summed_blocks import Verification
 
 @dataclass(frozen=True, slots=True)
 class SchedulersLease:
-    """A lease that another process holds and judges, the engine's scheduler."""
+    """A lease that another process, the engine's scheduler, holds and judges."""
 
     lease_id: bytes = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RankOrder:
-    """One rank's share of a read.
+    """Says what a rank shall read as its share of a read.
 
     Attributes:
-        read_id: of the read.
-        request_id: of the read, for its engine.
-        home: the source's.
-        engine_id, incarnation, publication: the source and what it offers.
-        reference: to the publication, for a handshake with the source.
-        lease: of the read. One that this process holds ends the transfer with it.
+        read_id, request_id: of the read.
+        home: connection to the source's home.
+        engine_id, incarnation, publication: the source engine, and the number of its publication.
+        reference: the publication's reference, for the handshake with the source.
+        lease: the lease of the read. If this process holds it, the transfer ends with the lease.
         granted: the source's blocks by group.
-        blocks: the local ones.
-        tokens: the tokens wanted, ``[a, b)``; None: what was granted.
-        layers: the layers wanted; None: all.
-        tails: what becomes of what is not transferred.
-        deadline: on `kvferry._clock`, until when to try.
+        blocks: the blocks to read into, by group.
+        tokens: the tokens wanted, ``[a, b)``; None: all that was granted.
+        layers: names of the layers wanted; None: all.
+        tails: whether the bytes behind the last token read are kept or cleared.
+        deadline: time on `kvferry._clock` at which the share fails.
     """
 
     read_id: str
@@ -62,18 +61,18 @@ class RankOrder:
 
     @property
     def source(self) -> tuple[str, str, bytes]:
-        """The source as `SourceEngines` knows it."""
+        """The key of the source engine in `SourceEngines`."""
         return self.home.address, self.engine_id, self.incarnation
 
     @property
     def lease_deadline(self) -> float | None:
-        """Until when bytes count, on `kvferry._clock`; None: that is not this process's to judge."""
+        """The lease's deadline on `kvferry._clock`; None: another process judges it."""
         return self.lease.deadline if isinstance(self.lease, ReaderLease) else None
 
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """What a share was expanded to; see `ReadResult`."""
+    """Counts of a share's expansion; see `ReadResult`."""
 
     staged_bytes: int
     descriptors: int
@@ -82,7 +81,7 @@ class Planned:
 
     @classmethod
     def of(cls, expansion: Expansion) -> Planned:
-        """The counts of an expansion."""
+        """Count an expansion."""
         return cls(
             staged_bytes=sum(staged.total_bytes for source in expansion.sources for staged in source.staged),
             descriptors=expansion.descriptors,
@@ -92,19 +91,20 @@ class Planned:
 
 
 class RankRead:
-    """A share: ordered, under way, or ended. Changed on the work queue of its `RankReads`; read from any thread.
+    """One rank's share of a read, from its order to its end. The thread of its `RankReads` changes it; any thread may
+    read it.
 
     Args:
-        order: what is ordered.
-        cancellation: says that nobody wants it any more; None: one of its own.
+        order: what to read.
+        cancellation: the cancellation of the read; None: the share has one of its own.
 
     Attributes:
-        order: what was ordered.
-        ended: whether it has.
-        error: why its bytes do not count.
-        ended_at: when it ended, on `kvferry._clock`: when its last byte was seen, if all have arrived.
-        planned: what it was expanded to; None before.
-        verification: what integrity mode has compared.
+        order: what to read.
+        ended: whether it has ended.
+        error: why its bytes do not count; None: they count, or it has not ended.
+        ended_at: when it ended, on `kvferry._clock`; if all bytes have arrived, when the last was seen.
+        planned: counts of its expansion; None before it.
+        verification: the result of integrity mode; None: not compared.
     """
 
     def __init__(self, order: RankOrder, cancellation: Cancellation | None = None) -> None:
@@ -117,11 +117,11 @@ class RankRead:
         self._cancellation = Cancellation(order.read_id) if cancellation is None else cancellation
         self._lock = threading.Lock()
         self._starting = False
-        """The transfer is being started: it may write, and is not known here yet."""
+        """The transfer is being started: it may write already, and `_transfer` is not set yet."""
         self._transfer: Transfer | None = None
-        self._peer: SourceEngine | None = None
+        self._engine: SourceEngine | None = None
         self._clearing = False
-        """A device may be clearing its tails still, and cannot be asked any more."""
+        """A device may still be clearing its tails, and there is no way to find out."""
 
     @property
     def quiet(self) -> bool:
@@ -130,43 +130,50 @@ class RankRead:
 
     @property
     def bytes(self) -> int:
-        """Bytes that have arrived."""
+        """Number of bytes that have arrived."""
         return 0 if self._transfer is None else self._transfer.progress().bytes_done
 
     def progress(self) -> TransferProgress | None:
-        """How far it is; None before its transfer began."""
+        """Return the progress of its transfer; None before the transfer began."""
         transfer = self._transfer
         return None if transfer is None else transfer.progress()
 
     def wait_quiet(self, timeout: float | None) -> bool:
-        """Once it has ended, wait until its blocks may be used again; whether they may."""
+        """Wait until nothing can write to the blocks of an ended share; returns whether that is so.
+
+        Args:
+            timeout: seconds; None: no limit.
+        """
         transfer = self._transfer
         return (transfer is None or transfer.wait_quiet(timeout)) and self.quiet
 
     def extend(self) -> None:
-        """Its lease was renewed."""
+        """Extend the deadline of the transfer after a renewal of the lease."""
         transfer, deadline = self._transfer, self.order.lease_deadline
         if transfer is not None and deadline is not None:
             transfer.extend(deadline)
 
     def stop(self) -> bool:
-        """Nothing is posted any more; whether nothing can write to its blocks already. `RankReads.cancel` has to be
-        told, which ends it."""
+        """Post nothing more. Only `RankReads.cancel`, which calls this, ends the share.
+
+        Returns:
+            Whether its blocks are quiet already.
+        """
         self._cancellation.cancel()
         with self._lock:
-            # Whoever starts the transfer looks at the cancellation under the same lock: either he has seen it, or it is
-            # seen here that he has begun.
+            # `begin` checks the cancellation under the same lock: either it has seen the cancellation, or `_starting`
+            # or `_transfer` is set here.
             transfer, starting = self._transfer, self._starting
         if transfer is None:
             return not starting
         return transfer.cancel() and not self._clearing
 
     def refuse(self, error: KvferryError) -> None:
-        """It is not begun, and never will be."""
+        """End a share that was never begun."""
         self.ended_at, self.error, self.ended = now(), error, True
 
     def begin(self, start: Callable[[], Transfer]) -> Transfer:
-        """Start the transfer; raises `TransferCancelled` where nobody wants it any more."""
+        """Start the transfer; raises `TransferCancelled` if the read was cancelled."""
         with self._lock:
             self._cancellation.check()
             self._starting = True
@@ -177,7 +184,7 @@ class RankRead:
             with self._lock:
                 self._starting = False
                 self._transfer = transfer
-        # A renewal may have been acknowledged since the start was given the deadline, and a cancel have come.
+        # While the transfer was starting, the lease may have been renewed, or the read cancelled.
         self.extend()
         if self._cancellation.cancelled:
             transfer.cancel()

@@ -1,8 +1,8 @@
-"""One rank's shares of reads: begun, ended and cleaned up without anybody waiting.
+"""Runs one rank's shares of reads.
 
-Threading: `start` and `cancel` only put work on a queue (R11). Its thread expands, hands the descriptors to the
-transport, and notices ends; what has to wait, a handshake with a new source or the sums of integrity mode, waits on a
-thread of its own, so that it holds nobody else up (R10).
+Threading: `start` and `cancel` only queue work (R11). The queue's thread expands requests, hands descriptors to the
+transport, and handles ends. Work that waits, such as a handshake with a new source or the comparison of checksums, runs
+on a thread of its own, so that it delays no other read (R10).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from kvferry.planner.request_blocks import needed
 logger = logging.getLogger(__name__)
 
 REFERENCE_GONE = (WrongKey, PublicationStale, PublicationReleased)
-"""Why a source's home does not accept a reference any more, or never did."""
+"""Errors with which a home rejects a reference for good."""
 
 
 class RankReads(OneProcess):
@@ -49,18 +49,18 @@ class RankReads(OneProcess):
 
     Args:
         transport: moves the bytes.
-        peers: source engines.
-        memory: of the rank's memory.
-        verifier: compares what has arrived; None: integrity mode is off.
-        work: on whose thread the shares are changed.
-        ended: called once with each share when it has ended.
-        quiesced: called once with each share that ended without being quiet, when it is. Neither may block.
+        sources: the source engines.
+        memory: accesses the rank's memory.
+        verifier: compares checksums; None: integrity mode is off.
+        work: the queue on whose thread the shares are changed.
+        ended: called once with each share when it has ended. Must not block.
+        quiesced: called once with each share that ended without being quiet, when it is quiet. Must not block.
     """
 
     def __init__(
         self,
         transport: Transport,
-        peers: SourceEngines,
+        sources: SourceEngines,
         memory: RankMemory,
         verifier: Verifier | None,
         work: WorkQueue,
@@ -68,22 +68,22 @@ class RankReads(OneProcess):
         quiesced: Callable[[RankRead], None],
     ) -> None:
         self._transport = transport
-        self._peers = peers
+        self._sources = sources
         self._memory = memory
         self._verifier = verifier
         self._work = work
         self._on_ended = ended
         self._on_quiesced = quiesced
         self._running: set[RankRead] = set()
-        self._meeting: dict[tuple[str, str, bytes], list[RankRead]] = {}
+        self._handshaking: dict[tuple[str, str, bytes], list[RankRead]] = {}
         self._looking = False
         self._closed = False
         self._changed = threading.Condition()
         self._started = 0
-        """Shares that were started and have not ended."""
+        """Number of shares that were started and have not ended."""
 
     def start(self, read: RankRead) -> None:
-        """Begin a share. Returns at once; whatever goes wrong is its `error`. Raises `Closed`."""
+        """Start a share. Returns at once; later errors end the share. Raises `Closed`."""
         with self._changed:
             if self._closed:
                 raise Closed("the cache is closed")
@@ -91,8 +91,11 @@ class RankReads(OneProcess):
             self._work.do(partial(self._begin, read))
 
     def cancel(self, read: RankRead) -> bool:
-        """Stop a share; returns at once, whether nothing can write to its blocks already. One that has ended stays as
-        it is."""
+        """Cancel a share. Returns at once; has no effect on a share that has ended.
+
+        Returns:
+            Whether its blocks are quiet already.
+        """
         if read.ended:
             return read.quiet
         quiet = read.stop()
@@ -100,15 +103,18 @@ class RankReads(OneProcess):
         return quiet
 
     def close(self, timeout: float) -> None:
-        """Cancel everything, and wait at most `timeout` seconds until all has ended; what has not by then is given up.
-        Idempotent."""
+        """Cancel all shares, and wait for their ends. Idempotent.
+
+        Args:
+            timeout: seconds to wait; shares that have not ended by then end as overdue.
+        """
         with self._changed:
             self._closed = True
             self._work.do(self._cancel_all)
             if not self._changed.wait_for(lambda: not self._started, timeout):
                 self._work.do(self._give_up_all)
 
-    # What follows runs on the thread.
+    # The methods below run on the queue's thread unless they say otherwise.
 
     def _look(self) -> None:
         self._looking = False
@@ -124,7 +130,7 @@ class RankReads(OneProcess):
 
     def _begin(self, read: RankRead) -> None:
         if read.ended:
-            # Cancelled, or its time was up, while its source was being handshaken.
+            # It was cancelled, or its deadline passed, during the handshake with its source.
             return
         self._running.add(read)
         self._look_later()
@@ -132,60 +138,60 @@ class RankReads(OneProcess):
             self._cancelled(read)
             return
         source = read.order.source
-        peer = self._peers.known(*source)
-        if peer is not None:
-            self._go(read, peer)
-        elif source in self._meeting:
-            self._meeting[source].append(read)
+        engine = self._sources.known(*source)
+        if engine is not None:
+            self._start_transfer(read, engine)
+        elif source in self._handshaking:
+            self._handshaking[source].append(read)
         else:
-            self._meet(read)
+            self._start_handshake(read)
 
-    def _meet(self, read: RankRead) -> None:
-        """Handshake with a source that is not known, once for all that wait for it."""
+    def _start_handshake(self, read: RankRead) -> None:
+        """Start the handshake with a new source, once for all shares that wait for it."""
         order = read.order
-        self._meeting[order.source] = [read]
+        self._handshaking[order.source] = [read]
         try:
-            start_thread(partial(self._handshake, order), f"kvferry-meet-{order.engine_id}")
+            start_thread(partial(self._handshake, order), f"kvferry-handshake-{order.engine_id}")
         except KvferryError as error:
-            del self._meeting[order.source]
+            del self._handshaking[order.source]
             self._end(read, error)
 
     def _handshake(self, order: RankOrder) -> None:
-        """On its own thread."""
+        """Do the handshake, on a thread of its own."""
         try:
-            peer = self._peers.get(order.home, order.engine_id, order.incarnation, order.reference, order.deadline)
+            engine = self._sources.get(order.home, order.engine_id, order.incarnation, order.reference, order.deadline)
         except KvferryError as error:
-            self._work.do(partial(self._not_met, order, error))
+            self._work.do(partial(self._handshake_failed, order, error))
         except Exception as error:
             logger.exception("the handshake with %s failed", order.engine_id)
-            self._work.do(partial(self._not_met, order, TransferFailed(f"handshake: {error!r}")))
+            self._work.do(partial(self._handshake_failed, order, TransferFailed(f"handshake: {error!r}")))
         else:
-            self._work.do(partial(self._met, order, peer))
+            self._work.do(partial(self._handshake_done, order, engine))
 
-    def _met(self, order: RankOrder, peer: SourceEngine) -> None:
-        for read in self._meeting.pop(order.source, ()):
-            self._go(read, peer)
+    def _handshake_done(self, order: RankOrder, engine: SourceEngine) -> None:
+        for read in self._handshaking.pop(order.source, ()):
+            self._start_transfer(read, engine)
 
-    def _not_met(self, order: RankOrder, error: KvferryError) -> None:
+    def _handshake_failed(self, order: RankOrder, error: KvferryError) -> None:
         if isinstance(error, (PeerRestarted, EngineUnknown)):
-            self._peers.gone(*order.source)
-        # The one that waits the longest asks next, so that the others ask once more at most.
-        for read in sorted(self._meeting.pop(order.source, ()), key=lambda read: -read.order.deadline):
+            self._sources.gone(*order.source)
+        # The share with the latest deadline does the next handshake, so that the others retry at most once.
+        for read in sorted(self._handshaking.pop(order.source, ()), key=lambda read: -read.order.deadline):
             waits_longer = error.retryable and read.order.deadline > max(order.deadline, now())
             if waits_longer or (isinstance(error, REFERENCE_GONE) and read.order.reference != order.reference):
-                # It may wait for longer than the one whose time was up; and one reference says nothing of another.
+                # Its deadline is later than that of the share which gave up, or its own reference may still be good.
                 self._begin(read)
             else:
                 self._end(read, error)
 
-    def _go(self, read: RankRead, peer: SourceEngine) -> None:
+    def _start_transfer(self, read: RankRead, engine: SourceEngine) -> None:
         if read.ended:
             return
         order = read.order
         try:
-            expansion = peer.plan_of(order.layers).expand(order.granted, order.blocks, order.tokens)
-            parts = [TransferPart.of(peer.agents[source.source_rank], source) for source in expansion.sources]
-            read._peer, read.planned = peer, Planned.of(expansion)
+            expansion = engine.plan_of(order.layers).expand(order.granted, order.blocks, order.tokens)
+            parts = [TransferPart.of(engine.agents[source.source_rank], source) for source in expansion.sources]
+            read._engine, read.planned = engine, Planned.of(expansion)
             transfer = read.begin(
                 lambda: self._transport.start(parts, deadline=order.lease_deadline, label=order.read_id)
             )
@@ -200,7 +206,7 @@ class RankReads(OneProcess):
         transfer.add_done_callback(lambda _: self._transferred(read))
 
     def _transferred(self, read: RankRead) -> None:
-        """On a thread of the transport."""
+        """Called when a transfer has ended, on a thread of the transport."""
         self._work.do(partial(self._moved, read))
 
     def _moved(self, read: RankRead) -> None:
@@ -209,11 +215,11 @@ class RankReads(OneProcess):
             return
         if transfer.state is not TransferState.DONE:
             if transfer.state is TransferState.FAILED:
-                self._peers.failed(*read.order.source)
+                self._sources.failed(*read.order.source)
             self._end(read, transfer.error or TransferFailed(f"read {read.order.read_id} failed"))
             return
-        self._peers.succeeded(*read.order.source)
-        # Before anything that takes time: the lease need not last for it.
+        self._sources.succeeded(*read.order.source)
+        # Set before anything that takes time: the lease only has to cover the arrival of the bytes.
         read.ended_at = now() if transfer.ended_at is None else transfer.ended_at
         if self._verifier is None:
             self._arrived(read, None)
@@ -227,17 +233,17 @@ class RankReads(OneProcess):
             self._end(read, error)
 
     def _verify(self, read: RankRead, verifier: Verifier) -> None:
-        """On its own thread."""
-        order, peer = read.order, read._peer
+        """Compare checksums, on a thread of its own."""
+        order, engine = read.order, read._engine
         error: KvferryError | None = None
         try:
-            if peer is not None:
+            if engine is not None:
                 read.verification = verifier.verify(
                     Arrived(
                         home=order.home,
                         lease=order.lease,
                         publication=order.publication,
-                        plan=peer.plan_of(order.layers),
+                        plan=engine.plan_of(order.layers),
                         granted=order.granted,
                         blocks=order.blocks,
                         tokens=order.tokens,
@@ -248,12 +254,12 @@ class RankReads(OneProcess):
         except KvferryError as failure:
             error = failure
         except Exception as failure:
-            logger.exception("read %s was not verified", order.read_id)
+            logger.exception("read %s could not be verified", order.read_id)
             error = TransferFailed(f"read {order.read_id}: {failure!r}")
         self._work.do(partial(self._arrived, read, error))
 
     def _arrived(self, read: RankRead, error: KvferryError | None) -> None:
-        """Every byte is there, and compared."""
+        """Finish a share whose bytes have all arrived and were compared."""
         if read.ended:
             return
         if error is None and read.order.tails is Tails.ZERO:
@@ -262,17 +268,17 @@ class RankReads(OneProcess):
             except KvferryError as failure:
                 error = failure
             except Exception as failure:
-                logger.exception("the tails of read %s were not cleared", read.order.read_id)
-                # As in `kvferry._transport.staging_pool`: what is still written to is never quiet.
+                logger.exception("the tails of read %s could not be cleared", read.order.read_id)
+                # As in `kvferry._transport.staging_pool`: blocks that a device still writes to are never quiet.
                 read._clearing = isinstance(failure, StillCopying)
                 error = TransferFailed(f"read {read.order.read_id}: {failure!r}", quiet=not read._clearing)
         self._end(read, error)
 
     def _clear_tails(self, read: RankRead) -> None:
-        order, peer = read.order, read._peer
-        if peer is None:
+        order, engine = read.order, read._engine
+        if engine is None:
             return
-        plan = peer.plan_of(order.layers)
+        plan = engine.plan_of(order.layers)
         sources = {group.name: group for group in plan.source.groups}
         moved = needed(plan.groups, sources, order.granted, order.blocks, order.tokens)
         groups = {group.name: group for group in plan.groups}
@@ -280,7 +286,7 @@ class RankReads(OneProcess):
 
     def _cancelled(self, read: RankRead) -> None:
         if read._transfer is not None:
-            # Its own end tells, when the transport has noticed.
+            # `_transferred` is called when the transport has ended it.
             read._transfer.cancel()
         if read._transfer is None or read._transfer.state is TransferState.DONE:
             read_id = read.order.read_id
@@ -295,7 +301,7 @@ class RankReads(OneProcess):
                 read._transfer.cancel()
                 read._transfer.tell(stuck)
         finally:
-            # Whatever that raised: one that stayed among the running would be overdue again at once, and for ever.
+            # Also after an exception: a share that stayed in `_running` would be overdue again at every check.
             self._end(read, stuck)
 
     def _end(self, read: RankRead, error: KvferryError | None) -> None:
@@ -307,19 +313,19 @@ class RankReads(OneProcess):
         read.ended, read.error = True, error
         transfer = read._transfer
         quiet = read.quiet
-        self._tell(self._on_ended, read)
+        self._notify(self._on_ended, read)
         if not quiet and not read._clearing and transfer is not None:
-            # Not by way of the queue: after `close` nobody takes from it, and the transport ends later.
-            transfer.add_quiet_callback(lambda _: self._tell(self._on_quiesced, read))
+            # Not through the queue: it ends with `close`, and the transport ends later.
+            transfer.add_quiet_callback(lambda _: self._notify(self._on_quiesced, read))
         with self._changed:
             self._started -= 1
             self._changed.notify_all()
 
-    def _tell(self, told: Callable[[RankRead], None], read: RankRead) -> None:
+    def _notify(self, callback: Callable[[RankRead], None], read: RankRead) -> None:
         try:
-            told(read)
+            callback(read)
         except Exception:
-            logger.exception("the end of read %s was not taken", read.order.read_id)
+            logger.exception("a callback for the end of read %s failed", read.order.read_id)
 
     def _cancel_all(self) -> None:
         for read in tuple(self._running):
@@ -327,8 +333,8 @@ class RankReads(OneProcess):
                 read.stop()
                 self._cancelled(read)
             except Exception:
-                # It ends by its deadline.
-                logger.exception("read %s was not cancelled", read.order.read_id)
+                # It ends at its deadline.
+                logger.exception("read %s could not be cancelled", read.order.read_id)
 
     def _give_up_all(self) -> None:
         for read in tuple(self._running):

@@ -1,4 +1,4 @@
-"""A read as its caller sees it: await it, poll it, ask how far it is, cancel it."""
+"""The public object of a read: callers await it, poll it and cancel it."""
 
 from __future__ import annotations
 
@@ -22,34 +22,35 @@ logger = logging.getLogger(__name__)
 
 
 class ReadState(enum.Enum):
-    """Where a read stands. The last three are final."""
+    """The state of a read. DONE, FAILED and CANCELLED are final."""
 
     WAITING = "waiting"
-    """Asking for the blocks, or waiting for their publication."""
+    """It is asking for the blocks, or waiting for their publication."""
     READING = "reading"
-    """Bytes are moving."""
+    """Its bytes are moving."""
     DONE = "done"
-    """Every byte arrived under a live lease."""
+    """All of its bytes have arrived while its lease was alive."""
     FAILED = "failed"
-    """It failed, or its lease expired; see `Read.exception`."""
+    """It has failed, or its lease expired; `Read.exception` returns the error."""
     CANCELLED = "cancelled"
     """It was cancelled."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReadResult:
-    """What a read moved.
+    """The result of a successful read.
 
     Attributes:
-        request_id: the request at its source.
+        request_id: the source's name for the request.
         payload: opaque bytes from the source.
-        bytes: bytes read by this rank.
-        staged_bytes: those of them that went through staging memory.
-        descriptors: descriptors after fusing and merging.
-        pieces: contiguous pieces of single planes and blocks before it.
-        source_ranks: ranks read from.
-        confirmed: the home answered VALID; False: it did not answer, and the reader's own deadline decided.
-        verification: what integrity mode compared; None where it is off.
+        bytes: number of bytes that this rank read.
+        staged_bytes: number of these bytes that went through staging memory.
+        descriptors: number of descriptors, after fusing and merging.
+        pieces: number of contiguous pieces of single planes and blocks, before fusing and merging.
+        source_ranks: ranks of the source that were read from.
+        confirmed: the home answered VALID. If False, the home did not confirm the lease, and the reader's own deadline
+            decided.
+        verification: the result of integrity mode; None if it is off.
     """
 
     request_id: str
@@ -65,7 +66,13 @@ class ReadResult:
 
 @dataclass(frozen=True, slots=True)
 class ReadProgress:
-    """How far a read is. `total` is 0 until the blocks are known."""
+    """The progress of a read.
+
+    Attributes:
+        state: its state.
+        done: bytes that have arrived.
+        total: bytes to read; 0 until the blocks are known.
+    """
 
     state: ReadState
     done: int
@@ -73,17 +80,17 @@ class ReadProgress:
 
 
 class ReadHandle:
-    """A read as whoever runs it sees it. Thread-safe.
+    """The internal side of a `Read`, through which `CacheReads` runs it. Thread-safe.
 
     Args:
-        read_id: what the ranks of the read call it.
-        reference: what is read.
-        callbacks: calls its callers back.
+        read_id: the name that the ranks of the read share.
+        reference: reference of the publication to read.
+        callbacks: runs the callbacks of its callers.
 
     Attributes:
-        cancellation: says that nobody wants it any more.
-        share: the rank's share, from the grant on.
-        result, error: what became of it, once it is done.
+        cancellation: the cancellation of the read.
+        share: the rank's share; None until the read is granted.
+        result, error: its result or error, once it has ended.
     """
 
     def __init__(self, read_id: str, reference: str, callbacks: Callbacks) -> None:
@@ -101,7 +108,7 @@ class ReadHandle:
 
     @property
     def state(self) -> ReadState:
-        """Where it stands."""
+        """The state of the read."""
         if self._final is not None:
             return self._final
         share = self.share
@@ -109,7 +116,7 @@ class ReadHandle:
 
     @property
     def done(self) -> bool:
-        """Whether it has ended."""
+        """Whether the read has ended."""
         return self._final is not None
 
     @property
@@ -119,7 +126,12 @@ class ReadHandle:
         return self.done and (share is None or share.quiet)
 
     def granted(self, share: RankRead, stop: Callable[[], bool]) -> None:
-        """Its share is about to begin; `stop` ends it, and answers whether its blocks are quiet already."""
+        """Set the share, before it begins.
+
+        Args:
+            share: the rank's share.
+            stop: cancels the share, and returns whether its blocks are quiet already.
+        """
         self.share, self._stop = share, stop
 
     def cancel(self) -> bool:
@@ -127,12 +139,12 @@ class ReadHandle:
         if self.done:
             return self.quiet
         self.cancellation.cancel()
-        # Looked at after the cancellation: a share that comes later sees it, and begins nothing.
+        # Read after cancelling: a share that is set later finds the cancellation, and does not begin.
         stop = self._stop
         return True if stop is None else stop()
 
     def end(self, result: ReadResult | None, error: KvferryError | None) -> None:
-        """It has ended."""
+        """End the read with a result or an error."""
         with self._changed:
             self.result, self.error = result, error
             if error is None:
@@ -147,12 +159,12 @@ class ReadHandle:
             run()
 
     def wait(self, timeout: float | None) -> bool:
-        """Wait for the end; whether it has ended."""
+        """Wait for the end; returns whether the read has ended."""
         with self._changed:
             return self._changed.wait_for(lambda: self.done, timeout)
 
     def when_done(self, run: Callable[[], None]) -> bool:
-        """Call `run`, which must not block, when it ends; False, and nothing is called, if it has ended."""
+        """Call `run`, which must not block, when the read ends. Returns False, and does nothing, if it has ended."""
         with self._changed:
             if self.done:
                 return False
@@ -161,9 +173,15 @@ class ReadHandle:
 
 
 class Read(OneProcess):
-    """One rank's read of one publication. Thread-safe; no method but `result`, `exception` and `wait_quiet` waits.
+    """One rank's read of a publication. Made by `Cache.read`.
 
-    Await it in asyncio, call `result` in threads, or poll `done` from an engine's step. Made by `Cache.read`.
+    Await it in asyncio, call `result` on a thread, or poll `done` from an engine's step.
+
+    Threading: every method may be called from any thread. Only `result`, `exception` and `wait_quiet` wait.
+
+    Attributes:
+        read_id: the name that the ranks of the read share.
+        reference: reference of the publication.
     """
 
     def __init__(self, handle: ReadHandle) -> None:
@@ -173,46 +191,56 @@ class Read(OneProcess):
 
     @property
     def state(self) -> ReadState:
-        """Where it stands."""
+        """The state of the read."""
         return self._handle.state
 
     def done(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Return whether the read has ended, with or without an error."""
         return self._handle.done
 
     @property
     def quiet(self) -> bool:
-        """Whether nothing can write to the destination blocks any more: only then may they be reused (R4)."""
+        """Whether the read has ended and nothing can write to its blocks any more. Reuse them only then (R4)."""
         return self._handle.quiet
 
     def result(self, timeout: float | None = None) -> ReadResult:
-        """Wait for the end.
+        """Wait for the end of the read, and return its result.
 
         Args:
-            timeout: seconds; None: until it ends, which it does by its own timeout.
+            timeout: seconds to wait; None: until the read ends, which it does within its own timeout.
 
         Raises:
-            TimeoutError: it has not ended; it goes on.
-            KvferryError: why it gave no good bytes.
+            TimeoutError: the read has not ended yet. It continues.
+            KvferryError: the read failed, or was cancelled; its bytes do not count.
         """
         self._wait(timeout)
         if self._handle.error is not None:
-            # Asked again and again, it would keep the frames of every call.
+            # Otherwise the traceback would grow, and keep the frames alive, with every call.
             raise self._handle.error.with_traceback(None)
         if self._handle.result is None:
             raise TransferFailed(f"read {self.read_id} has no result")
         return self._handle.result
 
     def exception(self, timeout: float | None = None) -> KvferryError | None:
-        """Wait for the end; why it failed, or None. Raises TimeoutError as `result`."""
+        """Wait for the end of the read, and return its error, or None.
+
+        Args:
+            timeout: seconds to wait; None: until the read ends.
+
+        Raises:
+            TimeoutError: the read has not ended yet. It continues.
+        """
         self._wait(timeout)
         return self._handle.error
 
     def wait_quiet(self, timeout: float | None = None) -> bool:
-        """Wait until the destination blocks may be reused; whether they may.
+        """Wait until the destination blocks may be reused.
 
         Args:
-            timeout: seconds; None: until they may.
+            timeout: seconds to wait; None: no limit.
+
+        Returns:
+            Whether they may be reused.
         """
         until = None if timeout is None else now() + timeout
         if not self._handle.wait(timeout):
@@ -221,7 +249,7 @@ class Read(OneProcess):
         return share is None or share.wait_quiet(None if until is None else max(0.0, until - now()))
 
     def progress(self) -> ReadProgress:
-        """How far it is."""
+        """Return the progress of the read."""
         share = self._handle.share
         progress = None if share is None else share.progress()
         if progress is None:
@@ -229,15 +257,21 @@ class Read(OneProcess):
         return ReadProgress(self.state, progress.bytes_done, progress.bytes_total)
 
     def cancel(self) -> bool:
-        """Stop; returns at once, whether the blocks are quiet already. A read that has ended stays as it is."""
+        """Cancel the read. Returns at once; has no effect on a read that has ended.
+
+        Returns:
+            Whether the destination blocks are quiet already.
+        """
         return self._handle.cancel()
 
     def add_done_callback(self, callback: Callable[[Read], None]) -> None:
-        """Call `callback(read)` once it has ended, on a thread for callbacks; at once if it has. What it raises is
-        logged. It may wait; the callbacks of other reads of the cache wait meanwhile.
+        """Call `callback(read)` when the read has ended.
+
+        The callback runs on the cache's thread for callbacks, or at once on the caller's if the read has already ended.
+        It may wait, but then delays other callbacks of the cache. Its exceptions are logged.
 
         Raises:
-            LimitReached: the system gives no thread for callbacks. Nothing will be called.
+            LimitReached: the system refused the thread for callbacks. The callback will not be called.
         """
 
         def run() -> None:
@@ -261,7 +295,7 @@ class Read(OneProcess):
                 ended.set_result(None)
 
         def on_done() -> None:
-            # The loop may have been closed by the time a read ends that nobody awaits any more.
+            # If nobody awaits the read any more, its loop may have been closed.
             with suppress(RuntimeError):
                 loop.call_soon_threadsafe(wake)
 

@@ -1,5 +1,5 @@
-"""What stands behind the public objects: `ClientRuntime` behind a `Client`, `RankRuntime` behind a `Cache`. The parts
-are made and joined here, and nowhere else."""
+"""The parts behind the public objects: `ClientRuntime` behind a `Client`, `RankRuntime` behind a `Cache`. Only this
+module makes them and connects them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from kvferry._transport.staging_pool import StagingOptions
 from kvferry._transport.transport import Transport
 from kvferry._wire.geometry_codec import group_to_proto, rank_to_proto, region_to_proto
 from kvferry._wire.reference import parse_engine_reference
-from kvferry._wire.token import EngineToken
+from kvferry._wire.token import EngineToken, engine_ref
 from kvferry._work_queue import WorkQueue
 from kvferry.errors import InvalidField, KvferryError
 from kvferry.geometry.model import EngineGeometry, MemoryRegion, RankGeometry, check_rank, check_regions
@@ -45,22 +45,22 @@ from kvferry.v1 import kv_transfer_pb2 as pb
 logger = logging.getLogger(__name__)
 
 MEASURE_TIMEOUT = 2.0
-"""Seconds for measuring what reads cost; a peer that takes longer is not measured, and its first read does not wait."""
+"""Seconds for measuring the costs of reads from a source. A slower source is not measured, so that its first read does
+not wait."""
 
 REFILL_TIMEOUT = 5.0
-"""Seconds to tell a home that has lost its record of a rank; its next question tries again."""
+"""Seconds for registering a rank again at a home that has lost its record; the home's next request tries again."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ClientRuntime:
-    """What the caches and ports of a client share.
+    """The parts that all caches and ports of a client share.
 
     Attributes:
-        homes: node servers that may be dialled.
-        renewals: keeps the leases of all reads alive.
-        agents: makes the agents of all caches.
-        options, staging, integrity: see `Client`.
-        max_reads: reads at once per cache.
+        homes: connections to node servers.
+        renewals: renews the leases of all reads.
+        agents: makes the NIXL agents of all caches.
+        options, staging, integrity, max_reads: see `Client`.
     """
 
     homes: Homes
@@ -72,18 +72,23 @@ class ClientRuntime:
     max_reads: int
 
     def lease_holder(self, token: EngineToken, rank: int | None = None) -> LeaseHolder:
-        """For one process of an engine: for all of its ranks, or for one."""
+        """Make the lease holder of one process of an engine.
+
+        Args:
+            token: token of the engine.
+            rank: the rank that it acts for; None: all ranks.
+        """
         return LeaseHolder(self.homes, self.renewals, token, rank)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OwnedMemory:
-    """The memory that a rank registers, and what owns it.
+    """The memory that a rank registers, and the objects that own it.
 
     Attributes:
-        regions: where its planes lie.
-        tensors: of the device memory among them.
-        keep: what owns them; referenced as long as anything may write to them.
+        regions: the regions that its planes lie in.
+        tensors: the tensors of the regions in device memory.
+        keep: owner of the memory; kept referenced as long as anything may write to it.
     """
 
     regions: tuple[MemoryRegion, ...]
@@ -92,21 +97,21 @@ class OwnedMemory:
 
 
 class RankRuntime:
-    """One rank: its agents, the engines that it reads from, and its reads.
+    """The parts of one rank: its NIXL agents, its source engines, and its reads.
 
     Threading: every method may be called from any thread; `register`, `register_again` and `close` wait.
 
     Args:
-        client: of this process.
+        client: runtime of the client.
         spec, token: the engine.
-        rank: its planes.
-        memory: where they lie.
-        serve: whether others may read it.
+        rank: geometry of the rank.
+        memory: the memory of its planes.
+        serve: whether other ranks may read it.
 
     Raises:
-        BadGeometry: planes that contradict the engine's groups, or lie outside of the regions.
+        BadGeometry: the planes contradict the engine's groups, or lie outside the regions.
         InvalidField: the engine has no such rank.
-        MessageTooLarge: the rank cannot be registered in one message.
+        MessageTooLarge: the registration of the rank does not fit into one message.
     """
 
     def __init__(
@@ -153,11 +158,15 @@ class RankRuntime:
                 device_memory=self._memory.devices,
             )
             costs = _MeasuredCosts(rule, rank, self.transport, measured=staging.costs is None)
-            self._peers = SourceEngines(spec, token.ref(), rank.rank, self._geometry, rule, costs.rule_of, self._drop)
+            self._sources = SourceEngines(
+                spec, engine_ref(token), rank.rank, self._geometry, rule, costs.rule_of, self._drop
+            )
             self.checksummer = Checksummer(
                 client.homes.home_of(token), spec, token, rank, self._memory, client.integrity
             )
-            self._verifier = Verifier(token.ref(), self._memory, client.integrity) if client.integrity.share else None
+            self._verifier = (
+                Verifier(engine_ref(token), self._memory, client.integrity) if client.integrity.share else None
+            )
             self._work = WorkQueue(f"kvferry-rank-{spec.engine_id}-{rank.rank}")
         except KvferryError:
             if self._agent is not None:
@@ -165,23 +174,26 @@ class RankRuntime:
             raise
         self._rank_reads: list[RankReads] = []
         self._holder = client.lease_holder(token, rank.rank)
-        self.reads = CacheReads(rank.rank, self._holder, self._peers, self._work, client.max_reads, self.rank_reads)
+        self.reads = CacheReads(rank.rank, self._holder, self._sources, self._work, client.max_reads, self.rank_reads)
 
     def rank_reads(self, ended: Callable[[RankRead], None], quiesced: Callable[[RankRead], None]) -> RankReads:
-        """Shares of reads, see `RankReads`. Closed with the rank."""
-        made = RankReads(self.transport, self._peers, self._memory, self._verifier, self._work, ended, quiesced)
+        """Make a `RankReads` with these callbacks. It is closed with the rank."""
+        made = RankReads(self.transport, self._sources, self._memory, self._verifier, self._work, ended, quiesced)
         with self._lock:
             self._rank_reads.append(made)
         return made
 
     def register(self, timeout: float) -> float:
-        """Tell the node server of this rank; what it refuses is raised.
+        """Register the rank at the node server.
 
         Args:
             timeout: seconds to keep trying.
 
         Returns:
-            Seconds from now for which no block of memory that survived a restart may be given out.
+            Seconds from now during which blocks of memory that survived a restart must not be reused.
+
+        Raises:
+            KvferryError: the node server refused, or could not be reached.
         """
         own = self.homes.own
         what = f"the registration of rank {self.rank.rank} of engine {self.spec.engine_id!r} at {own.address}"
@@ -190,10 +202,12 @@ class RankRuntime:
         return from_duration(answer.reuse_after)
 
     def register_again(self) -> None:
-        """Refill a home that lost its record of this rank. Same content, so it changes nothing at one that has it.
+        """Register the rank again at a home that has lost its record of it. Idempotent.
+
+        A refusal for good is logged.
 
         Raises:
-            Unavailable: the node server cannot take it now. What it refuses for good is logged.
+            Unavailable: the node server cannot register the rank now.
         """
         if self._closed:
             return
@@ -202,7 +216,7 @@ class RankRuntime:
         except KvferryError as error:
             if error.retryable:
                 raise
-            message = "rank %d of engine %s was not registered again: %s"
+            message = "rank %d of engine %s could not be registered again: %s"
             logger.warning(message, self.rank.rank, self.spec.engine_id, error)
 
     def warm(self, engine_reference: str, deadline: float) -> Future[tuple[int, ...]]:
@@ -210,18 +224,18 @@ class RankRuntime:
         engine = parse_engine_reference(engine_reference)
         home = self.homes.get(engine.home)
         done: Future[tuple[int, ...]] = Future()
-        # As of a call that runs: who gives up waiting for it cancels nothing.
+        # Mark the future as running, so that callers cannot cancel it.
         done.set_running_or_notify_cancel()
 
         def run() -> None:
             try:
-                peer = self._peers.get(home, engine.engine_id, engine.incarnation, engine_reference, deadline)
-                for agent in peer.agents.values():
+                source = self._sources.get(home, engine.engine_id, engine.incarnation, engine_reference, deadline)
+                for agent in source.agents.values():
                     self.transport.warm(agent)
             except Exception as error:
                 done.set_exception(error)
             else:
-                done.set_result(tuple(peer.agents))
+                done.set_result(tuple(source.agents))
 
         start_thread(run, f"kvferry-warm-{engine.engine_id}")
         return done
@@ -230,7 +244,7 @@ class RankRuntime:
         """Cancel the reads, and end the agents. Idempotent.
 
         Args:
-            timeout: seconds to wait until all is quiet, and was told to its home.
+            timeout: seconds to wait until all blocks are quiet, and the homes have the reports.
         """
         with self._lock:
             if self._closed:
@@ -241,7 +255,7 @@ class RankRuntime:
         for shares in self._rank_reads:
             shares.close(max(0.0, until - now()))
         self._work.close(max(0.0, until - now()))
-        # Not before the work that tells homes how reads have ended.
+        # Closed after the queue, whose work reports the ends of reads.
         self._holder.close(max(0.0, until - now()))
         self.checksummer.close()
         self.transport.close(max(0.0, until - now()))
@@ -249,30 +263,32 @@ class RankRuntime:
             self._agent.close()
 
     def _geometry(self, deadline: float) -> EngineGeometry:
-        """The whole engine; asked for once, since an incarnation's geometry does not change."""
+        """Return the geometry of the whole engine. It is fetched once: it does not change within an incarnation."""
         spec = self.spec
         if spec.num_ranks == 1:
             return EngineGeometry(spec.engine_id, spec.groups, (self.rank,), spec.identity, self.token.incarnation)
         with self._lock:
             whole = self._whole
         if whole is None:
-            whole = whole_engine(self.homes.own, self.token.ref(), deadline)
+            whole = whole_engine(self.homes.own, engine_ref(self.token), deadline)
             with self._lock:
                 self._whole = whole
         return whole
 
-    def _drop(self, peer: SourceEngine) -> None:
-        for agent in peer.agents.values():
+    def _drop(self, source: SourceEngine) -> None:
+        for agent in source.agents.values():
             self.transport.retire(agent.name)
 
 
 class _MeasuredCosts:
-    """The rule by which a rank chooses paths, with the costs of each home; measured once, as its ranks are reached
-    alike."""
+    """Measures the costs of reads, for the rule by which a rank chooses paths.
+
+    It measures once per home, assuming that all ranks behind a home are reached in the same way.
+    """
 
     def __init__(self, rule: PathRule, rank: RankGeometry, transport: Transport, *, measured: bool) -> None:
         self._rule = rule
-        # The memory of a rank is of one kind, as far as costs go.
+        # Costs are measured for one plane: the planes of a rank are assumed to lie in memory of the same kind.
         self._plane = rank.planes[0]
         self._transport = transport
         self._measured = measured
@@ -280,7 +296,7 @@ class _MeasuredCosts:
         self._rules: dict[str, PathRule] = {}
 
     def rule_of(self, home: str, agent: AgentInfo, deadline: float) -> PathRule | None:
-        """The rule for sources behind this home, measured at one of their agents; None: as it was given."""
+        """Return the rule for sources behind this home, measured at one of their agents; None: keep the given rule."""
         if not self._measured:
             return None
         with self._lock:
@@ -300,7 +316,7 @@ def _registration(
     spec: EngineSpec, token: EngineToken, rank: RankGeometry, memory: OwnedMemory, agent: ServingAgent | None
 ) -> pb.RegisterCacheRequest:
     registration = pb.RegisterCacheRequest(
-        engine=token.ref(),
+        engine=engine_ref(token),
         session_secret=token.session_secret,
         home=token.home,
         num_ranks=spec.num_ranks,

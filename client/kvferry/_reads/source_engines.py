@@ -1,4 +1,4 @@
-"""Source engines as one destination rank knows them: handshaken and planned once per incarnation."""
+"""The source engines of one destination rank: does the handshake with each incarnation, and plans its reads, once."""
 
 from __future__ import annotations
 
@@ -23,23 +23,24 @@ from kvferry.v1 import kv_transfer_pb2 as pb
 BREAKER_THRESHOLD = 3
 BREAKER_FIRST = 0.5
 BREAKER_LAST = 8.0
-"""A rank that cannot be read from costs each read a connection attempt of seconds."""
+"""Failures after which reads from an engine pause, and the shortest and longest pause in seconds: each attempt to
+connect to a dead rank would cost a read seconds."""
 
 PEER_IDLE = 600.0
-"""Seconds without a read after which an engine is dropped; the next read handshakes again."""
+"""Seconds without a read after which an engine is dropped; the next read does a new handshake."""
 
 PARTS_KEPT = 256
-"""Parts of a plan that are kept: one for each layer of a large model, with room."""
+"""How many parts of a plan are kept: more than a large model has layers."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SourceEngine:
-    """A source engine, planned.
+    """A source engine after its handshake, and the plan of reads from it.
 
     Attributes:
-        geometry: the whole engine.
-        agents: serving agents by source rank, for the ranks that the plan reads from.
-        plan: what this rank reads.
+        geometry: geometry of the whole engine.
+        agents: the serving agents that the plan reads from, by source rank.
+        plan: the read plan of this rank.
     """
 
     geometry: EngineGeometry
@@ -48,7 +49,7 @@ class SourceEngine:
     _parts: dict[frozenset[str], ReadPlan] = field(default_factory=dict)
 
     def plan_of(self, layers: frozenset[str] | None) -> ReadPlan:
-        """The plan, or that part of it which reads these layers; kept, since requests ask for the same few."""
+        """Return the plan, or the part of it that reads these layers. Parts are cached."""
         if layers is None:
             return self.plan
         part = self._parts.get(layers)
@@ -61,25 +62,26 @@ class SourceEngine:
 
 @dataclass(slots=True)
 class _Slot:
-    """One handshake at a time per engine; others wait for its result, and handshakes with other engines go on."""
+    """An engine with its handshake. The lock admits one handshake per engine at a time; others wait for its result."""
 
     lock: threading.Lock = field(default_factory=threading.Lock)
-    peer: SourceEngine | None = None
+    source: SourceEngine | None = None
     breaker: Breaker = field(default_factory=lambda: Breaker(BREAKER_THRESHOLD, BREAKER_FIRST, BREAKER_LAST))
     used_at: float = 0.0
 
 
 class SourceEngines:
-    """The peers of one destination rank. Thread-safe; `get` waits for a handshake, `known` for nothing.
+    """The source engines of one destination rank. Thread-safe; `get` waits for a handshake, `known` for nothing.
 
     Args:
         spec, reader: the destination engine.
-        geometry: the whole destination engine, asked for at the first handshake, when all its ranks have registered.
-        rank: this rank.
-        rule: how paths are chosen.
-        measure: called with a home, one of its agents and a deadline where the rule's constants are to be measured;
-            answers a rule with them, or None.
-        drop: called with the agents of an incarnation that was replaced.
+        rank: index of the destination rank.
+        geometry: called with a deadline; returns the geometry of the whole destination engine. Called at the first
+            handshake, when all of the engine's ranks have registered.
+        rule: chooses the paths of reads.
+        measure: called with a home, an agent behind it and a deadline if costs are to be measured; returns a rule with
+            the measured costs, or None.
+        drop: called with each engine that is dropped.
     """
 
     def __init__(
@@ -103,20 +105,20 @@ class SourceEngines:
         self._slots: dict[tuple[str, str, bytes], _Slot] = {}
 
     def get(self, home: Control, engine_id: str, incarnation: bytes, reference: str, deadline: float) -> SourceEngine:
-        """The peer, handshaken if it is new.
+        """Return a source engine; does the handshake if it is new.
 
         Args:
-            home: its home.
-            engine_id, incarnation: which engine.
-            reference: to one of its publications, or its own.
-            deadline: on `kvferry._clock`.
+            home: connection to the engine's home.
+            engine_id, incarnation: the engine.
+            reference: reference of one of its publications, or of the engine.
+            deadline: time on `kvferry._clock`.
 
         Raises:
-            Incompatible: its cache cannot be read, and why.
-            PeerRestarted: it is not this incarnation any more.
-            WrongKey, PublicationStale, PublicationReleased: the reference is not good (any more).
-            Unavailable: it was not complete by the deadline, or reads from it failed again and again and the next
-                attempt is not due.
+            Incompatible: its cache cannot be read; the error says why.
+            PeerRestarted: the engine has restarted as another incarnation.
+            WrongKey, PublicationStale, PublicationReleased: the home does not accept the reference, or no longer does.
+            Unavailable: the engine was not complete by the deadline, or reads from it keep failing and the next attempt
+                is not due yet.
         """
         key = (home.address, engine_id, incarnation)
         with self._lock:
@@ -130,59 +132,59 @@ class SourceEngines:
         if not slot.lock.acquire(timeout=max(0.0, deadline - now())):
             raise Unreachable(f"the handshake with engine {engine_id!r} did not end in time", address=home.address)
         try:
-            if slot.peer is None:
-                slot.peer = self._handshake(home, engine_id, incarnation, reference, deadline)
+            if slot.source is None:
+                slot.source = self._handshake(home, engine_id, incarnation, reference, deadline)
                 self._drop_replaced(key)
-            return slot.peer
+            return slot.source
         finally:
             slot.lock.release()
 
     def known(self, home: str, engine_id: str, incarnation: bytes) -> SourceEngine | None:
-        """The peer, if nothing has to be waited for."""
+        """Return a source engine if that needs no handshake and no pause; None otherwise."""
         with self._lock:
             slot = self._slots.get((home, engine_id, incarnation))
-            if slot is None or slot.peer is None or slot.breaker.ask(now()) > 0:
+            if slot is None or slot.source is None or slot.breaker.ask(now()) > 0:
                 return None
             slot.used_at = now()
-            return slot.peer
+            return slot.source
 
     def failed(self, home: str, engine_id: str, incarnation: bytes) -> None:
-        """A transfer from it failed: handshake anew next time, and after several failures not at once."""
+        """Record a failed transfer: the next read does a new handshake, after a pause if several have failed."""
         with self._lock:
             slot = self._slots.get((home, engine_id, incarnation))
             if slot is not None:
-                slot.peer = None
+                slot.source = None
                 slot.breaker.failed(now())
 
     def succeeded(self, home: str, engine_id: str, incarnation: bytes) -> None:
-        """A transfer from it ended well."""
+        """Record a successful transfer."""
         with self._lock:
             slot = self._slots.get((home, engine_id, incarnation))
         if slot is not None:
             slot.breaker.succeeded()
 
     def gone(self, home: str, engine_id: str, incarnation: bytes) -> None:
-        """Its home says that this incarnation is no more: drop it as soon as it is quiet.
+        """Drop an incarnation that has ended according to its home.
 
-        A home speaks of its own engines: an engine of another home may have the same name, or be said to be this one.
+        Only the engine at this home: another home may have, or claim to have, an engine of the same name.
         """
         self._drop_where(lambda key, _: key == (home, engine_id, incarnation))
 
     def _drop_idle(self) -> None:
-        """Drop engines that nothing was read from for a long time: those that vanished for good say nothing."""
+        """Drop engines that have not been read from for a long time: nothing reports one that is gone for good."""
         before = now() - PEER_IDLE
         self._drop_where(lambda _, slot: slot.used_at < before)
 
     def _drop_where(self, chosen: Callable[[tuple[str, str, bytes], _Slot], bool]) -> None:
         with self._lock:
             keys = [key for key, slot in self._slots.items() if chosen(key, slot)]
-            dropped = [self._slots.pop(key).peer for key in keys]
-        for peer in dropped:
-            if peer is not None:
-                self._drop(peer)
+            dropped = [self._slots.pop(key).source for key in keys]
+        for source in dropped:
+            if source is not None:
+                self._drop(source)
 
     def _drop_replaced(self, key: tuple[str, str, bytes]) -> None:
-        # At its own home only: anybody can have an engine of this name elsewhere.
+        # Only at the same home: an engine at another home may have the same name.
         self._drop_where(lambda other, _: other[:2] == key[:2] and other[2] != key[2])
 
     def _handshake(
@@ -202,8 +204,10 @@ class SourceEngines:
         found = _handshaken(home, request, deadline)
         source = found.geometry
         plan = plan_read(source, destination, self._rank, rule=self._rule)
-        if not found.agents_told:
-            message = f"the home of engine {engine_id!r} gave its geometry only, because it was shown no reference"
+        if not found.has_agents:
+            message = (
+                f"the home of engine {engine_id!r} returned only its geometry, because the reader gave no reference"
+            )
             if (self._reader.engine_id, self._reader.incarnation) == (engine_id, incarnation):
                 message = f"engine {engine_id!r} cannot read from itself: its own memory holds these blocks already"
             raise AgentsWithheld(message, engine_id=engine_id, missing="reference")
@@ -217,7 +221,7 @@ class SourceEngines:
 def _agent(engine_id: str, incarnation: bytes, rank: int, agent: geometry_pb2.Agent | None) -> AgentInfo:
     problem = "it was registered with serve=False, so nobody can read from it" if agent is None else ""
     if agent is not None and incarnation.hex() not in agent.name:
-        # NIXL knows agents by name alone: one that is named as another engine's would take that one's place.
+        # NIXL identifies agents by name: an agent with the name of another engine's would replace that one.
         problem = f"agent {agent.name[:80]!r} is not named after its engine's incarnation"
     if agent is None or problem:
         raise BadAgentMetadata(
@@ -232,7 +236,7 @@ def _agent(engine_id: str, incarnation: bytes, rank: int, agent: geometry_pb2.Ag
 
 
 def whole_engine(control: Control, token: pb.EngineRef, deadline: float) -> EngineGeometry:
-    """The geometry of one's own engine, once all its ranks have registered."""
+    """Return the geometry of the reader's own engine; waits until all of its ranks have registered."""
     request = pb.HandshakeRequest(engine_id=token.engine_id, incarnation=token.incarnation, reader=token)
     return _handshaken(control, request, deadline).geometry
 

@@ -1,4 +1,4 @@
-"""The reader's side of integrity mode: what has arrived is compared with what the source had summed."""
+"""The reader's side of integrity mode: compares the bytes that have arrived with the source's checksums."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ from kvferry.v1 import kv_transfer_pb2 as pb
 logger = logging.getLogger(__name__)
 
 ASKED_SUMS = 1 << 18
-"""Sums asked in one call; the contract allows twice as many."""
+"""Most sums to ask for in one call; the contract allows twice as many."""
 
 ASKED_PLANES = 1024
-"""Planes asked in one call; the contract allows four times as many."""
+"""Most planes to ask for in one call; the contract allows four times as many."""
 
 PAUSE_FIRST, PAUSE_LAST = 0.002, 0.1
-"""Seconds between questions for sums that are still to come."""
+"""Shortest and longest seconds between two calls for sums that the source has not sent yet."""
 
 
 class LeaseName(Protocol):
-    """What the home knows a lease by."""
+    """A lease, of which only the id is needed."""
 
     @property
     def lease_id(self) -> bytes:
-        """Its id."""
+        """The id of the lease."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,14 +52,14 @@ class Arrived:
     """A read whose bytes have all arrived.
 
     Attributes:
-        home: the source's home.
-        lease: of the read, by its id.
-        publication: its number.
-        plan: what was read.
-        granted: the blocks as published.
-        blocks, tokens: as asked, see `ReadPlan.expand`.
-        deadline: on `kvferry._clock`; nothing is waited for after it.
-        check: raises if nobody wants the read any more.
+        home: connection to the source's home.
+        lease: the lease of the read.
+        publication: number of the publication.
+        plan: the plan of the read.
+        granted: the source's blocks by group.
+        blocks, tokens: see `ReadPlan.expand`.
+        deadline: time on `kvferry._clock` after which the comparison does not wait.
+        check: raises `TransferCancelled` if the read was cancelled.
     """
 
     home: Control
@@ -75,7 +75,7 @@ class Arrived:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Task:
-    """Blocks to compare, and of what they are."""
+    """Blocks to compare: blocks of one lane whose sums are computed in the same way."""
 
     lane: Lane
     moved: GroupRequest
@@ -84,7 +84,7 @@ class _Task:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Page:
-    """Sums as the home has them: ``uint32[places, units]``."""
+    """Sums from the home, ``uint32[places, units]``."""
 
     units: Interval
     places: Int64s
@@ -93,7 +93,7 @@ class _Page:
 
 @dataclass(frozen=True, slots=True)
 class _Compared:
-    """What became of some sums, and the first that is wrong."""
+    """Result of a comparison: how many sums are equal, unknown and wrong, and the error for the first wrong one."""
 
     equal: int
     unknown: int
@@ -102,12 +102,12 @@ class _Compared:
 
 
 class Verifier:
-    """Compares sums for one destination rank. Thread-safe; `verify` waits, so each runs on a thread of its own.
+    """Compares checksums for one destination rank. Thread-safe; `verify` waits, so call it on a thread of its own.
 
     Args:
         reader: the destination engine.
-        memory: of the rank's memory.
-        options: which blocks are compared, and how long sums are waited for.
+        memory: sums the rank's memory.
+        options: which blocks are compared, and how long to wait for sums.
     """
 
     def __init__(self, reader: pb.EngineRef, memory: RankMemory, options: IntegrityOptions) -> None:
@@ -116,10 +116,11 @@ class Verifier:
         self._options = options
 
     def verify(self, read: Arrived) -> Verification:
-        """Compare what can be compared.
+        """Compare all sums that the source has sent.
 
         Raises:
-            DataLoss: something is not what the source had summed.
+            DataLoss: a sum differs from the source's.
+            TransferCancelled: the read was cancelled.
         """
         give_up = min(read.deadline, now() + self._options.patience)
         tasks, unverified = self._tasks(read)
@@ -144,7 +145,7 @@ class Verifier:
         return Verification(verified, unverified)
 
     def _tasks(self, read: Arrived) -> tuple[list[_Task], int]:
-        """What can be compared, and how much cannot."""
+        """Return the blocks that can be compared, and the number of sums that cannot."""
         plan = read.plan
         source_groups = {group.name: group for group in plan.source.groups}
         moved = needed(plan.groups, source_groups, read.granted, read.blocks, read.tokens)
@@ -162,7 +163,7 @@ class Verifier:
         return tasks, unverified
 
     def _compare(self, task: _Task, plane: PlaneRead, pages: list[_Page]) -> _Compared:
-        """Compare a plane of a task with the sums that there are."""
+        """Compare one plane of a task with the sums of these pages."""
         alike = task.alike
         expected, known = _looked_up(plane.units, alike.places, pages)
         rows = np.flatnonzero(known.any(axis=1))
@@ -181,7 +182,7 @@ class Verifier:
         return _Compared(compared - len(unequal), known.size - compared, len(unequal), first)
 
     def _sums_of(self, read: Arrived, rank: int, tasks: list[_Task], give_up: float) -> dict[str, list[_Page]]:
-        """The sums of one source rank by plane; as many as there are."""
+        """Fetch the sums of one source rank, by plane; returns those that the home has until `give_up`."""
         found: dict[str, list[_Page]] = {}
         backoff = Backoff(PAUSE_FIRST, PAUSE_LAST)
         requests = [self._request(read, queries) for queries in _packed(rank, tasks)]
@@ -192,8 +193,8 @@ class Verifier:
                 answer = read.home.read_checksums(requests[0], max(0.001, left))
                 pages = [(part.plane, _page(part)) for part in answer.checksums]
             except KvferryError as error:
-                # What cannot be had was not verified. Whether the read is good is not the home's word alone.
-                logger.info("sums of rank %d of publication %d: %s", rank, read.publication, error)
+                # Sums that cannot be fetched count as unverified; they do not fail the read.
+                logger.info("could not fetch the sums of rank %d of publication %d: %s", rank, read.publication, error)
                 return found
             if rank in answer.pending_ranks and now() + backoff.pause < give_up:
                 threading.Event().wait(backoff.next())
@@ -208,7 +209,7 @@ class Verifier:
 
 
 def _packed(rank: int, tasks: list[_Task]) -> Iterator[list[pb.ChecksumQuery]]:
-    """The questions for all sums of some tasks, a call's worth at a time."""
+    """Yield the queries for all sums of some tasks, in lists that each fit one call."""
     queries: list[pb.ChecksumQuery] = []
     sums = planes = 0
     for query, size in _queries(rank, tasks):
@@ -222,7 +223,7 @@ def _packed(rank: int, tasks: list[_Task]) -> Iterator[list[pb.ChecksumQuery]]:
 
 
 def _queries(rank: int, tasks: list[_Task]) -> Iterator[tuple[pb.ChecksumQuery, int]]:
-    """Questions that each fit a call, with the number of sums they ask for."""
+    """Yield queries that each fit one call, with the number of sums that they ask for."""
     lanes: dict[Lane, list[Int64s]] = {}
     for task in tasks:
         lanes.setdefault(task.lane, []).append(task.alike.places)
@@ -255,7 +256,7 @@ def _queries(rank: int, tasks: list[_Task]) -> Iterator[tuple[pb.ChecksumQuery, 
 
 
 def _page(part: pb.Checksums) -> _Page:
-    """Sums as the home answered them; raises `InvalidField`."""
+    """Decode sums from the home; raises `InvalidField`."""
     places = places_of(part.place_starts, part.place_counts, ASKED_SUMS)
     if len(part.sums) != len(places) * (part.unit_end - part.unit_begin):
         expected = f"those of {len(places)} blocks of {part.unit_end - part.unit_begin} units"
@@ -265,7 +266,8 @@ def _page(part: pb.Checksums) -> _Page:
 
 
 def _looked_up(units: Interval, places: Int64s, pages: list[_Page]) -> tuple[Sums, npt.NDArray[np.bool_]]:
-    """The sums of these places and units, and which of them there are: ``uint32`` and ``bool[places, units]``."""
+    """Look up the sums of these places and units: the sums ``uint32[places, units]``, and which of them are known,
+    ``bool[places, units]``."""
     sums = np.zeros((len(places), len(units)), np.uint32)
     known = np.zeros(sums.shape, np.bool_)
     for page in pages:

@@ -1,1 +1,1 @@
-"""What crosses the network: channels, references, statuses, and values as protobuf messages. Used by both sides."""
+"""Channels, references, statuses, and the encoding of values as protobuf messages. Used by client and server."""

@@ -1,4 +1,4 @@
-"""The blocks of a request as protobuf messages: runs of consecutive ids."""
+"""Encodes the blocks of a request as protobuf messages, with runs of consecutive ids."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def blocks_from_proto(message: pb.GroupBlocks) -> Blocks:
     if len(starts) == 0:
         ids = np.empty(0, np.int32)
     else:
-        # The bounds come first: a count of 2**32 - 1 must not become an allocation.
+        # Check the bounds first: a count of 2**32 - 1 must not cause an allocation.
         if int(counts.min()) < 1 or int(counts.max()) > MAX_BLOCKS or int(counts.sum()) > MAX_BLOCKS:
             raise InvalidField(where, "run_counts", f"counts of at least 1, together at most {MAX_BLOCKS}")
         if int(starts.max()) >= 2**31 or int((starts + counts).max()) > 2**31:

@@ -1,12 +1,11 @@
-"""Addresses, credentials and channels: the one place where gRPC option strings stand, for servers and for
-clients.
+"""Addresses, credentials and channels. All option strings of gRPC are here, for servers and clients.
 
-An address is ``unix:/absolute/path`` or ``host:port`` (``[::1]:port``). A UNIX socket never uses TLS: the
-mode of its directory says who may connect.
+An address is ``unix:/absolute/path`` or ``host:port`` (``[::1]:port``). A UNIX socket never uses TLS; the permissions
+of its directory control who may connect.
 
-`connect` makes the synchronous channel that engine processes use, `connect_async` the one for event loops. A
-process that has used `grpc.aio` must not fork afterwards: a child that uses it hangs or crashes. After
-synchronous use it may.
+`connect` makes the synchronous channel that engine processes use; `connect_async` makes one for event loops. A process
+that has used `grpc.aio` must not fork: a child that uses it too hangs or crashes. Synchronous channels have no such
+limit.
 """
 
 from __future__ import annotations
@@ -24,69 +23,69 @@ import grpc.aio
 from kvferry.errors import InvalidField
 
 MAX_MESSAGE_BYTES = 4 * 1024 * 1024
-"""The largest message either side takes. Longer lists are paged; a limit is what keeps a peer from filling
-our memory."""
+"""Bytes of the largest message that either side accepts, so that a peer cannot fill the other side's memory. Longer
+lists are split into pages."""
 
 MAX_SOCKET_PATH = 107
-"""Bytes of a UNIX socket's path (``sun_path`` of Linux, less its end)."""
+"""Most bytes of a UNIX socket's path: ``sun_path`` of Linux without its final NUL."""
 
 MAX_CONCURRENT_STREAMS = 16_384
-"""Calls and streams of one connection at once: above what the guard of a server lets one peer have."""
+"""Most simultaneous calls and streams of one connection: more than the guard of a server allows one peer."""
 
 MAX_PENDING = 4096
-"""Calls of one method that gRPC holds for a server that is behind; it answers CANCELLED to more. Larger than the bursts
-of a fleet, and no larger: a flood of calls that are reset at once fills it, whoever sends it, and a renewal waits
-behind (4 s; with 16,384 it is 20 s, and leases are lost)."""
+"""Most calls of one method that gRPC queues for a busy server; it answers CANCELLED to further ones. It is larger than
+the bursts of a fleet, but not much: anybody can fill the queue with calls that are reset at once, and renewals wait
+behind them (4 s; with 16,384 calls 20 s, and leases are lost)."""
 
 CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    # A peer that vanished (power, network) closes nothing. Pings find it in 15 s, while calls or streams are
-    # open; a channel without any stays silent, because idle costs nothing.
+    # A peer that vanished (power, network) closes no connection. Pings detect it within 15 s while calls or streams
+    # are open. A channel without any sends no pings, so that idle clients cost nothing.
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.keepalive_permit_without_calls", 0),
-    # A Watch may be silent for hours: by default gRPC would stop pinging after two pings without data between
-    # them.
+    # A Watch may be silent for hours. By default gRPC stops pinging after two pings without data between them.
     ("grpc.http2.max_pings_without_data", 0),
-    # Node servers restart in a second or two, and engines wait for them: gRPC's own 1 s, growing to 2
-    # minutes, is far too long.
+    # Node servers restart in a second or two, and engines wait for them: gRPC's default of 1 s, growing to 2 minutes,
+    # is far too long.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 2_000),
-    # Despite its name, how long one attempt to connect may take. Default 20 s: a host that swallows packets
-    # would look like a slow answer instead of an unreachable server.
+    # Despite its name, this is the timeout of one attempt to connect, by default 20 s: a host that drops packets would
+    # look like a slow answer instead of an unreachable server.
     ("grpc.min_reconnect_backoff_ms", 5_000),
-    # Node servers are inside one network; an engine's http_proxy is meant for something else, and would see
-    # the traffic.
+    # Node servers are inside one network. A proxy in an engine's http_proxy serves other purposes, and would see the
+    # traffic.
     ("grpc.enable_http_proxy", 0),
-    # No retry policy by service config, although it works: it knows neither RetryInfo nor our reasons, so it
-    # would repeat what the server said to come back for later. `kvferry._control.connection.retrying` does it. Its
-    # `timeout` fires early, so timeouts are per call.
+    # There is no retry policy in a service config: it knows neither RetryInfo nor kvferry's reasons, so it would
+    # repeat calls too early. `kvferry._control.connection.retrying` repeats calls instead. Timeouts are set per call,
+    # because the `timeout` of a service config fires early.
 )
 """Options of every channel."""
 
 SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    # Without this a second server on the same port takes every other connection, silently.
+    # Otherwise a second server on the same port would silently get every other connection.
     ("grpc.so_reuseport", 0),
-    # A Watch is the liveness of its process, so a host that vanished must be noticed: after 15 s.
+    # A Watch shows that its process is alive, so a host that vanished must be detected: within 15 s.
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.http2.max_pings_without_data", 0),
-    # How often clients may ping without being cut off ("too many pings"): below the 10 s of our own clients,
-    # and lenient to the libraries of others. The spelling `min_recv_ping_interval_without_data_ms` is ignored
-    # by gRPC.
+    # How often clients may ping before they are disconnected ("too many pings"): more often than kvferry's own clients,
+    # which ping every 10 s, so that other libraries may too. gRPC ignores the spelling
+    # `min_recv_ping_interval_without_data_ms`.
     ("grpc.http2.min_ping_interval_without_data_ms", 2_000),
-    # Calls that gRPC has taken and we have not yet. Beyond the first it drops calls at random, anybody's, as CANCELLED;
-    # beyond the second all of them (1,000 and 3,000 by default). Our own limits refuse by peer, and say what to do.
+    # Limits for calls that gRPC has received and the server has not taken yet. Beyond the first, gRPC cancels random
+    # calls of any peer; beyond the second, all of them (1,000 and 3,000 by default). The server's own limits count by
+    # peer, and their errors say what to do.
     ("grpc.server.max_pending_requests", MAX_PENDING),
     ("grpc.server.max_pending_requests_hard_limit", MAX_PENDING),
-    # Streams of one connection. A client keeps what is more to itself until others end.
+    # Streams of one connection. A client holds further ones back until others end.
     ("grpc.max_concurrent_streams", MAX_CONCURRENT_STREAMS),
-    # From the connection to the first HTTP/2 settings, TLS included: 120 s by default, for which a silent peer keeps a
-    # file descriptor.
+    # From the connection to the first HTTP/2 settings, TLS included. With the default of 120 s, a silent peer would
+    # occupy a file descriptor that long.
     ("grpc.server_handshake_timeout_ms", 5_000),
-    # A connection without a call ends; its client connects again when it has something to say. An engine's Watch keeps
-    # its own.
+    # A connection without calls is closed; its client connects again for its next call. An engine's Watch keeps its
+    # connection open.
     ("grpc.max_connection_idle_ms", 120_000),
 )
 """Options of every server."""
@@ -95,28 +94,33 @@ ONE_QUEUE_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.server.max_pending_requests", 1024),
     ("grpc.server.max_pending_requests_hard_limit", 1024),
 )
-"""In place of those above where grpcio (up to 1.82) takes the calls of all methods one after another: with more a flood
-holds up every method, for 20 s and longer instead of 4 s."""
+"""Replacements for grpcio up to 1.82, which handles the calls of all methods one after another: with larger limits a
+flood delays every method by 20 s and more, instead of 4 s."""
 
 MAX_CONNECTIONS = "grpc.max_allowed_incoming_connections"
-"""The option of a listener for how many connections it keeps; it closes what comes beyond."""
+"""The option for the most connections of a listener; it closes further ones."""
 
 
 @dataclass(frozen=True, slots=True)
 class TlsConfig:
-    """Files of PEM for TLS, read when a channel or server is made.
+    """PEM files for TLS. They are read when a channel or server is made.
 
-    A client needs `ca` to know the server by (without: the system's authorities), and `cert` with `key` where
-    the server asks for one. A server needs `cert` and `key`; with `ca` it accepts only clients with a
-    certificate of that authority (mTLS).
+    A client uses `ca` to verify the server (None: the system's authorities), and `cert` with `key` if the server asks
+    for a client certificate. A server needs `cert` and `key`; with `ca` it accepts only clients with a certificate of
+    that authority (mTLS).
+
+    Attributes:
+        ca: certificates of the authorities that must have signed the peer's certificate.
+        cert: the own certificate chain.
+        key: the private key of `cert`.
+
+    Raises:
+        InvalidField: only one of `cert` and `key` is given.
     """
 
     ca: Path | None = None
-    """Certificates of the authorities that the other side must be signed by."""
     cert: Path | None = None
-    """Our certificate chain."""
     key: Path | None = None
-    """The private key of `cert`."""
 
     def __post_init__(self) -> None:
         if (self.cert is None) != (self.key is None):
@@ -144,14 +148,14 @@ class Address:
 
 
 def parse_address(text: str, field: str = "address") -> Address:
-    """Take an address apart.
+    """Parse an address.
 
     Args:
         text: ``unix:/path`` or ``host:port``.
-        field: what to call it in the error.
+        field: name of the field in the error.
 
     Raises:
-        InvalidField: it is neither.
+        InvalidField: the text has neither form.
     """
     expected = "unix:/absolute/path or host:port"
     if text.startswith("unix:"):
@@ -160,16 +164,14 @@ def parse_address(text: str, field: str = "address") -> Address:
         if not path.startswith("/"):
             raise InvalidField(field, text, expected)
         if len(os.fsencode(path)) > MAX_SOCKET_PATH:
-            raise InvalidField(
-                field, text, f"a path of at most {MAX_SOCKET_PATH} bytes, which is all a UNIX socket can have"
-            )
+            raise InvalidField(field, text, f"a path of at most {MAX_SOCKET_PATH} bytes, the limit of UNIX sockets")
         return Address(path=path)
     if "://" in text:
         raise InvalidField(field, text, f"{expected}, without {text.partition('://')[0]}://")
     host, colon, port = text.rpartition(":")
     bracketed = host.startswith("[") and host.endswith("]")
     host = host[1:-1] if bracketed else host
-    # "dns:host", "http://host" and bare IPv6 addresses all show as a host with a colon or a slash in it.
+    # In "dns:host", "http://host" and bare IPv6 addresses, the host contains a colon or a slash.
     if not colon or not host or "/" in host or (":" in host and not bracketed):
         raise InvalidField(field, text, expected)
     if not (port.isascii() and port.isdigit() and int(port) < 65536):
@@ -178,7 +180,7 @@ def parse_address(text: str, field: str = "address") -> Address:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether nothing that is sent to an address leaves the host. Of names only ``localhost`` is known to be."""
+    """Return whether an address is on this host: a UNIX socket, ``localhost``, or a loopback IP address."""
     try:
         parsed = parse_address(address)
     except InvalidField:
@@ -190,19 +192,18 @@ def is_loopback(address: str) -> bool:
 
 
 Dial: TypeAlias = Callable[[str, TlsConfig | None], grpc.Channel]
-"""Makes a synchronous channel to an address, as `connect` does."""
+"""A function that makes a synchronous channel to an address, as `connect` does."""
 
 
 def connect(address: str, tls: TlsConfig | None = None) -> grpc.Channel:
-    """A synchronous channel; it connects with its first call, and again by itself whenever the connection is
-    lost.
+    """Make a synchronous channel. It connects with its first call, and again whenever the connection is lost.
 
     Args:
         address: ``unix:/path`` or ``host:port``.
-        tls: credentials for TCP; None: no TLS. UNIX sockets ignore it.
+        tls: credentials for TCP; None: no TLS. Ignored for UNIX sockets.
 
     Raises:
-        InvalidField: the address, or a file of `tls`.
+        InvalidField: the address is malformed, or a file of `tls` cannot be read.
     """
     parsed = parse_address(address)
     if tls is None or parsed.is_unix:
@@ -211,7 +212,7 @@ def connect(address: str, tls: TlsConfig | None = None) -> grpc.Channel:
 
 
 def connect_async(address: str, tls: TlsConfig | None = None) -> grpc.aio.Channel:
-    """Like `connect`, for the running event loop, to which the channel then belongs."""
+    """Make a channel for the running event loop, to which it then belongs; see `connect`."""
     parsed = parse_address(address)
     if tls is None or parsed.is_unix:
         return grpc.aio.insecure_channel(str(parsed), options=CHANNEL_OPTIONS)
@@ -219,10 +220,10 @@ def connect_async(address: str, tls: TlsConfig | None = None) -> grpc.aio.Channe
 
 
 def server_credentials(tls: TlsConfig) -> grpc.ServerCredentials:
-    """Credentials of a listener; clients must show a certificate if `tls.ca` is given.
+    """Make the credentials of a listener. If `tls.ca` is given, clients must have a certificate.
 
     Raises:
-        InvalidField: no certificate, or a file that cannot be read.
+        InvalidField: the certificate is missing, or a file cannot be read.
     """
     if tls.cert is None or tls.key is None:
         raise InvalidField("tls_cert", None, "a certificate for the server")

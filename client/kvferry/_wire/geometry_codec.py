@@ -1,4 +1,4 @@
-"""Geometry to and from its proto. Whatever bytes a peer sent end in a checked value or in a typed error."""
+"""Encodes and decodes geometry as protobuf messages. Decoding returns a checked value, or raises a typed error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The pages of a handshake, put together: a source engine as its home tells it."""
+"""Decodes the messages of a handshake: the geometry of a source engine and its agents."""
 
 from __future__ import annotations
 
@@ -14,46 +14,46 @@ from kvferry.v1 import kv_transfer_pb2 as pb
 MAX_RANKS = 4096
 MAX_BYTES = 1 << 30
 MAX_PLANES = 1 << 20
-"""What is taken of one engine: a home that told more would fill our memory. A plane takes thirty times what it takes on
-the wire."""
+"""Limits for one engine, so that a home cannot fill the reader's memory. A decoded plane takes thirty times the memory
+of its message."""
 
 
 @dataclass(frozen=True, slots=True)
 class Handshaken:
-    """A source engine.
+    """The result of a handshake.
 
     Attributes:
-        geometry: the whole engine.
-        agents: serving agents by rank; none of a rank that serves nothing.
-        agents_told: whether the home told agents at all, not the geometry alone.
+        geometry: geometry of the whole engine.
+        agents: serving agents by rank; a rank with ``serve=False`` has none.
+        has_agents: whether the home sent agents. If False, it sent the geometry only.
     """
 
     geometry: EngineGeometry
     agents: dict[int, geometry_pb2.Agent] = field(repr=False)
-    agents_told: bool
+    has_agents: bool
 
 
 def put_together(messages: Iterable[pb.HandshakeResponse]) -> Handshaken:
-    """The engine that the messages of a handshake tell.
+    """Decode the messages of a handshake.
 
     Raises:
-        BadGeometry: they do not fit each other, or what they tell contradicts itself.
-        LimitReached: they are more than is taken of one engine.
+        BadGeometry: the messages contradict each other, or the geometry contradicts itself.
+        LimitReached: the engine is larger than the limits.
     """
     first: pb.HandshakeResponse | None = None
     ranks: list[RankGeometry] = []
     agents: dict[int, geometry_pb2.Agent] = {}
-    size = told = planes = 0
+    size = num_agents = planes = 0
     for message in messages:
         size += message.ByteSize()
         if first is None:
             first = message
             if not message.HasField("engine"):
-                raise BadGeometry("handshake", "its first message does not say which engine it is")
+                raise BadGeometry("handshake", "its first message does not name the engine")
         if size > MAX_BYTES or first.num_ranks > MAX_RANKS:
             what = f"{first.num_ranks} ranks, {size} bytes so far"
             raise LimitReached(
-                f"engine {first.engine.engine_id!r} tells too much: {what}", limit="handshake_bytes", value=MAX_BYTES
+                f"engine {first.engine.engine_id!r} is too large: {what}", limit="handshake_bytes", value=MAX_BYTES
             )
         planes += sum(len(rank.planes) for rank in message.ranks)
         if planes > MAX_PLANES or len(ranks) + len(message.ranks) > first.num_ranks:
@@ -61,14 +61,14 @@ def put_together(messages: Iterable[pb.HandshakeResponse]) -> Handshaken:
         if len(message.agents) not in (0, len(message.ranks)):
             raise BadGeometry("handshake", f"a page of {len(message.ranks)} ranks has {len(message.agents)} agents")
         ranks += map(rank_from_proto, message.ranks)
-        told += len(message.agents)
+        num_agents += len(message.agents)
         for rank, agent in zip(message.ranks, message.agents, strict=False):
             if agent.name:
                 agents[rank.rank] = agent
     if first is None or len(ranks) != first.num_ranks:
         raise BadGeometry("handshake", f"it ended after {len(ranks)} of {first.num_ranks if first else 'its'} ranks")
-    if told not in (0, len(ranks)):
-        raise BadGeometry("handshake", f"{told} of {len(ranks)} ranks have agents")
+    if num_agents not in (0, len(ranks)):
+        raise BadGeometry("handshake", f"{num_agents} of {len(ranks)} ranks have agents")
     engine = first.engine
     geometry = EngineGeometry(
         engine_id=engine.engine_id,
@@ -77,4 +77,4 @@ def put_together(messages: Iterable[pb.HandshakeResponse]) -> Handshaken:
         identity=dict(engine.identity),
         incarnation=engine.incarnation,
     )
-    return Handshaken(geometry, agents, told > 0)
+    return Handshaken(geometry, agents, num_agents > 0)

@@ -1,4 +1,4 @@
-"""A read plan as `Introspection.PlanRead` answers it."""
+"""Encodes a read plan for the answer of `Introspection.PlanRead`."""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
-"""References: the opaque strings that name a publication, or an engine, on their way through routers. Capabilities: who
-has one may read, or reach the engine's memory."""
+"""References: opaque strings, passed through routers, that name a publication or an engine.
+
+They are capabilities: who has the reference of a publication may read it, and who has the reference of an engine can
+reach the memory that its ranks registered.
+"""
 
 from __future__ import annotations
 
@@ -16,46 +19,47 @@ from kvferry.v1 import kv_transfer_pb2 as pb
 PREFIX = "kvf1."
 ENGINE_PREFIX = "kvf1e."
 MAX_LENGTH = 4096
-"""Characters; longer strings are refused before they are decoded."""
+"""Most characters of a reference; longer strings are refused before they are decoded."""
 
 Body = TypeVar("Body", bound=Message)
 
 
 def format_reference(reference: pb.Reference) -> str:
-    """The canonical string of a reference."""
+    """Encode a publication's reference as its canonical string."""
     return PREFIX + _encoded(reference)
 
 
 def parse_reference(text: str) -> pb.Reference:
-    """The reference a string stands for.
+    """Decode a publication's reference.
 
     Raises:
-        BadReference: not a reference, or one that names neither a publication nor a router's key.
+        BadReference: the string is not a reference, or names neither a publication nor a router's key.
+        InvalidField: the value is not a string.
     """
     if not isinstance(text, str):
         raise InvalidField("reference", type(text), "a string, Publication.reference")
     if text.startswith(ENGINE_PREFIX):
-        raise BadReference("it names an engine, and no publication")
+        raise BadReference("it names an engine, not a publication")
     reference = _decoded(text, PREFIX, pb.Reference)
     _check(reference.home, reference.engine_id, reference.key)
     if reference.router_key:
         if reference.publication or reference.incarnation:
-            raise BadReference("it names a publication and a router's key")
+            raise BadReference("it names both a publication and a router's key")
     elif not reference.publication or len(reference.incarnation) != INCARNATION_BYTES:
         raise BadReference("it names neither a publication nor a router's key")
     return reference
 
 
 def format_engine_reference(reference: pb.EngineReference) -> str:
-    """The canonical string of an engine's reference."""
+    """Encode an engine's reference as its canonical string."""
     return ENGINE_PREFIX + _encoded(reference)
 
 
 def parse_engine_reference(text: str) -> pb.EngineReference:
-    """The engine's reference a string stands for.
+    """Decode an engine's reference.
 
     Raises:
-        BadReference: not one.
+        BadReference: the string is not an engine's reference.
     """
     reference = _decoded(text, ENGINE_PREFIX, pb.EngineReference)
     _check(reference.home, reference.engine_id, reference.key)
@@ -72,7 +76,7 @@ def _decoded(text: str, prefix: str, of: type[Body]) -> Body:
     if not text.startswith(prefix):
         raise BadReference(f"it does not start with {prefix!r}")
     if len(text) > MAX_LENGTH:
-        raise BadReference(f"it has {len(text)} characters, at most {MAX_LENGTH}")
+        raise BadReference(f"it has {len(text)} characters, more than {MAX_LENGTH}")
     body = text[len(prefix) :]
     try:
         return of.FromString(base64.b64decode(body + "=" * (-len(body) % 4), altchars=b"-_", validate=True))

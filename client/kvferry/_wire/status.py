@@ -1,12 +1,12 @@
-"""Errors on the wire: `KvferryError` to a gRPC status and back. Pure, and shared by both sides.
+"""Converts a `KvferryError` to a gRPC status and back. Pure, and used by both sides.
 
-An error travels as one status code, a message for people, and `google.rpc.Status` in the trailing metadata,
-with an `ErrorInfo` (domain ``kvferry``, the reason, every dynamic value) and a `RetryInfo` where repeating
-the call makes sense. Results of notifications carry the same things in a `NotificationError`.
+An error is sent as one status code, a message for people, and a `google.rpc.Status` in the trailing metadata. That has
+an `ErrorInfo` (domain ``kvferry``, the reason, every dynamic value), and a `RetryInfo` if repeating the call makes
+sense. Results of notifications carry the same in a `NotificationError`.
 
-Trailing metadata is a header: peers drop a response whose headers are larger than 8 KiB, and the caller would
-see nothing of the error. So values are cut, and what was cut is said: a long text ends in ``…(+N
-characters)``, and the value ``truncated`` counts the values that were left out.
+Trailing metadata is a header. Peers drop a response whose headers exceed 8 KiB, and the caller would not see the error.
+So long values are cut: a text then ends in ``…(+N characters)``, and the value ``truncated`` counts the values that
+were left out.
 """
 
 from __future__ import annotations
@@ -39,30 +39,29 @@ from kvferry.v1 import errors_pb2
 from kvferry.v1 import kv_transfer_pb2 as pb
 
 DOMAIN = "kvferry"
-"""The domain of every ErrorInfo of ours."""
+"""The domain in the `ErrorInfo` of every error of kvferry."""
 
 DETAILS_KEY = "grpc-status-details-bin"
-"""Where gRPC's libraries of all languages look for a `google.rpc.Status`."""
+"""The key under which gRPC's libraries of all languages expect a `google.rpc.Status`."""
 
-# The message travels twice, once percent-encoded (three bytes for each byte that is not printable ASCII), and
-# the details as base64 where the other side cannot take binary headers: 3 · 512 + 4/3 · (512 + 3584) is below
-# 7 KiB.
+# The message is sent twice, once percent-encoded (three bytes for each byte that is not printable ASCII), and the
+# details as base64 if the other side does not accept binary headers: 3 · 512 + 4/3 · (512 + 3584) is below 7 KiB.
 MESSAGE_BYTES = 512
 VALUE_BYTES = 384
 VALUES_BYTES = 3072
 
 NOTIFICATION_ERROR_BYTES = 3840
-"""Bytes that the error of one notification takes at most in an answer."""
+"""Most bytes of the error of one notification in an answer."""
 
 LONGEST_RETRY = 60.0
-"""Seconds that a peer may ask to wait before a call is repeated; what waits for longer is as good as ended."""
+"""Most seconds that a peer may ask a caller to wait before it repeats a call."""
 
 TOO_LARGE = "larger than max"
-"""What gRPC says of a message over the size limit, of either side and in either direction; there is no code for it."""
+"""Part of gRPC's text for a message over the size limit of either side; there is no status code for it."""
 
 _PREFIX = "ERROR_REASON_"
 
-# What an error of a reason that this version does not know can still be told from: its code.
+# The class for an error whose reason this version does not know, by its code.
 _BY_CODE: dict[str, type[KvferryError]] = {
     "INVALID_ARGUMENT": InvalidInput,
     "FAILED_PRECONDITION": Refused,
@@ -79,19 +78,27 @@ _BY_CODE: dict[str, type[KvferryError]] = {
 
 @dataclass(frozen=True, slots=True)
 class WireStatus:
-    """An error as a server sends it."""
+    """An error as a server sends it.
+
+    Attributes:
+        code: the status code.
+        message: the message for people.
+        metadata: the trailing metadata.
+    """
 
     code: grpc.StatusCode
     message: str
     metadata: tuple[tuple[str, str | bytes], ...]
-    """Trailing metadata."""
 
 
 def to_status(error: KvferryError) -> WireStatus:
-    """The status that carries an error.
+    """Convert an error to a status.
 
     Args:
-        error: an error with a reason. One without (it belongs to the client only) is a bug in the caller.
+        error: an error with a reason. An error without a reason belongs to the client only, and must not be sent.
+
+    Raises:
+        TypeError: the error has no reason.
     """
     if not error.reason:
         raise TypeError(f"{type(error).__name__} never crosses the wire")
@@ -107,22 +114,21 @@ def to_status(error: KvferryError) -> WireStatus:
 
 
 def from_rpc_error(error: grpc.RpcError, address: str) -> KvferryError:
-    """The error that a call to a node server ended with.
+    """Convert the error of a call to a node server.
 
-    An error that carries our ErrorInfo is what the server raised. What gRPC itself reports becomes
+    An error with kvferry's `ErrorInfo` is rebuilt as the server raised it. Errors of gRPC itself become
 
-    - `Unreachable` for UNAVAILABLE; for DEADLINE_EXCEEDED, because every call of kvferry is idempotent, so
-      that no answer in time and no connection ask the caller for the same thing; and for CANCELLED, which is
-      what a server that stops, or that a hostile peer floods with resets, leaves behind (a caller that cancelled
-      by itself knows);
-    - `MessageTooLarge` for a message over either side's limit;
-    - `NotImplementedHere`, `LimitReached` (without a retry, since nobody said when) or `InternalError` for their
+    - `Unreachable` for UNAVAILABLE; for DEADLINE_EXCEEDED, because every call of kvferry is idempotent, so that a
+      caller does the same without an answer as without a connection; and for CANCELLED, which a server causes that
+      stops, or that a hostile peer floods with resets (a caller that has cancelled the call knows that);
+    - `MessageTooLarge` for a message over the limit of either side;
+    - `NotImplementedHere`, `LimitReached` (without a retry, since the time is unknown) or `InternalError` for their
       codes;
-    - the nearest class by its code for anything else.
+    - the class for the code otherwise.
 
     Args:
-        error: as a stub raised it, synchronous or not.
-        address: of the node server, for the message.
+        error: the error that a stub raised, synchronous or not.
+        address: address of the node server, for the message.
     """
     call = cast(grpc.Call, error)
     code: grpc.StatusCode | None = call.code() if hasattr(error, "code") else None
@@ -134,7 +140,7 @@ def from_rpc_error(error: grpc.RpcError, address: str) -> KvferryError:
     if name == "UNAVAILABLE":
         return Unreachable(f"{address} cannot be reached: {text}", address=address)
     if name == "CANCELLED":
-        return Unreachable(f"{address} left the call without an answer: {text}", address=address)
+        return Unreachable(f"{address} cancelled the call: {text}", address=address)
     if name == "DEADLINE_EXCEEDED":
         return Unreachable(f"{address} did not answer in time", address=address)
     if name == "UNIMPLEMENTED":
@@ -145,7 +151,7 @@ def from_rpc_error(error: grpc.RpcError, address: str) -> KvferryError:
 
 
 def to_notification_error(error: KvferryError) -> pb.NotificationError:
-    """The result that carries the error of one notification."""
+    """Convert an error to the result of a notification."""
     return pb.NotificationError(
         code=grpc.StatusCode[error.code].value[0],
         reason=errors_pb2.ErrorReason.ValueType(_reason_number(error)),
@@ -156,7 +162,7 @@ def to_notification_error(error: KvferryError) -> pb.NotificationError:
 
 
 def from_notification_error(message: pb.NotificationError) -> KvferryError:
-    """The error of one notification."""
+    """Convert the result of a notification to an error."""
     retry_after = _pause(message.retry_after) if message.HasField("retry_after") else None
     known = message.reason in errors_pb2.ErrorReason.values()
     reason = errors_pb2.ErrorReason.Name(message.reason).removeprefix(_PREFIX) if known else ""
@@ -175,7 +181,7 @@ def _from_details(details: bytes | None, code: str, text: str) -> KvferryError |
         status = status_pb2.Status.FromString(details)
         info, retry_after = _unpacked(status)
     except DecodeError:
-        # Damaged, or not ours: the code says enough.
+        # The details are damaged, or not from kvferry: the code decides.
         return None
     if info is None:
         return None
@@ -219,7 +225,7 @@ def _by_code(code: str, message: str, values: Mapping[str, str], retry_after: fl
 
 
 def _cut(text: str, limit: int) -> str:
-    """Text of at most `limit` bytes of UTF-8."""
+    """Cut a text to at most `limit` bytes of UTF-8."""
     encoded = text.encode(errors="replace")
     if len(encoded) <= limit:
         return encoded.decode()
@@ -229,7 +235,7 @@ def _cut(text: str, limit: int) -> str:
 
 
 def _bounded(values: Mapping[str, str]) -> dict[str, str]:
-    """The first values that fit a header. A family (``mismatch.3.…``) is kept or left out as a whole."""
+    """Return the first values that fit into a header. A family (``mismatch.3.…``) is kept or left out as a whole."""
     families: dict[str, dict[str, str]] = {}
     for key, value in values.items():
         families.setdefault(key.rpartition(".")[0] or key, {})[key] = _cut(value, VALUE_BYTES)
@@ -248,7 +254,7 @@ def _bounded(values: Mapping[str, str]) -> dict[str, str]:
 
 
 def _reason_number(error: KvferryError) -> int:
-    """The `kvferry.v1.ErrorReason` of an error; 0 for errors that never cross the wire."""
+    """Return the `kvferry.v1.ErrorReason` of an error; 0 for errors that are never sent."""
     if not error.reason:
         return 0
     return int(errors_pb2.ErrorReason.Value(f"ERROR_REASON_{error.reason}"))

@@ -1,4 +1,4 @@
-"""The secret that the processes of one engine share, and what follows from it."""
+"""The token of an engine: the secret that its processes share, and the values derived from it."""
 
 from __future__ import annotations
 
@@ -15,11 +15,13 @@ from kvferry.v1 import kv_transfer_pb2 as pb
 
 @dataclass(frozen=True, slots=True)
 class EngineToken:
-    """What the processes of one engine share.
+    """Names one incarnation of an engine, and proves to node servers that a process belongs to it. Secret.
+
+    The process that opens the engine makes the token. ``str`` and `parse` convert it to and from a string.
 
     Attributes:
-        engine_id: the engine.
-        session_secret: 32 bytes, drawn by the process that opens the engine. Its incarnation follows from it.
+        engine_id: name of the engine.
+        session_secret: 32 random bytes, from which the incarnation is derived.
         home: address of the engine's home, to which the node servers of other ranks relay.
     """
 
@@ -30,13 +32,13 @@ class EngineToken:
     PREFIX: ClassVar[str] = "kvt1."
 
     def __str__(self) -> str:
-        """A string for environment variables and pipes. A secret: it lets its holder speak in the engine's name."""
+        """Encode the token for environment variables and pipes. Secret: who has the string can act as the engine."""
         body = self.session_secret + f"{self.engine_id}\0{self.home}".encode()
         return self.PREFIX + base64.urlsafe_b64encode(body).decode().rstrip("=")
 
     @classmethod
     def parse(cls, text: str) -> EngineToken:
-        """The token a string stands for; raises `InvalidField` without repeating the secret."""
+        """Parse the string of a token; raises `InvalidField`, without the secret in the message."""
         if not isinstance(text, str):
             raise InvalidField("token", type(text), "the string of an EngineToken")
         body = text.removeprefix(cls.PREFIX)
@@ -51,13 +53,13 @@ class EngineToken:
 
     @property
     def incarnation(self) -> bytes:
-        """This start of the engine; 16 bytes, public."""
+        """The engine's incarnation: 16 bytes, not secret."""
         return incarnation_of(self.session_secret)
 
     @property
     def engine_reference(self) -> str:
-        """The engine's own reference, for its readers' `Cache.warm`. A capability: who has it can reach the memory that
-        its ranks registered."""
+        """The engine's reference, which routers give to readers for `Cache.warm`. A capability: who has it can reach
+        the memory that the engine's ranks registered."""
         return format_engine_reference(
             pb.EngineReference(
                 home=self.home,
@@ -67,6 +69,7 @@ class EngineToken:
             )
         )
 
-    def ref(self) -> pb.EngineRef:
-        """The engine as a proto."""
-        return pb.EngineRef(engine_id=self.engine_id, incarnation=self.incarnation)
+
+def engine_ref(token: EngineToken) -> pb.EngineRef:
+    """Name the engine and incarnation of a token in a message."""
+    return pb.EngineRef(engine_id=token.engine_id, incarnation=token.incarnation)

@@ -1,12 +1,12 @@
-"""kvferry inside an inference engine: a port for its scheduler, and one for each of its workers.
+"""Connects an inference engine to kvferry: one port for its scheduler, and one for each of its workers.
 
     scheduler process                                        worker process, one per rank
     SchedulerPort ── Grant, local blocks ──(the engine)──►   WorkerPort.start
     SchedulerPort.collect ◄──(the engine)── WorkerOutput ──  WorkerPort.finished
 
-Every call that an engine makes from its step returns at once (R11); what waits, waits on threads of the ports. Grants
-and outputs are plain values that pickle, and `plain` makes of them what msgpack and its kin take. `docs/engines.md` is
-the guide.
+Every call that an engine makes from its step returns at once (R11); threads of the ports do the waiting. Grants and
+worker outputs are plain values: they can be pickled, and `plain` converts them for encoders such as msgpack.
+`docs/engines.md` is the guide.
 """
 
 from kvferry._memory.tails import Tails as Tails

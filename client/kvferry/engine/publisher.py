@@ -1,4 +1,4 @@
-"""The source side of a scheduler: publications told to the home in order, by a thread that may wait."""
+"""The source side of a scheduler: sends publications to the home, in order, on a thread of its own."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ logger = logging.getLogger(__name__)
 
 
 class Publishing:
-    """What one engine offers. Thread-safe; nothing but `close` waits.
+    """Publishes the requests of one engine. Thread-safe; only `close` waits.
 
     Attributes:
-        published, released: how many, since the start. Their difference is pinned.
-        refused: of those released, how many the home did not take.
+        published, released: numbers of publications since the start. ``published - released`` are pinned.
+        refused: number of released publications that the home did not accept.
     """
 
     def __init__(self, session: HomeSession) -> None:
@@ -44,7 +44,7 @@ class Publishing:
     ) -> Publication:
         """See `SchedulerPort.publish`."""
         with self._lock:
-            # Offered and queued together: the home takes a number below the highest it has seen for a stale one.
+            # Number and queue the publication under one lock: the home rejects a number below the highest it has seen.
             publication, step = self._session.offer(
                 request_id, blocks, last=last, expected_reads=expected_reads, payload=payload, checksums=checksums
             )
@@ -65,7 +65,7 @@ class Publishing:
         self._work.do(partial(self._abort, publication))
 
     def take_released(self) -> list[Release]:
-        """What was released since the last call; each publication exactly once."""
+        """Return the publications released since the last call; each appears exactly once."""
         found = self._session.released()
         with self._lock:
             found += self._refused
@@ -74,19 +74,23 @@ class Publishing:
         return found
 
     def close(self, timeout: float) -> None:
-        """Tell what is still to be told, then end the thread."""
+        """Send what is queued, then end the thread.
+
+        Args:
+            timeout: seconds to wait for it.
+        """
         self._work.close(timeout)
 
-    # What follows runs on the work queue's thread.
+    # The methods below run on the work queue's thread.
 
     def _send(self, publication: Publication, offered: Step) -> None:
         step = offered.message
         try:
             self._session.send(offered)
         except KvferryError as error:
-            logger.warning("step %d of publication %d: %s", step.step, publication.number, error)
+            logger.warning("could not send step %d of publication %d: %s", step.step, publication.number, error)
             if error.retryable:
-                # It may exist: it stays pinned until its release comes.
+                # The home may have accepted it: it stays pinned until it is released.
                 return
             if step.step > 0:
                 self._abort(publication)
@@ -101,4 +105,4 @@ class Publishing:
         try:
             self._session.abort(publication)
         except KvferryError as error:
-            logger.warning("abort of publication %d: %s", publication.number, error)
+            logger.warning("could not abort publication %d: %s", publication.number, error)

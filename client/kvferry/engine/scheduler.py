@@ -20,20 +20,22 @@ from kvferry.engine.values import Finished, Grant, Offer, WorkerOutput
 from kvferry.geometry.blocks import Blocks, blocks_by_group
 
 MAX_WAITING = 4096
-"""Reads that wait for their publication at once unless the engine says otherwise."""
+"""Default of `SchedulerPort`'s `max_waiting`."""
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerStats:
-    """Counts of one engine. Those of the first two groups only rise.
+    """Counts the publications and reads of one engine.
+
+    The counts up to `bytes` are totals since the start and only rise; the others are current values.
 
     Attributes:
-        published, released, refused: publications of this engine; `refused` are those of the released that its home did
-            not take. ``published - released`` are pinned.
-        done, failed, cancelled, expired, not_granted: reads by how they ended.
-        bytes: read by all ranks.
-        waiting, granted, reading, judging: reads under way, by where they stand.
-        uncertain: reads that ended, and whose blocks may still be written to.
+        published, released, refused: publications of this engine; `refused` is the part of `released` that the home did
+            not accept. ``published - released`` are pinned.
+        done, failed, cancelled, expired, not_granted: ended reads, by outcome.
+        bytes: bytes read by all ranks.
+        waiting, granted, reading, judging: reads in progress, by stage.
+        uncertain: ended reads whose blocks may still be written to.
     """
 
     published: int
@@ -53,21 +55,24 @@ class SchedulerStats:
 
 
 class SchedulerPort(OneProcess):
-    """An engine's scheduler: offers what it has computed, and holds the leases of what its ranks read.
+    """The port of an engine's scheduler: publishes the engine's blocks, and holds the leases of its ranks' reads.
 
-    One per engine; it opens the engine's session, and judges its reads (PROTOCOL, Leases 4). What workers say reaches
-    it through the engine: `WorkerPort.finished` → `collect`.
+    An engine has one. It opens the engine's session and decides whether the bytes of each read count (PROTOCOL,
+    Leases 4). The engine passes reports of its workers on to it: `WorkerPort.finished` → `collect`.
 
-    Threading: every method may be called from any thread, and returns at once, but for the constructor and `close`. No
-    call and nothing of NIXL runs on the caller's thread (R11).
+    Threading: every method may be called from any thread. All but the constructor and `close` return at once; RPCs and
+    NIXL run on other threads (R11).
 
     Args:
-        client: of this process; closed by its owner.
+        client: the client of this process. The port does not close it.
         spec: the engine.
-        hold_until_quiet: `finished` withholds a failed read until nothing can write to its blocks any more, for engines
-            that cannot keep blocks aside.
-        max_waiting: reads that wait for their publication at once; `acquire` refuses more.
-        timeout: seconds to open the session. Errors as `Client.open_engine`.
+        hold_until_quiet: `finished` withholds a failed read until nothing can write to its blocks any more. For engines
+            that cannot set blocks aside.
+        max_waiting: how many reads may wait for their publication at once; `acquire` refuses more.
+        timeout: seconds to wait until the session is open.
+
+    Raises:
+        Whatever `Client.open_engine` raises.
     """
 
     def __init__(
@@ -95,12 +100,12 @@ class SchedulerPort(OneProcess):
 
     @property
     def token(self) -> EngineToken:
-        """What the workers need to belong to this engine. Secret; ``str(token)`` goes into an environment variable."""
+        """The token with which workers join this engine. Secret; pass ``str(token)`` in an environment variable."""
         return self._session.token
 
     @property
     def engine_reference(self) -> str:
-        """What routers give to this engine's readers to warm up with; see `WorkerPort.warm`. A capability."""
+        """The engine's reference, which routers give to readers for `WorkerPort.warm`. A capability."""
         return self._session.engine_reference
 
     # As a source.
@@ -115,26 +120,27 @@ class SchedulerPort(OneProcess):
         payload: bytes = b"",
         checksums: bool = False,
     ) -> Publication:
-        """Offer a request's blocks. From now until `released` names it, they are neither changed nor freed (R2).
+        """Publish a request's blocks. The engine must not change or free them until `released` returns the publication
+        (R2).
+
+        If the home refuses the publication, `released` returns it with the outcome ABORTED.
 
         Args:
-            request_id: 1 to 256 bytes.
-            blocks: by group; `Blocks.end_token` says how many tokens of the last block are there.
-            last: no more will follow; else `publish_more`.
-            expected_reads: reads that will be made, released after the last (n-way sampling).
+            request_id: the source's name for the request, 1 to 256 bytes.
+            blocks: the blocks by group; `Blocks.end_token` is the end of the tokens that they hold.
+            last: no more blocks will follow; if False, `publish_more` publishes them.
+            expected_reads: how many reads will be made (n-way sampling); the blocks are released after the last.
             payload: opaque bytes for the readers, at most 64 KiB.
-            checksums: every rank will sum them; see `Cache.checksum`.
+            checksums: every rank will call `Cache.checksum` for these blocks.
 
         Returns:
-            Its number and its reference for the router. The reference is good at once: who reads it before the home
-            knows of it waits.
+            The publication, with its number and its reference for the router. A reader may use the reference at once:
+            if the home does not know the publication yet, the read waits.
 
         Raises:
-            BadBlock, InvalidField: the blocks are not ones of this engine, one is given twice, or a read is writing to
-                one.
+            BadBlock, InvalidField: a block does not belong to this engine, is given twice, or is being written to by a
+                read; or another argument is out of range.
             Closed: the engine's session has ended.
-
-        A home that refuses it shows in `released`.
         """
         return self._publishing.publish(
             request_id, blocks, last=last, expected_reads=expected_reads, payload=payload, checksums=checksums
@@ -143,17 +149,25 @@ class SchedulerPort(OneProcess):
     def publish_more(
         self, publication: Publication, blocks: Mapping[str, Blocks], *, last: bool, payload: bytes = b""
     ) -> None:
-        """Offer the next blocks of a publication that was not the last. Errors as `publish`."""
+        """Publish the next blocks of a publication that is not complete yet. Each group continues where it ended.
+
+        Raises:
+            WrongState: the publication is complete, or was released.
+            BadBlock, InvalidField, Closed: see `publish`.
+        """
         self._publishing.publish_more(publication, blocks, last=last, payload=payload)
 
     def abort(self, publication: Publication) -> None:
-        """Take a publication back: new reads are refused, and `released` comes when none is left."""
+        """Withdraw a publication: the home refuses new reads, and `released` returns it when its reads have ended."""
         self._publishing.abort(
             arguments.instance("publication", publication, Publication, "the Publication that publish returned")
         )
 
     def released(self) -> list[Release]:
-        """Publications whose blocks may be changed and freed; each exactly once (R3). To be asked each step."""
+        """Return the publications released since the last call: their blocks may be changed and freed.
+
+        Each publication is returned exactly once (R3). Call this in every step.
+        """
         return self._publishing.take_released()
 
     # As a destination.
@@ -161,21 +175,23 @@ class SchedulerPort(OneProcess):
     def acquire(
         self, request_id: str, reference: str, *, expected_reads: int = 0, timeout: float = READ_TIMEOUT
     ) -> None:
-        """Begin to read a publication: wait for it, and pin it. When the request arrives, before it has blocks.
+        """Start to acquire a publication: wait for it, and pin its blocks with a lease.
+
+        Call this when the request arrives, before it has blocks of its own.
 
         Args:
-            request_id: the reader's own; one read at a time.
-            reference: as it came with the request.
-            expected_reads: reads that will be made of the publication; 0: what its source said.
-            timeout: seconds until the read fails, all its waiting included (R5). The workers have 10 s more to say how
-                their shares ended; ranks that say nothing are named in the error.
+            request_id: this engine's name for the request; a request has one read at a time.
+            reference: the reference that came with the request.
+            expected_reads: how many reads will be made of the publication; 0: the number that its source gave.
+            timeout: seconds until the read fails, the wait for the publication included (R5). Workers have 10 s more to
+                report how their shares ended; the error names the ranks that did not.
 
         Raises:
-            BadReference: not a reference.
-            HomeNotAllowed: its home may not be dialled.
+            BadReference: the string is not a reference.
+            HomeNotAllowed: this client may not connect to the home in the reference.
             InvalidField: an argument is out of range.
             WrongState: the request is being read already.
-            LimitReached: too many wait.
+            LimitReached: `max_waiting` reads are waiting for their publications.
         """
         self._reads.acquire(
             arguments.text("request_id", request_id),
@@ -185,13 +201,14 @@ class SchedulerPort(OneProcess):
         )
 
     def granted(self, request_id: str) -> Offer | None:
-        """What the source offers to a request, for as long as its lease runs; None while the request waits. An offer
-        becomes a `Grant`, which workers can start, when `attach` gives it blocks to read into.
+        """Return the source's blocks for a request once its lease is granted; None while the request waits.
+
+        An `Offer` has no blocks to read into yet. `attach` adds them and returns the `Grant` that workers start.
 
         Raises:
-            WrongState: the request was not acquired, or has ended.
-            KvferryError: it will not be granted, and why: `PublicationTimeout`, `PublicationAborted`, `PeerRestarted`
-                ... The request is forgotten then.
+            WrongState: the request was not acquired, or its read has ended.
+            KvferryError: the home will not grant the request, for example `PublicationTimeout`, `PublicationAborted` or
+                `PeerRestarted`. The port then forgets the request.
         """
         return self._reads.granted(arguments.text("request_id", request_id))
 
@@ -203,25 +220,26 @@ class SchedulerPort(OneProcess):
         *,
         allow_overlap: bool = False,
     ) -> Grant:
-        """Give a granted request the blocks to read into. From now until `finished` names it, they belong to the read.
+        """Give a granted request the blocks to read into. They belong to the read until `finished` returns it.
 
         Args:
-            request_id: one for which `granted` has returned an `Offer`.
-            local_blocks: blocks to read into by group; `Blocks.first_token` is the first token wanted.
+            request_id: a request for which `granted` has returned an `Offer`.
+            local_blocks: the blocks to read into, by group; `Blocks.first_token` is the first token wanted.
             tokens: the tokens wanted, ``[a, b)``; None: all that was published.
-            allow_overlap: also blocks that another read of the engine writes, or that it has published: for engines
-                that know that the bytes are others.
+            allow_overlap: accept blocks that another read of the engine writes to, or that the engine has published.
+                For engines that know that the bytes do not overlap.
 
         Returns:
             The grant: the offer with these blocks, for `WorkerPort.start` on every rank.
 
         Raises:
-            BadBlock: a block is not one of this engine, is given twice, is published, or another read may still write
-                to it. The request stays granted, as it does with the next two.
-            BlocksShort: there are not enough blocks for the tokens, or not enough tokens were published.
-            InvalidField: an argument is of another type, or a group has no blocks.
+            BadBlock: a block does not belong to this engine, is given twice, is published, or may still be written to
+                by another read. The request stays granted.
+            BlocksShort: there are too few blocks for the tokens, or too few tokens were published. The request stays
+                granted.
+            InvalidField: an argument has the wrong type, or a group has no blocks. The request stays granted.
             WrongState: the request is not granted yet, has its blocks already, or was not acquired.
-            KvferryError: the grant has ended since, and why. The request is forgotten then.
+            KvferryError: the lease has ended in the meantime; the error says why. The port then forgets the request.
         """
         return self._reads.attach(
             arguments.text("request_id", request_id),
@@ -231,33 +249,47 @@ class SchedulerPort(OneProcess):
         )
 
     def decline(self, reference: str) -> None:
-        """Nobody will read it: a full prefix hit, a rejected request. Its source is released now, not when the hold
-        ends. Reads of it that are not attached are forgotten. Errors as `acquire`."""
+        """Tell the source's home that nobody will read a publication, after a full prefix hit or a rejected request.
+
+        The source then gets its blocks back at once, not only when the hold ends. The port forgets reads of the
+        publication to which no blocks were attached.
+
+        Raises:
+            BadReference, HomeNotAllowed: see `acquire`.
+            Closed: the port is closed.
+        """
         self._reads.decline(reference)
 
     def cancel(self, request_id: str) -> bool:
-        """Stop a read. One that is attached ends through `finished`; another one is forgotten.
+        """Cancel the read of a request. If blocks are attached, `finished` returns its end; if not, it is forgotten.
 
         Returns:
-            Whether there was one.
+            Whether the request had a read.
         """
         return self._reads.cancel(arguments.text("request_id", request_id))
 
     def collect(self, output: WorkerOutput) -> None:
-        """Take what a worker says. Said twice, it counts once. Raises `InvalidField` for a rank the engine has not."""
+        """Take the report of a worker. Taking a report twice has no effect.
+
+        Raises:
+            InvalidField: the engine has no such rank.
+        """
         self._reads.collect(arguments.instance("output", output, WorkerOutput, "a WorkerOutput, as a worker gave it"))
 
     def cancels(self) -> list[str]:
-        """read_ids that every worker is to stop, by `WorkerPort.cancel`; each once. To be asked each step."""
+        """Return the read_ids to pass to `WorkerPort.cancel` on every worker; each appears once. Call this in every
+        step."""
         return self._reads.take_cancels()
 
     def finished(self) -> Finished:
-        """Reads that have ended for all ranks, each exactly once, and those that became quiet since. To be asked each
-        step."""
+        """Return the reads that have ended on all ranks, each exactly once, and those that have become quiet since.
+
+        Call this in every step.
+        """
         return self._reads.take_finished()
 
     def stats(self) -> SchedulerStats:
-        """What became of everything so far."""
+        """Return the counts of this engine's publications and reads."""
         stages, counts = self._reads.stages(), self._reads.counts
         return SchedulerStats(
             published=self._publishing.published,
@@ -277,7 +309,11 @@ class SchedulerPort(OneProcess):
         )
 
     def close(self, timeout: float = 5.0) -> None:
-        """Tell the homes what is still to be told, and end the session. Idempotent."""
+        """Send the pending messages to the homes, and end the session. Idempotent.
+
+        Args:
+            timeout: seconds to wait for the sending, for publications and for reads each.
+        """
         timeout = arguments.seconds("timeout", timeout, zero=True)
         self._reads.close(timeout)
         self._publishing.close(timeout)

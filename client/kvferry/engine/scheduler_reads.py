@@ -1,5 +1,5 @@
-"""The destination side of a scheduler: leases asked for ahead of time, held while all ranks read, and judged once; see
-`kvferry._reads.leased_reads` for how a read goes on."""
+"""The destination side of a scheduler: acquires leases ahead of time, holds them while all ranks read, and judges each
+read once. See `kvferry._reads.leased_reads` for the stages of a read."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ class _Read(LeasedRead):
     """One read of the engine.
 
     Attributes:
-        request_id: the engine's name of it.
-        offer: what the engine is told of its grant.
-        lost: the blocks that it writes to, by group.
-        withheld: its end, until it is quiet.
-        written: names what it writes to, see `Writes`.
+        request_id: the engine's name for the request.
+        offer: the offer that the engine gets once the read is granted.
+        lost: ids of the blocks that it writes to, by group.
+        withheld: its end, kept back until it is quiet.
+        written: the key of its claim on the blocks, see `Writes`.
     """
 
     def __init__(self, request: AcquireRequest, request_id: str, ranks: frozenset[int]) -> None:
@@ -52,18 +52,18 @@ class _Read(LeasedRead):
 
 
 class Reads:
-    """The reads of one engine. Thread-safe; nothing but `close` waits.
+    """The reads of one engine. Thread-safe; only `close` waits.
 
     Args:
         spec: the engine.
-        holder: of its leases.
-        writes: the blocks that its reads write.
-        max_waiting: acquisitions that may wait at once.
-        hold_until_quiet: `finished` withholds reads that failed until nothing can write to their blocks any more.
+        holder: holds the engine's leases.
+        writes: records the blocks that the engine's reads write to.
+        max_waiting: how many acquisitions may wait at once.
+        hold_until_quiet: `finished` withholds failed reads until nothing can write to their blocks any more.
 
     Attributes:
-        counts: ends of reads by kind, since the start: "done", "failed", "cancelled", "expired", "refused".
-        bytes: read by all ranks, since the start.
+        counts: ended reads since the start, by kind: "done", "failed", "cancelled", "expired", "refused".
+        bytes: bytes read by all ranks since the start.
     """
 
     def __init__(
@@ -197,13 +197,17 @@ class Reads:
         return found
 
     def stages(self) -> Counter[ReadStage]:
-        """How many reads stand where; those that ended and are not quiet count as ENDED."""
+        """Count the reads by stage; those that have ended and are not quiet count as ENDED."""
         with self._lock:
             return Counter(read.stage for read in self._by_id.values())
 
     def close(self, timeout: float) -> None:
-        """Cancel everything at the homes, and wait at most `timeout` seconds until they have heard it: a lease that
-        was accepted pins its source until it ends. Then end the thread. Idempotent."""
+        """Cancel all reads at their homes, then end the thread. Idempotent.
+
+        Args:
+            timeout: seconds to wait until the homes have the cancellations: a lease that was accepted pins its source
+                until it ends.
+        """
         deadline = now() + timeout
         with self._lock:
             if self._closed:
@@ -211,7 +215,7 @@ class Reads:
             self._closed = True
             for read in tuple(self._by_id.values()):
                 if read.stage is ReadStage.WAITING:
-                    # One that is granted all the same is let go.
+                    # If its lease is granted nevertheless, the lease is given up.
                     self._withdraw(read)
                 elif read.stage in UNDER_WAY and read.acquired is not None:
                     self._work.do(partial(self._holder.let_go, read.request.home, read.acquired))
@@ -219,7 +223,7 @@ class Reads:
         self._work.close(max(0.0, deadline - now()))
         self._holder.close(max(0.0, deadline - now()))
 
-    # What `LeasedReads` tells, with the lock held.
+    # `LeasedReads` calls these with the lock held.
 
     def on_granted(self, read: _Read) -> None:
         """See `leased_reads.Owner`."""
@@ -228,7 +232,7 @@ class Reads:
             read.offer = _offer(read, read.acquired)
 
     def on_renewed(self, read: _Read) -> None:
-        """See `leased_reads.Owner`: deadlines are looked up when they are needed."""
+        """See `leased_reads.Owner`. Does nothing: deadlines are looked up when they are needed."""
 
     def on_refused(self, read: _Read) -> None:
         """See `leased_reads.Owner`."""
@@ -245,7 +249,7 @@ class Reads:
         """See `leased_reads.Owner`."""
         read_id = read.read_id
         if read.stage is ReadStage.GRANTED:
-            message = f"request {read.request_id!r} was granted, and given no blocks in time: attach it, or cancel it"
+            message = f"request {read.request_id!r} was granted but not attached in time: attach it, or cancel it"
             return TransferStuck(message, read_id=read_id)
         silent = ", ".join(map(str, read.silent))
         message = (
@@ -286,7 +290,7 @@ class Reads:
             self._quiesced.append(read.request_id)
         self._forget(read)
 
-    # With the lock held.
+    # Call these with the lock held.
 
     def _check_open(self) -> None:
         if self._closed:
@@ -296,8 +300,8 @@ class Reads:
         read = self._by_request.get(request_id)
         if read is None:
             raise WrongState(
-                f"request {request_id!r} is not being read: acquire it first; one that has ended or was refused has to "
-                "be acquired again",
+                f"request {request_id!r} is not being read: acquire it first, and again if its read has ended or was "
+                "refused",
                 request_id=request_id,
             )
         return read
@@ -312,7 +316,7 @@ class Reads:
             del self._by_request[read.request_id]
 
     def _withdraw(self, read: _Read) -> None:
-        """Nobody wants it, and no worker has heard of it."""
+        """Forget a read that the engine no longer wants and that no worker has started."""
         if read.stage is ReadStage.WAITING:
             self._waiting -= 1
         self._reads.withdraw(read)
@@ -322,27 +326,27 @@ class Reads:
 
 def _not_attachable(request_id: str, stage: ReadStage) -> WrongState:
     if stage is ReadStage.WAITING:
-        message = f"request {request_id!r} is waiting for its source: attach it when granted() has returned its Offer"
+        message = f"request {request_id!r} is waiting for its source: attach it after granted() has returned its Offer"
     else:
-        message = f"request {request_id!r} was given its blocks already: attach each request once"
+        message = f"request {request_id!r} has its blocks already: attach each request once"
     return WrongState(message, request_id=request_id, stage=stage.value)
 
 
-def _offer(read: _Read, granted: Acquired) -> Offer:
+def _offer(read: _Read, acquired: Acquired) -> Offer:
     reference = read.request.reference
     return Offer(
         request_id=read.request_id,
         read_id=read.read_id,
         home=reference.home,
-        engine_id=granted.source.engine_id,
-        incarnation=granted.source.incarnation,
+        engine_id=acquired.source.engine_id,
+        incarnation=acquired.source.incarnation,
         publication=reference.publication,
         reference=read.request.text,
-        source_request_id=granted.request_id,
-        lease_id=granted.lease.lease_id,
+        source_request_id=acquired.request_id,
+        lease_id=acquired.lease.lease_id,
         timeout=0.0,
-        granted=tuple(BlockRuns.of_blocks(name, blocks) for name, blocks in granted.blocks.items()),
-        payload=granted.payload,
+        granted=tuple(BlockRuns.of_blocks(name, blocks) for name, blocks in acquired.blocks.items()),
+        payload=acquired.payload,
     )
 
 

@@ -1,7 +1,7 @@
-"""What passes between an engine's scheduler and its workers, in the engine's own way: plain values.
+"""Plain values that an engine passes between its scheduler and its workers.
 
-They pickle as they are. `plain` gives the same as dicts, lists, strings, numbers and bytes, for msgpack and its kin,
-and `of` takes it back.
+They can be pickled. `plain` converts one to dicts, tuples, strings, numbers and bytes for encoders such as msgpack, and
+`of` converts it back.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True, slots=True)
 class BlockRuns:
-    """Blocks of one group, as runs of consecutive ids; see `Blocks`."""
+    """The blocks of one group, as runs of consecutive ids: ``starts[i]`` is the first id of a run of ``counts[i]``
+    blocks. The other fields are those of `Blocks`."""
 
     group: str
     first_token: int
@@ -35,7 +36,7 @@ class BlockRuns:
 
     @classmethod
     def of_blocks(cls, group: str, blocks: Blocks) -> BlockRuns:
-        """The same blocks."""
+        """Encode blocks as runs."""
         starts, counts = blocks.runs()
         return cls(
             group,
@@ -47,7 +48,7 @@ class BlockRuns:
         )
 
     def blocks(self) -> Blocks:
-        """The same blocks; raises `InvalidField` for what no `of_blocks` made."""
+        """Decode the blocks; raises `InvalidField` for runs that `of_blocks` cannot have made."""
         total = sum(self.counts)
         if len(self.starts) != len(self.counts) or min(self.counts, default=1) < 1 or total > MAX_BLOCKS:
             raise InvalidField("blocks", self.group, f"as many starts as counts, together at most {MAX_BLOCKS} blocks")
@@ -61,13 +62,14 @@ class _Leased:
     """A publication whose lease this engine's scheduler holds.
 
     Attributes:
-        request_id: the reader's own request.
-        read_id: of this read; the same in all ranks.
-        home, engine_id, incarnation, publication: the source and what it offers.
-        reference: to the publication; what shows the source's home that its ranks may be reached.
-        source_request_id: the request at the source.
-        lease_id: of the lease. A secret: it allows to end the lease.
-        timeout: seconds from now until the read is given up (R5); taken anew when the value is handed out.
+        request_id: the reader engine's name for the request.
+        read_id: name of this read; the same on all ranks.
+        home, engine_id, incarnation, publication: address of the source's home, the source engine, and the number of
+            its publication.
+        reference: the publication's reference; it entitles ranks to the handshake with the source.
+        source_request_id: the source's name for the request.
+        lease_id: id of the lease. A secret: who has it can end the lease.
+        timeout: seconds left until the read fails (R5), at the moment when the port returned this value.
         granted: the source's blocks by group.
         payload: opaque bytes from the source.
     """
@@ -86,58 +88,62 @@ class _Leased:
     payload: bytes = b""
 
     def blocks(self) -> dict[str, Blocks]:
-        """The source's blocks by group."""
+        """Decode the source's blocks, by group."""
         return {runs.group: runs.blocks() for runs in self.granted}
 
 
 @dataclass(frozen=True, slots=True)
 class Offer(_Leased):
-    """What `SchedulerPort.granted` returns: the source's blocks are pinned for this request, which has no blocks of its
-    own yet. `SchedulerPort.attach` gives it some, and returns the `Grant` that workers start.
+    """Names the source's blocks, which are pinned for a request that has no blocks of its own yet.
+
+    `SchedulerPort.granted` returns it. `SchedulerPort.attach` adds blocks to read into, and returns the `Grant` that
+    workers start.
 
     Attributes:
-        request_id: the reader's own request.
-        read_id: of this read; the same in all ranks.
-        home, engine_id, incarnation, publication: the source and what it offers.
-        reference: to the publication; a capability.
-        source_request_id: the request at the source.
-        lease_id: of the lease. A secret: it allows to end the lease.
-        timeout: seconds from now until the read is given up.
+        request_id: the reader engine's name for the request.
+        read_id: name of this read; the same on all ranks.
+        home, engine_id, incarnation, publication: address of the source's home, the source engine, and the number of
+            its publication.
+        reference: the publication's reference; a capability.
+        source_request_id: the source's name for the request.
+        lease_id: id of the lease. A secret: who has it can end the lease.
+        timeout: seconds left until the read fails, at the moment when the port returned this value.
         granted: the source's blocks by group; see `blocks`.
         payload: opaque bytes from the source.
     """
 
     def attached(self, local: tuple[BlockRuns, ...], tokens: tuple[int, int] | None, *, timeout: float) -> Grant:
-        """The grant of this offer, with blocks to read into."""
+        """Make a grant of this offer: add the blocks to read into."""
         given = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return Grant(**{**given, "timeout": timeout}, local=local, tokens=tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class Grant(_Leased):
-    """What workers need to read a publication whose lease their scheduler holds: an `Offer` with blocks to read into.
+    """Tells workers what to read from a publication whose lease their scheduler holds: an `Offer` with blocks to read
+    into.
+
+    It has the attributes of `Offer`, and these:
 
     Attributes:
         local: the blocks to read into, by group; see `local_blocks`.
-        tokens: the tokens wanted, ``[a, b)``; None: what was granted.
-
-    The others are those of the `Offer`.
+        tokens: the tokens wanted, ``[a, b)``; None: all that was published.
     """
 
     local: tuple[BlockRuns, ...] = ()
     tokens: tuple[int, int] | None = None
 
     def local_blocks(self) -> dict[str, Blocks]:
-        """The blocks to read into, by group."""
+        """Decode the blocks to read into, by group."""
         return {runs.group: runs.blocks() for runs in self.local}
 
     def plain(self) -> Plain:
-        """For encoders."""
+        """Convert to dicts, tuples, strings, numbers and bytes, for encoders such as msgpack."""
         return dataclasses.asdict(self)
 
     @classmethod
     def of(cls, plain: Plain) -> Grant:
-        """What `plain` gave; raises `InvalidField` for anything else."""
+        """Rebuild a grant from the result of `plain`; raises `InvalidField` for anything else."""
         runs = {name: _each(BlockRuns, plain, name) for name in ("granted", "local")}
         found = _made(cls, {**plain, **runs})
         return dataclasses.replace(found, tokens=token_range(found.tokens))
@@ -145,15 +151,15 @@ class Grant(_Leased):
 
 @dataclass(frozen=True, slots=True)
 class RankEnd:
-    """How one rank's share of a read ended.
+    """Says how one rank's share of a read ended.
 
     Attributes:
         read_id, request_id: of the read.
         ok: every byte of the share has arrived.
         quiet: nothing can write to its blocks any more.
-        bytes: read by the rank.
-        lost: blocks whose bytes do not count, by group; none if it is ok.
-        error_name, message, values, retry_after: class of the error, and what it says; empty if it is ok.
+        bytes: bytes that the rank read.
+        lost: ids of the blocks whose bytes do not count, by group; empty if `ok`.
+        error_name, message, values, retry_after: class and contents of the error; empty if `ok`.
     """
 
     read_id: str
@@ -168,7 +174,7 @@ class RankEnd:
     retry_after: float | None = None
 
     def error(self) -> KvferryError | None:
-        """Why it failed, typed."""
+        """Rebuild the typed error with which the share ended; None if `ok`."""
         if self.ok:
             return None
         return from_name(self.error_name, self.message, self.values, retry_after=self.retry_after, quiet=self.quiet)
@@ -176,13 +182,13 @@ class RankEnd:
 
 @dataclass(frozen=True, slots=True)
 class WorkerOutput:
-    """What has happened at one worker since it was last asked.
+    """Reports what has happened on one worker, for the scheduler.
 
     Attributes:
-        rank: the worker's.
-        ended: shares that ended well.
-        failed: shares that did not, with the blocks that they lost.
-        quiesced: read_ids of failed shares that were not quiet, and are now.
+        rank: rank of the worker.
+        ended: shares that succeeded.
+        failed: shares that failed, with the blocks that they lost.
+        quiesced: read_ids of shares that had failed without being quiet, and are quiet now.
     """
 
     rank: int
@@ -191,16 +197,16 @@ class WorkerOutput:
     quiesced: tuple[str, ...] = ()
 
     def __bool__(self) -> bool:
-        """Whether anything has."""
+        """Whether anything has happened."""
         return bool(self.ended or self.failed or self.quiesced)
 
     def plain(self) -> Plain:
-        """For encoders."""
+        """Convert to dicts, tuples, strings, numbers and bytes, for encoders such as msgpack."""
         return dataclasses.asdict(self)
 
     @classmethod
     def of(cls, plain: Plain) -> WorkerOutput:
-        """What `plain` gave; raises `InvalidField` for anything else."""
+        """Rebuild an output from the result of `plain`; raises `InvalidField` for anything else."""
         ends = {name: _each(RankEnd, plain, name) for name in ("ended", "failed")}
         found = _made(cls, {**plain, **ends})
         return dataclasses.replace(found, rank=integer("rank", found.rank), quiesced=texts("quiesced", found.quiesced))
@@ -208,17 +214,18 @@ class WorkerOutput:
 
 @dataclass(frozen=True, slots=True)
 class ReadEnd:
-    """How a read ended, for all ranks together.
+    """Says how a read ended on all ranks together.
 
     Attributes:
         request_id, read_id: of the read.
-        error: why its bytes do not count; None: they do.
+        error: why its bytes do not count; None: they count.
         quiet: nothing can write to its blocks any more, on any rank.
-        ranks: ranks that have reported: all of them, unless the lease's holder gave up waiting.
+        ranks: number of ranks that have reported: all of them, unless the scheduler's port gave up waiting.
         payload: opaque bytes from the source.
-        bytes: read by all ranks.
-        lost: blocks whose bytes do not count, by group: all that were asked for.
-        confirmed: the home answered VALID; False: it did not answer, and the reader's own deadline decided.
+        bytes: bytes read by all ranks.
+        lost: ids of the blocks whose bytes do not count, by group: all blocks of a failed read.
+        confirmed: the home answered VALID. If False, the home did not confirm the lease, and the reader's own deadline
+            decided.
     """
 
     request_id: str
@@ -234,35 +241,39 @@ class ReadEnd:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """Reads that have ended since the scheduler was last asked.
+    """Lists the reads that have ended since the last call of `SchedulerPort.finished`.
 
     Attributes:
-        reads: each read of the engine exactly once.
-        quiesced: request_ids of reads that ended without being quiet, and are now.
+        reads: ends of reads; each read of the engine appears exactly once.
+        quiesced: request_ids of reads that had ended without being quiet, and are quiet now.
     """
 
     reads: tuple[ReadEnd, ...] = ()
     quiesced: tuple[str, ...] = ()
 
     def __bool__(self) -> bool:
-        """Whether anything has."""
+        """Whether any read has ended or become quiet."""
         return bool(self.reads or self.quiesced)
 
 
 def _made(cls: type[Value], plain: object) -> Value:
-    """A value of what `plain` gave, which an encoder may have turned from tuples into lists; raises `InvalidField`."""
+    """Rebuild a value from the result of its `plain`, in which an encoder may have turned tuples into lists.
+
+    Raises:
+        InvalidField: the fields are not those of the class.
+    """
     name = cls.__name__
-    given = mapping(name, plain, f"what {name}.plain() gave")
+    given = mapping(name, plain, f"the result of {name}.plain()")
     try:
         return cls(**{str(field): _tuples(value) for field, value in given.items()})
     except TypeError:
-        raise InvalidField(name, sorted(map(str, given)), f"the fields that {name}.plain() gave") from None
+        raise InvalidField(name, sorted(map(str, given)), f"the fields of {name}.plain()") from None
 
 
 def _each(cls: type[Value], plain: object, name: str) -> tuple[Value, ...]:
-    """Values in a field of what `plain` gave."""
-    given = mapping(name, plain, "what plain() gave").get(name)
-    return tuple(_made(cls, item) for item in several(name, given, object, f"several {cls.__name__}s, as plain() gave"))
+    """Rebuild the values in a field of the result of `plain`."""
+    given = mapping(name, plain, "the result of plain()").get(name)
+    return tuple(_made(cls, item) for item in several(name, given, object, f"{cls.__name__}s, as plain() returned"))
 
 
 def _tuples(value: Any) -> Any:

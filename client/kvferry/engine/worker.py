@@ -23,21 +23,21 @@ from kvferry.geometry.model import Interval, MemoryRegion, Plane
 from kvferry.geometry.tensors import Holding, Tensor
 
 MAX_DONE = 65_536
-"""Reads that are remembered after their end was acknowledged: hours of them, where a grant is delivered twice within
-seconds if at all."""
+"""How many reads the port remembers after their end was acknowledged, to recognise a grant that is delivered again.
+That is hours of reads; a repeated delivery comes within seconds."""
 
 
 class WorkerPort(OneProcess):
-    """One rank of an engine: its memory, and its shares of the reads whose leases the scheduler holds.
+    """The port of one worker: registers its rank's memory, and reads the rank's share of what the scheduler grants.
 
-    Threading: every method may be called from any thread, and returns at once, but for `register` and `close`. No call
-    and nothing of NIXL runs on the caller's thread (R11).
+    Threading: every method may be called from any thread. All but `register` and `close` return at once; RPCs and NIXL
+    run on other threads (R11).
 
     Args:
-        client: of this process, made after any fork; closed by its owner.
-        spec: the engine, as its scheduler has it.
+        client: the client of this process, made after any fork. The port does not close it.
+        spec: the engine; the same value as in its scheduler.
         rank: index of this rank.
-        token: `SchedulerPort.token`; None where the scheduler's port uses the same client.
+        token: `SchedulerPort.token`; None if the scheduler's port uses the same client.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class WorkerPort(OneProcess):
         self._failed: dict[str, RankEnd] = {}
         self._quiesced: dict[str, None] = {}
         self._done: dict[str, None] = {}
-        """read_ids that were acknowledged, the latest last: a grant that comes twice must not be read twice."""
+        """read_ids of acknowledged reads, the latest last: a grant that is delivered twice must not be read twice."""
 
     def register(
         self,
@@ -73,16 +73,21 @@ class WorkerPort(OneProcess):
         serve: bool = True,
         timeout: float = OPEN_TIMEOUT,
     ) -> Cache:
-        """Register the rank's memory, with NIXL and at the node server. Waits; once, before the engine serves.
+        """Register the rank's memory with NIXL and at the node server. Call this once, before the engine serves; it
+        waits.
 
         Args:
-            kv_caches: a tensor per layer, as engines hold them.
-            axes, heads, total_heads, holding, replicated, planes, regions, keep, labels, serve: how the tensors are to
-                be read, or memory that is no tensor; see `Client.register_cache`.
+            kv_caches: one tensor per layer.
+            axes, heads, total_heads, holding, replicated, planes, regions, keep, labels, serve: see
+                `Client.register_cache`.
             timeout: seconds to keep trying.
 
-        Raises what `Client.register_cache` does, and:
-            WrongState: it is registered already.
+        Returns:
+            The registered cache; also available as `cache`.
+
+        Raises:
+            WrongState: the rank is registered already.
+            KvferryError: see `Client.register_cache`.
         """
         if self._cache is not None:
             raise WrongState(
@@ -114,7 +119,7 @@ class WorkerPort(OneProcess):
 
     @property
     def cache(self) -> Cache:
-        """The registered cache, for all that needs no scheduler. Raises `WrongState` before `register`."""
+        """The registered cache, for calls that need no scheduler. Raises `WrongState` before `register`."""
         if self._cache is None:
             raise WrongState(
                 f"rank {self.rank} of engine {self.spec.engine_id!r} has no memory yet: call WorkerPort.register first",
@@ -131,27 +136,25 @@ class WorkerPort(OneProcess):
         *,
         tails: Tails = Tails.KEEP,
     ) -> None:
-        """Read this rank's share.
+        """Start to read this rank's share of a grant. `finished` reports its end and all errors not listed here.
 
         Args:
-            grant: as `SchedulerPort.attach` gave it.
-            local_blocks, tokens: as there; None: those that the grant carries.
-            tails: what becomes of the tokens of the local blocks behind the last one that is read.
+            grant: the grant that `SchedulerPort.attach` returned.
+            local_blocks, tokens: see `SchedulerPort.attach`; None: those of the grant.
+            tails: whether the bytes of the local blocks behind the last token read are kept or cleared.
 
         Raises:
-            HomeNotAllowed: the source's home may not be dialled from here.
-            WrongState: it is an `Offer`, to which no blocks were attached; the read was started already; or the rank is
-                not registered.
-            InvalidField: an argument is of another type.
+            HomeNotAllowed: this client may not connect to the source's home.
+            WrongState: the argument is an `Offer`, to which no blocks were attached; the read was started already; or
+                the rank is not registered.
+            InvalidField: an argument has the wrong type.
             Closed: the cache is closed.
-
-        Whatever else goes wrong is in `finished`.
         """
         if isinstance(grant, Offer) or (isinstance(grant, Grant) and local_blocks is None and not grant.local):
             request_id = arguments.text("request_id", grant.request_id)
             raise WrongState(
-                f"request {request_id!r} is offered blocks and has none to read into: attach() it first, and start the "
-                "Grant that SchedulerPort.attach returns",
+                f"request {request_id!r} has no blocks to read into: attach() it first, and start the Grant that "
+                "SchedulerPort.attach returns",
                 request_id=request_id,
             )
         arguments.instance("grant", grant, Grant, "the Grant that SchedulerPort.attach returned")
@@ -185,7 +188,8 @@ class WorkerPort(OneProcess):
                 self._reads[grant.read_id] = read
 
     def cancel(self, read_id: str) -> None:
-        """Stop a share; its end comes through `finished`. One that is not there, or has ended, stays as it is."""
+        """Cancel this rank's share of a read; `finished` reports its end. Does nothing if the rank has no such share,
+        or the share has ended."""
         arguments.text("read_id", read_id)
         with self._lock:
             read = self._reads.get(read_id)
@@ -193,15 +197,18 @@ class WorkerPort(OneProcess):
                 self._shares.cancel(read)
 
     def poll(self) -> WorkerOutput:
-        """What has happened and was not acknowledged. It only grows until then, so that an engine without a scheduler
-        process can reduce it over its ranks before any of them acts on it."""
+        """Return what has happened and was not acknowledged yet.
+
+        Reports stay until `acknowledge`, so that an engine without a scheduler process can combine the outputs of all
+        ranks before any of them acts on it.
+        """
         with self._lock:
             return WorkerOutput(
                 self.rank, tuple(self._ended.values()), tuple(self._failed.values()), tuple(self._quiesced)
             )
 
     def acknowledge(self, output: WorkerOutput) -> None:
-        """What `poll` gave, or a part of it, has been taken notice of. Twice does no harm."""
+        """Drop the given reports, all or some of what `poll` returned, from later results of `poll`. Idempotent."""
         arguments.instance("output", output, WorkerOutput, "a WorkerOutput, as poll gave it")
         with self._lock:
             for end in (*output.ended, *output.failed):
@@ -213,13 +220,13 @@ class WorkerPort(OneProcess):
                 self._forget(read_id)
 
     def finished(self) -> WorkerOutput:
-        """What has happened since the last call: for `SchedulerPort.collect`. To be asked each step."""
+        """Return what has happened since the last call, for `SchedulerPort.collect`. Call this in every step."""
         output = self.poll()
         self.acknowledge(output)
         return output
 
     def running(self) -> int:
-        """Shares that have not ended."""
+        """Return the number of shares that have not ended."""
         with self._lock:
             return sum(not read.ended for read in self._reads.values())
 
@@ -228,7 +235,7 @@ class WorkerPort(OneProcess):
         self.cache.prepare()
 
     def warm(self, engine_reference: str, *, timeout: float = OPEN_TIMEOUT) -> Future[tuple[int, ...]]:
-        """Do now what the first read from an engine would wait for; see `Cache.warm`."""
+        """Connect to a source engine ahead of the first read; see `Cache.warm`."""
         return self.cache.warm(engine_reference, timeout=timeout)
 
     def close(self) -> None:
@@ -237,13 +244,13 @@ class WorkerPort(OneProcess):
             self._cache.close()
 
     def _forget(self, read_id: str) -> None:
-        """With the lock held: it has ended, is quiet, and the engine knows."""
+        """Forget a read that has ended, is quiet and was acknowledged. Called with the lock held."""
         if self._reads.pop(read_id, None) is not None:
             self._done[read_id] = None
             if len(self._done) > MAX_DONE:
                 del self._done[next(iter(self._done))]
 
-    # On the rank's work queue, or a thread of the transport.
+    # These run on the rank's work queue, or on a thread of the transport.
 
     def _share_ended(self, read: RankRead) -> None:
         order, error = read.order, read.error

@@ -1,1 +1,1 @@
-"""kvferry inside engines that load connectors from outside their tree. Nothing here is imported by the rest."""
+"""Connectors for inference engines. The rest of kvferry does not import them."""

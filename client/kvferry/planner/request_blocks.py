@@ -76,9 +76,7 @@ def needed(
     pools: dict[tuple[bool, str], list[npt.NDArray[np.int64]]] = {}
     for group in groups:
         if group.name not in destination:
-            raise InvalidField(
-                "mapping of destination blocks", sorted(destination), f"one with blocks for group {group.name!r}"
-            )
+            raise _missing(group.name)
         if group.name not in source:
             raise BlocksShort(group.name, "source", "blocks", "none of this group")
         theirs, mine, source_group = source[group.name], destination[group.name], source_groups[group.name]
@@ -122,14 +120,13 @@ def written(
     by_name = {group.name: group for group in groups}
     unknown = sorted(set(destination) - set(by_name))
     if unknown:
-        raise InvalidField("mapping of destination blocks", unknown, f"one of groups of this engine: {sorted(by_name)}")
+        expected = f"one of the groups of this engine: {sorted(by_name)}"
+        raise InvalidField("group of the destination blocks", unknown[0], expected)
     found: dict[str, AnyIds] = {}
     pools: dict[tuple[bool, str], list[AnyIds]] = {}
     for name, group in by_name.items():
         if source is not None and name in source and name not in destination:
-            raise InvalidField(
-                "mapping of destination blocks", sorted(destination), f"one with blocks for group {name!r}"
-            )
+            raise _missing(name)
         if name not in destination or (source is not None and name not in source):
             continue
         mine = destination[name]
@@ -158,6 +155,10 @@ def written(
     for (_, pool), lists in pools.items():
         check_unique(pool, lists)
     return found
+
+
+def _missing(group: str) -> InvalidField:
+    return InvalidField(f"group {group!r} of the destination blocks", None, "Blocks to read this group into")
 
 
 def _perhaps(group: Group, mine: Blocks, asked: tuple[int, int] | None) -> AnyIds:

@@ -1,7 +1,7 @@
-"""Test doubles for the tests of engines: a home and a transport in memory, without NIXL, sockets or a node server.
+"""Tests engines without NIXL, sockets or a node server: a home and a transport in memory.
 
-`Fabric` replaces what lies outside of kvferry; planner, leases and ports are the real ones. `docs/testing.md` is the
-guide.
+`Fabric` replaces gRPC's connections and NIXL. The planner, the leases, the ports and the home are those of production.
+`docs/testing.md` is the guide.
 """
 
 from kvferry.testing._fabric import Fabric as Fabric

@@ -1,7 +1,8 @@
-"""A gRPC channel to a home in this process: what `kvferry._control.connection` uses of one, without a socket.
+"""A gRPC channel to a home in this process, without a socket: the part of the interface that
+`kvferry._control.connection` uses.
 
-Requests and answers are encoded and decoded as on a wire. Deadlines, cancelling, statuses and their details are as
-gRPC has them. Flow control is not there: what nobody takes is kept.
+Requests and responses are encoded and decoded as on a network. Deadlines, cancellation, statuses and their details
+behave as in gRPC. There is no flow control: messages that nobody reads are kept.
 """
 
 from __future__ import annotations
@@ -19,16 +20,16 @@ from kvferry._clock import now
 Metadata: TypeAlias = tuple[tuple[str, str | bytes], ...]
 
 LEFT = (grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEEDED)
-"""Statuses of a caller who waits no longer: messages that have come already are dropped."""
+"""Statuses after which the caller no longer waits: messages that have already arrived are dropped."""
 
 
 class InProcessCall(grpc.RpcError, grpc.Call, grpc.Future):  # type: ignore[type-arg]  # Generic in its stubs only.
-    """A call, and what it raises where it fails, as in gRPC. Thread-safe.
+    """A call; as in gRPC, it is also the exception that it raises if it fails. Thread-safe.
 
     Attributes:
-        method: its path.
-        request: encoded.
-        deadline: on `kvferry._clock`; None: there is none.
+        method: path of the method.
+        request: the encoded request.
+        deadline: deadline on `kvferry._clock`; None: none.
     """
 
     def __init__(
@@ -46,17 +47,17 @@ class InProcessCall(grpc.RpcError, grpc.Call, grpc.Future):  # type: ignore[type
         self._trailing: Metadata = ()
         self._on_end: list[Callable[[InProcessCall], object]] = []
 
-    # What the home does with it.
+    # The home calls these.
 
     def answered(self, message: bytes) -> None:
-        """The next message of the answer."""
+        """Append a message to the response."""
         with self._changed:
             if self._status is None:
                 self._messages.append(message)
                 self._changed.notify_all()
 
     def end(self, code: grpc.StatusCode, details: str, trailing: Metadata = ()) -> None:
-        """It has ended; only the first time counts."""
+        """End the call; later calls of this have no effect."""
         with self._changed:
             if self._status is not None:
                 return
@@ -69,14 +70,14 @@ class InProcessCall(grpc.RpcError, grpc.Call, grpc.Future):  # type: ignore[type
             callback(self)
 
     def at_end(self, callback: Callable[[InProcessCall], object]) -> None:
-        """Call this when it has ended, at once if it has, on whatever thread. It must not block."""
+        """Call `callback` when the call has ended, at once if it already has, on any thread. It must not block."""
         with self._changed:
             if self._status is None:
                 self._on_end.append(callback)
                 return
         callback(self)
 
-    # What the client does with it, as of grpc.Call and grpc.Future.
+    # The client calls these: the methods of grpc.Call and grpc.Future.
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -106,7 +107,7 @@ class InProcessCall(grpc.RpcError, grpc.Call, grpc.Future):  # type: ignore[type
     def add_done_callback(self, callback: Callable[[grpc.Future[Any]], object]) -> None:
         with self._changed:
             if self._status is None:
-                # Not on the thread of the home: that would wait for itself if a callback made a call.
+                # Not on the thread of the home: a callback that made a call would wait for its own thread.
                 self._on_end.append(lambda _: self._callbacks.submit(callback, self))
                 return
         callback(self)
@@ -153,7 +154,7 @@ class InProcessCall(grpc.RpcError, grpc.Call, grpc.Future):  # type: ignore[type
         return f"{self.method}: {self._status}"
 
     def _ended(self) -> tuple[grpc.StatusCode, str]:
-        """As gRPC, waits for the end."""
+        """Wait for the end of the call, as gRPC does, and return its status."""
         with self._changed:
             self._changed.wait_for(lambda: self._status is not None)
             assert self._status is not None
@@ -161,11 +162,11 @@ class InProcessCall(grpc.RpcError, grpc.Call, grpc.Future):  # type: ignore[type
 
 
 class InProcessChannel(grpc.Channel):
-    """One client's channel.
+    """The channel of one client.
 
     Args:
-        begin: hands a call to the home, or ends it. Called on any thread, and returns at once.
-        callbacks: where the callbacks of calls run.
+        begin: hands a call to the home, or ends it. Called on any thread; returns at once.
+        callbacks: runs the callbacks of calls.
     """
 
     def __init__(self, begin: Callable[[InProcessCall], None], callbacks: Executor) -> None:
@@ -187,11 +188,11 @@ class InProcessChannel(grpc.Channel):
         return call
 
     def cut(self) -> None:
-        """The connection is lost, with every call on it."""
+        """Fail every call as if the connection was lost."""
         self._end(grpc.StatusCode.UNAVAILABLE, "the connection was cut")
 
     def close(self) -> None:
-        """As of `grpc.Channel`."""
+        """Close the channel and cancel its calls, as `grpc.Channel.close` does."""
         with self._lock:
             self._closed = True
         self._end(grpc.StatusCode.CANCELLED, "Channel closed!")
@@ -230,7 +231,7 @@ class InProcessChannel(grpc.Channel):
 
 
 class _Method:
-    """A method of the contract on a channel."""
+    """A method of a gRPC service on a channel."""
 
     def __init__(
         self,
@@ -250,7 +251,7 @@ class _Method:
 
 
 class _UnaryUnary(_Method, grpc.UnaryUnaryMultiCallable):  # type: ignore[type-arg]
-    """As of gRPC; of what a call may carry beside its request, only the timeout is known here."""
+    """gRPC's multicallable of a unary call. It supports the timeout, and ignores all other options of a call."""
 
     def __call__(self, request: Any, timeout: float | None = None, *_: object, **__: object) -> Any:
         return self.begin(request, timeout).result()
@@ -264,11 +265,11 @@ class _UnaryUnary(_Method, grpc.UnaryUnaryMultiCallable):  # type: ignore[type-a
 
 
 class _UnaryStream(_Method, grpc.UnaryStreamMultiCallable):  # type: ignore[type-arg]
-    """As `_UnaryUnary`."""
+    """gRPC's multicallable of a call that streams its response; see `_UnaryUnary`."""
 
     def __call__(self, request: Any, timeout: float | None = None, *_: object, **__: object) -> Any:
         return self.begin(request, timeout)
 
 
 def _unused(what: str) -> NotImplementedError:
-    return NotImplementedError(f"kvferry makes no use of {what}, and kvferry.testing has none")
+    return NotImplementedError(f"kvferry does not use {what}, so kvferry.testing does not implement it")

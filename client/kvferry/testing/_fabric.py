@@ -1,4 +1,4 @@
-"""Everything that engines need of each other, in one process."""
+"""The fabric: a home, and NIXL's part of moving bytes, in one process."""
 
 from __future__ import annotations
 
@@ -39,26 +39,26 @@ _numbers = itertools.count(1)
 
 
 class Fabric(OneProcess):
-    """Runs a home in this process, and moves bytes between arrays of it: for the tests of engines.
+    """Runs a home in this process, and moves bytes between arrays of this process, for the tests of engines.
 
-    Clients of a fabric are real ones: planner, leases, ports and the home are those of production, and requests are
-    encoded and decoded. Only gRPC's connections and NIXL are replaced. Neither NIXL nor the extra ``server`` has to be
-    installed; no port is opened, and nothing is connected to. Memory is host memory.
+    The clients of a fabric are real: the planner, the leases, the ports and the home are those of production, and
+    requests are encoded and decoded. The fabric replaces only gRPC's connections and NIXL. Neither NIXL nor the extra
+    ``server`` must be installed, and the fabric opens no port. It supports host memory only.
 
     A fabric serves only the process that made it. Use it as a context manager, or close it.
 
     Threading: every method may be called from any thread.
 
     Args:
-        ttl, max_ttl, engine_ttl, hold, final, max_wait: seconds, as the settings of ``kvferryd`` with these names.
-            Short ones let a test wait for the end of a lease, or of a publication that nobody reads.
+        ttl, max_ttl, engine_ttl, hold, final, max_wait: seconds; see the settings of ``kvferryd`` with these names.
+            With short ones a test can wait for the end of a lease, or of a publication that nobody reads.
 
     Attributes:
-        address: for clients that the code under test makes by itself: ``Client(fabric.address)``.
+        address: the address for clients that the code under test makes: ``Client(fabric.address)``.
 
     Raises:
-        InvalidField: a duration makes no sense, or `ttl` is above `max_ttl`.
-        LimitReached: the system gives no thread.
+        InvalidField: a duration is out of range, or `ttl` is above `max_ttl`.
+        LimitReached: the system refused another thread.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Fabric(OneProcess):
         self._clients: list[Client] = []
         self._closed = False
         self._home: InProcessHome | None = None
-        """Touched on the event loop only."""
+        """Used on the event loop only."""
         self._callbacks = ThreadPoolExecutor(1, "kvferry-fabric-callbacks")
         self._loop = asyncio.new_event_loop()
         self._thread = start_thread(self._run, "kvferry-fabric")
@@ -94,13 +94,15 @@ class Fabric(OneProcess):
         integrity: IntegrityOptions | None = None,
         max_reads: int = 256,
     ) -> Client:
-        """A client on this fabric, which closes it. Each stands for a process: `kill` ends one of them.
+        """Make a client on this fabric. The fabric closes it.
+
+        Each client stands for a process of its own; `kill` simulates the death of that process.
 
         Args:
-            options, staging, integrity, max_reads: as of `kvferry.Client`.
+            options, staging, integrity, max_reads: see `kvferry.Client`.
 
         Raises:
-            InvalidField: an argument is of another type.
+            InvalidField: an argument has the wrong type.
             Closed: the fabric is closed.
         """
         self._check_open()
@@ -112,14 +114,13 @@ class Fabric(OneProcess):
     def hold_reads(self) -> HeldReads:
         """Hold back the bytes of all reads that are posted from now on, until they are released.
 
-        So a test decides how far a read is: it steps its engine while the bytes are under way, cancels in the middle,
-        or lets the lease end.
+        A test can then step its engine while bytes are in transit, cancel a read halfway, or let its lease end.
 
         Returns:
-            What is held back. Its end, as a context manager, releases everything.
+            The reads that are held back. As a context manager, it releases all of them when it ends.
 
         Raises:
-            WrongState: reads are held back already.
+            WrongState: another `hold_reads` is still holding reads back.
         """
         self._check_open()
         held = HeldReads(lambda: self._wire.release(held))
@@ -128,22 +129,23 @@ class Fabric(OneProcess):
         return held
 
     def fail_reads(self, count: int = 1) -> None:
-        """Make the next reads fail as a broken connection does: they end with `TransferFailed`, and their blocks are
-        uncertain until the agent that read them is gone.
+        """Make the next reads fail as if a connection broke.
+
+        They end with `TransferFailed`, and their blocks are uncertain until the agent that read them is destroyed.
 
         Args:
-            count: chunks that fail, as `HeldReads` counts them; 0: none any more.
+            count: how many chunks fail (see `HeldReads`); 0: no more chunks fail.
 
         Raises:
-            InvalidField: it is negative.
+            InvalidField: `count` is negative.
         """
         self._wire.fail(arguments.integer("count", count, 0))
 
     def kill(self, client: Client) -> None:
-        """End a client as the death of its process would: it says nothing more, its memory cannot be read any more, and
-        what it was reading never arrives. Its home finds its engines dead after `engine_ttl`.
+        """Simulate the death of a client's process, and close the client.
 
-        The client is closed, so that its threads end.
+        The client sends nothing more, its memory can no longer be read, and the bytes that it was reading never arrive.
+        The home considers its engines dead after `engine_ttl`.
 
         Raises:
             InvalidField: it is not a client of this fabric.
@@ -157,14 +159,17 @@ class Fabric(OneProcess):
         client.close()
 
     def stop_home(self) -> None:
-        """Stop the home at once, as if its node server was killed: calls fail with `Unreachable`, and all that it knew
-        is lost. Bytes go on moving. Idempotent."""
+        """Stop the home at once, as if its node server was killed. Idempotent.
+
+        Calls fail with `Unreachable`, and the home's records are lost. Reads that were posted continue.
+        """
         self._check_open()
         self._await(self._stop_home())
 
     def start_home(self) -> None:
-        """Start a home where the former one was stopped. Clients find it by themselves, within a second or two, and
-        tell it again what they hold.
+        """Start the home again after `stop_home`.
+
+        Clients reconnect by themselves within a second or two, and send it their records again.
 
         Raises:
             WrongState: the home was not stopped.
@@ -173,7 +178,7 @@ class Fabric(OneProcess):
         self._await(self._start_home())
 
     def close(self) -> None:
-        """Close the clients that `client` made, cut off all others, and end the home. Idempotent."""
+        """Close the clients that `client` made, disconnect all others, and stop the home. Idempotent."""
         with self._lock:
             if self._closed:
                 return
@@ -201,23 +206,23 @@ class Fabric(OneProcess):
         self.close()
 
     def _join(self) -> Network:
-        """The network of a new client."""
+        """Make the network of a new client."""
         member = _Member(self.address, self._wire, self._begin, self._callbacks)
-        # Costs of copies within a process say nothing of a network's, and would differ from run to run.
+        # Costs measured within one process would not be those of a network, and would differ from run to run.
         network = Network(member.dial, Agents(member.process), Costs())
         with self._lock:
             self._members[network] = member
         return network
 
     def _begin(self, call: InProcessCall) -> None:
-        """Hand a call to the home."""
+        """Hand a call to the home. May be called on any thread."""
         try:
             self._loop.call_soon_threadsafe(self._serve, call)
         except RuntimeError:
             call.end(grpc.StatusCode.UNAVAILABLE, "the fabric is closed")
 
     def _serve(self, call: InProcessCall) -> None:
-        """On the event loop."""
+        """Let the home answer a call. Runs on the event loop."""
         home = self._home
         if home is None:
             call.end(grpc.StatusCode.UNAVAILABLE, "the home was stopped")
@@ -264,7 +269,7 @@ class Fabric(OneProcess):
 
 
 class _Member:
-    """What one client has of a fabric. Thread-safe."""
+    """One client's channels and agents on a fabric. Thread-safe."""
 
     def __init__(
         self, address: str, wire: Wire, begin: Callable[[InProcessCall], None], callbacks: ThreadPoolExecutor
@@ -276,13 +281,13 @@ class _Member:
         self._channels: list[InProcessChannel] = []
 
     def dial(self, address: str, tls: TlsConfig | None) -> InProcessChannel:
-        """A channel to the home; calls on one to any other address fail."""
+        """Make a channel. Calls fail unless the address is that of the fabric's home."""
         channel = InProcessChannel(partial(self._hand_over, address), self._callbacks)
         self._channels.append(channel)
         return channel
 
     def kill(self) -> None:
-        """Cut everything off."""
+        """Disconnect the client's channels and agents."""
         self.process.killed = True
         for channel in tuple(self._channels):
             channel.cut()
@@ -291,6 +296,6 @@ class _Member:
         if address != self._address:
             call.end(grpc.StatusCode.UNAVAILABLE, f"the home of this fabric is {self._address}, and there is no other")
         elif self.process.killed:
-            call.end(grpc.StatusCode.UNAVAILABLE, "the fabric has cut this client off")
+            call.end(grpc.StatusCode.UNAVAILABLE, "the fabric has disconnected this client")
         else:
             self._begin(call)

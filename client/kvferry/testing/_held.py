@@ -1,4 +1,4 @@
-"""Reads that wait until a test lets them go on."""
+"""Reads that are held back until a test releases them."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ Rows: TypeAlias = npt.NDArray[np.uint64]
 
 @dataclass(eq=False)
 class PostedRead:
-    """A read that was posted, or is about to be. Only its agent keeps it: a read whose agent has ended never arrives.
+    """A read that was posted, or is about to be. Only its agent keeps a reference to it, so that the bytes never arrive
+    if the agent has ended.
 
     Attributes:
-        peer: the agent that is read from.
-        source, destination, length: ``uint64[n]``.
-        connects: the first read from a peer: a few bytes, read in order to connect.
+        peer: name of the agent that it reads from.
+        source, destination, length: addresses and lengths in bytes, ``uint64[n]``.
+        connects: whether this is the first read from a peer, which reads a few bytes to connect.
         let_go: whether the bytes may move; changed by `HeldReads`.
-        done: whether they have.
+        done: whether the bytes have moved.
     """
 
     peer: str
@@ -40,11 +41,11 @@ class PostedRead:
 
 
 class HeldReads:
-    """Reads that are held back: posted, with their bytes still to come. Made by `Fabric.hold_reads`.
+    """Reads that were posted, and whose bytes are held back. Made by `Fabric.hold_reads`.
 
-    They are counted in chunks, as they are posted to NIXL: one for each source rank that a rank reads from, or more
-    where a read is larger than `NixlOptions.chunk_bytes`. Leaving the ``with`` block lets all of them go, and holds
-    back no more.
+    It counts chunks, as they are posted to NIXL: one for each source rank that a rank reads from, or several if a read
+    is larger than `NixlOptions.chunk_bytes`. Leaving the ``with`` block releases all of them, and later reads are not
+    held back.
 
     Threading: every method may be called from any thread.
     """
@@ -57,7 +58,7 @@ class HeldReads:
 
     @property
     def count(self) -> int:
-        """Chunks that are held back now."""
+        """Number of chunks that are held back now."""
         with self._changed:
             return len(self._living())
 
@@ -65,27 +66,27 @@ class HeldReads:
         """Wait until at least `count` chunks are held back.
 
         Args:
-            count: how many.
-            timeout: seconds.
+            count: number of chunks.
+            timeout: seconds to wait.
 
         Raises:
-            TimeoutError: they were not posted in time.
+            TimeoutError: fewer were posted in time.
         """
         count = arguments.integer("count", count, 1)
         timeout = arguments.seconds("timeout", timeout, zero=True)
         with self._changed:
             if not self._changed.wait_for(lambda: len(self._living()) >= count, timeout):
                 held = len(self._living())
-                raise TimeoutError(f"{held} chunks are held back after {timeout:g} s, where {count} were waited for")
+                raise TimeoutError(f"{held} chunks are held back after {timeout:g} s, and {count} were expected")
 
     def release(self, count: int | None = None) -> None:
-        """Let chunks go, the oldest first; their bytes arrive within milliseconds, on the threads that read.
+        """Release chunks, the oldest first. Reading threads then copy their bytes within milliseconds.
 
         Args:
-            count: how many; None: all that are held back now.
+            count: number of chunks; None: all that are held back now.
 
         Raises:
-            InvalidField: fewer are held back: `wait` for them first.
+            InvalidField: fewer chunks are held back; `wait` for them first.
         """
         with self._changed:
             held = self._living()
@@ -96,7 +97,7 @@ class HeldReads:
                 read.let_go = True
 
     def close(self) -> None:
-        """Let everything go, and hold back no more. Idempotent."""
+        """Release all chunks, and hold back no more. Idempotent."""
         self._ended()
 
     def __enter__(self) -> HeldReads:
@@ -107,10 +108,10 @@ class HeldReads:
     ) -> None:
         self.close()
 
-    # What follows is for the fabric.
+    # The fabric calls these.
 
     def _add(self, read: PostedRead) -> None:
-        """Hold a read back, if this has not ended."""
+        """Hold a read back, unless this has been closed."""
         with self._changed:
             if self._closed:
                 read.let_go = True
@@ -119,14 +120,14 @@ class HeldReads:
                 self._changed.notify_all()
 
     def _let_all_go(self) -> None:
-        """Everything is let go, now and later."""
+        """Release all chunks, and hold back no more."""
         with self._changed:
             self._closed = True
             for read in self._living():
                 read.let_go = True
 
     def _living(self) -> list[PostedRead]:
-        """With the lock held: what is held back, and can still arrive."""
+        """Return the reads that are held back and whose agent has not ended. Called with the lock held."""
         found = [read for kept in self._waiting if (read := kept()) is not None and not read.let_go]
         self._waiting = [weakref.ref(read) for read in found]
         return found

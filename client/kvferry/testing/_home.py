@@ -1,5 +1,4 @@
-"""A node server without sockets: the home, the servicers and the guard that every node server runs, on an event loop
-of the fabric."""
+"""A node server without sockets: the home, the servicers and the guard of production, on the event loop of a fabric."""
 
 from __future__ import annotations
 
@@ -21,29 +20,29 @@ from kvferry_server.servicers.relay import Relays
 from kvferry_server.servicers.worker import Worker
 
 PEER = "unix:"
-"""Who calls, as gRPC says it of a caller on a UNIX socket."""
+"""Address of every caller: the one that gRPC gives to callers on a UNIX socket."""
 
 
 class IncomingCall(Protocol):
-    """A call as the home sees it. Thread-safe."""
+    """The server's view of a call. Thread-safe."""
 
     method: str
     request: bytes
     deadline: float | None
 
     def answered(self, message: bytes) -> None:
-        """The next message of the answer."""
+        """Append a message to the response."""
 
     def end(self, code: grpc.StatusCode, details: str, trailing: tuple[tuple[str, str | bytes], ...] = ()) -> None:
-        """The call has ended; only the first time counts."""
+        """End the call; later calls of this have no effect."""
 
 
 class InProcessHome:
-    """One start of a node server. Made and used on the event loop of its fabric.
+    """A node server from one start to its stop. Make and use it on the event loop of its fabric.
 
     Args:
-        address: what goes into references.
-        times: the durations in force.
+        address: the home's address in references.
+        times: the home's durations.
     """
 
     def __init__(self, address: str, times: Times) -> None:
@@ -57,25 +56,25 @@ class InProcessHome:
         self._driver = asyncio.get_running_loop().create_task(self._home.run(), name="kvferry-fabric-home")
 
     def add_generic_rpc_handlers(self, handlers: Sequence[grpc.GenericRpcHandler]) -> None:
-        """As of gRPC's servers, for the generated code."""
+        """Add handlers of methods. The generated code calls this, as on a `grpc.aio.Server`."""
         self._generic.extend(handlers)
 
     def add_registered_method_handlers(self, service: str, handlers: object) -> None:
-        """The same handlers again, from newer generated code."""
+        """Ignore these: newer generated code passes the same handlers a second time."""
 
     def begin(self, call: IncomingCall) -> None:
-        """Answer a call."""
+        """Start to answer a call."""
         task = self._calls[call] = asyncio.get_running_loop().create_task(self._answer(call))
         task.add_done_callback(lambda _: self._calls.pop(call, None))
 
     def leave(self, call: IncomingCall) -> None:
-        """Nobody waits for the answer of a call any more."""
+        """Stop answering a call that has ended at its client."""
         task = self._calls.get(call)
         if task is not None:
             task.cancel()
 
     async def stop(self) -> None:
-        """End at once, as a process that is killed: nothing is said, and nothing is remembered."""
+        """Stop at once, as if the process was killed: nothing more is sent, and all records are lost."""
         tasks = (self._driver, *self._calls.values())
         for call in tuple(self._calls):
             call.end(grpc.StatusCode.UNAVAILABLE, "the home was stopped")
@@ -90,7 +89,7 @@ class InProcessHome:
         )
         context = _Context(call, handler.response_serializer)
         try:
-            # The guard makes every handler one of streams.
+            # The guard turns every handler into a streaming one.
             await cast(Any, handler.stream_stream)(context.requests(), context)
         except grpc.aio.AbortError:
             code, details, trailing = context.status
@@ -108,7 +107,7 @@ class InProcessHome:
 
 
 class _Details:
-    """What gRPC tells of a call before its request is read."""
+    """The part of `grpc.HandlerCallDetails` that the guard uses."""
 
     def __init__(self, method: str) -> None:
         self.method = method
@@ -116,7 +115,7 @@ class _Details:
 
 
 class _Context:
-    """What the guard and the servicers use of gRPC's context."""
+    """The part of gRPC's servicer context that the guard and the servicers use."""
 
     def __init__(self, call: IncomingCall, encode: Callable[[Any], bytes] | None) -> None:
         self._call = call
@@ -142,7 +141,7 @@ class _Context:
 
     async def write(self, message: Any) -> None:
         self._call.answered(message if self._encode is None else self._encode(message))
-        # Others have their turn, as they do while gRPC sends.
+        # Let other tasks run, as they do while gRPC sends.
         await asyncio.sleep(0)
 
     async def abort(

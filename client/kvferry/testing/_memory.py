@@ -1,9 +1,9 @@
-"""Stands in for NIXL's binding: has the calls that `kvferry._transport.nixl_agent` makes, under NIXL's names, and
-copies between arrays of this process.
+"""A replacement for NIXL's Python binding: has the functions that `kvferry._transport.nixl_agent` calls, under NIXL's
+names, and copies between arrays of this process.
 
-Everything above these calls is what real engines run. As NIXL does, it checks that descriptors lie in registered memory
-and that the peer is there. A read is copied by the thread that posts or checks it, so that nothing is written for an
-agent that has ended.
+The code above these calls is that of production. As NIXL does, this checks that descriptors lie in registered memory
+and that the peer exists. The thread that posts or polls a read copies its bytes, so that nothing is written once the
+reading agent has ended.
 """
 
 from __future__ import annotations
@@ -28,33 +28,34 @@ from kvferry.testing._held import HeldReads, PostedRead, Rows
 DRAM, VRAM = "DRAM", "VRAM"
 SUCCESS, IN_PROGRESS = "SUCCESS", "IN_PROGRESS"
 MYSELF = ""
-"""Stands for the own agent where a list is prepared."""
+"""Names the agent itself when a list is prepared."""
 
 Kept = TypeVar("Kept")
 Segments: TypeAlias = tuple[str, Rows]
-"""A kind of memory, and ``uint64[n, 3]``: address, length, device."""
+"""The kind of memory, and ``uint64[n, 3]``: address, length, device."""
 
 
 class RemoteDisconnected(Exception):
-    """The agent that is read from is not there any more."""
+    """The agent that is read from has ended."""
 
 
 class HostMemoryOnly(Exception):
-    """Memory of a device was to be registered."""
+    """Device memory was given for registration."""
 
 
 class Wire:
-    """What all agents of a fabric share: who is there, and what a test holds back or lets fail. Thread-safe."""
+    """The state that the agents of a fabric share: which agents live, and which reads to hold back or fail.
+    Thread-safe."""
 
     def __init__(self) -> None:
         self.agents: WeakValueDictionary[str, Agent] = WeakValueDictionary()
-        """Those that were not ended, by name."""
+        """The agents that have not ended, by name."""
         self._lock = threading.Lock()
         self._held: HeldReads | None = None
         self._to_fail = 0
 
     def hold(self, held: HeldReads) -> bool:
-        """Hold back what is posted from now on; False: somebody does already."""
+        """Hold back reads that are posted from now on; returns False if reads are being held back already."""
         with self._lock:
             if self._held is not None:
                 return False
@@ -62,7 +63,7 @@ class Wire:
             return True
 
     def release(self, held: HeldReads | None) -> None:
-        """Hold back nothing any more, if it is held back by this, or whoever does it (None)."""
+        """Stop holding back reads if `held` does so now; None: in any case."""
         with self._lock:
             holding = self._held if held is None or held is self._held else None
             if holding is not None:
@@ -71,12 +72,12 @@ class Wire:
             holding._let_all_go()
 
     def fail(self, count: int) -> None:
-        """Fail that many of the reads that are posted from now on."""
+        """Make this many of the next reads fail."""
         with self._lock:
             self._to_fail = count
 
     def post(self, read: PostedRead) -> None:
-        """Decide what becomes of a read; raises `RemoteDisconnected`."""
+        """Let a read go, hold it back, or make it fail with `RemoteDisconnected`."""
         with self._lock:
             if self._to_fail and not read.connects:
                 self._to_fail -= 1
@@ -89,7 +90,7 @@ class Wire:
 
 
 class Process:
-    """NIXL's binding as one client of a fabric has it."""
+    """NIXL's binding for one client of a fabric, which stands for a process."""
 
     NIXL_READ = "READ"
     NIXL_SUCCESS = SUCCESS
@@ -103,7 +104,7 @@ class Process:
     def __init__(self, wire: Wire) -> None:
         self.wire = wire
         self.killed = False
-        """Its agents neither read nor are read from any more."""
+        """Whether the process was killed: its agents no longer read and can no longer be read from."""
 
     def nixlAgent(self, name: str, config: SimpleNamespace) -> Agent:
         return Agent(self, name)
@@ -117,7 +118,7 @@ class Process:
 
 @dataclass(slots=True)
 class _Peer:
-    """An agent whose metadata was loaded. `start` tells one agent of a name from the next."""
+    """An agent whose metadata was loaded. `start` differs between agents that have had the same name."""
 
     start: str
     regions: RegionMap
@@ -126,7 +127,7 @@ class _Peer:
 
 @dataclass(slots=True)
 class _Table:
-    """A prepared list: whose, and its entries one by one."""
+    """A prepared list: the agent that owns the memory, and addresses and lengths, ``uint64[n]``."""
 
     owner: str
     address: Rows
@@ -134,7 +135,7 @@ class _Table:
 
 
 class Agent:
-    """An agent of either kind."""
+    """A serving or reading agent, with the methods of a NIXL agent."""
 
     def __init__(self, process: Process, name: str) -> None:
         self.process = process
@@ -228,12 +229,12 @@ class Agent:
         known = self._peers[peer]
         known.regions.check_ranges("source", MemoryKind.DRAM, 0, source, length)
         self.regions.check_ranges("destination", MemoryKind.DRAM, 0, destination, length)
-        # A link reads a few bytes first of all: to connect.
+        # The first read of a link reads a few bytes, to connect.
         connects, known.connected = not known.connected, True
         return self._keep(self._reads, PostedRead(peer, source, destination, length, connects))
 
     def _check_source(self, read: PostedRead) -> None:
-        """Raise `RemoteDisconnected` unless both sides of a read are there."""
+        """Raise `RemoteDisconnected` unless the agents on both sides of a read are alive."""
         source, known = self.process.wire.agents.get(read.peer), self._peers.get(read.peer)
         if source is None or known is None or source.start != known.start or source.process.killed:
             raise RemoteDisconnected(f"agent {read.peer!r} is gone")

@@ -68,8 +68,8 @@ async def told(node: Node, given: str) -> bool:
     """Whether who shows this is told the agents; the geometry it is told anyhow."""
     found = await node.handshake(reference=given)
     assert len(found.geometry.ranks) == 1
-    assert found.agents_told == bool(found.agents)
-    return found.agents_told and found.agents[0].metadata == METADATA
+    assert found.has_agents == bool(found.agents)
+    return found.has_agents and found.agents[0].metadata == METADATA
 
 
 def engine_reference_with(**changes: Any) -> str:
@@ -148,7 +148,7 @@ async def test_the_incarnation_that_is_asked_for_is_that_of_the_reference(ready:
 async def test_an_engine_is_never_told_its_own_agents(ready: Node) -> None:
     own = pb.HandshakeRequest(engine_id=P.engine_id, reader=proto(P), reference=engine_reference())
     found = await ready.handshake(own)
-    assert (len(found.geometry.ranks), found.agents_told) == (1, False)
+    assert (len(found.geometry.ranks), found.has_agents) == (1, False)
 
 
 async def test_what_cannot_be_read_is_refused_whatever_is_shown(ready: Node) -> None:
@@ -215,7 +215,7 @@ def test_whatever_way_a_stranger_comes(server: tuple[Kvferryd, Authority], plain
         home = Control(address, tls)
         asked = handshake_request(engine_id=source.engine_id, incarnation=source.incarnation, reference="")
         found = home.handshake(asked, TIMEOUT)
-        assert (len(found.geometry.ranks), found.agents, found.agents_told) == (1, {}, False)
+        assert (len(found.geometry.ranks), found.agents, found.has_agents) == (1, {}, False)
         asked.reference = engine_reference_with(engine_id=source.engine_id, incarnation=source.incarnation)
         with pytest.raises(WrongKey):
             home.handshake(asked, TIMEOUT)

@@ -19,24 +19,25 @@ from kvferry.integrations.vllm.values import StepMetadata, WorkerNews
 logger = logging.getLogger(__name__)
 
 REFERENCE = "kvferry_reference"
-"""The one field of ``kv_transfer_params`` that is ours."""
+"""The field of ``kv_transfer_params`` that holds kvferry's reference."""
 
 YIELD = 0.0001
-"""Seconds."""
+"""Seconds of sleep in an idle step; see `ConnectorScheduler.step`."""
 
 _SERVED = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
 
 
 @dataclass(slots=True)
 class _Load:
-    """A request of decode, from its arrival until its read has ended, or it is known that there will be none.
+    """A request that decode wants to read, from its arrival until its read has ended or was given up.
 
     Attributes:
-        reference: to what it shall read.
-        computed: tokens that it has already, as vLLM last said.
-        reading: it has blocks, and the workers read into them.
-        aborted: vLLM wants it no more.
-        refused: it will not be granted, and shall fail: that takes blocks.
+        reference: reference of the publication to read.
+        computed: number of tokens that it has already, according to vLLM's last call.
+        reading: it has blocks, and the workers are reading into them.
+        aborted: vLLM has aborted it.
+        refused: the error with which the read was refused, if the request must fail; vLLM fails a request only after it
+            has blocks.
     """
 
     reference: str
@@ -47,15 +48,15 @@ class _Load:
 
 
 class ConnectorScheduler:
-    """Publishes what prefill has finished, and acquires what decode is asked to read.
+    """Publishes the requests that prefill has finished, and acquires those that decode wants to read.
 
-    A request is in `_sending` from its publication until its blocks are free.
+    A request is in `_sending` from its publication until its blocks are released.
     """
 
     def __init__(self, setup: Setup) -> None:
         self._setup = setup
         self._client = Client(setup.address, allowed_homes=setup.allowed_homes)
-        # vLLM frees or computes into a failed read's blocks as soon as it hears of it.
+        # vLLM frees or reuses the blocks of a failed read as soon as it learns of the failure.
         self._port = SchedulerPort(self._client, setup.spec, hold_until_quiet=True)
         self._loads: dict[str, _Load] = {}
         self._sending: set[str] = set()
@@ -64,10 +65,10 @@ class ConnectorScheduler:
         self._ends: list[ReadEnd] = []
         self._stats = KvferryStats()
 
-    # A request's way through decode.
+    # The requests of decode.
 
     def on_new_request(self, request: Any) -> None:
-        """It has arrived: begin to wait for its blocks and to pin them."""
+        """Start to acquire the publication of a request that has arrived."""
         params = request.kv_transfer_params or {}
         reference = params.get(REFERENCE)
         if not params.get("do_remote_prefill") or not reference:
@@ -79,7 +80,8 @@ class ConnectorScheduler:
             self._refuse(request.request_id, error)
 
     def matched_tokens(self, request: Any, computed: int) -> tuple[int | None, bool]:
-        """How many tokens after the first `computed` will be read; None: not known yet."""
+        """Return how many tokens after the first `computed` will be read, or None if that is not known yet, and whether
+        the read is asynchronous."""
         request_id = request.request_id
         load = self._loads.get(request_id)
         if load is None or load.reading:
@@ -101,7 +103,7 @@ class ConnectorScheduler:
         return offered - computed, True
 
     def allocated(self, request_id: str, block_ids: tuple[list[int], ...], count: int) -> None:
-        """It has blocks, for `count` tokens after those that it has already."""
+        """Attach the blocks that vLLM has allocated for `count` tokens after the computed ones."""
         load = self._loads.get(request_id)
         if load is None or load.reading:
             return
@@ -116,16 +118,20 @@ class ConnectorScheduler:
                 self._starts.append(self._port.attach(request_id, blocks, tokens))
                 return
             except KvferryError as error:
-                # Its lease has ended since it was asked for, or the blocks are refused: nobody will read it then.
+                # Its lease has ended, or the blocks were refused, so it will not be read.
                 load.refused = error
                 self._port.cancel(request_id)
         lost = {name: tuple(listed.ids.tolist()) for name, listed in blocks.items()}
         self._ends.append(ReadEnd(request_id, "", load.refused, True, 0, b"", 0, lost))
 
-    # A request's end, on either side.
+    # The end of a request, in prefill and decode.
 
     def finished(self, request: Any, block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
-        """It has ended. Whether its blocks stay, and what the router is told."""
+        """Handle the end of a request; publish it if decode will read it.
+
+        Returns:
+            Whether vLLM must keep its blocks, and the ``kv_transfer_params`` for the router.
+        """
         request_id = request.request_id
         load = self._loads.get(request_id)
         if load is not None and load.reading:
@@ -137,26 +143,30 @@ class ConnectorScheduler:
         params = request.kv_transfer_params or {}
         if not params.get("do_remote_decode") or request.status not in _SERVED:
             return False, None
-        # The last token was sampled; nothing has been computed of it.
+        # The last token was sampled, and its KV cache is not computed yet.
         tokens = min(request.num_computed_tokens, request.num_tokens - 1)
         if tokens <= 0:
             return False, None
         try:
             publication = self._port.publish(request_id, self._setup.published(block_ids, tokens))
         except KvferryError as error:
-            logger.warning("request %s is not offered: %s", request_id, error)
+            logger.warning("request %s could not be published: %s", request_id, error)
             return False, None
         self._sending.add(request_id)
         self._stats.count("published")
         return True, {"do_remote_prefill": True, "do_remote_decode": False, REFERENCE: publication.reference}
 
-    # Each step.
+    # Every step.
 
     def step(self, *, idle: bool) -> StepMetadata:
-        """What the workers have to hear. `idle`: nothing is computed in this step."""
+        """Return the metadata of a step for the workers.
+
+        Args:
+            idle: nothing is computed in this step.
+        """
         if idle and self._loads:
-            # vLLM asks again at once, and keeps the interpreter to itself meanwhile: each thread that has something to
-            # say would wait for Python's switch interval of 5 ms.
+            # vLLM runs idle steps in a loop that does not release the interpreter: every other thread would wait for
+            # Python's switch interval of 5 ms.
             time.sleep(YIELD)
         sent = {release.request_id for release in self._port.released()} & self._sending
         self._sending -= sent
@@ -170,7 +180,7 @@ class ConnectorScheduler:
         return metadata
 
     def collect(self, news: WorkerNews | None) -> None:
-        """What the workers say; raises `KvferryError` if one of them will never be able to serve."""
+        """Take the news of the workers; raises `KvferryError` if a rank cannot be registered."""
         if news is None:
             return
         self._registered |= news.registered
@@ -180,42 +190,42 @@ class ConnectorScheduler:
             self._port.collect(output)
 
     def has_work(self) -> bool:
-        """Whether vLLM has to step although it has no request: workers are being registered."""
+        """Return whether vLLM has to run steps even without a request, because workers are being registered."""
         return not self._all_registered()
 
     def take_stats(self) -> KvferryStats | None:
-        """Counts since the last call."""
+        """Return the counts since the last call; None: nothing was counted."""
         if self._stats.is_empty():
             return None
         stats, self._stats = self._stats, KvferryStats()
         return stats
 
     def close(self) -> None:
-        """End the session."""
+        """Close the port and the client."""
         self._port.close()
         self._client.close()
 
-    # Within.
+    # Internal.
 
     def _all_registered(self) -> bool:
         return len(self._registered) == self._setup.spec.num_ranks
 
     def _decline(self, request_id: str) -> None:
-        """Nobody will read it."""
+        """Give up a request that will not be read."""
         load = self._loads.pop(request_id)
         self._port.cancel(request_id)
         self._give_back(load)
 
     def _give_back(self, load: _Load) -> None:
-        """Its source need not wait for a reader."""
+        """Tell the source's home that nobody will read a publication."""
         try:
             self._port.decline(load.reference)
         except KvferryError as error:
-            logger.info("not declined: %s", error)
+            logger.info("could not decline a publication: %s", error)
 
     def _refuse(self, request_id: str, error: KvferryError) -> None:
-        """It will not be granted: vLLM computes it itself, or fails it, which it does to loads that failed."""
-        logger.warning("request %s is not read: %s: %s", request_id, type(error).__name__, error)
+        """Handle a request that will not be granted: vLLM computes it, or fails it like a request whose read failed."""
+        logger.warning("request %s will not be read: %s: %s", request_id, type(error).__name__, error)
         self._stats.count("not_granted")
         if self._setup.fail_requests:
             self._loads[request_id].refused = error
@@ -230,9 +240,9 @@ class ConnectorScheduler:
             self._stats.count("read", end.bytes)
             return
         self._stats.count("failed")
-        logger.warning("request %s was not read: %s: %s", request_id, type(end.error).__name__, end.error)
+        logger.warning("the read of request %s failed: %s: %s", request_id, type(end.error).__name__, end.error)
         if load.aborted or not self._setup.fail_requests:
-            # Where the request fails, the router may have another engine read it.
+            # Otherwise the request fails, and the router may let another engine read it.
             self._give_back(load)
         if load.aborted:
             return
@@ -243,6 +253,6 @@ class ConnectorScheduler:
 
 
 def _tokens(offer: Offer) -> int:
-    """How many tokens are offered."""
+    """Return how many tokens an offer has in all groups."""
     ends = [blocks.end_token for blocks in offer.blocks().values() if blocks.end_token is not None]
     return min(ends, default=0)

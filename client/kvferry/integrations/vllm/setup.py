@@ -1,4 +1,4 @@
-"""What a vLLM engine is, in kvferry's words: read from its configuration, equal in all of its processes."""
+"""Converts vLLM's configuration to kvferry's description of the engine. The result is equal in all of its processes."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from kvferry.geometry.model import Group, GroupKind, Interval, Plane
 from kvferry.geometry.tensors import Holding, Tensor
 
 NULL_BLOCK = 0
-"""vLLM's block pool keeps its first block for "no block"."""
+"""The null block: the first block of vLLM's block pool."""
 
 POOL = "device"
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """An engine of vLLM.
+    """Describes a vLLM engine for kvferry.
 
     Attributes:
-        spec: the engine. Its groups are named by their index among vLLM's.
-        address: of the node server.
+        spec: the engine. The names of its groups are their indices in vLLM's configuration.
+        address: address of the node server.
         allowed_homes: see `Client`.
         read_timeout: seconds until a read fails.
-        fail_requests: a request that cannot be read fails, instead of being computed here.
-        serves, reads: whether others read from it, and it from others.
+        fail_requests: a request whose read fails is failed too; if False, it is computed here.
+        serves, reads: whether other engines read from it, and whether it reads from others.
     """
 
     spec: EngineSpec
@@ -50,10 +50,10 @@ class Setup:
 
     @classmethod
     def of(cls, vllm_config: Any, kv_cache_config: Any) -> Setup:
-        """From vLLM's configuration; raises `InvalidField` for what this connector cannot do."""
+        """Convert vLLM's configuration; raises `InvalidField` for settings that this connector does not support."""
         transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
         if not current_platform.is_cpu():
-            raise InvalidField("platform", current_platform.device_name, "cpu: no other has been checked")
+            raise InvalidField("platform", current_platform.device_name, "cpu: other layouts have not been checked")
         for name in ("prefill_context_parallel_size", "decode_context_parallel_size"):
             if getattr(parallel, name, 1) != 1:
                 raise InvalidField(name, getattr(parallel, name), "1")
@@ -61,7 +61,7 @@ class Setup:
         address = extra.get("address") or os.environ.get("KVFERRY_ADDRESS", "")
         if not address:
             raise InvalidField(
-                "address", "", "in kv_connector_extra_config or KVFERRY_ADDRESS, that of the node server"
+                "address", "", "the node server's address, in kv_connector_extra_config or KVFERRY_ADDRESS"
             )
         groups = tuple(_group(index, group, kv_cache_config) for index, group in _transferred(kv_cache_config))
         spec = EngineSpec(transfer.engine_id, groups, parallel.world_size, _identity(vllm_config))
@@ -76,11 +76,16 @@ class Setup:
         )
 
     def published(self, block_ids: tuple[list[int], ...], tokens: int) -> dict[str, Blocks]:
-        """A request's blocks, all groups', as a source offers them."""
+        """Convert vLLM's block ids of a request to the blocks that a source publishes, by group.
+
+        Args:
+            block_ids: ids by group.
+            tokens: number of tokens to publish.
+        """
         found = {}
         for group in self.spec.groups:
             ids = block_ids[int(group.name)]
-            # Blocks that have left a window are null, and always at the front.
+            # Blocks that have left a window are null blocks, and always at the front.
             gone = next((place for place, block in enumerate(ids) if block != NULL_BLOCK), len(ids))
             last = -(-tokens // group.block_tokens)
             found[group.name] = Blocks(
@@ -89,7 +94,12 @@ class Setup:
         return found
 
     def wanted(self, block_ids: tuple[list[int], ...], tokens: tuple[int, int]) -> dict[str, Blocks]:
-        """The blocks that a destination reads tokens ``[a, b)`` into; a is the first of a block."""
+        """Convert vLLM's block ids of a request to the blocks that a destination reads into, by group.
+
+        Args:
+            block_ids: ids by group.
+            tokens: the tokens to read, ``[a, b)``; ``a`` is the first token of a block.
+        """
         begin, end = tokens
         found = {}
         for group in self.spec.groups:
@@ -101,7 +111,7 @@ class Setup:
 def planes_of(
     vllm_config: Any, kv_cache_config: Any, setup: Setup, kv_caches: Mapping[str, Tensor], tp_rank: int
 ) -> list[Plane]:
-    """The planes of a rank's caches, group by group."""
+    """Return the planes of a rank's caches, ordered by group."""
     found: list[Plane] = []
     groups = {group.name: group for group in setup.spec.groups}
     for index, listed in _transferred(kv_cache_config):
@@ -114,7 +124,7 @@ def planes_of(
         if isinstance(spec, MLAAttentionSpec):
             found += formats.vllm_mla(caches, group, vllm_config.model_config.hf_text_config.kv_lora_rank)
             continue
-        # For each head K and V, side by side in the last axis.
+        # The last axis holds K and V of a head side by side.
         first = next(iter(caches.values()))
         isa = _get_attn_isa(first.dtype, group.block_tokens, spec.head_size)
         found += formats.vllm_cpu(caches, group, isa, _heads(vllm_config, tp_rank))
@@ -122,7 +132,7 @@ def planes_of(
 
 
 def _heads(vllm_config: Any, tp_rank: int) -> Holding:
-    """Which KV heads a rank has: its share, or, where there are fewer heads than ranks, one that others have too."""
+    """Return the KV heads of a rank: its share, or one that other ranks share if there are fewer heads than ranks."""
     ranks = vllm_config.parallel_config.tensor_parallel_size
     heads = vllm_config.model_config.get_total_num_kv_heads()
     if heads >= ranks:
@@ -148,8 +158,8 @@ def _group(index: int, listed: Any, kv_cache_config: Any) -> Group:
 
 
 def _identity(vllm_config: Any) -> dict[str, str]:
-    """What the cache is computed with. Where the weights lie differs from host to host; their configuration does
-    not."""
+    """Return the identity of the cache's contents. It has the model's name and configuration, not its path, which may
+    differ between hosts."""
     model = vllm_config.model_config
     described = {key: value for key, value in model.hf_config.to_dict().items() if not key.startswith("_")}
     digest = hashlib.sha256(json.dumps(described, sort_keys=True, default=str).encode()).hexdigest()

@@ -8,16 +8,16 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 from vllm.v1.metrics.utils import create_metric_per_engine
 
 COUNTERS = {
-    "published": "Requests offered to decode instances.",
+    "published": "Requests published to decode instances.",
     "read": "Requests read from prefill instances.",
     "bytes": "Bytes read from prefill instances, by all ranks.",
-    "failed": "Reads that ended without good bytes.",
+    "failed": "Reads that failed.",
     "not_granted": "Reads that were refused, or whose publication never came.",
 }
 
 
 class KvferryStats(KVConnectorStats):  # type: ignore[misc]
-    """Counts of one interval. Of all ranks together: the scheduler counts."""
+    """Counts of one interval, for all ranks together: only the scheduler counts."""
 
     data: dict[str, int]
 
@@ -25,32 +25,32 @@ class KvferryStats(KVConnectorStats):  # type: ignore[misc]
         super().__init__(data or {})
 
     def count(self, what: str, size: int = 0) -> None:
-        """One more, of so many bytes."""
+        """Add one to a count, and `size` to the bytes."""
         self.data[what] = self.data.get(what, 0) + 1
         if size:
             self.data["bytes"] = self.data.get("bytes", 0) + size
 
     def reset(self) -> None:
-        """Begin an interval."""
+        """Start a new interval."""
         self.data = {}
 
     def aggregate(self, other: KVConnectorStats) -> KvferryStats:
-        """Of two intervals."""
+        """Add the counts of another interval."""
         for what, value in other.data.items():
             self.data[what] = self.data.get(what, 0) + value
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """For the log."""
+        """Return the counts for vLLM's log."""
         return dict(self.data)
 
     def is_empty(self) -> bool:
-        """Whether nothing was counted."""
+        """Return whether nothing was counted."""
         return not self.data
 
 
 class KvferryPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
-    """The same as counters ``vllm:kvferry_…_total``."""
+    """Prometheus counters of the same, named ``vllm:kvferry_…_total``."""
 
     def __init__(self, vllm_config: Any, metric_types: Any, labelnames: Any, per_engine_labelvalues: Any) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
@@ -63,7 +63,7 @@ class KvferryPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         }
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Add an interval."""
+        """Add the counts of an interval."""
         for name, value in transfer_stats_data.items():
             if name in self._counters:
                 self._counters[name][engine_idx].inc(value)

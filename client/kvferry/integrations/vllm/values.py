@@ -1,4 +1,4 @@
-"""What passes between the connector's two halves, by vLLM's own messages of each step; they are pickled."""
+"""Messages between the connector's scheduler and its workers. vLLM pickles them and sends them with each step."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from kvferry.engine import Grant, WorkerOutput
 
 @dataclass
 class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
-    """From the scheduler to every worker.
+    """The scheduler's message to every worker.
 
     Attributes:
-        token: of the engine's session, until all workers have registered.
-        starts: reads to start.
-        cancels: read_ids to stop.
+        token: the engine's token, until all workers have registered; then empty.
+        starts: grants of the reads to start.
+        cancels: read_ids of the reads to cancel.
         sent: requests whose blocks the source may free.
-        received: requests whose reads have ended, well or not.
-        lost: blocks of these that hold nothing, in an engine of one group.
-        failed: those of them that hold nothing, in an engine of several.
+        received: requests whose reads have ended, with or without an error.
+        lost: ids of the blocks of failed reads, in an engine of one group.
+        failed: requests whose reads have failed, in an engine of several groups.
     """
 
     token: str = field(default="", repr=False)
@@ -32,18 +32,18 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
     failed: set[str] = field(default_factory=set)
 
     def __bool__(self) -> bool:
-        """Whether any worker has to hear of it."""
+        """Whether the message has any content."""
         return bool(self.token or self.starts or self.cancels or self.sent or self.received)
 
 
 @dataclass
 class WorkerNews(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """From the workers to the scheduler.
+    """The workers' message to the scheduler.
 
     Attributes:
-        outputs: what happened, of one worker each.
+        outputs: outputs of the workers' ports.
         registered: ranks whose caches are registered.
-        errors: why a rank's cannot be.
+        errors: messages of the errors with which ranks could not be registered, by rank.
     """
 
     outputs: list[WorkerOutput] = field(default_factory=list)
@@ -51,7 +51,7 @@ class WorkerNews(KVConnectorWorkerMetadata):  # type: ignore[misc]
     errors: dict[int, str] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerNews:
-        """Of several workers, together."""
+        """Combine the news of several workers."""
         return WorkerNews(
             self.outputs + other.outputs, self.registered | other.registered, {**self.errors, **other.errors}
         )

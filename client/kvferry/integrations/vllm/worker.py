@@ -21,14 +21,14 @@ from kvferry.integrations.vllm.values import StepMetadata, WorkerNews
 logger = logging.getLogger(__name__)
 
 AGAIN = 1.0
-"""Seconds until a registration that could not be taken is tried again."""
+"""Shortest seconds until a failed registration is repeated."""
 
 
 class ConnectorWorker:
     """Registers a rank's caches, and reads into them.
 
-    vLLM makes the workers' connectors before its scheduler's, so the engine's session opens later: its token comes with
-    the first step, and the registration runs beside the steps from then on.
+    vLLM makes the workers' connectors before the scheduler's, which opens the engine's session. So the token comes with
+    the first step, and the caches are registered on a thread while steps run.
     """
 
     def __init__(self, setup: Setup, rank: int) -> None:
@@ -44,11 +44,11 @@ class ConnectorWorker:
         self._early: list[StepMetadata] = []
 
     def has_caches(self, kv_caches: Mapping[str, Tensor], planes: list[Plane]) -> None:
-        """The caches of this rank, before the first step."""
+        """Set the caches of this rank. Called before the first step."""
         self._caches, self._planes = kv_caches, planes
 
     def step(self, metadata: StepMetadata) -> None:
-        """Do what the scheduler says; returns at once."""
+        """Start and cancel reads as the scheduler's message says. Returns at once."""
         with self._lock:
             if metadata.token and not self._registering:
                 try:
@@ -64,7 +64,7 @@ class ConnectorWorker:
             self._do(self._port, metadata)
 
     def news(self) -> WorkerNews | None:
-        """What the scheduler has to hear."""
+        """Return what has happened since the last call; None: nothing."""
         with self._lock:
             news, self._news = self._news, WorkerNews()
             if self._port is not None:
@@ -74,7 +74,7 @@ class ConnectorWorker:
         return news if news.outputs or news.registered or news.errors else None
 
     def close(self) -> None:
-        """End the agents."""
+        """Close the port and the client."""
         if self._port is not None:
             self._port.close()
         self._client.close()
@@ -99,12 +99,12 @@ class ConnectorWorker:
             port.cancel(read_id)
 
     def _register(self, token: str) -> None:
-        """On a thread of its own, until it is done."""
+        """Register the caches, on a thread of its own; repeats it while errors are retryable."""
         while True:
             try:
                 port = WorkerPort(self._client, self._setup.spec, self._rank, token=token)
-                # Planes that hold a whole axis are latent ones, equal on all ranks, or those of pipeline stages: heads
-                # are said for each rank.
+                # `planes` declare the heads of each rank. A plane with a whole axis is either latent, and equal on all
+                # ranks, or the only one of its pipeline stage.
                 port.register(self._caches, planes=self._planes, replicated=True, serve=self._setup.serves)
             except KvferryError as error:
                 if error.retryable:
@@ -115,13 +115,13 @@ class ConnectorWorker:
                     self._news.errors[self._rank] = str(error)
                 return
             except Exception as error:
-                logger.exception("rank %d is not registered", self._rank)
+                logger.exception("rank %d could not be registered", self._rank)
                 with self._lock:
                     self._news.errors[self._rank] = repr(error)
                 return
             break
         if self._setup.reads:
-            # A hint: without it the first read is slower.
+            # Optional: it makes the first read faster.
             with suppress(KvferryError):
                 port.prepare()
         with self._lock:
