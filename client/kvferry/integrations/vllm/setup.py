@@ -15,7 +15,6 @@ from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec
 
 from kvferry import _arguments as arguments
-from kvferry._cache import READ_TIMEOUT
 from kvferry._engine_spec import EngineSpec
 from kvferry.errors import InvalidField
 from kvferry.geometry import formats
@@ -66,7 +65,7 @@ class Setup:
                 "address", "", "in kv_connector_extra_config or KVFERRY_ADDRESS, that of the node server"
             )
         allowed_homes = arguments.texts("allowed_homes", extra.get("allowed_homes", ()))
-        read_timeout = arguments.seconds("read_timeout", extra.get("read_timeout", READ_TIMEOUT))
+        read_timeout = arguments.seconds("read_timeout", extra.get("read_timeout", 120.0))
         groups = tuple(_group(index, group, kv_cache_config) for index, group in _transferred(kv_cache_config))
         spec = EngineSpec(transfer.engine_id, groups, parallel.world_size, _identity(vllm_config))
         return cls(
