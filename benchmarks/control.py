@@ -41,7 +41,7 @@ def run() -> Table:
             rank=rank_to_proto(cache.rank),
         )
         scattered = np.random.default_rng(0).permutation(512)[:256]
-        reference = session.publish("control", {"full": Blocks(scattered)}, expected_reads=1 << 20).reference
+        reference = session.publish("control", {"full": Blocks(scattered)}, expected_reads=REPEATS + 1).reference
         leases: list[bytes] = []
 
         def publish() -> None:

@@ -14,6 +14,7 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec
 
+from kvferry import _arguments as arguments
 from kvferry._engine_spec import EngineSpec
 from kvferry.errors import InvalidField
 from kvferry.geometry import formats
@@ -63,13 +64,15 @@ class Setup:
             raise InvalidField(
                 "address", "", "the node server's address, in kv_connector_extra_config or KVFERRY_ADDRESS"
             )
+        allowed_homes = arguments.texts("allowed_homes", extra.get("allowed_homes", ()))
+        read_timeout = arguments.seconds("read_timeout", extra.get("read_timeout", 120.0))
         groups = tuple(_group(index, group, kv_cache_config) for index, group in _transferred(kv_cache_config))
         spec = EngineSpec(transfer.engine_id, groups, parallel.world_size, _identity(vllm_config))
         return cls(
             spec=spec,
             address=address,
-            allowed_homes=tuple(extra.get("allowed_homes", ())),
-            read_timeout=float(extra.get("read_timeout", 120.0)),
+            allowed_homes=allowed_homes,
+            read_timeout=read_timeout,
             fail_requests=transfer.kv_load_failure_policy == "fail",
             serves=transfer.is_kv_producer,
             reads=transfer.is_kv_consumer,

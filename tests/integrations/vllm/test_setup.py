@@ -1,0 +1,36 @@
+"""What an operator writes into ``kv_connector_extra_config``: wrong values are refused when vLLM starts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from vllm.config import KVTransferConfig, VllmConfig
+from vllm.v1.kv_cache_interface import KVCacheConfig
+
+from kvferry.errors import InvalidField
+from kvferry.integrations.vllm.setup import Setup
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        # As a sequence of patterns, this string has "*" in it: every home would be allowed.
+        ("allowed_homes", "10.0.*"),
+        ("allowed_homes", [10]),
+        ("read_timeout", "soon"),
+        ("read_timeout", 0),
+        ("read_timeout", None),
+    ],
+)
+def test_wrong_settings_are_refused_by_name(field: str, value: Any) -> None:
+    transfer = KVTransferConfig(
+        kv_connector="KvferryConnector",
+        kv_connector_module_path="kvferry.integrations.vllm",
+        kv_role="kv_consumer",
+        kv_connector_extra_config={"address": "127.0.0.1:1", field: value},
+    )
+    caches = KVCacheConfig(num_blocks=1, kv_cache_tensors=[], kv_cache_groups=[])
+    with pytest.raises(InvalidField) as refused:
+        Setup.of(VllmConfig(kv_transfer_config=transfer), caches)
+    assert refused.value.values["field"] == field
