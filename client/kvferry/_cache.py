@@ -8,15 +8,13 @@ from concurrent.futures import Future
 
 from kvferry import _arguments as arguments
 from kvferry._clock import now
-from kvferry._control.acquisition import AcquireRequest
 from kvferry._control.block_use import BlockUse
 from kvferry._forks import OneProcess
 from kvferry._reads.cache_reads import Wanted
-from kvferry._reads.read import Read, ReadHandle
+from kvferry._reads.read import Read, ReadTask
 from kvferry._reads.runtime import RankRuntime
 from kvferry._session import EngineSession, home_session_of
 from kvferry._transport.transport import TransportGauges
-from kvferry._wire.reference import parse_reference
 from kvferry.errors import Closed, InvalidField, WrongState
 from kvferry.geometry.blocks import Blocks, blocks_by_group
 from kvferry.planner.request_blocks import written
@@ -108,11 +106,9 @@ class Cache(OneProcess):
             ForkedClient, Closed: this cache can no longer be used.
         """
         self._check_open()
-        parsed = parse_reference(reference)
         parties = arguments.integer("parties", parties, 1, 2**31 - 1)
         if parties > 1 and read_id is None:
             raise InvalidField("read_id", None, f"the name that each of the {parties} parties gives to this read")
-        deadline = now() + arguments.seconds("timeout", timeout)
         layers = None if layers is None else frozenset(arguments.texts("layers", layers))
         unknown = sorted((layers or frozenset()) - {plane.layer for plane in self.rank.planes})
         if unknown:
@@ -121,16 +117,14 @@ class Cache(OneProcess):
         identifier = secrets.token_hex(8) if read_id is None else arguments.text("read_id", read_id)
         if not 1 <= len(identifier.encode()) <= 256:
             raise InvalidField("read_id", identifier, "1 to 256 bytes")
-        request = AcquireRequest(
-            home=self._runtime.homes.get(parsed.home),
-            reference=parsed,
-            text=reference,
-            read_id=identifier,
+        request = self._runtime.reads.request(
+            reference,
+            identifier,
             parties=parties,
             expected_reads=arguments.integer("expected_reads", expected_reads, 0, 2**31 - 1),
-            deadline=deadline,
+            timeout=arguments.seconds("timeout", timeout),
         )
-        started: list[ReadHandle] = []
+        started: list[ReadTask] = []
         key = self._writes.begin(
             identifier,
             written(self.spec.groups, None, wanted.blocks, wanted.tokens),

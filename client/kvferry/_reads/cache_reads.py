@@ -15,7 +15,7 @@ from kvferry._reads.callbacks import Callbacks
 from kvferry._reads.leased_reads import LeasedRead, LeasedReads, ShareEnd
 from kvferry._reads.rank_read import RankOrder, RankRead
 from kvferry._reads.rank_reads import RankReads
-from kvferry._reads.read import ReadHandle, ReadResult
+from kvferry._reads.read import ReadResult, ReadTask
 from kvferry._reads.source_engines import SourceEngines
 from kvferry._work_queue import WorkQueue
 from kvferry.errors import (
@@ -77,6 +77,7 @@ class CacheReads:
         shares: Callable[[Callable[[RankRead], None], Callable[[RankRead], None]], RankReads],
     ) -> None:
         self._rank = rank
+        self._holder = holder
         self._sources = sources
         self._work = work
         self._max_reads = max_reads
@@ -84,61 +85,67 @@ class CacheReads:
         self._reads: LeasedReads[_OwnRead] = LeasedReads(holder, work, self)
         self._callbacks = Callbacks(f"kvferry-callbacks-{rank}")
         self._changed = threading.Condition(self._reads.lock)
-        self._handles: dict[_OwnRead, ReadHandle] = {}
+        self._tasks: dict[_OwnRead, ReadTask] = {}
         """Reads that have not ended."""
         self._by_share: dict[RankRead, _OwnRead] = {}
         """Reads whose shares may still write to their blocks, by share."""
         self._closed = False
 
-    def start(self, request: AcquireRequest, wanted: Wanted) -> ReadHandle:
+    def request(
+        self, reference: str, read_id: str, *, parties: int, expected_reads: int, timeout: float
+    ) -> AcquireRequest:
+        """What `start` takes. Makes no RPC. Errors as `LeaseHolder.request`."""
+        return self._holder.request(reference, read_id, parties=parties, expected_reads=expected_reads, timeout=timeout)
+
+    def start(self, request: AcquireRequest, wanted: Wanted) -> ReadTask:
         """Start a read. Returns at once.
 
         Raises:
             LimitReached: `max_reads` reads are running.
             Closed: the cache is closed.
         """
-        handle = ReadHandle(request.read_id, request.text, self._callbacks)
-        read = _OwnRead(request, self._rank, handle.cancellation, wanted)
+        task = ReadTask(request.read_id, request.text, self._callbacks)
+        read = _OwnRead(request, self._rank, task.cancellation, wanted)
         with self._reads.lock:
             if self._closed:
                 raise Closed("the cache is closed")
-            if len(self._handles) >= self._max_reads:
+            if len(self._tasks) >= self._max_reads:
                 limit = self._max_reads
                 raise LimitReached(f"{limit} reads are running", retry_after=0.1, limit="max_reads", value=limit)
-            self._handles[read] = handle
+            self._tasks[read] = task
             self._reads.acquire(read)
-        return handle
+        return task
 
     def close(self, timeout: float) -> None:
         """Cancel all reads, and wait at most `timeout` seconds until they have ended and are quiet. Idempotent."""
         until = now() + timeout
         with self._reads.lock:
             self._closed = True
-            handles = tuple(self._handles.values())
-        for handle in handles:
-            handle.cancel()
+            tasks = tuple(self._tasks.values())
+        for task in tasks:
+            task.cancel()
         self._shares.close(timeout)
         self._reads.wait_acquired(max(0.0, until - now()))
         with self._changed:
-            self._changed.wait_for(lambda: not self._handles, max(0.0, until - now()))
-        for handle in handles:
-            if handle.share is not None:
-                handle.share.wait_quiet(max(0.0, until - now()))
+            self._changed.wait_for(lambda: not self._tasks, max(0.0, until - now()))
+        for task in tasks:
+            if task.share is not None:
+                task.share.wait_quiet(max(0.0, until - now()))
         self._callbacks.close(max(0.0, until - now()))
 
     # `LeasedReads` calls these with the lock held.
 
     def on_granted(self, read: _OwnRead) -> None:
         """See `leased_reads.Owner`."""
-        handle = self._handles[read]
+        task = self._tasks[read]
         self._reads.begin(read)
         if read.acquired is None:
             return
         share = RankRead(_order(read, read.acquired), read.cancellation)
         read.share = share
         self._by_share[share] = read
-        # The handle must have the share before it can begin: see `ReadHandle.cancel`.
-        handle.granted(share, partial(self._shares.cancel, share))
+        # The task must have the share before it can begin: see `ReadTask.cancel`.
+        task.granted(share, partial(self._shares.cancel, share))
         try:
             self._shares.start(share)
         except KvferryError as error:
@@ -192,10 +199,10 @@ class CacheReads:
                 self._reads.share_quiet(read, self._rank)
 
     def _forget(self, read: _OwnRead, result: ReadResult | None, error: KvferryError | None) -> None:
-        handle = self._handles.pop(read, None)
+        task = self._tasks.pop(read, None)
         self._changed.notify_all()
-        if handle is not None:
-            handle.end(result, error)
+        if task is not None:
+            task.end(result, error)
 
 
 def _order(read: _OwnRead, acquired: Acquired) -> RankOrder:

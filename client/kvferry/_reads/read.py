@@ -79,7 +79,7 @@ class ReadProgress:
     total: int
 
 
-class ReadHandle:
+class ReadTask:
     """The internal side of a `Read`, through which `CacheReads` runs it. Thread-safe.
 
     Args:
@@ -184,24 +184,24 @@ class Read(OneProcess):
         reference: reference of the publication.
     """
 
-    def __init__(self, handle: ReadHandle) -> None:
-        self.read_id = handle.read_id
-        self.reference = handle.reference
-        self._handle = handle
+    def __init__(self, task: ReadTask) -> None:
+        self.read_id = task.read_id
+        self.reference = task.reference
+        self._task = task
 
     @property
     def state(self) -> ReadState:
         """The state of the read."""
-        return self._handle.state
+        return self._task.state
 
     def done(self) -> bool:
         """Return whether the read has ended, with or without an error."""
-        return self._handle.done
+        return self._task.done
 
     @property
     def quiet(self) -> bool:
         """Whether the read has ended and nothing can write to its blocks any more. Reuse them only then (R4)."""
-        return self._handle.quiet
+        return self._task.quiet
 
     def result(self, timeout: float | None = None) -> ReadResult:
         """Wait for the end of the read, and return its result.
@@ -214,12 +214,12 @@ class Read(OneProcess):
             KvferryError: the read failed, or was cancelled; its bytes do not count.
         """
         self._wait(timeout)
-        if self._handle.error is not None:
+        if self._task.error is not None:
             # Otherwise the traceback would grow, and keep the frames alive, with every call.
-            raise self._handle.error.with_traceback(None)
-        if self._handle.result is None:
+            raise self._task.error.with_traceback(None)
+        if self._task.result is None:
             raise TransferFailed(f"read {self.read_id} has no result")
-        return self._handle.result
+        return self._task.result
 
     def exception(self, timeout: float | None = None) -> KvferryError | None:
         """Wait for the end of the read, and return its error, or None.
@@ -231,7 +231,7 @@ class Read(OneProcess):
             TimeoutError: the read has not ended yet. It continues.
         """
         self._wait(timeout)
-        return self._handle.error
+        return self._task.error
 
     def wait_quiet(self, timeout: float | None = None) -> bool:
         """Wait until the destination blocks may be reused.
@@ -243,14 +243,14 @@ class Read(OneProcess):
             Whether they may be reused.
         """
         until = None if timeout is None else now() + timeout
-        if not self._handle.wait(timeout):
+        if not self._task.wait(timeout):
             return False
-        share = self._handle.share
+        share = self._task.share
         return share is None or share.wait_quiet(None if until is None else max(0.0, until - now()))
 
     def progress(self) -> ReadProgress:
         """Return the progress of the read."""
-        share = self._handle.share
+        share = self._task.share
         progress = None if share is None else share.progress()
         if progress is None:
             return ReadProgress(self.state, 0, 0)
@@ -262,7 +262,7 @@ class Read(OneProcess):
         Returns:
             Whether the destination blocks are quiet already.
         """
-        return self._handle.cancel()
+        return self._task.cancel()
 
     def add_done_callback(self, callback: Callable[[Read], None]) -> None:
         """Call `callback(read)` when the read has ended.
@@ -280,10 +280,10 @@ class Read(OneProcess):
             except Exception:
                 logger.exception("a callback of read %s failed", self.read_id)
 
-        callbacks = self._handle.callbacks
+        callbacks = self._task.callbacks
         if not self.done():
             callbacks.start()
-        if not self._handle.when_done(lambda: callbacks.do(run)):
+        if not self._task.when_done(lambda: callbacks.do(run)):
             run()
 
     def __await__(self) -> Generator[object, None, ReadResult]:
@@ -299,7 +299,7 @@ class Read(OneProcess):
             with suppress(RuntimeError):
                 loop.call_soon_threadsafe(wake)
 
-        if self._handle.when_done(on_done):
+        if self._task.when_done(on_done):
             try:
                 yield from ended
             except asyncio.CancelledError:
@@ -308,5 +308,5 @@ class Read(OneProcess):
         return self.result(0)
 
     def _wait(self, timeout: float | None) -> None:
-        if not self._handle.wait(timeout):
+        if not self._task.wait(timeout):
             raise TimeoutError(f"read {self.read_id} has not ended after {timeout} s")
