@@ -247,6 +247,9 @@ class _Acquisition:
 
         self._lease: ReaderLease | None = None
         """The lease of the present attempt."""
+        self._told_under = b""
+        """Its name when it was granted. The steps so far were told under this one: under the name that it has once it was
+        acquired again, the home may count them otherwise."""
         self._had: ReaderLease | None = None
         """The last lease of all attempts."""
         self._source, self._request_id = pb.EngineRef(), request.reference.request_id
@@ -271,9 +274,7 @@ class _Acquisition:
             self._failed(_timeout(self._request))
             return
         left = max(0.001, left)
-        call = pb.PollBlocksRequest(
-            read=self._asked, lease_id=b"" if lease is None else lease.lease_id, next_step=len(self._steps)
-        )
+        call = pb.PollBlocksRequest(read=self._asked, lease_id=self._told_under, next_step=len(self._steps))
         call.read.wait.CopyFrom(to_duration(left))
         wait = self._waits.begin()
         try:
@@ -354,6 +355,7 @@ class _Acquisition:
         remaining, every = from_duration(accepted.remaining), from_duration(accepted.renew_every)
         lease = ReaderLease(accepted.lease_id, sent_at, remaining, max(RENEW_LEAST, every))
         self._lease = self._had = lease
+        self._told_under = accepted.lease_id
         self._source, self._request_id = accepted.source, accepted.request_id or self._request_id
         self._keep(lease)
         self._cancellation.check()
@@ -363,7 +365,7 @@ class _Acquisition:
     def _failed(self, error: KvferryError) -> None:
         """An attempt has ended. Ask again if that can help."""
         request, lease = self._request, self._lease
-        self._lease, self._steps = None, GrantedSteps()
+        self._lease, self._told_under, self._steps = None, b"", GrantedSteps()
         self._calls, self._pace = 0, Backoff()
         if lease is not None:
             self._renewals.drop(lease)
