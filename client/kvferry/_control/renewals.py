@@ -29,6 +29,9 @@ RENEW_AGAIN = 1.0
 LONGEST_SLEEP = 1.0
 """Seconds after which leases are looked at again: what a thread sleeps does not count suspends, and leases do."""
 
+CLOSE_TIMEOUT = 1.0
+"""Seconds for the thread to end."""
+
 NAMED = 8
 """Leases that a warning names; the rest it counts."""
 
@@ -100,11 +103,14 @@ class Renewals:
             self._failing.discard(lease)
 
     def close(self) -> None:
-        """Renew nothing any more."""
+        """Renew nothing any more, and wait for the end of the thread, which waits for nothing itself. Idempotent."""
         with self._changed:
             self._closed = True
             self._kept.clear()
             self._changed.notify()
+            thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(CLOSE_TIMEOUT)
 
     def _run(self) -> None:
         while True:
