@@ -182,8 +182,8 @@ def test_a_lease_that_is_granted_anew_begins_with_the_first_step_again(tmp_path:
 
 
 def test_steps_told_under_one_lease_are_not_counted_under_the_next(tmp_path: Path) -> None:
-    """The lease is acquired again while no call of the read is under way: its home has restarted meanwhile, and was told
-    the publication in other steps."""
+    """The lease is acquired again while no call of the read is under way: its home has restarted meanwhile, and was
+    told the publication in other steps."""
     again = threading.Event()
 
     def poll(request: pb.PollBlocksRequest) -> pb.PollBlocksResponse:

@@ -248,8 +248,8 @@ class _Acquisition:
         self._lease: ReaderLease | None = None
         """The lease of the present attempt."""
         self._told_under = b""
-        """Its name when it was granted. The steps so far were told under this one: under the name that it has once it was
-        acquired again, the home may count them otherwise."""
+        """Its lease_id when it was granted: all steps so far were told under it. Once the lease was acquired again,
+        it has another one, under which the home may count them otherwise."""
         self._had: ReaderLease | None = None
         """The last lease of all attempts."""
         self._source, self._request_id = pb.EngineRef(), request.reference.request_id
