@@ -181,6 +181,33 @@ def test_a_lease_that_is_granted_anew_begins_with_the_first_step_again(tmp_path:
         assert list(read.renewals._kept) == [got.lease]
 
 
+def test_steps_told_under_one_lease_are_not_counted_under_the_next(tmp_path: Path) -> None:
+    """The lease is acquired again while no call of the read is under way: its home has restarted meanwhile, and was
+    told the publication in other steps."""
+    again = threading.Event()
+
+    def poll(request: pb.PollBlocksRequest) -> pb.PollBlocksResponse:
+        if request.lease_id == FIRST and not again.is_set():
+            again.wait(30)
+            return polled()
+        if request.lease_id == SECOND:
+            return polled(complete=pb.Complete(steps=1))
+        if not again.is_set() and len(server.asked) == 1:
+            lease = pb.Accepted(lease_id=FIRST, remaining=to_duration(60), renew_every=to_duration(0.05))
+            return polled(accepted=lease, blocks=[step(0)])
+        return polled(accepted=accepted(SECOND), blocks=[step(0, blocks=3)], complete=pb.Complete(steps=1))
+
+    with reading(tmp_path, poll) as (server, read):
+        lost = pb.NotificationResult(error=to_notification_error(LeaseEnded("no such lease")))
+        server.notify = lambda request: [lost for _ in request.notifications]
+        read.start()
+        until(lambda: any(lease.lease_id == SECOND for lease in tuple(read.renewals._kept)))
+        again.set()
+        got = acquired(read.outcome())
+        assert got.lease.lease_id == SECOND
+        assert got.blocks["full"].ids.tolist() == [1, 2, 3]
+
+
 def test_a_home_that_grants_anew_each_time_is_not_asked_all_the_time(tmp_path: Path) -> None:
     count = 0
 
@@ -210,6 +237,7 @@ def test_blocks_without_a_lease_are_no_answer(tmp_path: Path, first: bool) -> No
 
 LIES = {
     "a step left out": polled(accepted=accepted(), blocks=[step(1)], complete=pb.Complete(steps=1)),
+    "a step missing at the end": polled(accepted=accepted(), blocks=[step(0)], complete=pb.Complete(steps=2)),
     "a step twice": polled(accepted=accepted(), blocks=[step(0), step(0)], complete=pb.Complete(steps=1)),
     "ids without end": polled(
         accepted=accepted(),

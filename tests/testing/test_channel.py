@@ -11,7 +11,7 @@ import pytest
 
 import kvferry
 from kvferry._wire.authority import incarnation_of, new_session_secret
-from kvferry._wire.channel import connect
+from kvferry._wire.channel import MAX_MESSAGE_BYTES, connect
 from kvferry._wire.status import from_rpc_error
 from kvferry.testing import Fabric
 from kvferry.v1 import introspection_pb2 as ipb
@@ -115,6 +115,35 @@ def test_a_stream_is_cancelled_by_another_thread(watch: Any) -> None:
     watch.cancel()
     waiting.join(SOON)
     assert (codes, watch.code(), watch.cancelled()) == ([grpc.StatusCode.CANCELLED], grpc.StatusCode.CANCELLED, True)
+
+
+def test_a_call_that_was_cancelled_has_neither_result_nor_exception(channel: grpc.Channel) -> None:
+    secret = new_session_secret()
+    # A Watch does not end by itself.
+    request = pb.WatchRequest(
+        engine=pb.EngineRef(engine_id="e", incarnation=incarnation_of(secret)),
+        session_secret=secret,
+        role=pb.WATCH_ROLE_SCHEDULER,
+    )
+    serialize, deserialize = pb.WatchRequest.SerializeToString, pb.WatchResponse.FromString
+    call = channel.unary_unary("/kvferry.v1.KVTransfer/Watch", serialize, deserialize).future(request, timeout=SOON)
+    ended = threading.Event()
+    call.add_done_callback(lambda _: ended.set())
+    assert call.cancel()
+    assert ended.wait(SOON)
+    with pytest.raises(grpc.FutureCancelledError):
+        call.exception(SOON)
+    with pytest.raises(grpc.FutureCancelledError):
+        call.result(SOON)
+    assert call.cancelled()
+
+
+@pytest.mark.parametrize("method", ["ListEngines", "Nothing"])
+def test_what_is_larger_than_a_message_is_refused(channel: grpc.Channel, method: str) -> None:
+    call = channel.unary_unary(f"/kvferry.v1.Introspection/{method}", bytes, bytes)
+    error = raised(lambda: call(bytes(MAX_MESSAGE_BYTES + 1), timeout=SOON))
+    assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert type(from_rpc_error(error, "address")).__name__ == "MessageTooLarge"
 
 
 def test_the_end_of_a_channel_ends_its_streams(channel: grpc.Channel, watch: Any) -> None:

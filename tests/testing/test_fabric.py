@@ -172,6 +172,16 @@ def test_a_closed_fabric_is_left_by_everybody() -> None:
     assert set(threading.enumerate()) <= before
 
 
+def test_a_fabric_leaves_no_thread_behind() -> None:
+    before = set(threading.enumerate())
+    for _ in range(20):
+        with Fabric() as fabric:
+            prefill, decode = Engine(fabric, "p"), Engine(fabric, "d")
+            [read] = decode.read(prefill.publish(kv(4), [1]).reference, [2])
+            read.result(SOON)
+        assert not {thread.name for thread in set(threading.enumerate()) - before}
+
+
 def test_two_fabrics_know_nothing_of_each_other() -> None:
     with Fabric() as one, Fabric() as other:
         assert one.address != other.address

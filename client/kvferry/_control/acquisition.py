@@ -13,7 +13,7 @@ from kvferry._control.backoff import BACKOFF_FIRST, Backoff
 from kvferry._control.connection import SILENCE, Control
 from kvferry._control.granted_steps import GrantedSteps
 from kvferry._control.reacquisition import Reacquisition
-from kvferry._control.reader_lease import ReaderLease
+from kvferry._control.reader_lease import LEASE_ID_BYTES, ReaderLease
 from kvferry._control.renewals import Renewals
 from kvferry._control.waits import Waits
 from kvferry._wire.authority import read_id_of
@@ -38,8 +38,6 @@ logger = logging.getLogger(__name__)
 HOME_PATIENCE = 15.0
 """Seconds after which a read gives up on an unreachable home. A restart takes less, and so does an engine's ttl. The
 engine can then recompute instead of waiting for the whole timeout of the read."""
-
-LEASE_ID_BYTES = 16
 
 RENEW_LEAST = 0.05
 """Shortest seconds between renewals: a home that asked for 0 would keep a thread busy."""
@@ -250,6 +248,9 @@ class _Acquisition:
 
         self._lease: ReaderLease | None = None
         """The lease of the current attempt."""
+        self._told_under = b""
+        """The lease_id when it was granted. The steps that the reader has were told under it: a lease that was acquired
+        again has another id, under which the home may count them differently."""
         self._had: ReaderLease | None = None
         """The last lease of all attempts."""
         self._source, self._request_id = pb.EngineRef(), request.reference.request_id
@@ -274,9 +275,7 @@ class _Acquisition:
             self._failed(_timeout(self._request))
             return
         left = max(0.001, left)
-        call = pb.PollBlocksRequest(
-            read=self._asked, lease_id=b"" if lease is None else lease.lease_id, next_step=len(self._steps)
-        )
+        call = pb.PollBlocksRequest(read=self._asked, lease_id=self._told_under, next_step=len(self._steps))
         call.read.wait.CopyFrom(to_duration(left))
         wait = self._waits.begin()
         try:
@@ -342,6 +341,9 @@ class _Acquisition:
             raise Unreachable(f"{home.address} did not accept the read", address=home.address)
         self._steps.add(answer.blocks)
         if answer.HasField("complete"):
+            if answer.complete.steps != len(self._steps):
+                expected = f"{len(self._steps)}, the steps that came before it"
+                raise InvalidField("number of a publication's steps", answer.complete.steps, expected)
             return Acquired(lease, self._source, self._request_id, self._steps.blocks(), answer.complete.payload)
         if answer.HasField("revoked"):
             raise _aborted(self._request, self._request_id, answer.revoked.reason)
@@ -357,6 +359,7 @@ class _Acquisition:
         remaining, every = from_duration(accepted.remaining), from_duration(accepted.renew_every)
         lease = ReaderLease(accepted.lease_id, sent_at, remaining, max(RENEW_LEAST, every))
         self._lease = self._had = lease
+        self._told_under = accepted.lease_id
         self._source, self._request_id = accepted.source, accepted.request_id or self._request_id
         self._keep(lease)
         self._cancellation.check()
@@ -366,7 +369,7 @@ class _Acquisition:
     def _failed(self, error: KvferryError) -> None:
         """Handle the failure of an attempt: start another one if that can help."""
         request, lease = self._request, self._lease
-        self._lease, self._steps = None, GrantedSteps()
+        self._lease, self._told_under, self._steps = None, b"", GrantedSteps()
         self._calls, self._pace = 0, Backoff()
         if lease is not None:
             self._renewals.drop(lease)

@@ -143,7 +143,6 @@ class LeaseHolder(OneProcess):
         Args:
             timeout: seconds to wait for the messages that were sent already.
         """
-        self._acquirer.close(timeout)
         until = now() + timeout
         self._acquirer.close(timeout)
         self._teller.close(max(0.0, until - now()))

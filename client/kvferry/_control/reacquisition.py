@@ -9,7 +9,7 @@ from functools import partial
 from kvferry._clock import from_duration, now
 from kvferry._control.backoff import Backoff
 from kvferry._control.connection import CALL_TIMEOUT, Control
-from kvferry._control.reader_lease import ReaderLease
+from kvferry._control.reader_lease import LEASE_ID_BYTES, ReaderLease
 from kvferry._work_queue import WorkQueue
 from kvferry.errors import KvferryError, Unreachable
 from kvferry.v1 import kv_transfer_pb2 as pb
@@ -58,7 +58,7 @@ class Reacquisition:
     def _answered(self, sent_at: float, answer: pb.PollBlocksResponse | KvferryError) -> None:
         if isinstance(answer, KvferryError):
             self._failed(answer)
-        elif not answer.accepted.lease_id:
+        elif len(answer.accepted.lease_id) != LEASE_ID_BYTES:
             address = self._home.address
             self._failed(Unreachable(f"{address} did not accept the read", address=address))
         else:

@@ -7,6 +7,8 @@ import threading
 MARGIN_SECONDS = 0.010
 MARGIN_SHARE = 0.01
 
+LEASE_ID_BYTES = 16
+
 LONGEST_LEASE = 3600.0
 """Most seconds that a reader accepts for a lease, so that every wait for its end is bounded."""
 

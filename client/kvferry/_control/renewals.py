@@ -29,6 +29,9 @@ LONGEST_SLEEP = 1.0
 """Seconds after which the thread checks the leases again: a sleeping thread does not notice that its host was
 suspended, while leases run on."""
 
+CLOSE_TIMEOUT = 1.0
+"""Seconds for the thread to end."""
+
 NAMED = 8
 """How many leases a warning names; it counts the rest."""
 
@@ -100,11 +103,14 @@ class Renewals:
             self._failing.discard(lease)
 
     def close(self) -> None:
-        """Stop renewing, and end the thread."""
+        """Stop renewing, and wait for the end of the thread, which waits for nothing itself. Idempotent."""
         with self._changed:
             self._closed = True
             self._kept.clear()
             self._changed.notify()
+            thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(CLOSE_TIMEOUT)
 
     def _run(self) -> None:
         while True:

@@ -99,13 +99,18 @@ class Teller:
         self._send(home, pending, timeout)
 
     def close(self, timeout: float = 0.0) -> None:
-        """Stop repeating notifications, and wait at most `timeout` seconds for the calls in progress. Idempotent."""
+        """Stop repeating notifications, and wait at most `timeout` seconds for the calls in progress and for the end of
+        the thread. Idempotent."""
+        until = now() + timeout
         with self._changed:
             self._closed = True
             self._waiting.clear()
             self._waits_at.clear()
             self._changed.notify_all()
             self._changed.wait_for(lambda: not self._unanswered, timeout)
+            thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(max(0.0, until - now()))
 
     def _send(self, home: Control, pending: Sequence[_Pending], timeout: float) -> None:
         first = 0

@@ -91,10 +91,6 @@ class DemoProcesses:
         self._ranks.append(rank)
         return rank
 
-    def log_of(self, name: str) -> str:
-        """Return what a node server printed."""
-        return (self._folder / f"{name}.log").read_text()
-
     def close(self) -> None:
         """End every process and remove every file. Idempotent; a further Ctrl-C does not interrupt it."""
         with _uninterrupted():

@@ -16,6 +16,7 @@ from typing import Any, NoReturn, TypeAlias
 import grpc
 
 from kvferry._clock import now
+from kvferry._wire.channel import MAX_MESSAGE_BYTES
 
 Metadata: TypeAlias = tuple[tuple[str, str | bytes], ...]
 
@@ -45,29 +46,41 @@ class InProcessCall(grpc.RpcError, grpc.Call, grpc.Future):  # type: ignore[type
         self._messages: deque[bytes] = deque()
         self._status: tuple[grpc.StatusCode, str] | None = None
         self._trailing: Metadata = ()
+        self._cancelled = False
+        """The caller has cancelled it, not the home, nor the end of the channel."""
         self._on_end: list[Callable[[InProcessCall], object]] = []
 
     # The home calls these.
 
     def answered(self, message: bytes) -> None:
         """Append a message to the response."""
+        if self.refuse_large(message):
+            return
         with self._changed:
             if self._status is None:
                 self._messages.append(message)
                 self._changed.notify_all()
 
-    def end(self, code: grpc.StatusCode, details: str, trailing: Metadata = ()) -> None:
+    def end(self, code: grpc.StatusCode, details: str, trailing: Metadata = (), *, cancelled: bool = False) -> None:
         """End the call; later calls of this have no effect."""
         with self._changed:
             if self._status is not None:
                 return
-            self._status, self._trailing = (code, details), trailing
+            self._status, self._trailing, self._cancelled = (code, details), trailing, cancelled
             if code in LEFT:
                 self._messages.clear()
             callbacks, self._on_end = self._on_end, []
             self._changed.notify_all()
         for callback in callbacks:
             callback(self)
+
+    def refuse_large(self, message: bytes) -> bool:
+        """End the call at a message over gRPC's limit, as gRPC does; return whether it is one."""
+        size = len(message)
+        if size > MAX_MESSAGE_BYTES:
+            details = f"Received message larger than max ({size} vs. {MAX_MESSAGE_BYTES})"
+            self.end(grpc.StatusCode.RESOURCE_EXHAUSTED, details)
+        return size > MAX_MESSAGE_BYTES
 
     def at_end(self, callback: Callable[[InProcessCall], object]) -> None:
         """Call `callback` when the call has ended, at once if it already has, on any thread. It must not block."""
@@ -92,13 +105,21 @@ class InProcessCall(grpc.RpcError, grpc.Call, grpc.Future):  # type: ignore[type
         raise self
 
     def result(self, timeout: float | None = None) -> Any:
-        error = self.exception(timeout)
+        error = self._failure(timeout)
+        if self._cancelled:
+            raise grpc.FutureCancelledError
         if error is not None:
             raise error
         with self._changed:
             return self._decode(self._messages[0])
 
     def exception(self, timeout: float | None = None) -> Exception | None:
+        error = self._failure(timeout)
+        if self._cancelled:
+            raise grpc.FutureCancelledError
+        return error
+
+    def _failure(self, timeout: float | None) -> Exception | None:
         with self._changed:
             if not self._changed.wait_for(lambda: self._status is not None, timeout):
                 raise grpc.FutureTimeoutError
@@ -113,11 +134,11 @@ class InProcessCall(grpc.RpcError, grpc.Call, grpc.Future):  # type: ignore[type
         callback(self)
 
     def cancel(self) -> bool:
-        self.end(grpc.StatusCode.CANCELLED, "Locally cancelled by application!")
-        return self.cancelled()
+        self.end(grpc.StatusCode.CANCELLED, "Locally cancelled by application!", cancelled=True)
+        return self._cancelled
 
     def cancelled(self) -> bool:
-        return self._status is not None and self._status[0] is grpc.StatusCode.CANCELLED
+        return self._cancelled
 
     def running(self) -> bool:
         return self._status is None
@@ -184,7 +205,8 @@ class InProcessChannel(grpc.Channel):
                 raise ValueError("Cannot invoke RPC on closed channel!")
             self._calls.add(call)
         call.at_end(self._forget)
-        self._begin(call)
+        if not call.refuse_large(request):
+            self._begin(call)
         return call
 
     def cut(self) -> None:

@@ -81,7 +81,8 @@ class InProcessHome:
         for task in tasks:
             task.cancel()
         await asyncio.wait(tasks)
-        self._worker.close()
+        # Who leaves the fabric finds no thread of it.
+        self._worker.close(wait=True)
 
     async def _answer(self, call: IncomingCall) -> None:
         handler = await self._guard.intercept_service(

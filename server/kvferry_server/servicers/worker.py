@@ -62,9 +62,9 @@ class Worker:
         """Run a call at once if it works on at most `MAX_INLINE_BYTES`, otherwise on the thread. Raises as `run`."""
         return call() if size <= MAX_INLINE_BYTES else await self.run(host, size, call)
 
-    def close(self) -> None:
-        """Stop the thread; waiting calls are cancelled. Idempotent."""
-        self._executor.shutdown(wait=False, cancel_futures=True)
+    def close(self, *, wait: bool = False) -> None:
+        """Stop the thread; waiting calls are cancelled. With `wait`, it has ended when this returns. Idempotent."""
+        self._executor.shutdown(wait=wait, cancel_futures=True)
 
     @asynccontextmanager
     async def _thread(self, host: str) -> AsyncIterator[None]:

@@ -6,13 +6,12 @@ import difflib
 import reprlib
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
-from typing import TypeAlias, TypeVar, cast
+from typing import TypeVar, cast
 
 from kvferry.errors import InvalidField
 from kvferry.geometry.model import Interval
 
 T = TypeVar("T")
-JsonObject: TypeAlias = "dict[str, object]"
 
 BIG = 1 << 48
 """No size in a file is larger: products of a few of them still fit an address or are refused by the plane."""
