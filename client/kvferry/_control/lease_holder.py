@@ -134,7 +134,6 @@ class LeaseHolder(OneProcess):
     def close(self, timeout: float) -> None:
         """Acquire and tell nothing again any more, and wait at most `timeout` seconds for what was told already.
         Idempotent."""
-        self._acquirer.close(timeout)
         until = now() + timeout
         self._acquirer.close(timeout)
         self._teller.close(max(0.0, until - now()))
