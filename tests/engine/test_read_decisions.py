@@ -486,6 +486,32 @@ def test_what_is_refused_is_told_once(world: World) -> None:
     assert not world.reads.cancel("mine")
 
 
+def test_times_are_looked_at_again_and_again(world: World) -> None:
+    for number in (1, 2):
+        world.home.answers.clear()
+        world.granted()
+        # Nothing but the clock says that this has ended.
+        world.now = world.lease.deadline
+        assert world.home.heard(*("drop", "cancel") * number)
+        with pytest.raises(TransferExpired):
+            world.reads.granted("mine")
+        world.lease = ReaderLease(b"m" * 16, world.now, LEASE, 10.0)
+
+
+def test_a_home_that_cannot_be_told_is_not_waited_for(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> None:
+        world.home.say("asked")
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(world.home, "report", fails)
+    read_id = world.reading()
+    for rank in range(RANKS):
+        world.ends(read_id, rank)
+    assert world.home.heard("asked", "drop")
+    (end,) = world.finished()
+    assert (end.error, end.confirmed) == (None, False)
+
+
 @pytest.mark.parametrize("granted", [False, True])
 def test_a_cancel_before_the_read_gives_back_what_it_has_or_gets(world: World, *, granted: bool) -> None:
     if granted:
