@@ -25,7 +25,7 @@ from kvferry._reads.rank_read import RankRead
 from kvferry._reads.rank_reads import RankReads
 from kvferry._reads.read import Read, ReadHandle, ReadResult, ReadState
 from kvferry._reads.source_engines import SourceEngine, SourceEngines
-from kvferry._transport.transfer import TransferState
+from kvferry._transport.transfer import Transfer, TransferState
 from kvferry._transport.transport import Transport
 from kvferry.errors import (
     Closed,
@@ -200,6 +200,22 @@ def test_a_renewal_moves_the_end_of_the_transfer(world: Reading) -> None:
     world.home.renewed["a"](world.lease.deadline)
     assert world.transfers[0].deadline == world.lease.deadline
     assert waiting.state is ReadState.WAITING
+
+
+def test_a_renewal_while_the_transfer_begins_counts(world: Reading) -> None:
+    begin = world.transfer
+
+    def renewed_meanwhile(*parts: Any, **how: Any) -> Transfer:
+        world.lease.renewed(now() + 30, now(), LEASE_SECONDS, more=True)
+        world.home.renewed["a"](world.lease.deadline)
+        return begin(*parts, **how)
+
+    world.transfer = renewed_meanwhile  # type: ignore[method-assign]
+    handle = world.reading()
+    world.transfers[0].landed(10)
+    world.judged(pb.VERDICT_VALID)
+    assert handle.wait(30)
+    assert world.transfers[0].deadline == world.lease.deadline
 
 
 def test_so_many_run_and_no_more(make: Callable[..., Reading]) -> None:

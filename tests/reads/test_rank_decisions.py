@@ -241,6 +241,39 @@ def test_a_share_that_ended_while_its_source_was_met_is_not_begun(world: World, 
     assert [transfer.label for transfer in world.transfers] == [following.order.read_id]
 
 
+def test_a_share_that_was_quiet_when_it_was_stopped_never_writes(world: World) -> None:
+    """Its engine may have given its blocks to another request since."""
+    read = world.start("a")
+    expand, quiet = world.expand, list[bool]()
+
+    def cancelled_meanwhile(*wanted: object) -> object:
+        quiet.append(world.reads.cancel(read))
+        return expand(*wanted)
+
+    world.expand = cancelled_meanwhile  # type: ignore[method-assign]
+    world.answer("a")
+    world.until(lambda: world.ended)
+    assert (quiet, world.transfers) == ([True], [])
+    assert isinstance(read.error, TransferCancelled)
+
+
+def test_a_share_that_is_stopped_while_its_transfer_begins_may_write(world: World) -> None:
+    read = world.start("a")
+    begin, quiet = world.transfer, list[bool]()
+
+    def cancelled_meanwhile(*parts: Any, **how: Any) -> Transfer:
+        quiet.append(world.reads.cancel(read))
+        return begin(*parts, **how)
+
+    world.transfer = cancelled_meanwhile  # type: ignore[method-assign]
+    world.answer("a")
+    world.until(lambda: world.ended)
+    assert quiet == [False]
+    assert [transfer.state for transfer in world.transfers] == [TransferState.CANCELLED]
+    assert isinstance(read.error, TransferCancelled)
+    assert not read.quiet
+
+
 def test_a_source_is_met_once_for_all_that_wait(world: World) -> None:
     world.start("a")
     world.until(lambda: world.asked)
@@ -594,4 +627,6 @@ def test_tails_that_are_not_cleared_fail_the_share(
     world.until(lambda: world.ended)
     assert isinstance(read.error, TransferFailed)
     assert (read.quiet, read.error.quiet) == (quiet, quiet)
+    # Whoever had been about to stop it hears the same.
+    assert read.stop() is quiet
     assert world.quiesced == []
