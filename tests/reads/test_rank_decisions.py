@@ -183,6 +183,8 @@ def test_a_share_that_arrived_ended_well_and_is_quiet(world: World) -> None:
     world.until(lambda: world.ended)
     assert (read.error, read.quiet, read.bytes) == (None, True, 10)
     assert (world.said, world.quiesced) == (["succeeded"], [])
+    # What the lease is judged by: when the bytes were there, not when this was noticed.
+    assert read.ended_at == world.transfers[0].ended_at
 
 
 def test_a_share_that_failed_is_told_at_once_and_its_quiet_once(world: World) -> None:
@@ -193,6 +195,7 @@ def test_a_share_that_failed_is_told_at_once_and_its_quiet_once(world: World) ->
     assert not read.quiet
     assert world.quiesced == []
     assert world.said == ["failed"]
+    assert 0 < now() - read.ended_at < LONG
     world.transfers[0].fenced()
     world.until(lambda: world.quiesced)
     assert read.quiet
@@ -629,4 +632,5 @@ def test_tails_that_are_not_cleared_fail_the_share(
     assert (read.quiet, read.error.quiet) == (quiet, quiet)
     # Whoever had been about to stop it hears the same.
     assert read.stop() is quiet
+    assert read.wait_quiet(0) is quiet
     assert world.quiesced == []
