@@ -6,15 +6,14 @@ The clock and the home answer as a test says, since no test can have a rank's re
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeAlias, cast
+from collections.abc import Callable, Iterator
+from typing import Any, cast
 
 import pytest
 
 from kvferry import Blocks, EngineSpec, Group
-from kvferry._control.acquisition import Acquired, AcquireRequest, Cancellation
+from kvferry._control.acquisition import Acquired
 from kvferry._control.block_use import BlockUse
-from kvferry._control.connection import Control
 from kvferry._control.lease_holder import VERDICT_TIMEOUT, LeaseHolder
 from kvferry._control.reader_lease import ReaderLease
 from kvferry._reads.leased_reads import ANSWER_GRACE, RANKS_GRACE, ReadStage
@@ -33,84 +32,12 @@ from kvferry.errors import (
     WrongState,
 )
 from kvferry.v1 import kv_transfer_pb2 as pb
+from tests.support.played_home import PlayedHome, Verdict
 
 RANKS = 2
 SPEC = EngineSpec("decode", (Group("full", block_tokens=16, num_blocks=32),), RANKS)
 BLOCKS = {"full": Blocks([3, 4], end_token=32)}
 BEGAN, TIMEOUT, LEASE = 1000.0, 60.0, 30.0
-Verdict: TypeAlias = "pb.Verdict.ValueType | None"
-
-
-class Home:
-    """What a scheduler says to homes, and what they answer. In place of `LeaseHolder`."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self.clock = clock
-        self.leases: dict[str, ReaderLease] = {}
-        self.answers: dict[str, Acquired | KvferryError] = {}
-        self.changed = threading.Condition()
-        self.said: list[str] = []
-        self.reports: list[Sequence[pb.RankReport]] = []
-        self.answered: list[Callable[[Verdict], None]] = []
-
-    def request(self, reference: str, read_id: str, *, parties: int, expected_reads: int, timeout: float) -> Any:
-        parsed = pb.Reference(home="home:1", publication=7)
-        home = cast(Control, None)
-        return AcquireRequest(home, parsed, reference, read_id, parties, expected_reads, self.clock() + timeout)
-
-    def acquire(
-        self,
-        request: AcquireRequest,
-        cancellation: Cancellation,
-        renewed: Callable[[float], None],
-        ended: Callable[[Acquired | KvferryError], None],
-    ) -> None:
-        def run() -> None:
-            cancellation.interrupt_by(self.wake)
-            with self.changed:
-                assert self.changed.wait_for(lambda: request.text in self.answers or cancellation.cancelled, 30)
-            answer = self.answers.get(request.text)
-            if answer is None:
-                self.say("gave up")
-                answer = TransferCancelled("cancelled")
-            ended(answer)
-
-        threading.Thread(target=run, daemon=True).start()
-
-    def report(
-        self, _: Control, lease: ReaderLease, reports: Sequence[pb.RankReport], answered: Callable[[Verdict], None]
-    ) -> None:
-        with self.changed:
-            self.reports.append(reports)
-            self.answered.append(answered)
-            self.say("report")
-
-    def drop(self, granted: Acquired) -> None:
-        self.say("drop")
-
-    def cancel(self, _: Control, lease: ReaderLease) -> None:
-        self.say("cancel")
-
-    def let_go(self, home: Control, granted: Acquired) -> None:
-        self.drop(granted)
-        self.cancel(home, granted.lease)
-
-    def close(self, timeout: float) -> None:
-        self.say("closed")
-
-    def wake(self) -> None:
-        with self.changed:
-            self.changed.notify_all()
-
-    def say(self, what: str) -> None:
-        with self.changed:
-            self.said.append(what)
-            self.changed.notify_all()
-
-    def heard(self, *what: str) -> bool:
-        """Wait until all of this was said; whether it was."""
-        with self.changed:
-            return self.changed.wait_for(lambda: sorted(self.said) == sorted(what), 20)
 
 
 class World:
@@ -118,7 +45,7 @@ class World:
 
     def __init__(self, *, hold_until_quiet: bool = False, max_waiting: int = 4) -> None:
         self.now = BEGAN
-        self.home = Home(lambda: self.now)
+        self.home = PlayedHome(lambda: self.now)
         self.use = BlockUse(SPEC.groups)
         holder = cast(LeaseHolder, self.home)
         self.reads = Reads(SPEC, holder, self.use.writes(), max_waiting, hold_until_quiet=hold_until_quiet)
@@ -484,6 +411,32 @@ def test_what_is_refused_is_told_once(world: World) -> None:
         world.reads.granted("mine")
     assert not world.reads.stages()
     assert not world.reads.cancel("mine")
+
+
+def test_times_are_looked_at_again_and_again(world: World) -> None:
+    for number in (1, 2):
+        world.home.answers.clear()
+        world.granted()
+        # Nothing but the clock says that this has ended.
+        world.now = world.lease.deadline
+        assert world.home.heard(*("drop", "cancel") * number)
+        with pytest.raises(TransferExpired):
+            world.reads.granted("mine")
+        world.lease = ReaderLease(b"m" * 16, world.now, LEASE, 10.0)
+
+
+def test_a_home_that_cannot_be_told_is_not_waited_for(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> None:
+        world.home.say("asked")
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(world.home, "report", fails)
+    read_id = world.reading()
+    for rank in range(RANKS):
+        world.ends(read_id, rank)
+    assert world.home.heard("asked", "drop")
+    (end,) = world.finished()
+    assert (end.error, end.confirmed) == (None, False)
 
 
 @pytest.mark.parametrize("granted", [False, True])

@@ -60,6 +60,22 @@ def test_later_work_is_not_done_once_it_is_closed() -> None:
     assert not seen.is_set()
 
 
+def test_what_is_asked_while_it_closes_is_done_and_nothing_after() -> None:
+    queue, done = WorkQueue("kvferry-test"), list[str]()
+    goes_on = threading.Event()
+
+    def work() -> None:
+        assert goes_on.wait(30)
+        assert queue.do(lambda: done.append("meanwhile"))
+
+    assert queue.do(work)
+    queue.close(0)
+    goes_on.set()
+    queue._thread.join(30)
+    assert done == ["meanwhile"]
+    assert not queue.do(lambda: done.append("after"))
+
+
 def test_closing_from_its_own_work_ends_it() -> None:
     queue = WorkQueue("kvferry-test")
     queue.do(lambda: queue.close(30))

@@ -33,6 +33,15 @@ MODEL = ("tests/model/test_model.py",)
 DEFENCE = ("tests/transport/test_defence.py",)
 FOOTPRINT = ("tests/planner/test_footprint.py", "tests/planner/test_large_caches.py")
 LINKS = ("tests/transport/test_link_decisions.py",)
+STEPS = ("tests/control/test_granted_steps.py",)
+WAITS = ("tests/control/test_waits.py",)
+AGAIN = ("tests/control/test_reacquisition.py",)
+HOLDER = ("tests/control/test_lease_holder.py", "tests/control/test_telling.py")
+ACQUISITION = ("tests/control/test_acquisition.py",)
+POLLS = ("tests/server/servicers/test_poll_blocks.py",)
+WORK = ("tests/engine/test_work_queue.py",)
+OWN_READS = ("tests/reads/test_cache_reads.py",)
+READ_ENDINGS = ("tests/e2e/test_read_endings.py",)
 OFFERS = ("tests/control/test_offers.py", "tests/control/test_offer_decisions.py")
 RANK = ("tests/reads/test_rank_decisions.py",)
 ENGINE_READS = ("tests/engine/test_read_decisions.py",)
@@ -118,9 +127,15 @@ TARGETS: dict[str, Target] = {
             "_rank_difference(other.geometry, one.geometry)": BOTH_WAYS_ROUND,
         },
     ),
-    "server/kvferry_server/home/streams.py": Target((STREAMS, BOUNDS, MODEL)),
+    "server/kvferry_server/home/streams.py": Target((POLLS, STREAMS, BOUNDS, MODEL)),
     "server/kvferry_server/servicers/notify.py": Target((FEEDS, MODEL)),
     "client/kvferry/_control/reader_lease.py": Target((LEASE, MODEL)),
+    "client/kvferry/_control/acquisition.py": Target((ACQUISITION, CONTROL)),
+    "client/kvferry/_control/granted_steps.py": Target((STEPS, ACQUISITION)),
+    "client/kvferry/_control/reacquisition.py": Target((AGAIN, ACQUISITION)),
+    "client/kvferry/_control/waits.py": Target((WAITS, ACQUISITION)),
+    "client/kvferry/_control/lease_holder.py": Target((HOLDER, CONTROL)),
+    "client/kvferry/_work_queue.py": Target((WORK, ENGINE_READS)),
     "client/kvferry/_control/judgement.py": Target((LEASE, MODEL)),
     "client/kvferry/_control/publications.py": Target((OFFERS, MODEL)),
     "client/kvferry/_control/renewals.py": Target(
@@ -179,7 +194,13 @@ TARGETS: dict[str, Target] = {
     "client/kvferry/engine/scheduler.py": Target((PORT, PORTS)),
     "client/kvferry/engine/scheduler_reads.py": Target((ENGINE_READS, PORTS)),
     "client/kvferry/_reads/leased_reads.py": Target((ENGINE_READS, PORTS, END_TO_END)),
-    "client/kvferry/_reads/rank_read.py": Target((RANK, QUIET)),
-    "client/kvferry/_reads/cache_reads.py": Target((END_TO_END,)),
+    "client/kvferry/_reads/rank_read.py": Target(
+        (RANK, OWN_READS, QUIET),
+        {
+            "RankRead.extend: transfer is not None and deadline is not None -> transfer is not None": "a transfer of a "
+            "lease that another process judges has no deadline to move",
+        },
+    ),
+    "client/kvferry/_reads/cache_reads.py": Target((OWN_READS, READ_ENDINGS, END_TO_END)),
     "client/kvferry/engine/worker.py": Target((PORT, PORTS)),
 }

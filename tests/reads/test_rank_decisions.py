@@ -6,26 +6,18 @@ Sources and the transport do as a test says, since real ones do not fail at a mo
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence, Sized
+from collections.abc import Iterator, Sized
 from functools import partial
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
 from kvferry._clock import now
-from kvferry._control.connection import Control
 from kvferry._memory.access import StillCopying
-from kvferry._memory.rank_memory import RankMemory
 from kvferry._memory.tails import Tails
-from kvferry._reads.rank_read import RankOrder, RankRead, SchedulersLease
-from kvferry._reads.rank_reads import RankReads
-from kvferry._reads.source_engines import SourceEngine, SourceEngines
-from kvferry._reads.verifier import Arrived, Verifier
-from kvferry._transport.nixl_agent import AgentInfo
+from kvferry._reads.rank_read import RankRead
+from kvferry._reads.verifier import Arrived
 from kvferry._transport.transfer import Transfer, TransferState
-from kvferry._transport.transport import TransferPart, Transport
-from kvferry._work_queue import WorkQueue
 from kvferry.errors import (
     BadReference,
     Closed,
@@ -41,151 +33,27 @@ from kvferry.errors import (
     Unavailable,
     WrongKey,
 )
-from kvferry.geometry import Blocks, Group
-from kvferry.planner.expansion import SourceDescriptors
-
-LONG = 600.0
-LEASE = SchedulersLease(b"l" * 16)
-SOURCE = ("home:1", "prefill", b"i" * 16)
-AGENT = AgentInfo("prefill/1", b"", b"", ())
-GROUP = Group("full", block_tokens=16, num_blocks=8)
-GRANTED, BLOCKS = {"full": Blocks([2])}, {"full": Blocks([7])}
-PLANES = ("the planes of the rank",)
-
-
-class World:
-    """A rank, its sources, and what its engine was told."""
-
-    def __init__(self, *, verifies: bool = False) -> None:
-        self.changed = threading.Condition()
-        self.ended: list[RankRead] = []
-        self.quiesced: list[RankRead] = []
-        self.transfers: list[Transfer] = []
-        self.asked: list[str] = []
-        self.answers: dict[str, SourceEngine | Exception] = {}
-        self.said: list[str] = []
-        self.parts: list[Sequence[TransferPart]] = []
-        self.expanded: list[tuple[object, ...]] = []
-        self.known_sources: dict[tuple[object, ...], SourceEngine] = {}
-        self.size = 10
-        self.verified: list[Arrived] = []
-        self.verify: Callable[[Arrived], None] = self.verified.append
-        self.work = WorkQueue("kvferry-test-rank")
-        self.reads = RankReads(
-            cast(Transport, SimpleNamespace(start=lambda *parts, **how: self.transfer(*parts, **how))),
-            cast(SourceEngines, self),
-            RankMemory(),
-            cast(Verifier, SimpleNamespace(verify=lambda arrived: self.verify(arrived))) if verifies else None,
-            self.work,
-            self.tell(self.ended),
-            self.tell(self.quiesced),
-        )
-
-    # What stands in for sources and the transport.
-
-    def known(self, *source: object) -> SourceEngine | None:
-        return self.known_sources.get(source)
-
-    def get(self, home: Control, engine_id: str, incarnation: bytes, reference: str, deadline: float) -> SourceEngine:
-        with self.changed:
-            self.asked.append(reference)
-            self.changed.notify_all()
-            assert self.changed.wait_for(lambda: reference in self.answers, 30)
-            answer = self.answers[reference]
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
-
-    def gone(self, *_: object) -> None:
-        self.said.append("gone")
-
-    def failed(self, *_: object) -> None:
-        self.said.append("failed")
-
-    def succeeded(self, *_: object) -> None:
-        self.said.append("succeeded")
-
-    def expand(self, *wanted: object) -> object:
-        self.expanded.append(wanted)
-        planned = SourceDescriptors(1, (), (), None)
-        return SimpleNamespace(sources=(planned,), descriptors=0, pieces=0)
-
-    def transfer(self, parts: Sequence[TransferPart], *, deadline: float | None, label: str) -> Transfer:
-        with self.changed:
-            # A reading thread that is woken looks at its transfers.
-            made = Transfer(label, self.size, 1, deadline, now, lambda: made.settle(now()))
-            # Posted at once.
-            made.begin()
-            self.parts.append(parts)
-            self.transfers.append(made)
-            self.changed.notify_all()
-        return made
-
-    # What a test does.
-
-    def tell(self, told: list[RankRead]) -> Callable[[RankRead], None]:
-        def add(read: RankRead) -> None:
-            with self.changed:
-                told.append(read)
-                self.changed.notify_all()
-
-        return add
-
-    def until(self, condition: Callable[[], object]) -> None:
-        with self.changed:
-            assert self.changed.wait_for(condition, 30)
-
-    def peer(self) -> SourceEngine:
-        rank, source = SimpleNamespace(planes=PLANES), SimpleNamespace(groups=(GROUP,))
-        plan = SimpleNamespace(expand=lambda *wanted: self.expand(*wanted), groups=(GROUP,), source=source, rank=rank)
-        return cast(SourceEngine, SimpleNamespace(plan_of=lambda layers: plan, agents={1: AGENT}))
-
-    def answer(self, reference: str, answer: Exception | None = None) -> None:
-        with self.changed:
-            self.answers[reference] = answer or self.peer()
-            self.changed.notify_all()
-
-    def start(self, reference: str = "a", *, within: float = LONG, tails: Tails = Tails.KEEP) -> RankRead:
-        home = cast(Control, SimpleNamespace(address=SOURCE[0]))
-        order = RankOrder(
-            f"read-{reference}", "r", home, SOURCE[1], SOURCE[2], 1, reference, LEASE, GRANTED, BLOCKS, (3, 5), tails,
-            now() + within,
-        )  # fmt: skip
-        read = RankRead(order)
-        self.reads.start(read)
-        return read
-
-    def close(self) -> None:
-        for transfer in self.transfers:
-            transfer.cancel()
-            if not transfer.quiet:
-                transfer.fenced()
-        self.reads.close(20)
-        self.work.close(20)
-
-    def moving(self, *, within: float = LONG) -> RankRead:
-        self.answer("a")
-        read = self.start(within=within)
-        self.until(lambda: self.transfers)
-        return read
+from tests.reads.played_rank import AGENT, BLOCKS, GRANTED, GROUP, LEASE, LONG, PLANES, SOURCE, PlayedRank
 
 
 @pytest.fixture
-def world() -> Iterator[World]:
-    made = World()
+def world() -> Iterator[PlayedRank]:
+    made = PlayedRank()
     yield made
     made.close()
 
 
-def test_a_share_that_arrived_ended_well_and_is_quiet(world: World) -> None:
+def test_a_share_that_arrived_ended_well_and_is_quiet(world: PlayedRank) -> None:
     read = world.moving()
     world.transfers[0].landed(10)
     world.until(lambda: world.ended)
     assert (read.error, read.quiet, read.bytes) == (None, True, 10)
     assert (world.said, world.quiesced) == (["succeeded"], [])
+    # What the lease is judged by: when the bytes were there, not when this was noticed.
+    assert read.ended_at == world.transfers[0].ended_at
 
 
-def test_a_share_that_failed_is_told_at_once_and_its_quiet_once(world: World) -> None:
+def test_a_share_that_failed_is_told_at_once_and_its_quiet_once(world: PlayedRank) -> None:
     read = world.moving()
     world.transfers[0].fail(TransferFailed("the peer died"))
     world.until(lambda: world.ended)
@@ -193,6 +61,7 @@ def test_a_share_that_failed_is_told_at_once_and_its_quiet_once(world: World) ->
     assert not read.quiet
     assert world.quiesced == []
     assert world.said == ["failed"]
+    assert 0 < now() - read.ended_at < LONG
     world.transfers[0].fenced()
     world.until(lambda: world.quiesced)
     assert read.quiet
@@ -201,7 +70,7 @@ def test_a_share_that_failed_is_told_at_once_and_its_quiet_once(world: World) ->
     assert (world.ended, world.quiesced) == ([read], [read])
 
 
-def test_a_cancel_says_nothing_of_the_source(world: World) -> None:
+def test_a_cancel_says_nothing_of_the_source(world: PlayedRank) -> None:
     read = world.moving()
     world.reads.cancel(read)
     world.until(lambda: world.ended)
@@ -210,7 +79,7 @@ def test_a_cancel_says_nothing_of_the_source(world: World) -> None:
     assert world.said == []
 
 
-def test_a_share_that_is_overdue_ends_and_its_error_tells_when_it_is_quiet(world: World) -> None:
+def test_a_share_that_is_overdue_ends_and_its_error_tells_when_it_is_quiet(world: PlayedRank) -> None:
     read = world.moving(within=0.05)
     world.until(lambda: world.ended)
     assert isinstance(read.error, TransferStuck)
@@ -226,7 +95,7 @@ def test_a_share_that_is_overdue_ends_and_its_error_tells_when_it_is_quiet(world
 
 
 @pytest.mark.parametrize("how", ["cancelled", "overdue"])
-def test_a_share_that_ended_while_its_source_was_met_is_not_begun(world: World, how: str) -> None:
+def test_a_share_that_ended_while_its_source_was_met_is_not_begun(world: PlayedRank, how: str) -> None:
     read = world.start(within=0.05 if how == "overdue" else LONG)
     world.until(lambda: world.asked)
     if how == "cancelled":
@@ -241,7 +110,40 @@ def test_a_share_that_ended_while_its_source_was_met_is_not_begun(world: World, 
     assert [transfer.label for transfer in world.transfers] == [following.order.read_id]
 
 
-def test_a_source_is_met_once_for_all_that_wait(world: World) -> None:
+def test_a_share_that_was_quiet_when_it_was_stopped_never_writes(world: PlayedRank) -> None:
+    """Its engine may have given its blocks to another request since."""
+    read = world.start("a")
+    expand, quiet = world.expand, list[bool]()
+
+    def cancelled_meanwhile(*wanted: object) -> object:
+        quiet.append(world.reads.cancel(read))
+        return expand(*wanted)
+
+    world.expand = cancelled_meanwhile  # type: ignore[method-assign]
+    world.answer("a")
+    world.until(lambda: world.ended)
+    assert (quiet, world.transfers) == ([True], [])
+    assert isinstance(read.error, TransferCancelled)
+
+
+def test_a_share_that_is_stopped_while_its_transfer_begins_may_write(world: PlayedRank) -> None:
+    read = world.start("a")
+    begin, quiet = world.transfer, list[bool]()
+
+    def cancelled_meanwhile(*parts: Any, **how: Any) -> Transfer:
+        quiet.append(world.reads.cancel(read))
+        return begin(*parts, **how)
+
+    world.transfer = cancelled_meanwhile  # type: ignore[method-assign]
+    world.answer("a")
+    world.until(lambda: world.ended)
+    assert quiet == [False]
+    assert [transfer.state for transfer in world.transfers] == [TransferState.CANCELLED]
+    assert isinstance(read.error, TransferCancelled)
+    assert not read.quiet
+
+
+def test_a_source_is_met_once_for_all_that_wait(world: PlayedRank) -> None:
     world.start("a")
     world.until(lambda: world.asked)
     world.start("b")
@@ -252,7 +154,7 @@ def test_a_source_is_met_once_for_all_that_wait(world: World) -> None:
 
 
 @pytest.mark.parametrize("error", [WrongKey("no"), PublicationStale("old")], ids=["key", "stale"])
-def test_a_reference_that_is_gone_says_nothing_of_another(world: World, error: KvferryError) -> None:
+def test_a_reference_that_is_gone_says_nothing_of_another(world: PlayedRank, error: KvferryError) -> None:
     first = world.start("a")
     world.until(lambda: world.asked)
     # The thread takes these before the answer, which goes the same way.
@@ -270,7 +172,9 @@ def test_a_reference_that_is_gone_says_nothing_of_another(world: World, error: K
     [(PeerRestarted("anew"), True), (EngineUnknown("who"), True), (TransferFailed("no such source"), False)],
     ids=["restarted", "unknown", "failed"],
 )
-def test_what_is_true_of_the_source_ends_all_that_wait_for_it(world: World, error: KvferryError, *, gone: bool) -> None:
+def test_what_is_true_of_the_source_ends_all_that_wait_for_it(
+    world: PlayedRank, error: KvferryError, *, gone: bool
+) -> None:
     world.start("a")
     world.until(lambda: world.asked)
     world.start("b")
@@ -281,7 +185,7 @@ def test_what_is_true_of_the_source_ends_all_that_wait_for_it(world: World, erro
     assert world.said == (["gone"] if gone else [])
 
 
-def test_who_may_wait_for_longer_tries_again(world: World) -> None:
+def test_who_may_wait_for_longer_tries_again(world: PlayedRank) -> None:
     short = world.start("a", within=60.0)
     world.until(lambda: world.asked)
     patient = world.start("b")
@@ -293,7 +197,7 @@ def test_who_may_wait_for_longer_tries_again(world: World) -> None:
     assert [transfer.label for transfer in world.transfers] == [patient.order.read_id]
 
 
-def test_after_the_end_nothing_is_begun_and_all_that_ran_was_cancelled(world: World) -> None:
+def test_after_the_end_nothing_is_begun_and_all_that_ran_was_cancelled(world: PlayedRank) -> None:
     read = world.moving()
     world.reads.close(20)
     assert isinstance(read.error, TransferCancelled)
@@ -305,7 +209,7 @@ def test_after_the_end_nothing_is_begun_and_all_that_ran_was_cancelled(world: Wo
     assert world.quiesced == [read]
 
 
-def test_a_share_reads_what_was_granted_into_its_blocks_from_the_agents_of_its_source(world: World) -> None:
+def test_a_share_reads_what_was_granted_into_its_blocks_from_the_agents_of_its_source(world: PlayedRank) -> None:
     read = world.moving()
     assert world.expanded == [(GRANTED, BLOCKS, (3, 5))]
     ((part,),) = world.parts
@@ -315,14 +219,14 @@ def test_a_share_reads_what_was_granted_into_its_blocks_from_the_agents_of_its_s
     assert world.transfers[0].deadline is None
 
 
-def test_a_source_that_is_known_is_not_met_again(world: World) -> None:
+def test_a_source_that_is_known_is_not_met_again(world: PlayedRank) -> None:
     world.known_sources[SOURCE] = world.peer()
     world.start("a")
     world.until(lambda: world.transfers)
     assert world.asked == []
 
 
-def test_a_source_that_could_not_be_met_is_met_anew_by_the_next_share(world: World) -> None:
+def test_a_source_that_could_not_be_met_is_met_anew_by_the_next_share(world: PlayedRank) -> None:
     world.answer("a", TransferFailed("no such source"))
     world.start("a")
     world.until(lambda: world.ended)
@@ -333,7 +237,9 @@ def test_a_source_that_could_not_be_met_is_met_anew_by_the_next_share(world: Wor
     assert not following.ended
 
 
-def test_a_thread_that_cannot_be_had_ends_a_share_and_no_other(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_thread_that_cannot_be_had_ends_a_share_and_no_other(
+    world: PlayedRank, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(*_: object) -> threading.Thread:
         raise LimitReached("no thread", retry_after=1.0)
 
@@ -351,7 +257,7 @@ def test_a_thread_that_cannot_be_had_ends_a_share_and_no_other(world: World, mon
 
 @pytest.mark.parametrize("where", ["handshake", "expansion", "transport"])
 @pytest.mark.parametrize("error", [RuntimeError("a bug"), BadReference("nonsense")], ids=["bug", "input"])
-def test_what_goes_wrong_before_the_read_is_its_error(world: World, where: str, error: Exception) -> None:
+def test_what_goes_wrong_before_the_read_is_its_error(world: PlayedRank, where: str, error: Exception) -> None:
     def refuse(*_: object, **__: object) -> Any:
         raise error
 
@@ -371,7 +277,7 @@ def test_what_goes_wrong_before_the_read_is_its_error(world: World, where: str, 
     assert world.transfers == []
 
 
-def test_a_share_ends_at_its_deadline_however_long_another_may_take(world: World) -> None:
+def test_a_share_ends_at_its_deadline_however_long_another_may_take(world: PlayedRank) -> None:
     longer = world.moving()
     world.known_sources[SOURCE] = world.peer()
     first = world.start("b", within=0.2)
@@ -382,7 +288,7 @@ def test_a_share_ends_at_its_deadline_however_long_another_may_take(world: World
     assert [transfer.state for transfer in world.transfers] == [TransferState.MOVING, TransferState.CANCELLED]
 
 
-def test_a_clock_that_leaps_ends_what_is_overdue(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_clock_that_leaps_ends_what_is_overdue(world: PlayedRank, monkeypatch: pytest.MonkeyPatch) -> None:
     read = world.moving()
     # As after a suspend, which the sleep of a thread does not count.
     monkeypatch.setattr("kvferry._reads.rank_reads.now", lambda: now() + 2 * LONG)
@@ -390,7 +296,7 @@ def test_a_clock_that_leaps_ends_what_is_overdue(world: World, monkeypatch: pyte
     assert isinstance(read.error, TransferStuck)
 
 
-def test_a_cancel_that_came_first_counts_though_all_has_arrived(world: World) -> None:
+def test_a_cancel_that_came_first_counts_though_all_has_arrived(world: PlayedRank) -> None:
     read = world.moving()
     goes_on = threading.Event()
     tell = world.reads._on_ended
@@ -414,7 +320,7 @@ def test_a_cancel_that_came_first_counts_though_all_has_arrived(world: World) ->
     assert (world.said, world.ended) == ([], [overdue, read])
 
 
-def test_an_engine_that_does_not_take_an_end_hinders_no_other(world: World) -> None:
+def test_an_engine_that_does_not_take_an_end_hinders_no_other(world: PlayedRank) -> None:
     asked = threading.Event()
 
     def refuse(_: RankRead) -> None:
@@ -434,14 +340,14 @@ def test_an_engine_that_does_not_take_an_end_hinders_no_other(world: World) -> N
 
 
 @pytest.fixture
-def careful() -> Iterator[World]:
+def careful() -> Iterator[PlayedRank]:
     """A rank whose reads are verified."""
-    made = World(verifies=True)
+    made = PlayedRank(verifies=True)
     yield made
     made.close()
 
 
-def test_what_arrived_is_compared_before_it_counts(careful: World) -> None:
+def test_what_arrived_is_compared_before_it_counts(careful: PlayedRank) -> None:
     read = careful.moving()
     compared = threading.Event()
 
@@ -466,7 +372,7 @@ def test_what_arrived_is_compared_before_it_counts(careful: World) -> None:
 
 
 @pytest.mark.parametrize("error", [RuntimeError("a bug"), DataLoss("other bytes")], ids=["bug", "bytes"])
-def test_what_is_not_as_it_was_summed_does_not_count(careful: World, error: Exception) -> None:
+def test_what_is_not_as_it_was_summed_does_not_count(careful: PlayedRank, error: Exception) -> None:
     def verify(_: Arrived) -> None:
         raise error
 
@@ -482,7 +388,7 @@ def test_what_is_not_as_it_was_summed_does_not_count(careful: World, error: Exce
 
 
 @pytest.mark.parametrize("how", ["cancelled", "overdue"])
-def test_nobody_compares_for_a_share_that_has_ended(careful: World, how: str) -> None:
+def test_nobody_compares_for_a_share_that_has_ended(careful: PlayedRank, how: str) -> None:
     stopped = threading.Event()
 
     def verify(arrived: Arrived) -> None:
@@ -512,7 +418,7 @@ def test_nobody_compares_for_a_share_that_has_ended(careful: World, how: str) ->
     assert careful.ended == [read]
 
 
-def test_what_does_not_count_is_not_cleared(careful: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_does_not_count_is_not_cleared(careful: PlayedRank, monkeypatch: pytest.MonkeyPatch) -> None:
     tail = Tail(monkeypatch)
 
     def verify(_: Arrived) -> None:
@@ -528,7 +434,7 @@ def test_what_does_not_count_is_not_cleared(careful: World, monkeypatch: pytest.
     assert tail.cleared == []
 
 
-def test_no_thread_to_compare_on_ends_the_share(careful: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_thread_to_compare_on_ends_the_share(careful: PlayedRank, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> threading.Thread:
         raise LimitReached("no thread", retry_after=1.0)
 
@@ -558,7 +464,7 @@ class Tail:
 
 
 def test_tails_are_cleared_when_all_has_arrived_and_only_where_asked(
-    world: World, monkeypatch: pytest.MonkeyPatch
+    world: PlayedRank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tail = Tail(monkeypatch)
     for number, (tails, good) in enumerate([(Tails.KEEP, True), (Tails.ZERO, False), (Tails.ZERO, True)], 1):
@@ -583,7 +489,7 @@ def test_tails_are_cleared_when_all_has_arrived_and_only_where_asked(
     ids=["still copying", "bug", "typed"],
 )
 def test_tails_that_are_not_cleared_fail_the_share(
-    world: World, monkeypatch: pytest.MonkeyPatch, error: Exception, *, quiet: bool
+    world: PlayedRank, monkeypatch: pytest.MonkeyPatch, error: Exception, *, quiet: bool
 ) -> None:
     tail = Tail(monkeypatch)
     tail.error = error
@@ -594,4 +500,7 @@ def test_tails_that_are_not_cleared_fail_the_share(
     world.until(lambda: world.ended)
     assert isinstance(read.error, TransferFailed)
     assert (read.quiet, read.error.quiet) == (quiet, quiet)
+    # Whoever had been about to stop it hears the same.
+    assert read.stop() is quiet
+    assert read.wait_quiet(0) is quiet
     assert world.quiesced == []

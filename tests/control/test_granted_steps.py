@@ -1,0 +1,90 @@
+"""Which steps of a publication its reader takes, and what they are together."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvferry._control import granted_steps
+from kvferry._control.granted_steps import STEP_BYTES, GrantedSteps, joined
+from kvferry.errors import BlocksShort, InvalidField
+from kvferry.v1 import kv_transfer_pb2 as pb
+
+
+def part(group: str, first: int, end: int, *runs: tuple[int, int]) -> pb.GroupBlocks:
+    starts, counts = [start for start, _ in runs], [count for _, count in runs]
+    return pb.GroupBlocks(group=group, first_token=first, end_token=end, run_starts=starts, run_counts=counts)
+
+
+def test_each_step_goes_on_in_each_of_its_groups_where_the_one_before_ended() -> None:
+    steps = GrantedSteps()
+    steps.add([pb.Blocks(step=0, groups=[part("full", 16, 48, (5, 2)), part("window", 32, 48, (1, 1))])])
+    steps.add([pb.Blocks(step=1, groups=[part("full", 48, 64, (3, 1))])])
+    steps.add([pb.Blocks(step=2, groups=[part("full", 64, 100, (9, 3)), part("window", 48, 64, (0, 1))])])
+    assert len(steps) == 3
+    # Asked twice: putting them together changes no step.
+    for _ in range(2):
+        blocks = steps.blocks()
+        assert {name: group.ids.tolist() for name, group in blocks.items()} == {
+            "full": [5, 6, 3, 9, 10, 11],
+            "window": [1, 0],
+        }
+        assert (blocks["full"].first_token, blocks["full"].end_token) == (16, 100)
+        assert (blocks["window"].first_token, blocks["window"].end_token) == (32, 64)
+
+
+def test_steps_are_joined_in_the_order_of_their_numbers() -> None:
+    later, first = (
+        pb.Blocks(step=1, groups=[part("full", 16, 32, (2, 1))]),
+        pb.Blocks(groups=[part("full", 0, 16, (7, 1))]),
+    )
+    assert joined([later, first])["full"].ids.tolist() == [7, 2]
+
+
+@pytest.mark.parametrize("first", [15, 17, 32])
+def test_a_step_that_does_not_go_on_is_refused(first: int) -> None:
+    steps = GrantedSteps()
+    steps.add(
+        [pb.Blocks(groups=[part("full", 0, 16, (1, 1))]), pb.Blocks(step=1, groups=[part("full", first, 48, (2, 1))])]
+    )
+    with pytest.raises(BlocksShort, match="tokens from 16") as caught:
+        steps.blocks()
+    assert (caught.value.values["group"], caught.value.values["side"]) == ("full", "source")
+
+
+@pytest.mark.parametrize("numbers", [[1], [0, 0], [0, 2], [0, 1, 0]])
+def test_a_step_that_is_not_the_next_one_is_refused(numbers: list[int]) -> None:
+    steps = GrantedSteps()
+    with pytest.raises(InvalidField, match="the next one") as caught:
+        steps.add(pb.Blocks(step=number) for number in numbers)
+    assert caught.value.values["value"] == str(numbers[-1])
+    assert len(steps) == len(numbers) - 1
+
+
+@pytest.mark.parametrize("room", [-1, 0, 1])
+def test_what_one_publication_takes_has_a_limit_which_counts_steps_without_blocks_too(
+    monkeypatch: pytest.MonkeyPatch, room: int
+) -> None:
+    told = [pb.Blocks(step=0, groups=[part("full", 0, 16, (1, 1))]), pb.Blocks(step=1), pb.Blocks(step=2)]
+    monkeypatch.setattr(granted_steps, "GRANT_BYTES", sum(step.ByteSize() + STEP_BYTES for step in told) + room)
+    steps = GrantedSteps()
+    steps.add(told[:2])
+    if room < 0:
+        with pytest.raises(InvalidField, match="size of a publication's blocks"):
+            steps.add(told[2:])
+    else:
+        steps.add(told[2:])
+    assert len(steps) == (2 if room < 0 else 3)
+
+
+@pytest.mark.parametrize("most", [4, 5])
+def test_the_blocks_of_all_groups_are_counted_together(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+    monkeypatch.setattr(granted_steps, "MAX_BLOCKS", most)
+    told = [
+        pb.Blocks(groups=[part("full", 0, 48, (1, 2), (9, 1)), part("window", 0, 16, (1, 1))]),
+        pb.Blocks(step=1, groups=[part("full", 48, 64, (12, 1))]),
+    ]
+    if most < 5:
+        with pytest.raises(InvalidField, match="number of blocks of all groups"):
+            joined(told)
+    else:
+        assert joined(told)["full"].ids.tolist() == [1, 2, 9, 12]

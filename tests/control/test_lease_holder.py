@@ -1,0 +1,184 @@
+"""What the holder of an engine's leases asks for, and what it tells their homes (PROTOCOL, Leases)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any, TypeAlias
+
+import pytest
+
+from kvferry._clock import LONGEST, now
+from kvferry._control import lease_holder
+from kvferry._control.acquisition import Acquired, Acquirer
+from kvferry._control.connection import Control
+from kvferry._control.homes import Homes
+from kvferry._control.lease_holder import DECLINE_PATIENCE, LeaseHolder
+from kvferry._control.reader_lease import ReaderLease
+from kvferry._control.renewals import Renewals
+from kvferry._control.teller import Teller
+from kvferry._wire.status import to_notification_error
+from kvferry._wire.token import engine_ref
+from kvferry.errors import BadReference, HomeNotAllowed, InvalidField, LeaseEnded
+from kvferry.v1 import kv_transfer_pb2 as pb
+from tests.control.holding import LEASE, READER, reference
+from tests.control.scripted import Scripted, scripted
+
+Verdict: TypeAlias = "pb.Verdict.ValueType | None"
+
+
+class Holding:
+    """The holder of one engine, or of one of its ranks, and a home."""
+
+    def __init__(self, server: Scripted, control: Control, rank: int | None) -> None:
+        self.server, self.control = server, control
+        self.homes, self.renewals = Homes(control.address, None, ()), Renewals()
+        self.holder = LeaseHolder(self.homes, self.renewals, READER, rank)
+        self.lease = ReaderLease(LEASE, now(), 60.0, 20.0)
+
+    def granted(self) -> Acquired:
+        self.renewals.keep(self.lease, self.control, engine_ref(READER), "a read", lambda _: None, lambda: None)
+        return Acquired(self.lease, pb.EngineRef(), "request", {}, b"")
+
+    def told(self, count: int = 1) -> list[pb.Notification]:
+        """The notifications that the home has got, once they are so many."""
+        self.server.until(lambda: len(self.all_told()) >= count)
+        return self.all_told()
+
+    def all_told(self) -> list[pb.Notification]:
+        return [one for request in self.server.notified for one in request.notifications]
+
+    def verdict(self, result: pb.NotificationResult) -> Verdict:
+        verdicts: SimpleQueue[Verdict] = SimpleQueue()
+        self.server.notify = lambda _: [result]
+        report = pb.RankReport(rank=0, outcome=pb.RANK_OUTCOME_DONE, bytes=7)
+        self.holder.report(self.control, self.lease, [report], verdicts.put)
+        return verdicts.get(timeout=30)
+
+
+@pytest.fixture(params=[None], ids=["engine"])
+def holding(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Holding]:
+    with scripted(tmp_path) as (server, control):
+        made = Holding(server, control, request.param)
+        yield made
+        made.holder.close(0)
+        made.renewals.close()
+        made.homes.close()
+
+
+def ask(holding: Holding, timeout: float, text: str = "") -> Any:
+    text = text or reference(holding.control.address)
+    return holding.holder.request(text, "read", parties=3, expected_reads=5, timeout=timeout)
+
+
+def test_a_request_says_what_is_read_by_whom_and_until_when(holding: Holding, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lease_holder, "now", lambda: 1000.0)
+    request = ask(holding, 2.5)
+    assert request.deadline == 1002.5
+    assert (request.read_id, request.parties, request.expected_reads) == ("read", 3, 5)
+    assert (request.text, request.reference.publication) == (reference(holding.control.address), 1)
+    assert request.home.address == holding.control.address
+    assert holding.server.asked == []
+
+
+@pytest.mark.parametrize("timeout", [0.0, -1.0, LONGEST, float("inf"), float("nan")])
+def test_a_time_that_is_no_deadline_is_refused(holding: Holding, timeout: float) -> None:
+    with pytest.raises(InvalidField, match="timeout"):
+        ask(holding, timeout)
+
+
+@pytest.mark.parametrize("timeout", [0.001, 1.0, LONGEST - 1])
+def test_any_time_before_the_end_of_time_is_a_deadline(holding: Holding, timeout: float) -> None:
+    assert ask(holding, timeout).deadline > now() + timeout - 60
+
+
+@pytest.mark.parametrize(
+    ("text", "error"), [("nonsense", BadReference), (reference("192.0.2.1:50051"), HomeNotAllowed)], ids=["bad", "far"]
+)
+def test_what_cannot_be_read_is_refused_before_any_call(holding: Holding, text: str, error: type[Exception]) -> None:
+    for refused in (lambda: ask(holding, 1.0, text), lambda: holding.holder.check(text)):
+        with pytest.raises(error):
+            refused()
+    with pytest.raises(error):
+        holding.holder.decline(text)
+    assert holding.server.notified == []
+
+
+@pytest.mark.parametrize(
+    ("result", "verdict"),
+    [
+        (pb.NotificationResult(read_ended=pb.ReadEnded(verdict=pb.VERDICT_VALID)), pb.VERDICT_VALID),
+        (pb.NotificationResult(read_ended=pb.ReadEnded(verdict=pb.VERDICT_EXPIRED)), pb.VERDICT_EXPIRED),
+        (pb.NotificationResult(done=pb.Acknowledged()), None),
+        (pb.NotificationResult(error=to_notification_error(LeaseEnded("no such lease"))), None),
+    ],
+    ids=["valid", "expired", "no verdict", "error"],
+)
+def test_the_verdict_is_the_homes_or_none(holding: Holding, result: pb.NotificationResult, verdict: Verdict) -> None:
+    assert holding.verdict(result) == verdict
+    told = holding.told()[0].read_done
+    assert told.lease_id == LEASE
+    assert [(report.rank, report.bytes) for report in told.reports] == [(0, 7)]
+
+
+def test_what_is_let_go_is_renewed_no_more_and_ends_at_its_home(holding: Holding) -> None:
+    granted = holding.granted()
+    assert holding.lease in holding.renewals._kept
+    holding.holder.let_go(holding.control, granted)
+    assert holding.lease not in holding.renewals._kept
+    assert holding.told() == [pb.Notification(cancel=pb.CancelRead(lease_id=LEASE))]
+
+
+@pytest.mark.parametrize("holding", [0, 2], indirect=True)
+def test_a_rank_lets_its_own_share_go_and_no_others(holding: Holding) -> None:
+    rank = holding.holder._rank
+    assert rank is not None
+    holding.holder.let_go(holding.control, holding.granted())
+    (told,) = holding.told()
+    assert told.read_done.lease_id == LEASE
+    assert list(told.read_done.reports) == [pb.RankReport(rank=rank, outcome=pb.RANK_OUTCOME_CANCELLED)]
+
+
+def test_a_drop_tells_nobody(holding: Holding) -> None:
+    holding.holder.drop(holding.granted())
+    assert holding.lease not in holding.renewals._kept
+    # Whatever it had told came first.
+    holding.holder.cancel(holding.control, ReaderLease(b"o" * 16, now(), 60.0, 20.0))
+    assert [told.cancel.lease_id for told in holding.told()] == [b"o" * 16]
+
+
+def test_a_decline_ends_the_leases_first(holding: Holding, monkeypatch: pytest.MonkeyPatch) -> None:
+    untils: list[float] = []
+    tell = Teller.tell
+
+    def told(teller: Teller, home: Control, what: Any, until: float, *more: Any, **options: Any) -> None:
+        untils.append(until)
+        tell(teller, home, what, until, *more, **options)
+
+    monkeypatch.setattr(Teller, "tell", told)
+    monkeypatch.setattr(lease_holder, "now", lambda: 1e9)
+    text = reference(holding.control.address)
+    holding.holder.decline(text, [holding.lease])
+    cancel, decline = holding.told(2)
+    assert cancel == pb.Notification(cancel=pb.CancelRead(lease_id=LEASE))
+    assert decline == pb.Notification(decline=pb.Decline(reference=text))
+    assert untils == [1e9 + DECLINE_PATIENCE]
+
+
+def test_close_takes_no_longer_than_it_may(holding: Holding, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of its parts may take all the time that it is given."""
+    clock, given = [1000.0], list[float]()
+
+    def slow(_: object, timeout: float) -> None:
+        given.append(timeout)
+        clock[0] += timeout / 2
+
+    monkeypatch.setattr(lease_holder, "now", lambda: clock[0])
+    with monkeypatch.context() as patch:
+        patch.setattr(Acquirer, "close", slow)
+        patch.setattr(Teller, "close", slow)
+        holding.holder.close(8.0)
+    assert clock[0] <= 1008.0
+    # What is left of it is for the rest.
+    assert given == [8.0, 4.0]

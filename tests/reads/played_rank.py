@@ -1,0 +1,148 @@
+"""A rank whose sources and transport do as a test says."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import cast
+
+from kvferry._clock import now
+from kvferry._control.connection import Control
+from kvferry._memory.rank_memory import RankMemory
+from kvferry._memory.tails import Tails
+from kvferry._reads.rank_read import RankOrder, RankRead, SchedulersLease
+from kvferry._reads.rank_reads import RankReads
+from kvferry._reads.source_engines import SourceEngine, SourceEngines
+from kvferry._reads.verifier import Arrived, Verifier
+from kvferry._transport.nixl_agent import AgentInfo
+from kvferry._transport.transfer import Transfer
+from kvferry._transport.transport import TransferPart, Transport
+from kvferry._work_queue import WorkQueue
+from kvferry.geometry import Blocks, Group
+from kvferry.planner.expansion import SourceDescriptors
+
+LONG = 600.0
+LEASE = SchedulersLease(b"l" * 16)
+SOURCE = ("home:1", "prefill", b"i" * 16)
+AGENT = AgentInfo("prefill/1", b"", b"", ())
+GROUP = Group("full", block_tokens=16, num_blocks=8)
+GRANTED, BLOCKS = {"full": Blocks([2])}, {"full": Blocks([7])}
+PLANES = ("the planes of the rank",)
+
+
+class PlayedRank:
+    """A rank, its sources, and what its engine was told."""
+
+    def __init__(self, *, verifies: bool = False) -> None:
+        self.changed = threading.Condition()
+        self.ended: list[RankRead] = []
+        self.quiesced: list[RankRead] = []
+        self.transfers: list[Transfer] = []
+        self.asked: list[str] = []
+        self.answers: dict[str, SourceEngine | Exception] = {}
+        self.said: list[str] = []
+        self.parts: list[Sequence[TransferPart]] = []
+        self.expanded: list[tuple[object, ...]] = []
+        self.known_sources: dict[tuple[object, ...], SourceEngine] = {}
+        self.size = 10
+        self.verified: list[Arrived] = []
+        self.verify: Callable[[Arrived], None] = self.verified.append
+        self.work = WorkQueue("kvferry-test-rank")
+        self.reads = RankReads(
+            cast(Transport, SimpleNamespace(start=lambda *parts, **how: self.transfer(*parts, **how))),
+            cast(SourceEngines, self),
+            RankMemory(),
+            cast(Verifier, SimpleNamespace(verify=lambda arrived: self.verify(arrived))) if verifies else None,
+            self.work,
+            self.tell(self.ended),
+            self.tell(self.quiesced),
+        )
+
+    # What stands in for sources and the transport.
+
+    def known(self, *source: object) -> SourceEngine | None:
+        return self.known_sources.get(source)
+
+    def get(self, home: Control, engine_id: str, incarnation: bytes, reference: str, deadline: float) -> SourceEngine:
+        with self.changed:
+            self.asked.append(reference)
+            self.changed.notify_all()
+            assert self.changed.wait_for(lambda: reference in self.answers, 30)
+            answer = self.answers[reference]
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def gone(self, *_: object) -> None:
+        self.said.append("gone")
+
+    def failed(self, *_: object) -> None:
+        self.said.append("failed")
+
+    def succeeded(self, *_: object) -> None:
+        self.said.append("succeeded")
+
+    def expand(self, *wanted: object) -> object:
+        self.expanded.append(wanted)
+        planned = SourceDescriptors(1, (), (), None)
+        return SimpleNamespace(sources=(planned,), descriptors=0, pieces=0)
+
+    def transfer(self, parts: Sequence[TransferPart], *, deadline: float | None, label: str) -> Transfer:
+        with self.changed:
+            # A reading thread that is woken looks at its transfers.
+            made = Transfer(label, self.size, 1, deadline, now, lambda: made.settle(now()))
+            # Posted at once.
+            made.begin()
+            self.parts.append(parts)
+            self.transfers.append(made)
+            self.changed.notify_all()
+        return made
+
+    # What a test does.
+
+    def tell(self, told: list[RankRead]) -> Callable[[RankRead], None]:
+        def add(read: RankRead) -> None:
+            with self.changed:
+                told.append(read)
+                self.changed.notify_all()
+
+        return add
+
+    def until(self, condition: Callable[[], object]) -> None:
+        with self.changed:
+            assert self.changed.wait_for(condition, 30)
+
+    def peer(self) -> SourceEngine:
+        rank, source = SimpleNamespace(planes=PLANES), SimpleNamespace(groups=(GROUP,))
+        plan = SimpleNamespace(expand=lambda *wanted: self.expand(*wanted), groups=(GROUP,), source=source, rank=rank)
+        return cast(SourceEngine, SimpleNamespace(plan_of=lambda layers: plan, agents={1: AGENT}))
+
+    def answer(self, reference: str, answer: Exception | None = None) -> None:
+        with self.changed:
+            self.answers[reference] = answer or self.peer()
+            self.changed.notify_all()
+
+    def start(self, reference: str = "a", *, within: float = LONG, tails: Tails = Tails.KEEP) -> RankRead:
+        home = cast(Control, SimpleNamespace(address=SOURCE[0]))
+        order = RankOrder(
+            f"read-{reference}", "r", home, SOURCE[1], SOURCE[2], 1, reference, LEASE, GRANTED, BLOCKS, (3, 5), tails,
+            now() + within,
+        )  # fmt: skip
+        read = RankRead(order)
+        self.reads.start(read)
+        return read
+
+    def close(self) -> None:
+        for transfer in self.transfers:
+            transfer.cancel()
+            if not transfer.quiet:
+                transfer.fenced()
+        self.reads.close(20)
+        self.work.close(20)
+
+    def moving(self, *, within: float = LONG) -> RankRead:
+        self.answer("a")
+        read = self.start(within=within)
+        self.until(lambda: self.transfers)
+        return read

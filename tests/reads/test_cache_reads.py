@@ -1,0 +1,363 @@
+"""The reads behind `Cache.read`, moment by moment: what is read, who is told what, and what a close waits for (R1, R4).
+
+The home, sources and the transport do as a test says, since real ones do not fail at a moment that a test names.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from kvferry._clock import now
+from kvferry._control.acquisition import Acquired, AcquireRequest, Cancellation
+from kvferry._control.connection import Control
+from kvferry._control.lease_holder import LeaseHolder
+from kvferry._control.reader_lease import ReaderLease
+from kvferry._memory.rank_memory import RankMemory
+from kvferry._memory.tails import Tails
+from kvferry._reads.cache_reads import CacheReads, Wanted
+from kvferry._reads.rank_read import RankRead
+from kvferry._reads.rank_reads import RankReads
+from kvferry._reads.read import Read, ReadResult, ReadState, ReadTask
+from kvferry._reads.source_engines import SourceEngine, SourceEngines
+from kvferry._transport.transfer import Transfer, TransferState
+from kvferry._transport.transport import Transport
+from kvferry.errors import (
+    Closed,
+    EngineUnknown,
+    KvferryError,
+    LimitReached,
+    PeerRestarted,
+    PublicationAborted,
+    TransferCancelled,
+    TransferExpired,
+    TransferFailed,
+    TransferStuck,
+)
+from kvferry.v1 import kv_transfer_pb2 as pb
+from tests.reads.played_rank import BLOCKS, GRANTED, LONG, SOURCE, PlayedRank
+from tests.support.played_home import PlayedHome
+
+WANTED = Wanted(BLOCKS, (3, 5), frozenset({"layers.0"}))
+LEASE_SECONDS = 60.0
+RANK = 4
+
+
+class RenewingHome(PlayedHome):
+    """A home that also renews."""
+
+    def __init__(self) -> None:
+        super().__init__(now)
+        self.renewed: dict[str, Callable[[float], None]] = {}
+
+    def acquire(
+        self,
+        request: AcquireRequest,
+        cancellation: Cancellation,
+        renewed: Callable[[float], None],
+        ended: Callable[[Acquired | KvferryError], None],
+    ) -> None:
+        self.renewed[request.text] = renewed
+        super().acquire(request, cancellation, renewed, ended)
+
+
+class Reading(PlayedRank):
+    """The reads of one rank, its sources, and their home."""
+
+    def __init__(self, max_reads: int = 2) -> None:
+        super().__init__()
+        self.home = RenewingHome()
+        self.layers: list[object] = []
+        self.gone_sources: list[tuple[object, ...]] = []
+        self.known_sources[SOURCE] = self.peer()
+        self.lease = ReaderLease(b"l" * 16, now(), LEASE_SECONDS, 20.0)
+        self.cache = CacheReads(
+            RANK, cast(LeaseHolder, self.home), cast(SourceEngines, self), self.work, max_reads, self.shares
+        )
+
+    def shares(self, ended: Callable[[RankRead], None], quiesced: Callable[[RankRead], None]) -> RankReads:
+        transport = cast(Transport, SimpleNamespace(start=lambda *parts, **how: self.transfer(*parts, **how)))
+        self.reads = RankReads(transport, cast(SourceEngines, self), RankMemory(), None, self.work, ended, quiesced)
+        return self.reads
+
+    def peer(self) -> SourceEngine:
+        peer = super().peer()
+
+        def plan_of(layers: object) -> object:
+            self.layers.append(layers)
+            return peer.plan_of(cast(Any, None))
+
+        return cast(SourceEngine, SimpleNamespace(plan_of=plan_of, agents=peer.agents))
+
+    def gone(self, *source: object) -> None:
+        with self.changed:
+            self.gone_sources.append(source)
+            self.changed.notify_all()
+
+    def read(self, reference: str = "a", within: float = LONG) -> ReadTask:
+        home = cast(Control, SimpleNamespace(address=SOURCE[0]))
+        parsed = pb.Reference(home=SOURCE[0], engine_id=SOURCE[1], incarnation=SOURCE[2], publication=7)
+        request = AcquireRequest(home, parsed, reference, f"read-{reference}", 1, 0, now() + within)
+        return self.cache.start(request, WANTED)
+
+    def grant(self, reference: str = "a", answer: KvferryError | None = None) -> None:
+        source = pb.EngineRef(engine_id=SOURCE[1], incarnation=SOURCE[2])
+        with self.home.changed:
+            self.home.answers[reference] = answer or Acquired(self.lease, source, "theirs", GRANTED, b"payload")
+            self.home.changed.notify_all()
+
+    def reading(self, within: float = LONG) -> ReadTask:
+        handle = self.read(within=within)
+        self.grant()
+        self.until(lambda: self.transfers)
+        return handle
+
+    def judged(self, verdict: pb.Verdict.ValueType | None, *said: str) -> None:
+        assert self.home.heard("report", *said)
+        self.home.answered[0](verdict)
+
+    def close(self) -> None:
+        self.cache.close(0)
+        super().close()
+        self.cache.close(20)
+
+
+@pytest.fixture
+def make() -> Iterator[Callable[..., Reading]]:
+    made: list[Reading] = []
+
+    def reading(**options: Any) -> Reading:
+        made.append(Reading(**options))
+        return made[-1]
+
+    yield reading
+    for one in made:
+        one.close()
+
+
+@pytest.fixture
+def world(make: Callable[..., Reading]) -> Reading:
+    return make()
+
+
+@pytest.mark.parametrize("confirmed", [True, False])
+def test_a_good_read_tells_what_it_moved_and_whether_its_home_has_confirmed_it(world: Reading, confirmed: bool) -> None:
+    plain = world.expand
+
+    def expand(*wanted: object) -> object:
+        found = cast(Any, plain(*wanted))
+        staged = [cast(Any, SimpleNamespace(total_bytes=size)) for size in (4, 2)]
+        sources = tuple(replace(source, staged=tuple(staged)) for source in found.sources)
+        return SimpleNamespace(sources=sources, descriptors=3, pieces=8)
+
+    world.expand = expand  # type: ignore[method-assign]
+    handle = world.reading()
+    assert handle.state is ReadState.READING
+    world.transfers[0].landed(10)
+    world.judged(pb.VERDICT_VALID if confirmed else None)
+    assert handle.wait(30)
+    assert handle.error is None
+    assert handle.result == ReadResult(
+        request_id="theirs",
+        payload=b"payload",
+        bytes=10,
+        staged_bytes=6,
+        descriptors=3,
+        pieces=8,
+        source_ranks=(1,),
+        confirmed=confirmed,
+    )
+    assert handle.quiet
+    ((report,),) = world.home.reports
+    assert (report.rank, report.outcome, report.bytes) == (RANK, pb.RANK_OUTCOME_DONE, 10)
+
+
+def test_a_share_is_ordered_as_it_was_asked_for_and_ends_with_its_lease(world: Reading) -> None:
+    handle = world.reading()
+    assert handle.share is not None
+    order = handle.share.order
+    assert (order.read_id, order.request_id, order.reference, order.publication) == ("read-a", "theirs", "a", 7)
+    assert (order.source, order.lease, order.tails) == (SOURCE, world.lease, Tails.KEEP)
+    assert world.expanded == [(GRANTED, BLOCKS, (3, 5))]
+    assert set(world.layers) == {frozenset({"layers.0"})}
+    assert world.transfers[0].deadline == world.lease.deadline
+
+
+def test_a_renewal_moves_the_end_of_the_transfer(world: Reading) -> None:
+    waiting = world.read("waiting")
+    world.reading()
+    before = world.lease.deadline
+    world.lease.renewed(now() + 30, now(), LEASE_SECONDS, more=True)
+    assert world.lease.deadline > before
+    # One that is acknowledged before the read has begun is for nobody.
+    world.home.renewed["waiting"](world.lease.deadline)
+    assert world.transfers[0].deadline == before
+    world.home.renewed["a"](world.lease.deadline)
+    assert world.transfers[0].deadline == world.lease.deadline
+    assert waiting.state is ReadState.WAITING
+
+
+def test_a_renewal_while_the_transfer_begins_counts(world: Reading) -> None:
+    begin = world.transfer
+
+    def renewed_meanwhile(*parts: Any, **how: Any) -> Transfer:
+        world.lease.renewed(now() + 30, now(), LEASE_SECONDS, more=True)
+        world.home.renewed["a"](world.lease.deadline)
+        return begin(*parts, **how)
+
+    world.transfer = renewed_meanwhile  # type: ignore[method-assign]
+    handle = world.reading()
+    world.transfers[0].landed(10)
+    world.judged(pb.VERDICT_VALID)
+    assert handle.wait(30)
+    assert world.transfers[0].deadline == world.lease.deadline
+
+
+def test_so_many_run_and_no_more(make: Callable[..., Reading]) -> None:
+    world = make(max_reads=2)
+    first, second = world.read("a"), world.read("b")
+    with pytest.raises(LimitReached) as caught:
+        world.read("c")
+    assert (caught.value.values["limit"], caught.value.values["value"]) == ("max_reads", "2")
+    assert caught.value.retry_after
+    world.grant("a", PublicationAborted("gone"))
+    assert first.wait(30)
+    third = world.read("c")
+    assert not second.done
+    assert not third.done
+
+
+@pytest.mark.parametrize(
+    ("error", "gone"),
+    [(PeerRestarted("anew"), True), (EngineUnknown("who"), True), (PublicationAborted("no"), False)],
+    ids=["restarted", "unknown", "aborted"],
+)
+def test_a_source_that_its_home_does_not_know_any_more_is_met_anew(
+    world: Reading, error: KvferryError, *, gone: bool
+) -> None:
+    handle = world.read()
+    world.grant(answer=error)
+    assert handle.wait(30)
+    assert (handle.error, handle.result, handle.quiet, handle.share) == (error, None, True, None)
+    done = threading.Event()
+    world.work.do(done.set)
+    assert done.wait(30)
+    assert world.gone_sources == ([SOURCE] if gone else [])
+    assert world.home.said == []
+
+
+def test_a_share_that_cannot_begin_ends_its_read_at_the_home_too(world: Reading) -> None:
+    handle = world.read()
+    world.reads.close(20)
+    world.grant()
+    assert handle.wait(30)
+    assert isinstance(handle.error, Closed)
+    assert handle.result is None
+    assert handle.quiet
+    assert world.home.heard("report", "drop")
+    ((report,),) = world.home.reports
+    assert (report.rank, report.outcome, report.bytes) == (RANK, pb.RANK_OUTCOME_FAILED, 0)
+    assert handle.share is not None
+    assert now() - 60 < handle.share.ended_at <= now()
+
+
+def test_a_read_that_fails_is_told_at_once_and_its_quiet_later(world: Reading) -> None:
+    handle = world.reading()
+    world.transfers[0].fail(TransferFailed("the peer died"))
+    assert handle.wait(30)
+    assert isinstance(handle.error, TransferFailed)
+    assert handle.result is None
+    assert (handle.quiet, handle.error.quiet) == (False, False)
+    assert not Read(handle).wait_quiet(0)
+    error = handle.error
+    world.transfers[0].fenced()
+    assert Read(handle).wait_quiet(30)
+    assert error.quiet
+    # Nothing is kept of what has ended.
+    assert not world.cache._by_share
+
+
+def test_a_read_that_was_cancelled_stops_its_transfer(world: Reading) -> None:
+    handle = world.reading()
+    assert not handle.cancel()
+    assert handle.wait(30)
+    assert isinstance(handle.error, TransferCancelled)
+    assert handle.state is ReadState.CANCELLED
+    assert world.transfers[0].state is TransferState.CANCELLED
+    assert world.home.heard("report", "drop")
+    assert [report.outcome for report in world.home.reports[0]] == [pb.RANK_OUTCOME_CANCELLED]
+
+
+@pytest.mark.parametrize(
+    ("within", "later", "error"),
+    [(LONG, LEASE_SECONDS, TransferExpired), (30.0, 31.0, TransferStuck)],
+    ids=["lease", "time"],
+)
+def test_a_read_that_cannot_end_well_any_more_is_stopped(
+    world: Reading, monkeypatch: pytest.MonkeyPatch, within: float, later: float, error: type[KvferryError]
+) -> None:
+    handle = world.reading(within)
+    monkeypatch.setattr("kvferry._reads.leased_reads.now", lambda: now() + later)
+    assert handle.wait(30)
+    assert isinstance(handle.error, error)
+    assert handle.error.values["read_id"] == "read-a"
+    assert world.transfers[0].state is TransferState.CANCELLED
+    assert not handle.quiet
+
+
+def test_nothing_is_started_once_it_is_closed_and_all_that_ran_was_cancelled(world: Reading) -> None:
+    waiting, reading = world.read("waiting"), world.reading()
+    threading.Thread(target=world.cache.close, args=(60.0,), daemon=True).start()
+    for handle in (waiting, reading):
+        assert handle.wait(30)
+        assert isinstance(handle.error, TransferCancelled)
+    with pytest.raises(Closed):
+        world.read("late")
+    world.transfers[0].fenced()
+
+
+def test_a_close_waits_until_nothing_writes_any_more(world: Reading) -> None:
+    handle, order = world.reading(), list[str]()
+
+    def close() -> None:
+        world.cache.close(60.0)
+        order.append("closed")
+
+    closing = threading.Thread(target=close, daemon=True)
+    closing.start()
+    assert handle.wait(30)
+    # One that does not wait has ended by now.
+    closing.join(0.2)
+    order.append("quiet")
+    world.transfers[0].fenced()
+    closing.join(30)
+    assert order == ["quiet", "closed"]
+
+
+def test_a_close_that_may_not_wait_does_not(world: Reading) -> None:
+    handle = world.reading()
+    # It is not quiet for as long as nobody fences it.
+    world.cache.close(0)
+    assert handle.wait(30)
+    assert not handle.quiet
+
+
+def test_a_close_waits_for_what_its_home_is_told_of_the_end(world: Reading) -> None:
+    """A lease that was accepted pins its source until its home hears of its end."""
+    handles = [world.read("a"), world.read("b")]
+    world.cache.close(30.0)
+    assert world.home.said == ["gave up", "gave up"]
+    assert all(handle.done for handle in handles)
+
+
+def test_callbacks_come_before_the_end_of_a_close(world: Reading) -> None:
+    handle = world.read()
+    told: list[KvferryError | None] = []
+    Read(handle).add_done_callback(lambda read: told.append(read.exception(0)))
+    world.cache.close(30.0)
+    assert [type(error) for error in told] == [TransferCancelled]
