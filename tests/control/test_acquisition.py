@@ -15,7 +15,8 @@ import pytest
 from kvferry import Blocks, Client, EngineSpec, Group
 from kvferry._clock import now, to_duration
 from kvferry._control import acquisition
-from kvferry._control.acquisition import Acquired, Acquirer, AcquireRequest, Cancellation
+from kvferry._control.acquisition import Acquired, Acquirer, AcquireRequest
+from kvferry._control.cancellation import Cancellation
 from kvferry._control.connection import Control
 from kvferry._control.granted_steps import GrantedSteps
 from kvferry._control.reader_lease import ReaderLease

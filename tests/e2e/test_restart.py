@@ -11,8 +11,9 @@ import pytest
 
 from kvferry import Blocks, Client, EngineSpec, Group, ReleaseOutcome
 from kvferry._clock import now
-from kvferry._control.acquisition import Acquirer, AcquireRequest, Cancellation
+from kvferry._control.acquisition import Acquirer, AcquireRequest
 from kvferry._control.batches import read_done
+from kvferry._control.cancellation import Cancellation
 from kvferry._control.connection import Control
 from kvferry._control.renewals import Renewals
 from kvferry._wire.reference import parse_reference

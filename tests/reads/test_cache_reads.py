@@ -14,7 +14,8 @@ from typing import Any, cast
 import pytest
 
 from kvferry._clock import now
-from kvferry._control.acquisition import Acquired, AcquireRequest, Cancellation
+from kvferry._control.acquisition import Acquired, AcquireRequest
+from kvferry._control.cancellation import Cancellation
 from kvferry._control.connection import Control
 from kvferry._control.lease_holder import LeaseHolder
 from kvferry._control.reader_lease import ReaderLease

@@ -6,7 +6,8 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias, cast
 
-from kvferry._control.acquisition import Acquired, AcquireRequest, Cancellation
+from kvferry._control.acquisition import Acquired, AcquireRequest
+from kvferry._control.cancellation import Cancellation
 from kvferry._control.connection import Control
 from kvferry._control.reader_lease import ReaderLease
 from kvferry.errors import KvferryError, TransferCancelled

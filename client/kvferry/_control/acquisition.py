@@ -10,6 +10,7 @@ from functools import partial
 
 from kvferry._clock import from_duration, now, to_duration
 from kvferry._control.backoff import BACKOFF_FIRST, Backoff
+from kvferry._control.cancellation import Cancellation
 from kvferry._control.connection import SILENCE, Control
 from kvferry._control.granted_steps import GrantedSteps
 from kvferry._control.reacquisition import Reacquisition
@@ -47,41 +48,6 @@ CALLS_AT_ONCE = 128
 
 ACCEPTED_PATIENCE = 1.0
 """Seconds for which a cancelled read waits for its lease, to end it."""
-
-
-class Cancellation:
-    """Cancels a read, and interrupts what waits for it. Thread-safe."""
-
-    def __init__(self, read_id: str) -> None:
-        self._read_id = read_id
-        self._lock = threading.Lock()
-        self._cancelled = threading.Event()
-        self._interrupt: Callable[[], None] | None = None
-
-    @property
-    def cancelled(self) -> bool:
-        """Whether the read was cancelled."""
-        return self._cancelled.is_set()
-
-    def cancel(self) -> None:
-        """Cancel the read, and interrupt the wait. Idempotent."""
-        with self._lock:
-            self._cancelled.set()
-            interrupt = self._interrupt
-        if interrupt is not None:
-            interrupt()
-
-    def check(self) -> None:
-        """Raise `TransferCancelled` if the read was cancelled."""
-        if self.cancelled:
-            raise TransferCancelled(f"read {self._read_id} was cancelled", read_id=self._read_id)
-
-    def interrupt_by(self, interrupt: Callable[[], None] | None) -> None:
-        """Set the function that interrupts the present wait; calls it at once if the read was already cancelled."""
-        with self._lock:
-            self._interrupt = interrupt
-        if self.cancelled and interrupt is not None:
-            interrupt()
 
 
 @dataclass(frozen=True, slots=True, eq=False)

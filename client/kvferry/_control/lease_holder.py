@@ -7,8 +7,9 @@ import logging
 from collections.abc import Callable, Sequence
 
 from kvferry._clock import LONGEST, now
-from kvferry._control.acquisition import Acquired, Acquirer, AcquireRequest, Cancellation
+from kvferry._control.acquisition import Acquired, Acquirer, AcquireRequest
 from kvferry._control.batches import read_done
+from kvferry._control.cancellation import Cancellation
 from kvferry._control.connection import Control
 from kvferry._control.homes import Homes
 from kvferry._control.reader_lease import ReaderLease

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from functools import partial
 
 from kvferry._clock import now
-from kvferry._control.acquisition import Acquired, AcquireRequest, Cancellation
+from kvferry._control.acquisition import Acquired, AcquireRequest
+from kvferry._control.cancellation import Cancellation
 from kvferry._control.lease_holder import LeaseHolder
 from kvferry._memory.tails import Tails
 from kvferry._reads.callbacks import Callbacks

@@ -19,7 +19,8 @@ from functools import partial
 from typing import Generic, Protocol, TypeVar
 
 from kvferry._clock import now
-from kvferry._control.acquisition import Acquired, AcquireRequest, Cancellation
+from kvferry._control.acquisition import Acquired, AcquireRequest
+from kvferry._control.cancellation import Cancellation
 from kvferry._control.judgement import Judgement, judge
 from kvferry._control.lease_holder import VERDICT_TIMEOUT, LeaseHolder
 from kvferry._threads import start_thread

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from kvferry._clock import now
-from kvferry._control.acquisition import Cancellation
+from kvferry._control.cancellation import Cancellation
 from kvferry._control.connection import Control
 from kvferry._control.reader_lease import ReaderLease
 from kvferry._memory.tails import Tails

@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from kvferry._clock import now
-from kvferry._control.acquisition import Cancellation
+from kvferry._control.cancellation import Cancellation
 from kvferry._forks import OneProcess
 from kvferry._reads.callbacks import Callbacks
 from kvferry._reads.rank_read import RankRead

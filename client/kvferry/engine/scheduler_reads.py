@@ -10,8 +10,9 @@ from dataclasses import replace
 from functools import partial
 
 from kvferry._clock import now
-from kvferry._control.acquisition import Acquired, AcquireRequest, Cancellation
+from kvferry._control.acquisition import Acquired, AcquireRequest
 from kvferry._control.block_use import Writes
+from kvferry._control.cancellation import Cancellation
 from kvferry._control.lease_holder import LeaseHolder
 from kvferry._engine_spec import EngineSpec
 from kvferry._reads.leased_reads import UNDER_WAY, LeasedRead, LeasedReads, ReadStage, ShareEnd
