@@ -201,6 +201,12 @@ TARGETS: dict[str, Target] = {
             "lease that another process judges has no deadline to move",
         },
     ),
-    "client/kvferry/_reads/cache_reads.py": Target((OWN_READS, READ_ENDINGS, END_TO_END)),
+    "client/kvferry/_reads/cache_reads.py": Target(
+        (OWN_READS, READ_ENDINGS, END_TO_END),
+        {
+            "_result: read.error is not None or share is None or share.planned is None or (acquired is None) -> "
+            "read.error is not None or share is None or share.planned is None": FOR_THE_TYPE,
+        },
+    ),
     "client/kvferry/engine/worker.py": Target((PORT, PORTS)),
 }
