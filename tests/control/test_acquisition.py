@@ -106,7 +106,18 @@ def acquired(outcome: Outcome) -> Acquired:
     return outcome
 
 
-def test_each_call_says_what_the_reader_has(tmp_path: Path) -> None:
+def test_each_call_says_what_the_reader_has_and_follows_news_without_a_pause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pauses: list[float] = []
+    pause = acquisition._Acquisition._pause
+
+    def paused(waiting: acquisition._Acquisition, seconds: float) -> None:
+        pauses.append(seconds)
+        pause(waiting, seconds)
+
+    monkeypatch.setattr(acquisition._Acquisition, "_pause", paused)
+
     def poll(request: pb.PollBlocksRequest) -> pb.PollBlocksResponse:
         if not request.lease_id:
             return polled(accepted=accepted())
@@ -130,6 +141,7 @@ def test_each_call_says_what_the_reader_has(tmp_path: Path) -> None:
         assert all(asked.read.HasField("wait") for asked in server.asked)
         assert got.lease in read.renewals._kept
         assert not read.given_back
+        assert pauses == []
 
 
 def test_a_home_that_says_at_once_that_there_is_nothing_is_not_asked_all_the_time(tmp_path: Path) -> None:

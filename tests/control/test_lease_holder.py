@@ -12,6 +12,7 @@ import pytest
 from kvferry._clock import LONGEST, now
 from kvferry._control import lease_holder
 from kvferry._control.acquisition import Acquired, Acquirer
+from kvferry._control.cancellation import Cancellation
 from kvferry._control.connection import Control
 from kvferry._control.homes import Homes
 from kvferry._control.lease_holder import DECLINE_PATIENCE, LeaseHolder
@@ -20,10 +21,10 @@ from kvferry._control.renewals import Renewals
 from kvferry._control.teller import Teller
 from kvferry._wire.status import to_notification_error
 from kvferry._wire.token import engine_ref
-from kvferry.errors import BadReference, HomeNotAllowed, InvalidField, LeaseEnded
+from kvferry.errors import BadReference, HomeNotAllowed, InvalidField, KvferryError, LeaseEnded
 from kvferry.v1 import kv_transfer_pb2 as pb
-from tests.control.holding import LEASE, READER, reference
-from tests.control.scripted import Scripted, scripted
+from tests.control.holding import LEASE, READER, accepted, reference
+from tests.control.scripted import Scripted, polled, scripted
 
 Verdict: TypeAlias = "pb.Verdict.ValueType | None"
 
@@ -166,19 +167,34 @@ def test_a_decline_ends_the_leases_first(holding: Holding, monkeypatch: pytest.M
     assert untils == [1e9 + DECLINE_PATIENCE]
 
 
-def test_close_takes_no_longer_than_it_may(holding: Holding, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each of its parts may take all the time that it is given."""
+@pytest.mark.parametrize(("share", "left"), [(0.0, 8.0), (0.5, 4.0), (1.0, 0.0), (1.25, 0.0)])
+def test_close_takes_no_longer_than_it_may(
+    holding: Holding, monkeypatch: pytest.MonkeyPatch, share: float, left: float
+) -> None:
+    """One of its parts takes this share of the time that it is given; the next one has what is left."""
     clock, given = [1000.0], list[float]()
 
     def slow(_: object, timeout: float) -> None:
         given.append(timeout)
-        clock[0] += timeout / 2
+        clock[0] += timeout * share
 
     monkeypatch.setattr(lease_holder, "now", lambda: clock[0])
     with monkeypatch.context() as patch:
         patch.setattr(Acquirer, "close", slow)
         patch.setattr(Teller, "close", slow)
         holding.holder.close(8.0)
-    assert clock[0] <= 1008.0
-    # What is left of it is for the rest.
-    assert given == [8.0, 4.0]
+    assert given == [8.0, left]
+
+
+def test_what_is_granted_is_renewed_until_it_is_dropped(holding: Holding) -> None:
+    whole = polled(accepted=accepted(), complete=pb.Complete(payload=b"token"))
+    holding.server.poll_blocks = lambda _: whole
+    outcomes: SimpleQueue[Acquired | KvferryError] = SimpleQueue()
+    holding.holder.acquire(ask(holding, 60.0), Cancellation("read"), lambda _: None, outcomes.put)
+    found = outcomes.get(timeout=30)
+    assert isinstance(found, Acquired)
+    assert (found.lease.lease_id, found.payload) == (LEASE, b"token")
+    assert (holding.server.asked[0].read.parties, holding.server.asked[0].read.expected_reads) == (3, 5)
+    assert found.lease in holding.renewals._kept
+    holding.holder.drop(found)
+    assert found.lease not in holding.renewals._kept

@@ -125,11 +125,18 @@ def test_a_pause_is_as_long_as_the_home_asks_for(world: World) -> None:
     assert [pause for pause, _ in world.pauses] == [7.0]
 
 
-@pytest.mark.parametrize("why", ["final", "late"])
-def test_a_lease_that_cannot_be_had_in_time_is_said(world: World, caplog: pytest.LogCaptureFixture, why: str) -> None:
+@pytest.mark.parametrize(
+    "error",
+    [PublicationStale("gone"), HomeRecovering("not now", retry_after=4.0), HomeRecovering("no", retry_after=REMAINING)],
+    ids=["final", "at its end", "after it"],
+)
+def test_a_lease_that_cannot_be_had_in_time_is_said(
+    world: World, caplog: pytest.LogCaptureFixture, error: KvferryError
+) -> None:
+    world.now = world.lease.deadline - 4.0
     world.asks.ask()
     with caplog.at_level(logging.WARNING):
-        world.answer(PublicationStale("gone") if why == "final" else HomeRecovering("not now", retry_after=REMAINING))
+        world.answer(error)
     assert world.pauses == []
     assert "has lost its lease" in caplog.text
 

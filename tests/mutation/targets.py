@@ -88,6 +88,7 @@ BOTH_WAYS = "a short cut: the search answers the same"
 FOR_THE_TYPE = "never so: the type asks for it"
 BOTH_WAYS_ROUND = "equal is equal both ways round"
 ABOUT = "sizes are about what things take in memory"
+ANY_NUMBER = "any number that was not given before"
 RESET = "set again before it is looked at"
 
 TARGETS: dict[str, Target] = {
@@ -133,8 +134,19 @@ TARGETS: dict[str, Target] = {
     "client/kvferry/_control/acquisition.py": Target((ACQUISITION, CONTROL)),
     "client/kvferry/_control/granted_steps.py": Target((STEPS, ACQUISITION)),
     "client/kvferry/_control/reacquisition.py": Target((AGAIN, ACQUISITION)),
-    "client/kvferry/_control/waits.py": Target((WAITS, ACQUISITION)),
-    "client/kvferry/_control/lease_holder.py": Target((HOLDER, CONTROL)),
+    "client/kvferry/_control/waits.py": Target(
+        (WAITS, ACQUISITION),
+        {
+            "Waits.__init__: 0 -> 1": ANY_NUMBER,
+            "Waits.begin: 1 -> 2": ANY_NUMBER,
+            "Waits.ends: 1 -> 2": ANY_NUMBER,
+            "Waits.begin: 1 -> 0": "each begins when the one before has ended, which has moved the number on",
+        },
+    ),
+    "client/kvferry/_control/lease_holder.py": Target(
+        (HOLDER, CONTROL),
+        {"LeaseHolder.report.on_result: result is not None and ended -> ended": FOR_THE_TYPE},
+    ),
     "client/kvferry/_work_queue.py": Target((WORK, ENGINE_READS)),
     "client/kvferry/_control/judgement.py": Target((LEASE, MODEL)),
     "client/kvferry/_control/publications.py": Target((OFFERS, MODEL)),
@@ -201,6 +213,12 @@ TARGETS: dict[str, Target] = {
             "lease that another process judges has no deadline to move",
         },
     ),
-    "client/kvferry/_reads/cache_reads.py": Target((OWN_READS, READ_ENDINGS, END_TO_END)),
+    "client/kvferry/_reads/cache_reads.py": Target(
+        (OWN_READS, READ_ENDINGS, END_TO_END),
+        {
+            "_result: read.error is not None or share is None or share.planned is None or (acquired is None) -> "
+            "read.error is not None or share is None or share.planned is None": FOR_THE_TYPE,
+        },
+    ),
     "client/kvferry/engine/worker.py": Target((PORT, PORTS)),
 }

@@ -36,6 +36,7 @@ from kvferry.errors import (
     PeerRestarted,
     PublicationAborted,
     TransferCancelled,
+    TransferError,
     TransferExpired,
     TransferFailed,
     TransferStuck,
@@ -118,6 +119,12 @@ class Reading(PlayedRank):
         self.until(lambda: self.transfers)
         return handle
 
+    def worked(self) -> None:
+        """Wait until the thread of the reads has done all that it was asked."""
+        done = threading.Event()
+        self.work.do(done.set)
+        assert done.wait(30)
+
     def judged(self, verdict: pb.Verdict.ValueType | None, *said: str) -> None:
         assert self.home.heard("report", *said)
         self.home.answered[0](verdict)
@@ -176,6 +183,8 @@ def test_a_good_read_tells_what_it_moved_and_whether_its_home_has_confirmed_it(w
     assert handle.quiet
     ((report,),) = world.home.reports
     assert (report.rank, report.outcome, report.bytes) == (RANK, pb.RANK_OUTCOME_DONE, 10)
+    # Nothing is kept of what has ended.
+    assert not world.cache._by_share
 
 
 def test_a_share_is_ordered_as_it_was_asked_for_and_ends_with_its_lease(world: Reading) -> None:
@@ -245,9 +254,7 @@ def test_a_source_that_its_home_does_not_know_any_more_is_met_anew(
     world.grant(answer=error)
     assert handle.wait(30)
     assert (handle.error, handle.result, handle.quiet, handle.share) == (error, None, True, None)
-    done = threading.Event()
-    world.work.do(done.set)
-    assert done.wait(30)
+    world.worked()
     assert world.gone_sources == ([SOURCE] if gone else [])
     assert world.home.said == []
 
@@ -308,7 +315,12 @@ def test_a_read_that_cannot_end_well_any_more_is_stopped(
     assert isinstance(handle.error, error)
     assert handle.error.values["read_id"] == "read-a"
     assert world.transfers[0].state is TransferState.CANCELLED
-    assert not handle.quiet
+    assert isinstance(handle.error, TransferError)
+    assert (handle.quiet, handle.error.quiet) == (False, False)
+    world.transfers[0].fenced()
+    world.worked()
+    # Also the error, which is none of the transfer's own, says so now.
+    assert (handle.quiet, handle.error.quiet) == (True, True)
 
 
 def test_nothing_is_started_once_it_is_closed_and_all_that_ran_was_cancelled(world: Reading) -> None:
