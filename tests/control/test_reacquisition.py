@@ -138,7 +138,7 @@ def test_a_lease_that_cannot_be_had_in_time_is_said(
     with caplog.at_level(logging.WARNING):
         world.answer(error)
     assert world.pauses == []
-    assert "has lost its lease" in caplog.text
+    assert "was lost and could not be acquired again" in caplog.text
 
 
 def test_the_end_of_what_nobody_needs_is_not_said(world: World, caplog: pytest.LogCaptureFixture) -> None:
