@@ -10,9 +10,10 @@ from types import TracebackType
 from kvferry import _arguments as arguments
 from kvferry._cache import OPEN_TIMEOUT, Cache, runtime_of
 from kvferry._clock import now
-from kvferry._control.connection import CALL_TIMEOUT, retrying
+from kvferry._control.connection import CALL_TIMEOUT
 from kvferry._control.home_session import HomeSession
 from kvferry._control.homes import Homes
+from kvferry._control.rank_watch import rank_watcher
 from kvferry._control.renewals import Renewals
 from kvferry._control.watcher import Watcher
 from kvferry._engine_spec import EngineSpec
@@ -25,12 +26,11 @@ from kvferry._transport.nixl_options import NixlOptions
 from kvferry._transport.staging_pool import StagingOptions
 from kvferry._wire.channel import TlsConfig, parse_address
 from kvferry._wire.reference import parse_reference
-from kvferry._wire.token import EngineToken, engine_ref
+from kvferry._wire.token import EngineToken
 from kvferry.errors import CacheDiffers, Closed, InvalidField, WrongState
 from kvferry.geometry.model import Interval, MemoryRegion, Plane, RankGeometry
 from kvferry.geometry.tensors import Holding, Tensor, held, named_tensors
 from kvferry.planner.summed_blocks import IntegrityOptions
-from kvferry.v1 import kv_transfer_pb2 as pb
 
 MAX_READS = 4096
 """Default of `Client`'s `max_reads`."""
@@ -245,8 +245,7 @@ class Client(OneProcess):
         self._check_open()
         timeout = arguments.seconds("timeout", timeout)
         home = self._homes.get(parse_reference(reference).home)
-        request = pb.NotifyRequest(notifications=[pb.Notification(decline=pb.Decline(reference=reference))])
-        retrying(lambda left: home.notify_one(request, left), now() + timeout)
+        home.decline(reference, now() + timeout)
 
     def close(self) -> None:
         """Cancel the reads, and end NIXL agents, sessions and connections. Idempotent."""
@@ -307,22 +306,14 @@ class Client(OneProcess):
 
         Only for processes without the engine's session, which has a Watch of its own.
         """
-        request = pb.WatchRequest(
-            engine=engine_ref(token),
-            session_secret=token.session_secret,
-            role=pb.WATCH_ROLE_RANK,
-            rank=rank,
-            home=token.home,
-        )
 
-        def on_event(message: pb.WatchResponse) -> None:
-            if message.WhichOneof("event") == "synced" and message.synced.need_resync:
-                with self._lock:
-                    caches = [cache for cache in self._caches if cache.rank.rank == rank]
-                for cache in caches:
-                    runtime_of(cache).register_again()
+        def register_again() -> None:
+            with self._lock:
+                caches = [cache for cache in self._caches if cache.rank.rank == rank]
+            for cache in caches:
+                runtime_of(cache).register_again()
 
-        watcher = Watcher(self._homes.own, request, on_event, f"{token.engine_id}-{rank}")
+        watcher = rank_watcher(self._homes.own, token, rank, register_again)
         opened = watcher.open(timeout)
         self._homes.known_as(opened.advertise)
         with self._lock:

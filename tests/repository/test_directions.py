@@ -51,17 +51,19 @@ MAY_IMPORT: dict[str, set[str]] = {
         "v1",
     },
 }
+BELOW = set(MAY_IMPORT) - {"v1"}
+"""What the faces stand on. Messages are for `_wire`, `_control` and `_reads`; the command line reads introspection."""
 FACES = {
     "_network": {"errors", "planner", "_transport", "_wire"},
-    "_session": {*MAY_IMPORT},
-    "_cache": {*MAY_IMPORT, "_session"},
-    "_client": {*MAY_IMPORT, "_network", "_session", "_cache"},
+    "_session": BELOW,
+    "_cache": {*BELOW, "_session"},
+    "_client": {*BELOW, "_network", "_session", "_cache"},
     "_embed": {"errors", "_forks"},
-    "aio": {*MAY_IMPORT, "_session", "_cache", "_client"},
-    "engine": {*MAY_IMPORT, "_session", "_cache", "_client"},
-    "testing": {*MAY_IMPORT, "_client", "_network"},
-    "integrations": {*MAY_IMPORT, "_session", "_cache", "_client", "engine"},
-    "_demo": {*MAY_IMPORT, "_session", "_cache", "_client", "engine"},
+    "aio": {*BELOW, "_session", "_cache", "_client"},
+    "engine": {*BELOW, "_session", "_cache", "_client"},
+    "testing": {*BELOW, "_client", "_network"},
+    "integrations": {*BELOW, "_session", "_cache", "_client", "engine"},
+    "_demo": {*BELOW, "_session", "_cache", "_client", "engine"},
     "_cli": {*MAY_IMPORT, "_session", "_cache", "_client", "engine", "_demo"},
 }
 RULES = {**MAY_IMPORT, **FACES}

@@ -122,6 +122,11 @@ class Control:
         """Send a batch of one notification, and return its result; raises the result's error, if it is one."""
         return checked_results(request, self.notify(request, timeout), self.address)[0]
 
+    def decline(self, reference: str, deadline: float) -> None:
+        """Say that nobody will read a publication; repeated until `deadline` on `kvferry._clock`."""
+        request = pb.NotifyRequest(notifications=[pb.Notification(decline=pb.Decline(reference=reference))])
+        retrying(lambda left: self.notify_one(request, left), deadline)
+
     def notify_later(
         self,
         request: pb.NotifyRequest,
