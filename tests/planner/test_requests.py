@@ -163,7 +163,7 @@ def test_groups_that_nobody_has(plan: ReadPlan) -> None:
     blocks = {"full": Blocks([3, 4])}
     with pytest.raises(InvalidField, match="ful1"):
         plan.expand(blocks, {"full": Blocks([1, 2, 5, 9]), "ful1": Blocks([1])})
-    with pytest.raises(InvalidField, match="blocks for group 'full'"):
+    with pytest.raises(InvalidField, match="group 'full' of the destination blocks is None"):
         plan.expand(blocks, {})
     with pytest.raises(BlocksShort, match="none of this group"):
         plan.expand({}, {"full": Blocks([1, 2, 5, 9])})
