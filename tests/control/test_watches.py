@@ -13,7 +13,7 @@ from kvferry import EngineSpec, Group
 from kvferry._control.home_session import HomeSession
 from kvferry._control.watcher import Watcher
 from kvferry._wire.channel import MAX_MESSAGE_BYTES
-from kvferry.errors import HomeRecovering, InternalError, KvferryError, ServerDraining, WatchTakenOver
+from kvferry.errors import EngineUnknown, HomeRecovering, InternalError, KvferryError, ServerDraining, WatchTakenOver
 from kvferry.v1 import kv_transfer_pb2 as pb
 from tests.control.scripted import opened, released, scripted, synced
 
@@ -70,12 +70,15 @@ def interrupted(kind: str) -> Iterator[pb.WatchResponse]:
         raise InternalError("a bug of the server")
     elif kind == "draining":
         raise ServerDraining("the node server is draining")
+    elif kind == "restarted":
+        # What a restarted home says to a rank whose scheduler is later than an engine_ttl.
+        raise EngineUnknown("this home has no engine 'engine'", engine_id="engine")
     else:
         # What gRPC makes of an exception of the other side: UNKNOWN.
         raise RuntimeError("not ours")
 
 
-@pytest.mark.parametrize("kind", ["oversized", "internal", "draining", "unknown"])
+@pytest.mark.parametrize("kind", ["oversized", "internal", "draining", "restarted", "unknown"])
 def test_an_answer_that_cannot_be_taken_is_survived(tmp_path: Path, kind: str) -> None:
     with scripted(tmp_path) as (server, control):
         server.watch = lambda count: interrupted(kind) if count < 3 else iter([opened(), released(1), released(2)])
@@ -85,6 +88,19 @@ def test_an_answer_that_cannot_be_taken_is_survived(tmp_path: Path, kind: str) -
         assert handler.done.wait(30)
         assert watcher.failure is None
         watcher.close()
+
+
+def test_an_engine_that_was_never_there_is_told_at_once(tmp_path: Path) -> None:
+    def unknown() -> Iterator[pb.WatchResponse]:
+        raise EngineUnknown("this home has no engine 'engine'", engine_id="engine")
+        yield
+
+    with scripted(tmp_path) as (server, control):
+        server.watch = lambda _: unknown()
+        watcher = Watcher(control, pb.WatchRequest.FromString(SCHEDULER.SerializeToString()), lambda _: None, "engine")
+        with pytest.raises(EngineUnknown):
+            watcher.open(1e6)
+        assert isinstance(watcher.failure, EngineUnknown)
 
 
 def test_a_refusal_ends_it(tmp_path: Path) -> None:

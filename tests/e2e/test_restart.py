@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import signal
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from kvferry import Blocks, Client, EngineSpec, Group, ReleaseOutcome
+from kvferry import Blocks, Client, EngineSpec, Group, MemoryKind, MemoryRegion, ReleaseOutcome
 from kvferry._clock import now
 from kvferry._control.acquisition import Acquirer, AcquireRequest
 from kvferry._control.batches import read_done
@@ -21,7 +24,7 @@ from kvferry._wire.token import engine_ref
 from kvferry.errors import PeerRestarted, PublicationReleased, PublicationStale
 from kvferry.v1 import kv_transfer_pb2 as pb
 from tests.support.acquiring import acquired
-from tests.support.caches import POISON, Model, expect, kv, shards, write
+from tests.support.caches import POISON, Memory, Model, expect, kv, shards, write
 from tests.support.engines import Engine
 from tests.support.identifiers import unique_id
 from tests.support.node_servers import NodeServerProcess
@@ -69,6 +72,55 @@ def test_killed_home_is_refilled_and_a_reference_from_before_still_reads(tmp_pat
         assert source.session.unreleased() == ()
         assert source.session.released() == []
     finally:
+        server.stop()
+
+
+def _schedule(address: str, spec: EngineSpec, pipe: Connection) -> None:
+    with Client(address) as client:
+        session = client.open_engine(spec)
+        pipe.send(str(session.token))
+        pipe.recv()
+        pipe.send(session.publish("request", {"full": Blocks([3], end_token=16)}, timeout=30).reference)
+        pipe.recv()
+
+
+def test_a_scheduler_may_come_back_later_than_its_ranks(
+    tmp_path: Path, engine: MakeEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A home that has settled after its restart knows no engine whose scheduler is not back: the ranks go on asking."""
+    server = NodeServerProcess(tmp_path / "home", tcp=True, engine_ttl=1).start()
+    spec, units = EngineSpec(unique_id("late"), (MODEL.group(),), identity={"model": "tiny"}), shards(MODEL.heads, 1)[0]
+    context = multiprocessing.get_context("spawn")
+    pipe, theirs = context.Pipe()
+    scheduler = context.Process(target=_schedule, args=(server.address, spec, theirs), daemon=True)
+    scheduler.start()
+    memory, request = Memory(MODEL, units, tmp_path / "memory"), kv(MODEL, 9, 16)
+    write(memory, request, [3])
+    base, size = memory.cells.ctypes.data, memory.cells.nbytes
+    try:
+        (reader,) = engine(server.address, MODEL, shards(MODEL.heads, 1), serve=False).ready().ranks
+        with Client(server.address) as client:
+            client.register_cache(
+                spec,
+                planes=MODEL.planes(units, base),
+                regions=[MemoryRegion(MemoryKind.DRAM, 0, base, size)],
+                keep=memory.cells,
+                token=pipe.recv(),
+            )
+            os.kill(scheduler.pid or 0, signal.SIGSTOP)
+            try:
+                server.stop(signal.SIGKILL)
+                server.start()
+                until(lambda: f"this home has no engine {spec.engine_id!r}" in caplog.text)
+            finally:
+                os.kill(scheduler.pid or 0, signal.SIGCONT)
+            pipe.send("publish")
+            reader.read(pipe.recv(), [5], (0, 16), timeout=30)
+            held = reader.memory
+            assert np.array_equal(held.cells, expect(held, request, [5], (0, 16)))
+    finally:
+        pipe.send("end")
+        scheduler.join(30)
         server.stop()
 
 

@@ -11,7 +11,16 @@ from kvferry._clock import now
 from kvferry._control.backoff import Backoff
 from kvferry._control.connection import SILENCE, Control, Stream
 from kvferry._threads import start_thread
-from kvferry.errors import Closed, InvalidInput, KvferryError, NotFound, Refused, Unavailable, Unreachable
+from kvferry.errors import (
+    Closed,
+    EngineUnknown,
+    InvalidInput,
+    KvferryError,
+    NotFound,
+    Refused,
+    Unavailable,
+    Unreachable,
+)
 from kvferry.v1 import kv_transfer_pb2 as pb
 
 logger = logging.getLogger(__name__)
@@ -115,7 +124,7 @@ class Watcher:
                     return
                 self._warn(error)
                 self._failure = error
-                if _for_good(error):
+                if self._is_refusal(error):
                     return
                 pause = self._backoff.next(error.retry_after)
             except Exception:
@@ -125,11 +134,22 @@ class Watcher:
 
     def _warn(self, error: KvferryError) -> None:
         """Warn of an error other than an unreachable node server; once while the error stays the same."""
-        if _for_good(error):
+        if self._is_refusal(error):
             logger.warning("the watch of %s at %s ended: %s", self._name, self._control.address, error)
         elif not error.retryable and type(self._failure) is not type(error):
             message = "the watch of %s at %s was interrupted and is opened again: %s"
             logger.warning(message, self._name, self._control.address, error)
+
+    def _is_refusal(self, error: KvferryError) -> bool:
+        """Return whether the node server has refused the Watch for good.
+
+        An internal error of the node server, or an answer that gRPC could not decode, is not a refusal. Nor is a home
+        that does not know an engine whose Watch was open before: it has restarted, or was cut off, and the engine's
+        scheduler may be the last to come back.
+        """
+        if isinstance(error, EngineUnknown) and self._synced.is_set():
+            return False
+        return not error.retryable and isinstance(error, (InvalidInput, Refused, NotFound, Closed))
 
     def _follow(self) -> None:
         """Follow one Watch until it ends, or until its full state is complete after the handler has raised."""
@@ -176,11 +196,3 @@ class Watcher:
         except Exception:
             self._missed = True
             logger.exception("event %s of %s could not be handled", message.WhichOneof("event"), self._name)
-
-
-def _for_good(error: KvferryError) -> bool:
-    """Return whether the node server has refused the Watch for good.
-
-    An internal error of the node server, or an answer that gRPC could not decode, is not a refusal.
-    """
-    return not error.retryable and isinstance(error, (InvalidInput, Refused, NotFound, Closed))

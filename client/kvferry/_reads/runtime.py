@@ -34,7 +34,7 @@ from kvferry._wire.geometry_codec import group_to_proto, rank_to_proto, region_t
 from kvferry._wire.reference import parse_engine_reference
 from kvferry._wire.token import EngineToken, engine_ref
 from kvferry._work_queue import WorkQueue
-from kvferry.errors import InvalidField, KvferryError
+from kvferry.errors import EngineUnknown, InvalidField, KvferryError
 from kvferry.geometry.model import EngineGeometry, MemoryRegion, RankGeometry, check_rank, check_regions
 from kvferry.geometry.tensors import Tensor
 from kvferry.planner.path_choice import Costs, PathRule
@@ -208,13 +208,14 @@ class RankRuntime:
 
         Raises:
             Unavailable: the node server cannot register the rank now.
+            EngineUnknown: the home has restarted again, or was cut off; the engine's scheduler may come back to it.
         """
         if self._closed:
             return
         try:
             self.register(REFILL_TIMEOUT)
         except KvferryError as error:
-            if error.retryable:
+            if error.retryable or isinstance(error, EngineUnknown):
                 raise
             message = "rank %d of engine %s could not be registered again: %s"
             logger.warning(message, self.rank.rank, self.spec.engine_id, error)

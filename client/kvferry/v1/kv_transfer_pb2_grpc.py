@@ -143,7 +143,9 @@ class KVTransferServicer(object):
         first, ended by Synced, then changes. The first Watch of an incarnation opens it.
 
         A newer Watch of the same process takes over; the old one ends with WATCH_TAKEN_OVER. A Watch whose session_secret is not
-        that of its incarnation is WRONG_SESSION.
+        that of its incarnation is WRONG_SESSION. A rank's Watch at a home that does not have the engine is ENGINE_UNKNOWN, or
+        HOME_RECOVERING soon after the home's start: a rank whose Watch was open before asks again, since its scheduler may come
+        back later than it does.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

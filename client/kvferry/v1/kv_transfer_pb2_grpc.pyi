@@ -130,7 +130,9 @@ class KVTransferStub:
     first, ended by Synced, then changes. The first Watch of an incarnation opens it.
 
     A newer Watch of the same process takes over; the old one ends with WATCH_TAKEN_OVER. A Watch whose session_secret is not
-    that of its incarnation is WRONG_SESSION.
+    that of its incarnation is WRONG_SESSION. A rank's Watch at a home that does not have the engine is ENGINE_UNKNOWN, or
+    HOME_RECOVERING soon after the home's start: a rank whose Watch was open before asks again, since its scheduler may come
+    back later than it does.
     """
 
 class KVTransferAsyncStub:
@@ -226,7 +228,9 @@ class KVTransferAsyncStub:
     first, ended by Synced, then changes. The first Watch of an incarnation opens it.
 
     A newer Watch of the same process takes over; the old one ends with WATCH_TAKEN_OVER. A Watch whose session_secret is not
-    that of its incarnation is WRONG_SESSION.
+    that of its incarnation is WRONG_SESSION. A rank's Watch at a home that does not have the engine is ENGINE_UNKNOWN, or
+    HOME_RECOVERING soon after the home's start: a rank whose Watch was open before asks again, since its scheduler may come
+    back later than it does.
     """
 
 class KVTransferServicer(metaclass=abc.ABCMeta):
@@ -336,7 +340,9 @@ class KVTransferServicer(metaclass=abc.ABCMeta):
         first, ended by Synced, then changes. The first Watch of an incarnation opens it.
 
         A newer Watch of the same process takes over; the old one ends with WATCH_TAKEN_OVER. A Watch whose session_secret is not
-        that of its incarnation is WRONG_SESSION.
+        that of its incarnation is WRONG_SESSION. A rank's Watch at a home that does not have the engine is ENGINE_UNKNOWN, or
+        HOME_RECOVERING soon after the home's start: a rank whose Watch was open before asks again, since its scheduler may come
+        back later than it does.
         """
 
 def add_KVTransferServicer_to_server(servicer: KVTransferServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...
