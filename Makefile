@@ -68,7 +68,8 @@ OLDEST_VENV := .venv-oldest/.installed
 OLDEST_TESTS := $(addprefix tests/planner/test_,oracle.py large_caches.py footprint.py floor.py statements.py descriptors.py) \
 	tests/geometry/test_blocks.py tests/memory/test_permute.py tests/transport/test_defence.py \
 	tests/transport/test_large_reads.py tests/wire/test_geometry_over_the_wire.py \
-	tests/wire/test_status.py tests/api/test_copies.py tests/e2e/test_reads.py tests/server/servicers/test_kv_transfer.py
+	tests/wire/test_status.py tests/api/test_copies.py tests/e2e/test_reads.py \
+	$(addprefix tests/server/servicers/test_,notifications.py read_blocks.py registering_ranks.py watch_streams.py)
 
 # numpy 1.26 has wheels for Python 3.10 to 3.12.
 OLDEST_PYTHON ?= $(PYTHON)

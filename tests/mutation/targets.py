@@ -26,7 +26,11 @@ HOME = (
     "tests/server/servicers/test_authority.py",
 )
 SHARES = ("tests/server/domain/test_shares.py",)
-FEEDS = ("tests/server/domain/test_feeds.py", "tests/server/servicers/test_kv_transfer.py")
+FEEDS = (
+    "tests/server/domain/test_feeds.py",
+    "tests/server/servicers/test_watch_streams.py",
+    "tests/server/servicers/test_notifications.py",
+)
 STREAMS = (*FEEDS, "tests/server/home/test_home.py")
 BOUNDS = ("tests/server/servicers/test_bounds.py",)
 MODEL = ("tests/model/test_model.py",)

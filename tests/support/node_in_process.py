@@ -16,7 +16,7 @@ from kvferry._wire.channel import SERVER_OPTIONS
 from kvferry._wire.geometry_codec import group_to_proto, rank_to_proto, region_to_proto
 from kvferry._wire.handshake import Handshaken, put_together
 from kvferry._wire.reference import format_reference
-from kvferry._wire.status import from_rpc_error
+from kvferry._wire.status import from_notification_error, from_rpc_error
 from kvferry._wire.token import EngineToken
 from kvferry.errors import KvferryError
 from kvferry.geometry import Group, RankGeometry
@@ -281,3 +281,8 @@ def read_request(number: int = 1, reader: EngineRef = D, **changes: Any) -> pb.R
 def read_done(lease_id: bytes, *ranks: int, outcome: int = pb.RANK_OUTCOME_DONE) -> pb.Notification:
     reports = [pb.RankReport(rank=rank, outcome=outcome, bytes=7) for rank in ranks]  # type: ignore[arg-type]
     return pb.Notification(read_done=pb.ReadDone(lease_id=lease_id, reports=reports))
+
+
+def error_of(result: pb.NotificationResult) -> KvferryError:
+    assert result.WhichOneof("kind") == "error", result
+    return from_notification_error(result.error)

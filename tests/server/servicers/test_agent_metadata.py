@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import pytest_asyncio
 
 from kvferry._clock import now
 from kvferry._control.connection import Control
@@ -54,14 +53,6 @@ from tests.support.node_servers import Kvferryd
 from tests.support.parties import FULL, P2, SECRETS, TIMES, D, P, key, rank_geometry, start
 
 METADATA = register_request().agent.metadata
-
-
-@pytest_asyncio.fixture
-async def ready(tmp_path: Path) -> AsyncIterator[Node]:
-    async with running(tmp_path) as node:
-        await node.open_engine()
-        await node.register()
-        yield node
 
 
 async def told(node: Node, given: str) -> bool:

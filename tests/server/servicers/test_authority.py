@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import pytest_asyncio
 
 from kvferry._clock import from_duration
-from kvferry._wire.status import from_notification_error
 from kvferry.errors import (
     EngineIdInUse,
     HomeRecovering,
-    KvferryError,
     LeaseEnded,
     PeerRestarted,
     WrongKey,
@@ -28,6 +24,7 @@ from tests.support.node_in_process import (
     TIMEOUT,
     Node,
     Watch,
+    error_of,
     proto,
     publish_notification,
     raised,
@@ -41,21 +38,6 @@ from tests.support.node_in_process import (
 from tests.support.parties import P2, SECRETS, TIMES, D, E, P, read_id
 
 IMPOSTOR = b"i" * 32
-
-
-@pytest_asyncio.fixture
-async def ready(tmp_path: Path) -> AsyncIterator[Node]:
-    """A node whose engine P has its one rank."""
-    async with running(tmp_path) as node:
-        watch = await node.open_engine()
-        await node.register()
-        yield node
-        watch.cancel()
-
-
-def error_of(result: pb.NotificationResult) -> KvferryError:
-    assert result.WhichOneof("kind") == "error", result
-    return from_notification_error(result.error)
 
 
 async def public_parts(node: Node) -> set[bytes]:

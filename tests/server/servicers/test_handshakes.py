@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 import time
-from collections.abc import AsyncIterator
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -13,7 +12,6 @@ from typing import Any
 
 import grpc
 import pytest
-import pytest_asyncio
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -37,19 +35,12 @@ from tests.support.node_in_process import (
     raised,
     read_request,
     register_request,
-    running,
     snapshot,
 )
 from tests.support.node_servers import NodeServerProcess
 from tests.support.parties import SECRETS, TIMES, D, P, rank_geometry
 
 EPOCH = b"e" * 16
-
-
-@pytest_asyncio.fixture
-async def node(tmp_path: Path) -> AsyncIterator[Node]:
-    async with running(tmp_path) as node:
-        yield node
 
 
 def in_page(request: pb.RegisterCacheRequest) -> int:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
-import pytest_asyncio
 
 from kvferry._clock import from_duration
 from kvferry._wire.geometry_codec import engine_to_proto
@@ -25,14 +22,8 @@ from kvferry.v1 import introspection_pb2 as ipb
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry_server.domain.limits import MAX_RANK_BYTES
 from tests.server.servicers.registrations import of_size
-from tests.support.node_in_process import TIMEOUT, Node, proto, raised, read_done, running
+from tests.support.node_in_process import TIMEOUT, Node, proto, raised, read_done
 from tests.support.parties import FULL, P2, TIMES, D, P, rank_geometry, read_id, start
-
-
-@pytest_asyncio.fixture
-async def node(tmp_path: Path) -> AsyncIterator[Node]:
-    async with running(tmp_path) as node:
-        yield node
 
 
 def engine(name: str, ranks: int, heads: int = 8) -> EngineGeometry:

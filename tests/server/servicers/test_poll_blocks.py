@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -50,15 +50,6 @@ from tests.support.node_in_process import (
 from tests.support.parties import P2, SECRETS, TIMES, D, E, P, key, read_id
 
 SOON = Duration(nanos=20_000_000)
-
-
-@pytest.fixture
-async def ready(tmp_path: Path) -> AsyncIterator[Node]:
-    """A node with an engine of one rank."""
-    async with running(tmp_path) as node:
-        await node.open_engine()
-        await node.register()
-        yield node
 
 
 def steps(answer: pb.PollBlocksResponse) -> list[int]:

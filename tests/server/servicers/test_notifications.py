@@ -1,0 +1,191 @@
+"""`Notify`: each notification of a batch for itself; homes that have restarted, or drain."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvferry._clock import from_duration
+from kvferry.errors import (
+    BadBlock,
+    BadReference,
+    EngineUnknown,
+    HomeRecovering,
+    InvalidField,
+    LeaseEnded,
+    PeerRestarted,
+    PublicationStale,
+    ServerDraining,
+    WrongSession,
+)
+from kvferry.v1 import kv_transfer_pb2 as pb
+from tests.support.node_in_process import (
+    TIMEOUT,
+    Node,
+    Watch,
+    error_of,
+    proto,
+    publish_notification,
+    raised,
+    read_done,
+    reference,
+    running,
+)
+from tests.support.parties import P2, SECRETS, TIMES, D, E, P
+
+
+async def test_a_notification_that_fails_does_not_stop_the_others(ready: Node) -> None:
+    bad = publish_notification(2)
+    bad.publish.groups[0].run_starts[0] = 5000
+    results = await ready.source(
+        publish_notification(1),
+        bad,
+        pb.Notification(),
+        pb.Notification(abort=pb.Abort()),
+        pb.Notification(resync=pb.Resync()),
+        publish_notification(3),
+    )
+    assert [result.WhichOneof("kind") for result in results] == [
+        "published",
+        "error",
+        "error",
+        "error",
+        "error",
+        "published",
+    ]
+    assert isinstance(error_of(results[1]), BadBlock)
+    assert all(isinstance(error_of(results[index]), InvalidField) for index in (2, 3, 4))
+
+
+async def test_a_source_speaks_with_its_session_secret_only(ready: Node) -> None:
+    request = pb.NotifyRequest(sender=proto(P), notifications=[publish_notification()])
+    assert isinstance(await raised(ready.kv.Notify(request, timeout=TIMEOUT)), WrongSession)
+    for wrong in (b"x" * 32, SECRETS[P2]):
+        request.session_secret = wrong
+        assert isinstance(await raised(ready.kv.Notify(request, timeout=TIMEOUT)), WrongSession)
+    request.session_secret = SECRETS[P]
+    request.ClearField("sender")
+    assert isinstance(await raised(ready.kv.Notify(request, timeout=TIMEOUT)), InvalidField)
+    request.sender.CopyFrom(proto(P2))
+    assert isinstance(await raised(ready.kv.Notify(request, timeout=TIMEOUT)), WrongSession)
+    request.session_secret = SECRETS[P2]
+    assert isinstance(await raised(ready.kv.Notify(request, timeout=TIMEOUT)), PeerRestarted)
+
+
+async def test_a_batch_is_bounded(ready: Node) -> None:
+    request = pb.NotifyRequest(sender=proto(D), notifications=[pb.Notification()] * 1025)
+    assert isinstance(await raised(ready.kv.Notify(request, timeout=TIMEOUT)), InvalidField)
+    assert await ready.reader() == []
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"number": 0},
+        {"request_id": ""},
+        {"request_id": "x" * 257},
+        {"payload": b"x" * (64 * 1024 + 1)},
+        {"payload": b"x", "last": False},
+        {"step": 1},
+        {"groups": [pb.GroupBlocks(group="full", end_token=16, run_starts=[1, 2], run_counts=[1])]},
+        {"groups": [pb.GroupBlocks(group="full", end_token=16, run_starts=[1], run_counts=[0])]},
+        {"groups": [pb.GroupBlocks(group="full", end_token=16, run_starts=[1], run_counts=[2**32 - 1])]},
+        {"groups": [pb.GroupBlocks(group="full", end_token=16, run_starts=[2**64 - 1], run_counts=[1])]},
+        {"groups": [pb.GroupBlocks(group="full", first_token=32, end_token=16)]},
+        {"groups": [pb.GroupBlocks(group="full", end_token=2**64 - 1, run_starts=[1], run_counts=[1])]},
+        {"groups": [pb.GroupBlocks(group="full", state_token=2**63)]},
+        {"groups": [pb.GroupBlocks(group="")]},
+        {"groups": [pb.GroupBlocks(group="nobody")]},
+    ],
+)
+async def test_every_field_of_a_publication_is_checked(ready: Node, changes: dict[str, Any]) -> None:
+    assert isinstance(error_of(await ready.publish(**changes)), InvalidField)
+    assert not list(ready.home.records.publications())
+
+
+async def test_readers_notifications_are_checked_and_answered_by_kind(ready: Node) -> None:
+    lost = b"?" * 16
+    results = await ready.reader(
+        pb.Notification(renew=pb.Renew(lease_id=lost)),
+        read_done(lost, 0),
+        pb.Notification(cancel=pb.CancelRead(lease_id=lost)),
+        pb.Notification(renew=pb.Renew(lease_id=b"x")),
+        read_done(lost),
+        read_done(lost, 0, outcome=0),
+        pb.Notification(decline=pb.Decline(reference="?")),
+        pb.Notification(decline=pb.Decline(reference=reference(1, D))),
+    )
+    assert isinstance(error_of(results[0]), LeaseEnded)
+    assert results[1].read_ended.verdict == pb.VERDICT_UNKNOWN
+    assert results[2].HasField("done")
+    assert all(isinstance(error_of(results[index]), InvalidField) for index in (3, 4, 5))
+    assert isinstance(error_of(results[6]), BadReference)
+    assert isinstance(error_of(results[7]), EngineUnknown)
+    unsigned = pb.NotifyRequest(notifications=[pb.Notification(renew=pb.Renew(lease_id=lost))])
+    answer = await ready.kv.Notify(unsigned, timeout=TIMEOUT)
+    assert isinstance(error_of(answer.results[0]), InvalidField)
+
+
+async def test_a_cancel_ends_the_stream_and_the_lease(ready: Node) -> None:
+    await ready.publish()
+    stream = ready.read()
+    lease_id = (await stream.next()).accepted.lease_id
+    await stream.next()
+    await stream.next()
+    await ready.reader(pb.Notification(cancel=pb.CancelRead(lease_id=lease_id)))
+    with pytest.raises(EOFError):
+        await stream.next()
+    assert isinstance(await raised(ready.read().next()), LeaseEnded)
+    assert (await ready.read(reader=E).next()).HasField("accepted")
+
+
+async def test_a_restarted_home_is_refilled_and_answers_unavailable_until_then(tmp_path: Path) -> None:
+    async with running(tmp_path, new=True) as node:
+        assert isinstance(await raised(node.read().next()), HomeRecovering)
+        assert isinstance(await raised(node.register()), HomeRecovering)
+        old = b"o" * 16
+        watch = Watch(node, resume_epoch=old, resume_sequence=9)
+        opened = (await watch.next()).opened
+        assert not opened.resumed
+        assert (await watch.next()).synced.need_resync
+        # The scheduler may be faster than its ranks.
+        begin = pb.Notification(resync=pb.Resync(phase=pb.RESYNC_PHASE_BEGIN, high_water=9))
+        await node.source(begin, publish_notification(4))
+        await node.register()
+        assert isinstance(await raised(node.read(4).next()), HomeRecovering)
+        end = pb.Notification(resync=pb.Resync(phase=pb.RESYNC_PHASE_END, high_water=9))
+        assert (await node.source(end))[0].HasField("done")
+        stream = node.read(4)
+        lease_id = (await stream.next()).accepted.lease_id
+        assert isinstance(await raised(node.read(5).next()), PublicationStale)
+        await node.reader(read_done(lease_id, 0))
+        node.pass_by(TIMES.max_ttl - 1)
+        assert not node.home.records.released(P)
+        node.pass_by(1)
+        assert (await watch.next()).released.publication == 4
+
+
+async def test_a_draining_home_says_so_ends_its_streams_and_still_takes_reports(ready: Node) -> None:
+    await ready.publish()
+    watch, stream = Watch(ready), ready.read()
+    await watch.kinds(2)
+    lease_id = (await stream.next()).accepted.lease_id
+    await stream.next()
+    await stream.next()
+    ready.home.drain()
+    assert await watch.kinds(1) == ["draining"]
+    for call in (
+        watch.next(),
+        stream.next(),
+        ready.read(2).next(),
+        ready.register(),
+        Watch(ready).next(),
+        ready.handshake(),
+    ):
+        assert isinstance(await raised(call), ServerDraining)
+    assert isinstance(error_of(await ready.publish(2)), ServerDraining)
+    renewed, ended = await ready.reader(pb.Notification(renew=pb.Renew(lease_id=lease_id)), read_done(lease_id, 0))
+    assert from_duration(renewed.renewed.remaining) == TIMES.ttl
+    assert ended.read_ended.verdict == pb.VERDICT_VALID
