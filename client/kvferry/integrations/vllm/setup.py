@@ -11,16 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from vllm.platforms import current_platform
-from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
-from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
 from kvferry import _arguments as arguments
 from kvferry._engine_spec import EngineSpec
 from kvferry.errors import InvalidField
-from kvferry.geometry import formats
 from kvferry.geometry.blocks import Blocks
 from kvferry.geometry.model import Group, GroupKind, Interval, Plane
 from kvferry.geometry.tensors import Holding, Tensor
+from kvferry.integrations.vllm.layouts import Layer, layer_planes
 
 NULL_BLOCK = 0
 """The null block: the first block of vLLM's block pool."""
@@ -117,20 +116,12 @@ def planes_of(
     """Return the planes of a rank's caches, ordered by group."""
     found: list[Plane] = []
     groups = {group.name: group for group in setup.spec.groups}
+    heads = _heads(vllm_config, tp_rank)
     for index, listed in _transferred(kv_cache_config):
         group, spec = groups[str(index)], listed.kv_cache_spec
-        caches = formats.by_layer_number({name: kv_caches[name] for name in listed.layer_names if name in kv_caches})
-        for name, cache in caches.items():
-            if cache.shape[0] != group.num_blocks or cache.shape[2] != group.block_tokens:
-                expected = f"{group.num_blocks} blocks of {group.block_tokens} tokens"
-                raise InvalidField(f"cache of {name}", tuple(cache.shape), expected)
-        if isinstance(spec, MLAAttentionSpec):
-            found += formats.vllm_mla(caches, group, vllm_config.model_config.hf_text_config.kv_lora_rank)
-            continue
-        # The last axis holds K and V of a head side by side.
-        first = next(iter(caches.values()))
-        isa = _get_attn_isa(first.dtype, group.block_tokens, spec.head_size)
-        found += formats.vllm_cpu(caches, group, isa, _heads(vllm_config, tp_rank))
+        for name in listed.layer_names:
+            if name in kv_caches:
+                found += layer_planes(Layer(name, kv_caches[name], spec, group, heads, vllm_config))
     return found
 
 
