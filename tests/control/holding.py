@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from kvferry._clock import now, to_duration
-from kvferry._control.acquisition import Acquirer, AcquireRequest
+from kvferry._control.acquirer import Acquirer
+from kvferry._control.acquisition import AcquireRequest
 from kvferry._control.cancellation import Cancellation
 from kvferry._control.connection import Control
 from kvferry._control.homes import Homes

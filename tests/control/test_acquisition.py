@@ -15,7 +15,8 @@ import pytest
 from kvferry import Blocks, Client, EngineSpec, Group
 from kvferry._clock import now, to_duration
 from kvferry._control import acquisition
-from kvferry._control.acquisition import Acquired, Acquirer, AcquireRequest
+from kvferry._control.acquirer import Acquirer
+from kvferry._control.acquisition import Acquired, AcquireRequest
 from kvferry._control.cancellation import Cancellation
 from kvferry._control.connection import Control
 from kvferry._control.granted_steps import GrantedSteps
@@ -110,13 +111,13 @@ def test_each_call_says_what_the_reader_has_and_follows_news_without_a_pause(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pauses: list[float] = []
-    pause = acquisition._Acquisition._pause
+    pause = acquisition.Acquisition._pause
 
-    def paused(waiting: acquisition._Acquisition, seconds: float) -> None:
+    def paused(waiting: acquisition.Acquisition, seconds: float) -> None:
         pauses.append(seconds)
         pause(waiting, seconds)
 
-    monkeypatch.setattr(acquisition._Acquisition, "_pause", paused)
+    monkeypatch.setattr(acquisition.Acquisition, "_pause", paused)
 
     def poll(request: pb.PollBlocksRequest) -> pb.PollBlocksResponse:
         if not request.lease_id:

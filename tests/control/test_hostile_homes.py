@@ -15,7 +15,7 @@ import pytest
 from kvferry import Blocks, Client, EngineSpec, Group
 from kvferry._cache import runtime_of
 from kvferry._clock import now, to_duration
-from kvferry._control.acquisition import Acquirer
+from kvferry._control.acquirer import Acquirer
 from kvferry._control.block_use import BlockUse
 from kvferry._control.cancellation import Cancellation
 from kvferry._control.granted_steps import GRANT_BYTES

@@ -11,7 +11,8 @@ import pytest
 
 from kvferry._clock import LONGEST, now
 from kvferry._control import lease_holder
-from kvferry._control.acquisition import Acquired, Acquirer
+from kvferry._control.acquirer import Acquirer
+from kvferry._control.acquisition import Acquired
 from kvferry._control.cancellation import Cancellation
 from kvferry._control.connection import Control
 from kvferry._control.homes import Homes

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from kvferry._clock import now, to_duration
-from kvferry._control.acquisition import Acquired, Acquirer
+from kvferry._control.acquirer import Acquirer
+from kvferry._control.acquisition import Acquired
 from kvferry._control.cancellation import Cancellation
 from kvferry._control.connection import retrying
 from kvferry._control.reader_lease import ReaderLease

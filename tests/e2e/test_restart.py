@@ -14,7 +14,8 @@ import pytest
 
 from kvferry import Blocks, Client, EngineSpec, Group, MemoryKind, MemoryRegion, ReleaseOutcome
 from kvferry._clock import now
-from kvferry._control.acquisition import Acquirer, AcquireRequest
+from kvferry._control.acquirer import Acquirer
+from kvferry._control.acquisition import AcquireRequest
 from kvferry._control.batches import read_done
 from kvferry._control.cancellation import Cancellation
 from kvferry._control.connection import Control

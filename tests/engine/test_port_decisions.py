@@ -18,7 +18,7 @@ from kvferry._cache import Cache
 from kvferry._clock import now
 from kvferry._control.connection import Control
 from kvferry._control.publications import Publication
-from kvferry._reads.leased_reads import ReadStage
+from kvferry._reads.leased_read import ReadStage
 from kvferry._reads.rank_read import RankOrder, RankRead, SchedulersLease
 from kvferry._reads.rank_reads import RankReads
 from kvferry._transport.transfer import Transfer

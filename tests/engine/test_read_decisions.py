@@ -16,7 +16,8 @@ from kvferry._control.acquisition import Acquired
 from kvferry._control.block_use import BlockUse
 from kvferry._control.lease_holder import VERDICT_TIMEOUT, LeaseHolder
 from kvferry._control.reader_lease import ReaderLease
-from kvferry._reads.leased_reads import ANSWER_GRACE, RANKS_GRACE, ReadStage
+from kvferry._reads.leased_read import ReadStage
+from kvferry._reads.leased_reads import ANSWER_GRACE, RANKS_GRACE
 from kvferry.engine.scheduler_reads import Reads
 from kvferry.engine.values import RankEnd, ReadEnd, WorkerOutput
 from kvferry.errors import (

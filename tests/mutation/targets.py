@@ -135,6 +135,7 @@ TARGETS: dict[str, Target] = {
     "server/kvferry_server/home/streams.py": Target((POLLS, STREAMS, BOUNDS, MODEL)),
     "server/kvferry_server/servicers/notify.py": Target((FEEDS, MODEL)),
     "client/kvferry/_control/reader_lease.py": Target((LEASE, MODEL)),
+    "client/kvferry/_control/acquirer.py": Target((ACQUISITION, CONTROL)),
     "client/kvferry/_control/acquisition.py": Target((ACQUISITION, CONTROL)),
     "client/kvferry/_control/granted_steps.py": Target((STEPS, ACQUISITION)),
     "client/kvferry/_control/reacquisition.py": Target((AGAIN, ACQUISITION)),
@@ -209,6 +210,7 @@ TARGETS: dict[str, Target] = {
     "client/kvferry/_control/block_use.py": Target((BLOCK_USE,)),
     "client/kvferry/engine/scheduler.py": Target((PORT, PORTS)),
     "client/kvferry/engine/scheduler_reads.py": Target((ENGINE_READS, PORTS)),
+    "client/kvferry/_reads/leased_read.py": Target((ENGINE_READS, PORTS, END_TO_END)),
     "client/kvferry/_reads/leased_reads.py": Target((ENGINE_READS, PORTS, END_TO_END)),
     "client/kvferry/_reads/rank_read.py": Target(
         (RANK, OWN_READS, QUIET),

@@ -5,7 +5,8 @@ from __future__ import annotations
 import queue
 from collections.abc import Callable
 
-from kvferry._control.acquisition import Acquired, Acquirer, AcquireRequest
+from kvferry._control.acquirer import Acquirer
+from kvferry._control.acquisition import Acquired, AcquireRequest
 from kvferry._control.cancellation import Cancellation
 from kvferry.errors import KvferryError
 

@@ -7,7 +7,8 @@ import logging
 from collections.abc import Callable, Sequence
 
 from kvferry._clock import LONGEST, now
-from kvferry._control.acquisition import Acquired, Acquirer, AcquireRequest
+from kvferry._control.acquirer import Acquirer
+from kvferry._control.acquisition import Acquired, AcquireRequest
 from kvferry._control.batches import read_done
 from kvferry._control.cancellation import Cancellation
 from kvferry._control.connection import Control

@@ -13,7 +13,8 @@ from kvferry._control.cancellation import Cancellation
 from kvferry._control.lease_holder import LeaseHolder
 from kvferry._memory.tails import Tails
 from kvferry._reads.callbacks import Callbacks
-from kvferry._reads.leased_reads import LeasedRead, LeasedReads, ShareEnd
+from kvferry._reads.leased_read import LeasedRead, ShareEnd
+from kvferry._reads.leased_reads import LeasedReads
 from kvferry._reads.rank_read import RankOrder, RankRead
 from kvferry._reads.rank_reads import RankReads
 from kvferry._reads.read import ReadResult, ReadTask

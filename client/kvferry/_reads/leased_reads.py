@@ -9,20 +9,18 @@ have reported. The reads of `Cache.read` have one rank, those of `SchedulerPort`
 
 from __future__ import annotations
 
-import enum
 import logging
 import math
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Generic, Protocol, TypeVar
 
 from kvferry._clock import now
-from kvferry._control.acquisition import Acquired, AcquireRequest
-from kvferry._control.cancellation import Cancellation
+from kvferry._control.acquisition import Acquired
 from kvferry._control.judgement import Judgement, judge
 from kvferry._control.lease_holder import VERDICT_TIMEOUT, LeaseHolder
+from kvferry._reads.leased_read import LeasedRead, ReadStage, ShareEnd
 from kvferry._threads import start_thread
 from kvferry._work_queue import WorkQueue
 from kvferry.errors import (
@@ -47,81 +45,6 @@ RANKS_GRACE = 10.0
 ANSWER_GRACE = 4.0
 """Seconds after `VERDICT_TIMEOUT`, which ends the call, until the answer counts as missing: with many reads, gRPC's
 thread delivers it late. Without the home's verdict, nobody would notice that this machine was paused."""
-
-
-class ReadStage(enum.Enum):
-    """The stage of a read; see the module."""
-
-    WAITING = "waiting"
-    GRANTED = "granted"
-    REFUSED = "refused"
-    READING = "reading"
-    JUDGING = "judging"
-    ENDED = "ended"
-
-
-UNDER_WAY = (ReadStage.GRANTED, ReadStage.READING, ReadStage.JUDGING)
-"""Stages in which a read holds a lease."""
-
-
-@dataclass(frozen=True, slots=True)
-class ShareEnd:
-    """Says how one rank's share of a read ended.
-
-    Attributes:
-        error: why its bytes do not count; None: all have arrived.
-        quiet: nothing can write to its blocks any more.
-        bytes: number of bytes that have arrived.
-    """
-
-    error: KvferryError | None
-    quiet: bool
-    bytes: int
-
-
-@dataclass(slots=True, eq=False)
-class LeasedRead:
-    """One read. Only its `LeasedReads` changes it, with the lock held.
-
-    Attributes:
-        request: the request for its lease.
-        ranks: the ranks that read a share.
-        cancellation: interrupts the wait for its lease.
-        stage: its stage.
-        acquired: its lease and the blocks that the lease covers, once granted.
-        error: why the read fails; None: it has not failed so far.
-        ends: how the shares have ended, by rank.
-        not_quiet: ranks whose share has ended, and whose blocks may still be written to.
-        ended_at: when the last share ended, on `kvferry._clock`.
-        confirmed: the home answered VALID. If False, the reader's own deadline decided.
-    """
-
-    request: AcquireRequest
-    ranks: frozenset[int]
-    cancellation: Cancellation
-    stage: ReadStage = ReadStage.WAITING
-    acquired: Acquired | None = None
-    error: KvferryError | None = None
-    ends: dict[int, ShareEnd] = field(default_factory=dict)
-    not_quiet: set[int] = field(default_factory=set)
-    ended_at: float = 0.0
-    confirmed: bool = False
-    _judging_since: float = 0.0
-
-    @property
-    def read_id(self) -> str:
-        """The name that its ranks share."""
-        return self.request.read_id
-
-    @property
-    def bytes(self) -> int:
-        """Number of bytes that have arrived on the ranks that have ended."""
-        return sum(end.bytes for end in self.ends.values())
-
-    @property
-    def silent(self) -> tuple[int, ...]:
-        """Ranks that have not reported the end of their share."""
-        return tuple(sorted(self.ranks - set(self.ends)))
 
 
 SomeRead = TypeVar("SomeRead", bound=LeasedRead)

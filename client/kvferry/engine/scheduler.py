@@ -11,7 +11,7 @@ from kvferry._client import Client, client_runtime_of
 from kvferry._control.publications import Publication, Release
 from kvferry._engine_spec import EngineSpec
 from kvferry._forks import OneProcess
-from kvferry._reads.leased_reads import ReadStage
+from kvferry._reads.leased_read import ReadStage
 from kvferry._session import home_session_of
 from kvferry._wire.token import EngineToken
 from kvferry.engine.publisher import Publishing

@@ -15,7 +15,8 @@ from kvferry._control.block_use import Writes
 from kvferry._control.cancellation import Cancellation
 from kvferry._control.lease_holder import LeaseHolder
 from kvferry._engine_spec import EngineSpec
-from kvferry._reads.leased_reads import UNDER_WAY, LeasedRead, LeasedReads, ReadStage, ShareEnd
+from kvferry._reads.leased_read import UNDER_WAY, LeasedRead, ReadStage, ShareEnd
+from kvferry._reads.leased_reads import LeasedReads
 from kvferry._work_queue import WorkQueue
 from kvferry.engine.values import BlockRuns, Finished, Grant, Offer, ReadEnd, WorkerOutput
 from kvferry.errors import (

@@ -177,8 +177,8 @@ class InProcessCall(grpc.RpcError, grpc.Call, grpc.Future):  # type: ignore[type
     def _ended(self) -> tuple[grpc.StatusCode, str]:
         """Wait for the end of the call, as gRPC does, and return its status."""
         with self._changed:
-            self._changed.wait_for(lambda: self._status is not None)
-            assert self._status is not None
+            while self._status is None:
+                self._changed.wait()
             return self._status
 
 
