@@ -10,6 +10,7 @@ import pytest
 
 from kvferry._transport.nixl_agent import NixlOptions
 from kvferry._transport.transport import Transport
+from tests.transport.played_agents import Agents, World
 from tests.transport.sources import SOON, Memory, Source
 
 MakeTransport = Callable[..., Transport]
@@ -53,3 +54,14 @@ def transport(memory: Memory) -> Iterator[MakeTransport]:
 
     yield make
     assert [one.close(SOON) for one in made] == [True] * len(made), "a transport did not become quiet"
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    agents = Agents()
+    made = World(agents)
+    yield made
+    agents.state.clear()
+    agents.warm.clear()
+    made.later += 1e6
+    assert all(transport.close(SOON) for transport in made.transports)

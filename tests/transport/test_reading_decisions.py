@@ -1,33 +1,29 @@
 """Reading threads and the transport above them, moment by moment: who is read by whom, what is given up, what is kept
 until nothing can write any more, and what is counted (R4, R5, R10).
 
-NIXL does not fail, stall or answer at a moment that a test names, so agents that do as they are told stand in for it
-here, and copy the bytes themselves; what NIXL really does is in the other tests of this folder.
+The agents of `played_agents` stand in for NIXL's.
 """
 
 from __future__ import annotations
 
-import ctypes
 import gc
-import hashlib
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
-from typing import Any, cast
+from typing import cast
 
 import pytest
 
 from kvferry._clock import now
-from kvferry._memory.access import StagingSpace
 from kvferry._memory.host import HostAccess
 from kvferry._transport.agents import Agents as NixlAgents
-from kvferry._transport.nixl_agent import AgentInfo, HandleState, NixlError
+from kvferry._transport.nixl_agent import NixlError
 from kvferry._transport.nixl_options import NixlOptions
-from kvferry._transport.reading_thread import RETIRE_AGAIN, ReadingThread
+from kvferry._transport.reading_thread import ReadingThread
 from kvferry._transport.staging_pool import StagingOptions
-from kvferry._transport.transport import Transfer, TransferPart, TransferState, Transport
+from kvferry._transport.transport import TransferPart, TransferState, Transport
 from kvferry.errors import (
     BadAgentMetadata,
     Closed,
@@ -37,200 +33,11 @@ from kvferry.errors import (
     TransferExpired,
     TransferFailed,
 )
-from kvferry.geometry import MemoryKind, MemoryRegion
-from kvferry.planner.descriptors import Descriptors, RawDescriptors
-from tests.transport.sources import DRAM, SOON, Memory, Source, content, local_source, raw
+from kvferry.geometry import MemoryKind
+from tests.transport.played_agents import CHUNK, DONE, MOVING, SIZE, World, done, failed
+from tests.transport.sources import DRAM, SOON, Memory, Source, local_source, raw
 from tests.transport.staged_parts import part
 from tests.transport.transfers import until
-
-CHUNK = 4096
-SIZE = 4 * CHUNK
-DONE, MOVING, FAILED = HandleState.DONE, HandleState.MOVING, "an error"
-
-
-class Handle:
-    """A read that is where the test says."""
-
-    def __init__(self, agent: Agent, peer: str, chunk: Descriptors | None) -> None:
-        self.agent, self.peer, self.chunk = agent, peer, chunk
-        self.state: HandleState | str | BaseException | None = None
-        self.posted = self.released = False
-
-    def post(self) -> HandleState:
-        self.agent.own()
-        self.posted = True
-        return self.said()
-
-    def check(self) -> HandleState:
-        self.agent.own()
-        return self.said()
-
-    def release(self) -> None:
-        self.agent.own()
-        self.released = True
-
-    def said(self) -> HandleState:
-        default = self.agent.agents.warm if self.chunk is None else self.agent.agents.state
-        state = self.state or default.get(self.peer, DONE)
-        if isinstance(state, BaseException):
-            # Once.
-            self.state = MOVING
-            raise state
-        if isinstance(state, str):
-            raise NixlError(state)
-        if state is DONE and isinstance(self.chunk, RawDescriptors):
-            for of, to, length in zip(self.chunk.source, self.chunk.destination, self.chunk.length, strict=True):
-                ctypes.memmove(int(to), int(of), int(length))
-        return state
-
-
-class Agent:
-    """In place of `ReadingAgent`."""
-
-    def __init__(self, agents: Agents, name: str, options: NixlOptions) -> None:
-        self.agents, self.name, self.options = agents, name, options
-        self.owner = threading.get_ident()
-        self.peers: dict[str, AgentInfo] = {}
-        self.added: list[AgentInfo] = []
-        self.handles: list[Handle] = []
-        self.spaces: list[StagingSpace] = []
-        self.destroyed = False
-
-    def own(self) -> None:
-        assert threading.get_ident() == self.owner
-        assert not self.destroyed
-
-    def add_space(self, space: StagingSpace) -> None:
-        self.own()
-        if self.agents.no_space is not None:
-            raise self.agents.no_space
-        self.spaces.append(space)
-
-    def add_peer(self, info: AgentInfo) -> None:
-        self.own()
-        assert info.name not in self.peers, "added twice"
-        self.peers[info.name] = info
-        self.added.append(info)
-
-    def warm_up(self, peer: str) -> Handle:
-        self.own()
-        return Handle(self, peer, None)
-
-    def make(self, peer: str, chunk: Descriptors) -> Handle:
-        self.own()
-        assert peer in self.peers
-        self.handles.append(Handle(self, peer, chunk))
-        return self.handles[-1]
-
-    def remove_peer(self, name: str) -> None:
-        self.own()
-        del self.peers[name]
-
-    def destroy(self) -> bool:
-        self.own()
-        self.destroyed = True
-        return self.agents.may_end
-
-    def flying(self, peer: str) -> list[Handle]:
-        """Reads under way."""
-        mine = [handle for handle in self.handles if handle.peer == peer]
-        return [handle for handle in mine if handle.posted and not handle.released]
-
-
-@dataclass
-class Agents:
-    """All that were made, and what they say of each peer's first read and of its chunks: DONE where nothing is said."""
-
-    warm: dict[str, HandleState | str] = field(default_factory=dict)
-    state: dict[str, HandleState | str] = field(default_factory=dict)
-    made: list[Agent] = field(default_factory=list)
-    refusal: Exception | None = None
-    refused: int = 0
-    no_space: Exception | None = None
-    may_end: bool = True
-
-    def reading(self, name: str, regions: Sequence[MemoryRegion], options: NixlOptions) -> Agent:
-        if self.refusal is not None:
-            self.refused += 1
-            raise self.refusal
-        self.made.append(Agent(self, name, options))
-        return self.made[-1]
-
-
-class World:
-    """A rank, its sources, and a clock that a test moves on."""
-
-    def __init__(self, agents: Agents) -> None:
-        self.agents = agents
-        self.later = 0.0
-        self.memory = Memory(16 * SIZE)
-        self.bytes = content(1, SIZE)
-        self.transports: list[Transport] = []
-        self.looks = 0
-
-    def clock(self) -> float:
-        self.looks += 1
-        return now() + self.later
-
-    def transport(self, staging: StagingOptions | None = None, **options: Any) -> Transport:
-        some = {"chunk_bytes": CHUNK, "chunk_descriptors": 100, **options}
-        agents = cast(NixlAgents, self.agents)
-        made = Transport([self.memory.region], NixlOptions(**some), agents=agents, staging=staging, clock=self.clock)
-        self.transports.append(made)
-        return made
-
-    def info(self, name: str = "peer", metadata: bytes = b"metadata") -> AgentInfo:
-        region = MemoryRegion(MemoryKind.DRAM, 0, self.bytes.ctypes.data, SIZE)
-        return AgentInfo(name, metadata, hashlib.sha256(metadata).digest(), (region,))
-
-    def part(self, info: AgentInfo, at: int = 0, length: int = SIZE) -> TransferPart:
-        """The first bytes of the peer."""
-        into = at * SIZE
-        self.memory.expected[into : into + length] = self.bytes[:length]
-        return TransferPart(info, [raw([self.bytes.ctypes.data], [self.memory.base + into], [length])])
-
-    def read(
-        self, transport: Transport, name: str = "peer", at: int = 0, chunks: int = 4, *, deadline: float | None = None
-    ) -> Transfer:
-        return transport.start([self.part(self.info(name), at, chunks * CHUNK)], deadline=deadline, label=name)
-
-    def moving(self, transport: Transport, name: str = "peer", at: int = 0, chunks: int = 1) -> Transfer:
-        """One that is under way until the test says otherwise."""
-        self.agents.state[name] = MOVING
-        transfer = self.read(transport, name, at, chunks)
-        assert until(lambda: transfer.progress().chunks_in_flight == chunks)
-        return transfer
-
-    def lost(self, transport: Transport, name: str = "peer", at: int = 0) -> Transfer:
-        """One whose connection broke under way."""
-        transfer = self.moving(transport, name, at)
-        self.agents.state[name] = FAILED
-        assert transfer.wait(SOON)
-        return transfer
-
-
-@pytest.fixture
-def world() -> Iterator[World]:
-    agents = Agents()
-    made = World(agents)
-    yield made
-    agents.state.clear()
-    agents.warm.clear()
-    made.later += 1e6
-    assert all(transport.close(SOON) for transport in made.transports)
-
-
-def done(transfer: Transfer) -> None:
-    assert transfer.wait(SOON)
-    assert transfer.state is TransferState.DONE, transfer.error
-    assert transfer.quiet
-
-
-def failed(transfer: Transfer) -> KvferryError:
-    assert transfer.wait(SOON)
-    assert transfer.state is TransferState.FAILED
-    assert transfer.error is not None
-    return transfer.error
 
 
 def test_every_byte_arrives_and_everything_is_counted(world: World) -> None:
@@ -551,104 +358,6 @@ def test_another_agent_of_the_same_name_is_added_when_the_first_is_through(world
     (agent,) = world.agents.made
     assert agent.added == [world.info(), new]
     assert read.gauges().peers == 1
-
-
-def test_who_breaks_leaves_its_agent_to_those_that_it_reads_from(world: World) -> None:
-    read = world.transport()
-    patient = world.moving(read, "patient")
-    doomed = world.lost(read, "doomed", 1)
-    assert isinstance(failed(doomed), TransferFailed)
-    assert until(lambda: read.gauges().retired_agents == 1)
-    world.agents.state["doomed"] = DONE
-    # What NIXL says after an error proves nothing, and new reads go to a fresh agent.
-    done(world.read(read, "doomed", 1))
-    done(world.read(read, "third", 2))
-    old, new = world.agents.made
-    assert set(new.peers) == {"doomed", "third"}
-    assert (doomed.quiet, old.destroyed, patient.state) == (False, False, TransferState.MOVING)
-    gauges = read.gauges()
-    assert (gauges.agents, gauges.retired_agents, gauges.uncertain, gauges.chunks_in_flight) == (2, 1, 1, 2)
-    world.agents.state["patient"] = DONE
-    done(patient)
-    assert doomed.wait_quiet(SOON)
-    assert until(lambda: read.gauges().agents == 1)
-    assert (old.destroyed, new.destroyed) == (True, False)
-    assert read.gauges().quiesced == 1
-    assert read.gauges().bytes_moved == 4 * CHUNK + SIZE * 2 - 3 * CHUNK
-    assert world.memory.right()
-
-
-def test_shares_of_a_peer_that_is_stuck_move_on_and_others_stay(world: World) -> None:
-    read = world.transport(bytes_in_flight=2 * CHUNK, fence_time=60.0)
-    stuck, other = world.moving(read, "stuck", 0, 2), world.moving(read, "other", 2, 2)
-    behind, beside = world.read(read, "stuck", 1), world.read(read, "other", 3)
-    restarted = read.start([world.part(world.info("other", b"new"), 4)], deadline=None, label="restarted")
-    stuck.cancel()
-    assert read.gauges().retired_agents == 0
-    world.later += 61.0
-    assert until(lambda: len(world.agents.made) == 2)
-    # Its first agent has two chunks of it in hand for ever; the next has none.
-    old = world.agents.made[0]
-    under_way = {name: old.flying(name) for name in ("stuck", "other")}
-    for handle in (*under_way["stuck"], *under_way["other"]):
-        handle.state = MOVING
-    world.agents.state.clear()
-    done(behind)
-    done(restarted)
-    assert (other.state, beside.state) == (TransferState.MOVING, TransferState.PENDING)
-    assert not stuck.quiet
-    for handle in under_way["other"]:
-        handle.state = DONE
-    done(other)
-    done(beside)
-    assert stuck.wait_quiet(SOON)
-    assert old.destroyed
-    assert {handle.peer for handle in world.agents.made[1].handles} == {"stuck", "other"}
-
-
-def test_an_agent_that_does_not_end_leaves_its_reads_uncertain(world: World, caplog: pytest.LogCaptureFixture) -> None:
-    read = world.transport()
-    world.agents.may_end = False
-    lost = world.lost(read)
-    assert until(lambda: read.gauges().agents == 0)
-    assert not lost.quiet
-    assert read.gauges().uncertain == 1
-    assert "could not be destroyed" in caplog.text
-    caplog.clear()
-    # Of one that had nothing under way nothing is uncertain.
-    done(world.read(read, "other", 1))
-    assert read.close(SOON)
-    assert "could not be destroyed" not in caplog.text
-
-
-def test_so_many_agents_are_given_up_and_no_more(world: World) -> None:
-    read = world.transport(retired_agents=1, reading_agents=2)
-    read.prepare()
-    assert until(lambda: len(world.agents.made) == 2)
-    names: dict[int, list[str]] = {0: [], 1: []}
-    for number in range(12):
-        done(world.read(read, f"peer {number}"))
-        (place,) = (place for place in (0, 1) if f"peer {number}" in world.agents.made[place].peers)
-        names[place].append(f"peer {number}")
-    (one, keeps, *_), (other, healthy, *_) = names[0], names[1]
-    keeping = world.moving(read, keeps)
-    first = world.lost(read, one, 1)
-    assert until(lambda: read.gauges().retired_agents == 1)
-    second = world.lost(read, other, 2)
-    # Its agent may not be given up: who wants to read from it hears so at once, and all others are read.
-    refused = world.read(read, other, 3)
-    assert "too many agents" in str(failed(refused))
-    assert refused.quiet
-    done(world.read(read, healthy, 4))
-    assert (read.gauges().retired_agents, len(world.agents.made)) == (1, 2)
-    world.agents.state[keeps] = DONE
-    done(keeping)
-    assert first.wait_quiet(SOON)
-    # Now there is room for it.
-    world.later += RETIRE_AGAIN
-    assert second.wait_quiet(SOON)
-    del world.agents.state[other]
-    done(world.read(read, other, 5))
 
 
 def test_who_does_not_answer_at_first_is_waited_for_so_long(world: World) -> None:
