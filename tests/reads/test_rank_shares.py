@@ -114,7 +114,7 @@ def test_closing_while_sources_are_met_ends_every_share(node: NodeServerProcess)
         (thread,) = rank_threads()
         began = now()
         port.close()
-        assert now() - began < 10
+        assert now() - began < 60
         assert not thread.is_alive()
         assert {end.read_id for end in port.finished().failed} == {f"read {number}" for number in range(5)}
         with pytest.raises(Closed):

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -162,8 +163,8 @@ def test_domain_of_the_server_knows_neither_grpc_nor_asyncio() -> None:
 
 
 def test_nixl_is_imported_in_one_file() -> None:
-    """Also not by name: what a file hands to import_module counts."""
-    loads = re.compile(r"""^\s*(import|from) nixl|import_module\([^)]*["']nixl""", re.MULTILINE)
+    """Also not by name: the names of NIXL's packages count."""
+    loads = re.compile(r"""^\s*(import|from) nixl|["']nixl(_cu\d+|_rocm)["']""", re.MULTILINE)
     sources = [*CLIENT.rglob("*.py"), *SERVER.rglob("*.py")]
     assert [path.name for path in sources if loads.search(path.read_text())] == ["nixl_binding.py"]
 
@@ -184,3 +185,14 @@ def test_importing_the_sdk_needs_neither_torch_nor_nixl(statement: str) -> None:
     code = f"{statement}\nimport sys\nprint([name for name in sys.modules if name.split('.')[0] in {heavy}])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_nixl_is_loaded_without_a_cpu_build_of_torch() -> None:
+    """``nixl`` would import it, only to learn that there is no CUDA: seconds for each process."""
+    code = (
+        "from kvferry._transport.nixl_binding import load\nimport sys\nprint(load().__name__, 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    binding, torch = done.stdout.split()
+    assert binding.startswith("nixl")
+    assert torch == str(not metadata.version("torch").endswith("+cpu"))

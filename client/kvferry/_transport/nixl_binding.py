@@ -10,10 +10,14 @@ What is below NIXL's Python API is used directly, for two reasons:
 from __future__ import annotations
 
 import functools
+import importlib
 import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from importlib import metadata
+from importlib.util import find_spec
 from typing import Any, TypeVar
 
 import numpy as np
@@ -24,24 +28,36 @@ from kvferry.geometry.model import MemoryKind, MemoryRegion
 
 T = TypeVar("T")
 
+BUILDS = ("nixl_cu13", "nixl_cu12", "nixl_rocm")
+"""NIXL's builds, in the order of ``_load_cuda_backend`` in its nixl/__init__.py, 1.5.1."""
+
 
 def load() -> Any:
-    """NIXL's binding; raises `NixlMissing`. Loading it takes a second or two, so this is called on first use."""
+    """NIXL's binding; raises `NixlMissing`. Loading it can take seconds, so this is called on first use."""
     # UCX writes what goes wrong to standard output, which belongs to the program. It reads this when it is loaded.
     os.environ.setdefault("UCX_LOG_FILE", "stderr")
     # Importing NIXL makes the logging of the whole process swallow its own errors.
     raise_exceptions = logging.raiseExceptions
     try:
-        # By this name, because the package chooses the build that suits the machine's CUDA.
-        from nixl import _bindings
-
-        return _bindings
+        return importlib.import_module(f"{_package()}._bindings")
     except ImportError as error:
         raise NixlMissing(
             f"NIXL cannot be loaded ({error}); it comes with: pip install 'kvferry[nixl]'", problem=str(error)
         ) from error
     finally:
         logging.raiseExceptions = raise_exceptions
+
+
+def _package() -> str:
+    """The name of the package that has the binding.
+
+    ``nixl`` chooses the build that suits the machine's CUDA, by torch. If torch is a CPU build that this process has
+    not imported, ``nixl`` imports it, for seconds, and then takes the first build that is installed: as is done here.
+    """
+    with suppress(metadata.PackageNotFoundError):
+        if "torch" not in sys.modules and metadata.version("torch").endswith("+cpu"):
+            return next((name for name in BUILDS if find_spec(name) is not None), "nixl")
+    return "nixl"
 
 
 def new_agent(nixl: Any, name: str, options: NixlOptions, *, progress_thread: bool) -> tuple[Any, Any]:
