@@ -6,6 +6,7 @@ import inspect
 import math
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -359,14 +360,14 @@ def cases(node: str) -> Iterator[list[Case]]:
     threads = threading.active_count()
     errors: list[threading.ExceptHookArgs] = []
     before, threading.excepthook = threading.excepthook, errors.append
-    with Client(node) as client:
-        yield list(methods(node, client))
+    with Client(node) as client, ExitStack() as ports:
+        yield list(methods(node, client, ports))
     threading.excepthook = before
     assert not errors, f"on a thread: {errors[0].exc_value!r}"
     assert threading.active_count() <= threads + 8
 
 
-def methods(node: str, client: Client) -> Iterator[Case]:
+def methods(node: str, client: Client, ports: ExitStack) -> Iterator[Case]:
     spec = EngineSpec(unique_id("victim"), (GROUP,))
     cache: Cache = client.register_cache(spec, tensors={"l": array()}, axes=AXES)
     session: EngineSession = cache.session
@@ -471,7 +472,9 @@ def methods(node: str, client: Client) -> Iterator[Case]:
     )
     yield Case("close", cache.close, {}, {"timeout": SECONDS})
     scheduler = SchedulerPort(client, EngineSpec(unique_id("ports"), (GROUP,)))
+    ports.callback(scheduler.close)
     worker = WorkerPort(client, scheduler.spec)
+    ports.callback(worker.close)
     worker.register({"l": array()}, axes=AXES)
     scheduler.acquire("mine", publication.reference)
     while (offer := scheduler.granted("mine")) is None:
@@ -557,8 +560,8 @@ def test_methods(cases: list[Case]) -> None:
 
 def test_a_victim_of_wrong_arguments_goes_on(node: str) -> None:
     """Every method of one engine with every wrong argument, and then a read that is right to the byte."""
-    with Client(node) as client:
-        for case in methods(node, client):
+    with Client(node) as client, ExitStack() as ports:
+        for case in methods(node, client, ports):
             if not case.name.startswith(("close", "port close")):
                 assert_refused(case)
         theirs, mine = array(), array()

@@ -441,7 +441,8 @@ def test_a_closed_connection_ends_the_wait(tmp_path: Path) -> None:
 
 
 def threads_of_acquirers() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name.startswith("kvferry-acquisitions")]
+    name = f"kvferry-acquisitions-{READER.engine_id}"
+    return [thread for thread in threading.enumerate() if thread.name == name]
 
 
 def test_the_thread_comes_with_the_first_read_and_goes_with_the_last(tmp_path: Path) -> None:
