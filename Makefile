@@ -89,16 +89,19 @@ test-oldest: $(OLDEST_VENV) ## Run what depends on them on the oldest numpy, pro
 		$(or $(PYTEST_ARGS),-n $(WORKERS) --dist loadfile --no-loadscope-reorder $(OLDEST_TESTS))
 
 # Beside vLLM, whose pins are its own: in another environment, and not part of `make test`.
-VLLM_VENV := .venv-vllm/.installed
+NEWEST_VLLM := 0.32.0
+VLLM ?= $(NEWEST_VLLM)
+VLLM_FOLDER := .venv-vllm$(if $(filter-out $(NEWEST_VLLM),$(VLLM)),-$(VLLM))
+VLLM_VENV := $(VLLM_FOLDER)/.installed
 
 $(VLLM_VENV): pyproject.toml scripts/setup_vllm.sh
-	@echo "Setting up .venv-vllm (vLLM for CPU: some minutes, 4 GB)"
-	@PYTHON=$(PYTHON) scripts/setup_vllm.sh
+	@echo "Setting up $(VLLM_FOLDER) (vLLM $(VLLM) for CPU: some minutes, 4 GB)"
+	@PYTHON=$(PYTHON) scripts/setup_vllm.sh $(VLLM) $(VLLM_FOLDER)
 	@touch $@
 
 # Warnings are those of vLLM and its dependencies.
-test-vllm: $(VLLM_VENV) ## Run the tests that need a real vLLM (PYTEST_ARGS=)
-	@.venv-vllm/bin/python -m pytest -W ignore tests/integrations/vllm $(PYTEST_ARGS)
+test-vllm: $(VLLM_VENV) ## Run the tests that need a real vLLM (VLLM=version, PYTEST_ARGS=)
+	@$(VLLM_FOLDER)/bin/python -m pytest -W ignore tests/integrations/vllm $(PYTEST_ARGS)
 
 reliability: setup ## Write the table of faults into docs/reliability.md
 	@.venv/bin/python -m tests.faults.table
@@ -132,7 +135,7 @@ bench: setup ## Run the benchmarks
 	@.venv/bin/python -m benchmarks
 
 bench-vllm: $(VLLM_VENV) ## Compare with vLLM's own connector, in a real vLLM
-	@.venv-vllm/bin/python -m benchmarks.vllm_pd
+	@$(VLLM_FOLDER)/bin/python -m benchmarks.vllm_pd
 
 # mkdocs reads the code without importing it: neither torch nor NIXL is needed.
 DOCS_VENV := .venv-docs/.installed
@@ -147,6 +150,6 @@ docs: $(DOCS_VENV) ## Build the documentation as a site in build/site
 	@NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict --quiet
 
 clean: ## Remove everything that make has set up or left
-	rm -rf .venv .venv-docs .venv-oldest .venv-proto .venv-vllm tests/support/nodejs/node_modules build dist
+	rm -rf .venv .venv-docs .venv-oldest .venv-proto .venv-vllm* tests/support/nodejs/node_modules build dist
 	rm -rf .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find client server tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
-# A real vLLM on CPU, and kvferry beside it, in .venv-vllm: 4 GB, some minutes. Used by `make test-vllm`.
+# A real vLLM on CPU, and kvferry beside it, in a virtual environment: 4 GB, some minutes. Used by `make test-vllm`.
+# Arguments: the version of vLLM, and the folder.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-VLLM=0.32.0
+VLLM=${1:?the version of vLLM}
 TORCH=2.13.0
-venv=.venv-vllm
+venv=${2:?the folder of the virtual environment}
 
 "${PYTHON:-python3}" -m venv "$venv"
 pip() { "$venv/bin/python" -m pip --disable-pip-version-check -q "$@"; }
