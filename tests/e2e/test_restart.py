@@ -85,11 +85,13 @@ def _schedule(address: str, spec: EngineSpec, pipe: Connection) -> None:
         pipe.recv()
 
 
+@pytest.mark.parametrize("relayed", [False, True], ids=["on-its-home", "on-another-node"])
 def test_a_scheduler_may_come_back_later_than_its_ranks(
-    tmp_path: Path, engine: MakeEngine, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, engine: MakeEngine, caplog: pytest.LogCaptureFixture, relayed: bool
 ) -> None:
     """A home that has settled after its restart knows no engine whose scheduler is not back: the ranks go on asking."""
     server = NodeServerProcess(tmp_path / "home", tcp=True, engine_ttl=1).start()
+    other = NodeServerProcess(tmp_path / "other", tcp=True, engine_ttl=1)
     spec, units = EngineSpec(unique_id("late"), (MODEL.group(),), identity={"model": "tiny"}), shards(MODEL.heads, 1)[0]
     context = multiprocessing.get_context("spawn")
     pipe, theirs = context.Pipe()
@@ -100,7 +102,7 @@ def test_a_scheduler_may_come_back_later_than_its_ranks(
     base, size = memory.cells.ctypes.data, memory.cells.nbytes
     try:
         (reader,) = engine(server.address, MODEL, shards(MODEL.heads, 1), serve=False).ready().ranks
-        with Client(server.address) as client:
+        with Client(other.start().address if relayed else server.address) as client:
             client.register_cache(
                 spec,
                 planes=MODEL.planes(units, base),
@@ -123,6 +125,8 @@ def test_a_scheduler_may_come_back_later_than_its_ranks(
         pipe.send("end")
         scheduler.join(30)
         server.stop()
+        if relayed:
+            other.stop()
 
 
 def test_a_lease_is_acquired_again_at_a_home_that_restarted(tmp_path: Path) -> None:
