@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from importlib import metadata
@@ -167,6 +168,14 @@ def test_nixl_is_imported_in_one_file() -> None:
     loads = re.compile(r"""^\s*(import|from) nixl|["']nixl(_cu\d+|_rocm)["']""", re.MULTILINE)
     sources = [*CLIENT.rglob("*.py"), *SERVER.rglob("*.py")]
     assert [path.name for path in sources if loads.search(path.read_text())] == ["nixl_binding.py"]
+
+
+@pytest.mark.parametrize("package", [CLIENT, SERVER], ids=lambda path: path.name)
+def test_no_two_classes_have_the_same_name(package: Path) -> None:
+    """A name stands for one thing wherever it is read."""
+    sources = [path for path in package.rglob("*.py") if path.parent.name != "v1"]
+    names = Counter(name for path in sources for name in re.findall(r"^class (\w+)", path.read_text(), re.MULTILINE))
+    assert [name for name, count in names.items() if count > 1] == []
 
 
 def test_nobody_imports_grpc_tools() -> None:

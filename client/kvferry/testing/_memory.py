@@ -117,7 +117,7 @@ class Process:
 
 
 @dataclass(slots=True)
-class _Peer:
+class _LoadedAgent:
     """An agent whose metadata was loaded. `start` differs between agents that have had the same name."""
 
     start: str
@@ -142,7 +142,7 @@ class Agent:
         self.name = name
         self.start = secrets.token_hex(8)
         self.regions = RegionMap(name, ())
-        self._peers: dict[str, _Peer] = {}
+        self._peers: dict[str, _LoadedAgent] = {}
         self._tables: dict[int, _Table] = {}
         self._reads: dict[int, PostedRead] = {}
         self._numbers = itertools.count(1)
@@ -161,7 +161,7 @@ class Agent:
     def loadRemoteMD(self, metadata: bytes) -> bytes:
         told = json.loads(metadata)
         regions = [MemoryRegion(MemoryKind.DRAM, 0, base, length) for base, length in told["regions"]]
-        self._peers[told["agent"]] = _Peer(told["start"], RegionMap(told["agent"], regions))
+        self._peers[told["agent"]] = _LoadedAgent(told["start"], RegionMap(told["agent"], regions))
         return str(told["agent"]).encode()
 
     def checkRemoteMD(self, peer: str, segments: Segments) -> str:
