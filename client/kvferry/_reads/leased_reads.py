@@ -23,6 +23,7 @@ from kvferry._control.acquisition import Acquired, AcquireRequest
 from kvferry._control.cancellation import Cancellation
 from kvferry._control.judgement import Judgement, judge
 from kvferry._control.lease_holder import VERDICT_TIMEOUT, LeaseHolder
+from kvferry._reads.read_times import ShareWork, Stamps
 from kvferry._threads import start_thread
 from kvferry._work_queue import WorkQueue
 from kvferry.errors import (
@@ -72,11 +73,13 @@ class ShareEnd:
         error: why its bytes do not count; None: all have arrived.
         quiet: nothing can write to its blocks any more.
         bytes: number of bytes that have arrived.
+        work: how much work it was.
     """
 
     error: KvferryError | None
     quiet: bool
     bytes: int
+    work: ShareWork = ShareWork()
 
 
 @dataclass(slots=True, eq=False)
@@ -94,6 +97,7 @@ class LeasedRead:
         not_quiet: ranks whose share has ended, and whose blocks may still be written to.
         ended_at: when the last share ended, on `kvferry._clock`.
         confirmed: the home answered VALID. If False, the reader's own deadline decided.
+        stamps: when it reached its stages.
     """
 
     request: AcquireRequest
@@ -106,6 +110,7 @@ class LeasedRead:
     not_quiet: set[int] = field(default_factory=set)
     ended_at: float = 0.0
     confirmed: bool = False
+    stamps: Stamps = field(default_factory=Stamps)
     _judging_since: float = 0.0
 
     @property
@@ -187,7 +192,7 @@ class LeasedReads(Generic[SomeRead]):
 
     def begin(self, read: SomeRead) -> None:
         """Mark a granted read as READING; its ranks are about to start."""
-        read.stage = ReadStage.READING
+        read.stage, read.stamps.begun = ReadStage.READING, now()
 
     def withdraw(self, read: SomeRead) -> None:
         """End a read that is no longer wanted and that no rank has started. The caller ends its lease at the home."""
@@ -258,6 +263,7 @@ class LeasedReads(Generic[SomeRead]):
             wanted = read.stage is ReadStage.WAITING
             if wanted and isinstance(found, Acquired):
                 read.acquired, read.stage = found, ReadStage.GRANTED
+                read.stamps.accepted, read.stamps.granted = found.accepted_at, now()
                 self._owner.on_granted(read)
             elif wanted and isinstance(found, KvferryError):
                 self._refuse(read, found)
@@ -349,6 +355,7 @@ class LeasedReads(Generic[SomeRead]):
     def _all_ended(self, read: SomeRead) -> None:
         if read.acquired is None:
             return
+        read.stamps.ended = now()
         if read.error is None and not read.acquired.lease.live(read.ended_at):
             read.error = TransferExpired(f"read {read.read_id} ended after its lease", read_id=read.read_id)
         reporting = self._do(partial(self._report, read, read.acquired))
@@ -364,6 +371,7 @@ class LeasedReads(Generic[SomeRead]):
         """Judge a read by the home's verdict; None: there is none, and the reader's own deadline decides."""
         if read.stage is not ReadStage.JUDGING or read.acquired is None:
             return
+        read.stamps.judged = now()
         judgement = judge(read.ended_at, read.acquired.lease.deadline, verdict)
         if judgement is Judgement.EXPIRED:
             read_id = read.read_id
