@@ -278,13 +278,12 @@ class ConnectorScheduler:
         sent = set()
         for release in self._port.released():
             self._published.released(release.publication)
-            good = release.outcome is ReleaseOutcome.READ and all(read.state == "valid" for read in release.reads)
-            if not good:
-                declined = release.outcome is ReleaseOutcome.DECLINED
-                log = logger.info if declined else logger.warning
-                log("engine %s: %s", self._setup.spec.engine_id, release)
-            if release.outcome in (ReleaseOutcome.UNREAD, ReleaseOutcome.FINAL):
+            wanted = release.outcome in (ReleaseOutcome.READ, ReleaseOutcome.DECLINED)
+            if not wanted:
                 self._stats.count("unread")
+            if not wanted or any(read.state not in ("valid", "cancelled") for read in release.reads):
+                # With the names by which the reader's log calls it.
+                logger.warning("engine %s, %s", self._setup.spec.engine_id, release)
             sent.add(release.request_id)
         sent &= self._sending
         self._sending -= sent

@@ -74,7 +74,8 @@ class KvferryStats(KVConnectorStats):  # type: ignore[misc]
     data: dict[str, Any]
 
     def __init__(self, data: dict[str, Any] | None = None) -> None:
-        super().__init__(data or {})
+        # A copy, because vLLM's log adds to these while Prometheus still gets the dict that they were made of.
+        super().__init__(dict(data or {}))
 
     def count(self, what: str, by: int = 1) -> None:
         """Add to a count."""
