@@ -146,6 +146,8 @@ class RankRead:
             move=max(0.0, self.ended_at - self.moves_since) if self.moves_since else 0.0,
             descriptors=0 if self.planned is None else self.planned.descriptors,
             staged_bytes=0 if self.planned is None else self.planned.staged_bytes,
+            verified=0 if self.verification is None else self.verification.verified,
+            unverified=0 if self.verification is None else self.verification.unverified,
         )
 
     def progress(self) -> TransferProgress | None:

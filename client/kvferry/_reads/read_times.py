@@ -17,12 +17,15 @@ class ShareWork:
         move: seconds from the start of its transfer until its last byte was seen; 0: nothing was transferred.
         descriptors: number of NIXL descriptors, after fusing and merging.
         staged_bytes: number of its bytes that went through staging memory.
+        verified, unverified: see `Verification`; 0 if integrity mode is off.
     """
 
     handshake: float = 0.0
     move: float = 0.0
     descriptors: int = 0
     staged_bytes: int = 0
+    verified: int = 0
+    unverified: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -279,6 +279,8 @@ class Reads:
             times=read.stamps.times(shares),
             descriptors=sum(share.descriptors for share in shares),
             staged_bytes=sum(share.staged_bytes for share in shares),
+            verified=sum(share.verified for share in shares),
+            unverified=sum(share.unverified for share in shares),
         )
         if read.not_quiet and self._hold_until_quiet:
             read.withheld = end

@@ -254,7 +254,7 @@ class ReadEnd:
             decided.
         source: what was read; None: no home has granted it.
         times: how long its stages took, for metrics.
-        descriptors, staged_bytes: of all ranks; see `ReadResult`.
+        descriptors, staged_bytes, verified, unverified: of all ranks; see `ShareWork`.
     """
 
     request_id: str
@@ -270,6 +270,8 @@ class ReadEnd:
     times: ReadTimes = field(default=ReadTimes(), compare=False)
     descriptors: int = 0
     staged_bytes: int = 0
+    verified: int = 0
+    unverified: int = 0
 
 
 @dataclass(frozen=True, slots=True)

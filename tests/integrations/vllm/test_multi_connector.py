@@ -33,7 +33,9 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NodeServerProcess
         yield server
 
 
-def multi(role: str, address: str, files: Path, *, child: dict[str, Any] | None = None, **transfer: Any) -> dict[str, Any]:
+def multi(
+    role: str, address: str, files: Path, *, child: dict[str, Any] | None = None, **transfer: Any
+) -> dict[str, Any]:
     """MultiConnector with ours and ExampleConnector, as a transfer configuration."""
     ours = {**kvferry(role, address), **(child or {})}
     example = {

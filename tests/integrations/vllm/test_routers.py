@@ -104,7 +104,9 @@ def pair(home: NodeServerProcess, tmp_path_factory: pytest.TempPathFactory) -> I
 
 
 @pytest.mark.parametrize("router", ROUTERS, ids=lambda router: router.name)
-def test_a_router_for_vllms_own_connector_is_used_unchanged(pair: Pair, home: NodeServerProcess, router: Router) -> None:
+def test_a_router_for_vllms_own_connector_is_used_unchanged(
+    pair: Pair, home: NodeServerProcess, router: Router
+) -> None:
     tokens, other = (prompt(300 + 2 * ROUTERS.index(router) + index, 90) for index in range(2))
     other[-1] = tokens[-1]
     read = counter(pair.decode, "read_total")
@@ -122,7 +124,11 @@ def test_a_router_for_vllms_own_connector_is_used_unchanged(pair: Pair, home: No
 def test_several_samples_of_a_prompt_are_published_and_read_once(pair: Pair, home: NodeServerProcess) -> None:
     """Routers forward ``n`` to both sides, and vLLM makes a request of each sample."""
     tokens = prompt(400, 90)
-    before = [counter(pair.prefill, "published_total"), counter(pair.decode, "read_total"), counter(pair.decode, "bytes")]
+    before = [
+        counter(pair.prefill, "published_total"),
+        counter(pair.decode, "read_total"),
+        counter(pair.decode, "bytes"),
+    ]
     first = pair.prefill.complete(
         pair.body(tokens, n=3, temperature=1.0, seed=1, max_tokens=1, kv_transfer_params={**ASKED, **NULLS})
     )
@@ -132,7 +138,11 @@ def test_several_samples_of_a_prompt_are_published_and_read_once(pair: Pair, hom
     samples = [[choice["token_ids"] for choice in each["choices"]] for each in (answer, alone)]
     assert samples[0] == samples[1]
     assert len({tuple(sample) for sample in samples[0]}) == 3
-    after = [counter(pair.prefill, "published_total"), counter(pair.decode, "read_total"), counter(pair.decode, "bytes")]
+    after = [
+        counter(pair.prefill, "published_total"),
+        counter(pair.decode, "read_total"),
+        counter(pair.decode, "bytes"),
+    ]
     assert [new - old for new, old in zip(after[:2], before[:2], strict=True)] == [1, 1]
     # Nothing stays pinned until the end of the hold.
     until(lambda: pinned(home) == 0)

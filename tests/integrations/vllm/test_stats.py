@@ -18,7 +18,7 @@ from kvferry.engine import ReadEnd, ReadTimes
 from kvferry.errors import KvferryError, TransferCancelled, TransferExpired, Unreachable
 from kvferry.integrations.vllm.registration import register
 from kvferry.integrations.vllm.stats import COUNTERS, HISTOGRAMS, REASONS, KvferryStats
-from tests.integrations.vllm.test_connector import offered, ready
+from tests.integrations.vllm.test_connector import alone, offered, ready, said
 from tests.support.node_servers import NodeServerProcess
 from tests.support.vllm_engines import Node, kvferry, make_model, prompt, request
 from tests.support.waiting import until
@@ -57,6 +57,8 @@ def test_counts_of_several_engines_and_intervals_add_up() -> None:
         "failed": 2,
         "not_granted": 1,
         "cancelled": 1,
+        "verified_blocks": 0,
+        "unverified_blocks": 0,
     }
     assert total.data[REASONS] == {"TransferExpired": 2, "Unreachable": 1}
     assert total.data["staged"] == [0.25] * 3
@@ -110,6 +112,38 @@ def test_multi_connector_logs_and_counts_ours_by_its_name() -> None:
     assert 'vllm:kvferry_read_staged_share_bucket{engine="0",le="0.25"} 1.0' in text
     for histogram in HISTOGRAMS.values():
         assert f"vllm:kvferry_{histogram.name}" in text
+
+
+@pytest.mark.timeout(600)
+def test_integrity_mode_compares_what_decode_has_read(tmp_path: Path) -> None:
+    """Switched on in the configuration of both engines, of two ranks and one."""
+    model = make_model(tmp_path / "model", kv_heads=4)
+    with NodeServerProcess(tmp_path / "home", tcp=True) as home:
+        extra = {"address": home.address, "integrity": {"mode": "full", "patience": 30}}
+        prefill, decode = (
+            Node(
+                model,
+                tmp_path / f"{role}.log",
+                tp=ranks,
+                connector={**kvferry(role, home.address), "kv_connector_extra_config": extra},
+            )
+            for role, ranks in (("kv_producer", 2), ("kv_consumer", 1))
+        )
+        try:
+            ready(prefill), ready(decode)
+            tokens = prompt(1, 96)
+            expected = alone(prefill, [tokens])
+            # Prefill sums in the steps after the one in which the request ended: beside another request.
+            [params, _] = offered(prefill, [tokens, prompt(2, 300)])
+            prefill.send("generate", request(prompt(3), 40))
+            assert said(decode.generate(request(tokens, 12, params))) == expected
+            prefill.answer()
+            # 3 blocks of the keys and values of 4 layers and 4 heads.
+            assert decode.call("metric", "vllm:kvferry_verified_blocks") == 3 * 2 * 4 * 4
+            assert decode.call("metric", "vllm:kvferry_unverified_blocks") == 0
+        finally:
+            prefill.close()
+            decode.close()
 
 
 @pytest.mark.timeout(600)

@@ -19,6 +19,8 @@ COUNTERS = {
     "failed": "Reads that failed.",
     "not_granted": "Reads that were refused, or whose publication never came.",
     "cancelled": "Reads of requests that were aborted.",
+    "verified_blocks": "Heads of blocks that were compared with the source's sums, and equal.",
+    "unverified_blocks": "Heads of blocks that integrity mode has not compared.",
 }
 REASONS = "reasons"
 """Failed and refused reads by the class of their error, ``vllm:kvferry_failures_total``."""
@@ -98,6 +100,9 @@ class KvferryStats(KVConnectorStats):  # type: ignore[misc]
         else:
             self.count("read")
             self.count("bytes", end.bytes)
+            for name, blocks in (("verified_blocks", end.verified), ("unverified_blocks", end.unverified)):
+                if blocks:
+                    self.count(name, blocks)
             self._measured(end)
 
     def _measured(self, end: ReadEnd) -> None:
