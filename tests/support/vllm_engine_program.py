@@ -34,7 +34,10 @@ def main() -> None:
 
     def sampling(request: Any) -> Any:
         return SamplingParams(
-            temperature=0,
+            n=request.get("n", 1),
+            temperature=request.get("temperature", 0),
+            seed=request.get("seed"),
+            logprobs=request.get("logprobs"),
             max_tokens=request["max_tokens"],
             ignore_eos=True,
             detokenize=False,
@@ -50,6 +53,11 @@ def main() -> None:
                 "finish": output.outputs[0].finish_reason,
                 "cached": output.num_cached_tokens,
                 "params": output.kv_transfer_params,
+                "samples": [list(each.token_ids) for each in output.outputs],
+                "logprobs": [
+                    sorted((found.logprob for found in place.values()), reverse=True)
+                    for place in output.outputs[0].logprobs or ()
+                ],
             }
             for output in outputs
         ]

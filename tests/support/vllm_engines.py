@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
 import json
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import urllib.request
@@ -19,6 +23,8 @@ from tests.support.repository import ROOT
 START_TIMEOUT = 300.0
 ANSWER_TIMEOUT = 120.0
 VOCABULARY = 512
+CONNECTOR = "KvferryConnector"
+"""The connector's name for vLLM, which knows it by the entry point."""
 
 ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -57,6 +63,27 @@ def make_model(folder: Path, *, kv_heads: int, layers: int = 4, head_dim: int = 
         model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**common))
     model.to(torch.float32).save_pretrained(folder, safe_serialization=True)
     return folder
+
+
+@functools.cache
+def installed() -> dict[str, str]:
+    """The environment of a vLLM beside which this checkout is installed: with the entry points that pip would make of
+    its pyproject.toml, which those of an older installation here may lack."""
+    import tomllib
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    folder = Path(tempfile.mkdtemp(prefix="kvferry-installed-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    described = folder / f"kvferry-{project['version']}.dist-info"
+    described.mkdir()
+    (described / "METADATA").write_text(f"Metadata-Version: 2.1\nName: kvferry\nVersion: {project['version']}\n")
+    points = [
+        f"[{group}]\n" + "".join(f"{name} = {value}\n" for name, value in named.items())
+        for group, named in project["entry-points"].items()
+    ]
+    (described / "entry_points.txt").write_text("\n".join(points))
+    paths = [str(folder), str(ROOT / "client"), str(ROOT / "server"), os.environ.get("PYTHONPATH", "")]
+    return {**os.environ, **ENVIRONMENT, "PYTHONPATH": os.pathsep.join(path for path in paths if path)}
 
 
 class Node:
@@ -101,7 +128,7 @@ class Node:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "tests.support.vllm_engine_program", json.dumps(arguments)],
                 cwd=ROOT,
-                env={**os.environ, **ENVIRONMENT, **(environment or {})},
+                env={**installed(), **(environment or {})},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=file,
@@ -183,12 +210,12 @@ class Server:
             "--kv-transfer-config",
             json.dumps({"kv_buffer_device": "cpu", **connector}),
         ]
-        environment = {name: value for name, value in ENVIRONMENT.items() if "MULTIPROCESSING" not in name}
+        environment = {name: value for name, value in installed().items() if "MULTIPROCESSING" not in name}
         with log.open("ab") as file:
             self.process = subprocess.Popen(
                 [str(Path(sys.executable).parent / "vllm"), "serve", str(model), *arguments],
                 cwd=ROOT,
-                env={**os.environ, **environment},
+                env=environment,
                 stdout=file,
                 stderr=file,
                 start_new_session=True,
@@ -232,8 +259,7 @@ class Server:
 def kvferry(role: str, address: str, **transfer: Any) -> dict[str, Any]:
     """Our connector in a transfer configuration."""
     return {
-        "kv_connector": "KvferryConnector",
-        "kv_connector_module_path": "kvferry.integrations.vllm",
+        "kv_connector": CONNECTOR,
         "kv_role": role,
         "kv_connector_extra_config": {"address": address},
         **transfer,
@@ -243,9 +269,11 @@ def kvferry(role: str, address: str, **transfer: Any) -> dict[str, Any]:
 PREFILL = {"do_remote_decode": True, "do_remote_prefill": False}
 
 
-def request(prompt: list[int], max_tokens: int = 12, params: dict[str, Any] | None = None) -> dict[str, Any]:
-    """What a node is asked."""
-    return {"prompt": prompt, "max_tokens": max_tokens, "params": params}
+def request(
+    prompt: list[int], max_tokens: int = 12, params: dict[str, Any] | None = None, **sampling: Any
+) -> dict[str, Any]:
+    """What a node is asked; `sampling`: `n`, `temperature`, `seed`, `logprobs`."""
+    return {"prompt": prompt, "max_tokens": max_tokens, "params": params, **sampling}
 
 
 def prompt(seed: int, length: int = 100) -> list[int]:

@@ -79,6 +79,7 @@ class Acquired:
         request_id: the source's name for the request.
         blocks: the source's blocks by group.
         payload: opaque bytes from the source.
+        accepted_at: when the home's promise arrived, on `kvferry._clock`; for metrics.
     """
 
     lease: ReaderLease
@@ -86,6 +87,7 @@ class Acquired:
     request_id: str
     blocks: dict[str, Blocks]
     payload: bytes
+    accepted_at: float = 0.0
 
 
 class Acquisition:
@@ -119,6 +121,7 @@ class Acquisition:
 
         self._lease: ReaderLease | None = None
         """The lease of the current attempt."""
+        self._accepted_at = 0.0
         self._told_under = b""
         """The lease_id when it was granted. The steps that the reader has were told under it: a lease that was acquired
         again has another id, under which the home may count them differently."""
@@ -215,7 +218,8 @@ class Acquisition:
             if answer.complete.steps != len(self._steps):
                 expected = f"{len(self._steps)}, the steps that came before it"
                 raise InvalidField("number of a publication's steps", answer.complete.steps, expected)
-            return Acquired(lease, self._source, self._request_id, self._steps.blocks(), answer.complete.payload)
+            blocks, payload = self._steps.blocks(), answer.complete.payload
+            return Acquired(lease, self._source, self._request_id, blocks, payload, self._accepted_at)
         if answer.HasField("revoked"):
             raise _aborted(self._request, self._request_id, answer.revoked.reason)
         return None
@@ -230,6 +234,7 @@ class Acquisition:
         remaining, every = from_duration(accepted.remaining), from_duration(accepted.renew_every)
         lease = ReaderLease(accepted.lease_id, sent_at, remaining, max(RENEW_LEAST, every))
         self._lease = self._had = lease
+        self._accepted_at = now()
         self._told_under = accepted.lease_id
         self._source, self._request_id = accepted.source, accepted.request_id or self._request_id
         self._keep(lease)

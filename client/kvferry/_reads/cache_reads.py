@@ -191,7 +191,7 @@ class CacheReads:
             read = self._by_share[share]
             if share.quiet:
                 del self._by_share[share]
-            end = ShareEnd(share.error, share.quiet, share.bytes)
+            end = ShareEnd(share.error, share.quiet, share.bytes, share.work)
             self._reads.share_ended(read, self._rank, end, share.ended_at)
 
     def _share_quiet(self, share: RankRead) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from kvferry._control.acquisition import Acquired, AcquireRequest
 from kvferry._control.cancellation import Cancellation
+from kvferry._reads.read_times import ShareWork, Stamps
 from kvferry.errors import KvferryError
 
 
@@ -33,11 +34,13 @@ class ShareEnd:
         error: why its bytes do not count; None: all have arrived.
         quiet: nothing can write to its blocks any more.
         bytes: number of bytes that have arrived.
+        work: how much work it was.
     """
 
     error: KvferryError | None
     quiet: bool
     bytes: int
+    work: ShareWork = ShareWork()
 
 
 @dataclass(slots=True, eq=False)
@@ -55,6 +58,7 @@ class LeasedRead:
         not_quiet: ranks whose share has ended, and whose blocks may still be written to.
         ended_at: when the last share ended, on `kvferry._clock`.
         confirmed: the home answered VALID. If False, the reader's own deadline decided.
+        stamps: when it reached its stages.
     """
 
     request: AcquireRequest
@@ -67,6 +71,7 @@ class LeasedRead:
     not_quiet: set[int] = field(default_factory=set)
     ended_at: float = 0.0
     confirmed: bool = False
+    stamps: Stamps = field(default_factory=Stamps)
     _judging_since: float = 0.0
 
     @property

@@ -110,7 +110,7 @@ class LeasedReads(Generic[SomeRead]):
 
     def begin(self, read: SomeRead) -> None:
         """Mark a granted read as READING; its ranks are about to start."""
-        read.stage = ReadStage.READING
+        read.stage, read.stamps.begun = ReadStage.READING, now()
 
     def withdraw(self, read: SomeRead) -> None:
         """End a read that is no longer wanted and that no rank has started. The caller ends its lease at the home."""
@@ -181,6 +181,7 @@ class LeasedReads(Generic[SomeRead]):
             wanted = read.stage is ReadStage.WAITING
             if wanted and isinstance(found, Acquired):
                 read.acquired, read.stage = found, ReadStage.GRANTED
+                read.stamps.accepted, read.stamps.granted = found.accepted_at, now()
                 self._owner.on_granted(read)
             elif wanted and isinstance(found, KvferryError):
                 self._refuse(read, found)
@@ -272,6 +273,7 @@ class LeasedReads(Generic[SomeRead]):
     def _all_ended(self, read: SomeRead) -> None:
         if read.acquired is None:
             return
+        read.stamps.ended = now()
         if read.error is None and not read.acquired.lease.live(read.ended_at):
             read.error = TransferExpired(f"read {read.read_id} ended after its lease", read_id=read.read_id)
         reporting = self._do(partial(self._report, read, read.acquired))
@@ -287,6 +289,7 @@ class LeasedReads(Generic[SomeRead]):
         """Judge a read by the home's verdict; None: there is none, and the reader's own deadline decides."""
         if read.stage is not ReadStage.JUDGING or read.acquired is None:
             return
+        read.stamps.judged = now()
         judgement = judge(read.ended_at, read.acquired.lease.deadline, verdict)
         if judgement is Judgement.EXPIRED:
             read_id = read.read_id

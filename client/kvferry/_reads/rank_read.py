@@ -11,6 +11,7 @@ from kvferry._control.cancellation import Cancellation
 from kvferry._control.connection import Control
 from kvferry._control.reader_lease import ReaderLease
 from kvferry._memory.tails import Tails
+from kvferry._reads.read_times import ShareWork
 from kvferry._reads.source_engines import SourceEngine
 from kvferry._transport.transport import Transfer, TransferProgress
 from kvferry.errors import KvferryError
@@ -105,6 +106,8 @@ class RankRead:
         ended_at: when it ended, on `kvferry._clock`; if all bytes have arrived, when the last was seen.
         planned: counts of its expansion; None before it.
         verification: the result of integrity mode; None: not compared.
+        waits_since, moves_since: when it began to wait for a handshake, and to transfer, on `kvferry._clock`; 0: it has
+            not.
     """
 
     def __init__(self, order: RankOrder, cancellation: Cancellation | None = None) -> None:
@@ -114,6 +117,7 @@ class RankRead:
         self.ended_at = 0.0
         self.planned: Planned | None = None
         self.verification: Verification | None = None
+        self.waits_since = self.moves_since = 0.0
         self._cancellation = Cancellation(order.read_id) if cancellation is None else cancellation
         self._lock = threading.Lock()
         self._starting = False
@@ -132,6 +136,19 @@ class RankRead:
     def bytes(self) -> int:
         """Number of bytes that have arrived."""
         return 0 if self._transfer is None else self._transfer.progress().bytes_done
+
+    @property
+    def work(self) -> ShareWork:
+        """How much work it was; call this when it has ended."""
+        met = self.moves_since or self.ended_at
+        return ShareWork(
+            handshake=max(0.0, met - self.waits_since) if self.waits_since else 0.0,
+            move=max(0.0, self.ended_at - self.moves_since) if self.moves_since else 0.0,
+            descriptors=0 if self.planned is None else self.planned.descriptors,
+            staged_bytes=0 if self.planned is None else self.planned.staged_bytes,
+            verified=0 if self.verification is None else self.verification.verified,
+            unverified=0 if self.verification is None else self.verification.unverified,
+        )
 
     def progress(self) -> TransferProgress | None:
         """Return the progress of its transfer; None before the transfer began."""

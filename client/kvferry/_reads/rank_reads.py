@@ -141,7 +141,9 @@ class RankReads(OneProcess):
         engine = self._sources.known(*source)
         if engine is not None:
             self._start_transfer(read, engine)
-        elif source in self._handshaking:
+            return
+        read.waits_since = read.waits_since or now()
+        if source in self._handshaking:
             self._handshaking[source].append(read)
         else:
             self._start_handshake(read)
@@ -192,6 +194,7 @@ class RankReads(OneProcess):
             expansion = engine.plan_of(order.layers).expand(order.granted, order.blocks, order.tokens)
             parts = [TransferPart.of(engine.agents[source.source_rank], source) for source in expansion.sources]
             read._engine, read.planned = engine, Planned.of(expansion)
+            read.moves_since = now()
             transfer = read.begin(
                 lambda: self._transport.start(parts, deadline=order.lease_deadline, label=order.read_id)
             )

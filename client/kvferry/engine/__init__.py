@@ -10,6 +10,8 @@ worker outputs are plain values: they can be pickled, and `plain` converts them 
 """
 
 from kvferry._memory.tails import Tails as Tails
+from kvferry._reads.read_times import ReadTimes as ReadTimes
+from kvferry._reads.read_times import ShareWork as ShareWork
 from kvferry.engine.scheduler import SchedulerPort as SchedulerPort
 from kvferry.engine.scheduler import SchedulerStats as SchedulerStats
 from kvferry.engine.values import Finished as Finished
@@ -17,5 +19,6 @@ from kvferry.engine.values import Grant as Grant
 from kvferry.engine.values import Offer as Offer
 from kvferry.engine.values import RankEnd as RankEnd
 from kvferry.engine.values import ReadEnd as ReadEnd
+from kvferry.engine.values import ReadSource as ReadSource
 from kvferry.engine.values import WorkerOutput as WorkerOutput
 from kvferry.engine.worker import WorkerPort as WorkerPort

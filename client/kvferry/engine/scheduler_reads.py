@@ -18,7 +18,7 @@ from kvferry._engine_spec import EngineSpec
 from kvferry._reads.leased_read import UNDER_WAY, LeasedRead, ReadStage, ShareEnd
 from kvferry._reads.leased_reads import LeasedReads
 from kvferry._work_queue import WorkQueue
-from kvferry.engine.values import BlockRuns, Finished, Grant, Offer, ReadEnd, WorkerOutput
+from kvferry.engine.values import BlockRuns, Finished, Grant, Offer, ReadEnd, ReadSource, WorkerOutput
 from kvferry.errors import (
     Closed,
     InvalidField,
@@ -179,7 +179,8 @@ class Reads:
             for end in (*output.ended, *output.failed):
                 read = self._by_id.get(end.read_id)
                 if read is not None:
-                    self._reads.share_ended(read, output.rank, ShareEnd(end.error(), end.quiet, end.bytes), now())
+                    share = ShareEnd(end.error(), end.quiet, end.bytes, end.work)
+                    self._reads.share_ended(read, output.rank, share, now())
             for read_id in output.quiesced:
                 read = self._by_id.get(read_id)
                 if read is not None:
@@ -264,6 +265,7 @@ class Reads:
         """See `leased_reads.Owner`."""
         self.counts[_kind(read.error)] += 1
         self.bytes += read.bytes
+        shares = [share.work for share in read.ends.values()]
         end = ReadEnd(
             request_id=read.request_id,
             read_id=read.read_id,
@@ -274,6 +276,12 @@ class Reads:
             lost=read.lost if read.error is not None else {},
             confirmed=read.confirmed,
             payload=b"" if read.offer is None else read.offer.payload,
+            source=None if read.acquired is None else _source(read, read.acquired),
+            times=read.stamps.times(shares),
+            descriptors=sum(share.descriptors for share in shares),
+            staged_bytes=sum(share.staged_bytes for share in shares),
+            verified=sum(share.verified for share in shares),
+            unverified=sum(share.unverified for share in shares),
         )
         if read.not_quiet and self._hold_until_quiet:
             read.withheld = end
@@ -350,6 +358,11 @@ def _offer(read: _Read, acquired: Acquired) -> Offer:
         granted=tuple(BlockRuns.of_blocks(name, blocks) for name, blocks in acquired.blocks.items()),
         payload=acquired.payload,
     )
+
+
+def _source(read: _Read, acquired: Acquired) -> ReadSource:
+    reference, source = read.request.reference, acquired.source
+    return ReadSource(reference.home, source.engine_id, source.incarnation, reference.publication, acquired.request_id)
 
 
 def _kind(error: KvferryError | None) -> str:

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from kvferry._arguments import integer, mapping, several, texts, token_range
+from kvferry._reads.read_times import ReadTimes, ShareWork
 from kvferry.errors import InvalidField, KvferryError, from_name
 from kvferry.geometry.blocks import MAX_BLOCKS, Blocks
 
@@ -160,6 +161,7 @@ class RankEnd:
         bytes: bytes that the rank read.
         lost: ids of the blocks whose bytes do not count, by group; empty if `ok`.
         error_name, message, values, retry_after: class and contents of the error; empty if `ok`.
+        work: how much work the share was, for metrics.
     """
 
     read_id: str
@@ -172,6 +174,7 @@ class RankEnd:
     message: str = ""
     values: Mapping[str, str] = field(default_factory=dict)
     retry_after: float | None = None
+    work: ShareWork = field(default=ShareWork(), compare=False)
 
     def error(self) -> KvferryError | None:
         """Rebuild the typed error with which the share ended; None if `ok`."""
@@ -207,9 +210,32 @@ class WorkerOutput:
     @classmethod
     def of(cls, plain: Plain) -> WorkerOutput:
         """Rebuild an output from the result of `plain`; raises `InvalidField` for anything else."""
-        ends = {name: _each(RankEnd, plain, name) for name in ("ended", "failed")}
+        ends = {
+            name: tuple(
+                dataclasses.replace(end, work=_made(ShareWork, end.work)) for end in _each(RankEnd, plain, name)
+            )
+            for name in ("ended", "failed")
+        }
         found = _made(cls, {**plain, **ends})
         return dataclasses.replace(found, rank=integer("rank", found.rank), quiesced=texts("quiesced", found.quiesced))
+
+
+@dataclass(frozen=True, slots=True)
+class ReadSource:
+    """Names what a read has read, in the words of the other side's log. Contains no secret.
+
+    Attributes:
+        home: address of the source's home.
+        engine_id, incarnation: the source engine.
+        publication: number of the publication.
+        request_id: the source's name for the request.
+    """
+
+    home: str
+    engine_id: str
+    incarnation: bytes
+    publication: int
+    request_id: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,6 +252,9 @@ class ReadEnd:
         lost: ids of the blocks whose bytes do not count, by group: all blocks of a failed read.
         confirmed: the home answered VALID. If False, the home did not confirm the lease, and the reader's own deadline
             decided.
+        source: what was read; None: no home has granted it.
+        times: how long its stages took, for metrics.
+        descriptors, staged_bytes, verified, unverified: of all ranks; see `ShareWork`.
     """
 
     request_id: str
@@ -237,6 +266,12 @@ class ReadEnd:
     bytes: int
     lost: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     confirmed: bool = False
+    source: ReadSource | None = None
+    times: ReadTimes = field(default=ReadTimes(), compare=False)
+    descriptors: int = 0
+    staged_bytes: int = 0
+    verified: int = 0
+    unverified: int = 0
 
 
 @dataclass(frozen=True, slots=True)

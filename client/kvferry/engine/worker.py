@@ -260,6 +260,7 @@ class WorkerPort(OneProcess):
             ok=error is None,
             quiet=read.quiet,
             bytes=read.bytes,
+            work=read.work,
             lost={} if error is None else {name: tuple(blocks.ids.tolist()) for name, blocks in order.blocks.items()},
             error_name="" if error is None else type(error).__name__,
             message="" if error is None else error.message,

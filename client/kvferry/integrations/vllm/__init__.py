@@ -1,14 +1,31 @@
 """vLLM's KV connector for kvferry: moves the KV cache from prefill to decode instances of any tensor-parallel sizes.
 
     vllm serve MODEL --kv-transfer-config '{
-      "kv_connector": "KvferryConnector", "kv_connector_module_path": "kvferry.integrations.vllm",
-      "kv_role": "kv_producer", "kv_buffer_device": "cpu",
+      "kv_connector": "KvferryConnector", "kv_role": "kv_producer",
       "kv_connector_extra_config": {"address": "unix:/run/kvferry/node.sock"}}'
 
 Use ``kv_consumer`` for decode instances. A node server, ``kvferryd``, must run at each address. The router passes
-``kv_transfer_params`` on; they contain one reference.
+``kv_transfer_params`` on; they contain one reference. `docs/vllm.md` has all settings.
 
 Tested with vLLM 0.32.0 on CPU. Other platforms are refused, because their memory layouts have not been checked.
+
+The connector is loaded on first use: vLLM imports this package in each of its processes, to register the connector's
+name, also where nobody uses it.
 """
 
-from kvferry.integrations.vllm.connector import KvferryConnector as KvferryConnector
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvferry.integrations.vllm.connector import KvferryConnector as KvferryConnector
+
+__all__ = ["KvferryConnector"]
+
+
+def __getattr__(name: str) -> object:
+    if name != "KvferryConnector":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from kvferry.integrations.vllm.connector import KvferryConnector
+
+    return KvferryConnector

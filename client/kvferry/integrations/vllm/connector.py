@@ -14,6 +14,7 @@ from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvferry.errors import InternalError
+from kvferry.integrations.vllm.registration import register
 from kvferry.integrations.vllm.scheduler import ConnectorScheduler
 from kvferry.integrations.vllm.setup import Setup, planes_of
 from kvferry.integrations.vllm.stats import KvferryPromMetrics, KvferryStats
@@ -29,6 +30,12 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """
 
     _cache_hit_source = CacheHitSource.P2P
+
+    @property
+    def supports_sleep_mode(self) -> bool:
+        """False: a sleeping engine unmaps memory that NIXL has registered and that other engines read. vLLM asks from
+        0.33 on; before, `check_supported` refuses."""
+        return False
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -87,7 +94,9 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def update_connector_output(self, connector_output: Any) -> None:
         """Take what the workers reported in a step."""
-        self._in_scheduler.collect(connector_output.kv_connector_worker_meta)
+        scheduler = self._in_scheduler
+        scheduler.collect(connector_output.kv_connector_worker_meta)
+        scheduler.told(connector_output.finished_recving or ())
 
     def has_pending_push_work(self) -> bool:
         """Return whether vLLM has to run steps even without a request."""
@@ -164,3 +173,7 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._scheduler.close()
         if self._worker is not None:
             self._worker.close()
+
+
+# MultiConnector finds its children's statistics by name, also if the child was named by its module.
+register()

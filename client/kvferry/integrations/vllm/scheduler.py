@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from vllm.v1.request import RequestStatus
 
-from kvferry._client import Client
+from kvferry._control.publications import ReleaseOutcome
+from kvferry._wire.reference import parse_reference
 from kvferry.engine import Grant, Offer, ReadEnd, SchedulerPort
 from kvferry.errors import KvferryError
+from kvferry.geometry.blocks import Blocks
 from kvferry.integrations.vllm.setup import Setup
+from kvferry.integrations.vllm.siblings import Published, Siblings
 from kvferry.integrations.vllm.stats import KvferryStats
 from kvferry.integrations.vllm.values import StepMetadata, WorkerNews
 
@@ -33,33 +37,56 @@ class _Load:
 
     Attributes:
         reference: reference of the publication to read.
+        follows: another request of the same reference is read, and this one waits to find its blocks in vLLM's prefix
+            cache; no lease is acquired for it.
+        found: it follows, and the blocks are there.
         computed: number of tokens that it has already, according to vLLM's last call.
         reading: it has blocks, and the workers are reading into them.
         aborted: vLLM has aborted it.
-        refused: the error with which the read was refused, if the request must fail; vLLM fails a request only after it
-            has blocks.
+        failed: its read has failed, and vLLM is being told.
+        refused: the error with which the read was refused; vLLM is told of it like of a failed read, which it can only
+            be after it has allocated blocks.
     """
 
     reference: str
+    follows: bool = False
+    found: bool = False
     computed: int = 0
     reading: bool = False
     aborted: bool = False
+    failed: bool = False
     refused: KvferryError | None = None
 
 
 class ConnectorScheduler:
     """Publishes the requests that prefill has finished, and acquires those that decode wants to read.
 
+    What becomes of a request whose read fails is vLLM's decision alone (``kv_load_failure_policy``: "fail" or
+    "recompute"). The connector never looks at that setting: inside MultiConnector it would see its own, which is "fail"
+    unless it is written there too, while vLLM follows MultiConnector's. So each failure is reported, and `_told` learns
+    from what vLLM does next whether the publication is still of use to somebody.
+
     A request is in `_sending` from its publication until its blocks are released.
     """
 
     def __init__(self, setup: Setup) -> None:
         self._setup = setup
-        self._client = Client(setup.address, allowed_homes=setup.allowed_homes)
+        settings = setup.settings
+        self._client = settings.client()
         # vLLM frees or reuses the blocks of a failed read as soon as it learns of the failure.
-        self._port = SchedulerPort(self._client, setup.spec, hold_until_quiet=True)
+        self._port = SchedulerPort(
+            self._client,
+            setup.spec,
+            hold_until_quiet=True,
+            max_waiting=settings.max_waiting,
+            timeout=settings.start_timeout,
+        )
         self._loads: dict[str, _Load] = {}
         self._sending: set[str] = set()
+        self._published = Siblings()
+        self._leaders: dict[str, str] = {}
+        """The request that is read, or that vLLM will find in its prefix cache soon, by its reference."""
+        self._sums: list[tuple[int, dict[str, Blocks]]] = []
         self._registered: set[int] = set()
         self._starts: list[Grant] = []
         self._ends: list[ReadEnd] = []
@@ -73,11 +100,14 @@ class ConnectorScheduler:
         reference = params.get(REFERENCE)
         if not params.get("do_remote_prefill") or not reference:
             return
-        self._loads[request.request_id] = _Load(reference)
-        try:
-            self._port.acquire(request.request_id, reference, timeout=self._setup.read_timeout)
-        except KvferryError as error:
-            self._refuse(request.request_id, error)
+        request_id = request.request_id
+        load = self._loads[request_id] = _Load(reference)
+        if self._setup.caches_prefixes and reference in self._leaders:
+            # Another sample of the same prompt (n > 1): all of them have the reference of one publication, which is
+            # released after its first read.
+            load.follows = True
+            return
+        self._lead(request_id, load)
 
     def matched_tokens(self, request: Any, computed: int) -> tuple[int | None, bool]:
         """Return how many tokens after the first `computed` will be read, or None if that is not known yet, and whether
@@ -86,6 +116,15 @@ class ConnectorScheduler:
         load = self._loads.get(request_id)
         if load is None or load.reading:
             return 0, False
+        if load.follows:
+            if load.reference in self._leaders:
+                return None, False
+            if load.found:
+                # vLLM has counted the blocks among the computed ones; what is left is less than a block.
+                del self._loads[request_id]
+                return 0, False
+            load.follows = False
+            self._lead(request_id, load)
         load.computed = computed
         offered = request.num_tokens
         if load.refused is None:
@@ -105,7 +144,11 @@ class ConnectorScheduler:
     def allocated(self, request_id: str, block_ids: tuple[list[int], ...], count: int) -> None:
         """Attach the blocks that vLLM has allocated for `count` tokens after the computed ones."""
         load = self._loads.get(request_id)
-        if load is None or load.reading:
+        if load is None:
+            # It is about to be computed. If it was read, vLLM has put its blocks into the prefix cache just now.
+            self._led(request_id, found=True)
+            return
+        if load.reading:
             return
         if count == 0:
             self._decline(request_id)
@@ -133,8 +176,13 @@ class ConnectorScheduler:
             Whether vLLM must keep its blocks, and the ``kv_transfer_params`` for the router.
         """
         request_id = request.request_id
+        self._led(request_id)
         load = self._loads.get(request_id)
-        if load is not None and load.reading:
+        if load is not None and load.failed:
+            if request.status is RequestStatus.FINISHED_ERROR:
+                # vLLM fails requests whose read has failed. The router may let another engine read the publication.
+                del self._loads[request_id]
+        elif load is not None and load.reading:
             # vLLM itself keeps the blocks until the read has ended.
             load.aborted = True
             self._port.cancel(request_id)
@@ -147,16 +195,23 @@ class ConnectorScheduler:
         tokens = min(request.num_computed_tokens, request.num_tokens - 1)
         if tokens <= 0:
             return False, None
+        sibling = self._published.find(request, tokens)
+        if sibling is not None:
+            return False, _params(sibling.reference)
         try:
-            publication = self._port.publish(request_id, self._setup.published(block_ids, tokens))
+            blocks = self._setup.published(block_ids, tokens)
+            publication = self._port.publish(request_id, blocks, checksums=self._setup.sums)
         except KvferryError as error:
             logger.warning("request %s could not be published: %s", request_id, error)
             return False, None
         self._sending.add(request_id)
+        self._published.add(request, tokens, Published(request_id, publication.number, publication.reference))
+        if self._setup.sums:
+            self._sums.append((publication.number, blocks))
         self._stats.count("published")
-        return True, {"do_remote_prefill": True, "do_remote_decode": False, REFERENCE: publication.reference}
+        return True, _params(publication.reference)
 
-    # Every step.
+    # In each step.
 
     def step(self, *, idle: bool) -> StepMetadata:
         """Return the metadata of a step for the workers.
@@ -168,16 +223,24 @@ class ConnectorScheduler:
             # vLLM runs idle steps in a loop that does not release the interpreter: every other thread would wait for
             # Python's switch interval of 5 ms.
             time.sleep(YIELD)
-        sent = {release.request_id for release in self._port.released()} & self._sending
-        self._sending -= sent
-        metadata = StepMetadata(starts=self._starts, cancels=self._port.cancels(), sent=sent)
-        self._starts = []
+        metadata = StepMetadata(
+            starts=self._starts, cancels=self._port.cancels(), sums=self._sums, sent=self._released()
+        )
+        self._starts, self._sums = [], []
         if not self._all_registered():
             metadata.token = str(self._port.token)
         ends, self._ends = [*self._ends, *self._port.finished().reads], []
         for end in ends:
             self._read_ended(end, metadata)
         return metadata
+
+    def told(self, received: Iterable[str]) -> None:
+        """Handle that vLLM knows the ends of these reads, and has failed requests that it wanted to fail."""
+        for request_id in received:
+            load = self._loads.get(request_id)
+            if load is not None and load.failed:
+                # vLLM has not failed it, so it computes it here, or it was aborted: nobody will read the publication.
+                self._give_back(self._loads.pop(request_id))
 
     def collect(self, news: WorkerNews | None) -> None:
         """Take the news of the workers; raises `KvferryError` if a rank cannot be registered."""
@@ -210,46 +273,105 @@ class ConnectorScheduler:
     def _all_registered(self) -> bool:
         return len(self._registered) == self._setup.spec.num_ranks
 
+    def _released(self) -> set[str]:
+        """Return the requests whose blocks vLLM may free."""
+        sent = set()
+        for release in self._port.released():
+            self._published.released(release.publication)
+            wanted = release.outcome in (ReleaseOutcome.READ, ReleaseOutcome.DECLINED)
+            if not wanted:
+                self._stats.count("unread")
+            if not wanted or any(read.state not in ("valid", "cancelled") for read in release.reads):
+                # With the names by which the reader's log calls it.
+                logger.warning("engine %s, %s", self._setup.spec.engine_id, release)
+            sent.add(release.request_id)
+        sent &= self._sending
+        self._sending -= sent
+        return sent
+
+    def _lead(self, request_id: str, load: _Load) -> None:
+        """Acquire the publication of a request, which others of the same reference then follow."""
+        self._leaders[load.reference] = request_id
+        try:
+            self._port.acquire(request_id, load.reference, timeout=self._setup.settings.read_timeout)
+        except KvferryError as error:
+            self._refuse(request_id, error)
+
+    def _led(self, request_id: str, *, found: bool = False) -> None:
+        """Let the followers of a request go on.
+
+        Args:
+            request_id: the request.
+            found: its blocks were read and are in the prefix cache; if not, the first follower reads them.
+        """
+        for reference in [reference for reference, leader in self._leaders.items() if leader == request_id]:
+            del self._leaders[reference]
+            for load in self._loads.values():
+                load.found |= found and load.follows and load.reference == reference
+
     def _decline(self, request_id: str) -> None:
         """Give up a request that will not be read."""
         load = self._loads.pop(request_id)
+        if load.follows:
+            return
+        self._led(request_id)
         self._port.cancel(request_id)
         self._give_back(load)
 
     def _give_back(self, load: _Load) -> None:
-        """Tell the source's home that nobody will read a publication."""
+        """Tell the source's home that nobody will read a publication, unless another request here still may."""
+        if any(other.reference == load.reference for other in self._loads.values()):
+            return
         try:
             self._port.decline(load.reference)
         except KvferryError as error:
             logger.info("could not decline a publication: %s", error)
 
     def _refuse(self, request_id: str, error: KvferryError) -> None:
-        """Handle a request that will not be granted: vLLM computes it, or fails it like a request whose read failed."""
-        logger.warning("request %s will not be read: %s: %s", request_id, type(error).__name__, error)
-        self._stats.count("not_granted")
-        if self._setup.fail_requests:
-            self._loads[request_id].refused = error
-        else:
-            self._give_back(self._loads.pop(request_id))
+        """Handle a request that will not be granted: vLLM is told as soon as it has allocated blocks."""
+        self._loads[request_id].refused = error
 
     def _read_ended(self, end: ReadEnd, metadata: StepMetadata) -> None:
         request_id = end.request_id
-        load = self._loads.pop(request_id)
+        load = self._loads[request_id]
         metadata.received.add(request_id)
+        self._stats.read_ended(end, granted=load.refused is None)
         if end.error is None:
-            self._stats.count("read", end.bytes)
+            # Its followers wait until vLLM has put it into its prefix cache, see `allocated`.
+            del self._loads[request_id]
             return
-        self._stats.count("failed")
-        logger.warning("the read of request %s failed: %s: %s", request_id, type(end.error).__name__, end.error)
-        if load.aborted or not self._setup.fail_requests:
-            # Otherwise the request fails, and the router may let another engine read it.
-            self._give_back(load)
+        self._led(request_id)
+        self._log_failure(end, load)
+        load.failed = True
         if load.aborted:
             return
         if len(self._setup.spec.groups) == 1:
             metadata.lost.update(*end.lost.values())
         else:
             metadata.failed.add(request_id)
+
+    def _log_failure(self, end: ReadEnd, load: _Load) -> None:
+        """Log a failed read in one line, with the names by which the source's log calls it and no secret."""
+        read = f"read {end.read_id} of request {end.request_id}" if end.read_id else f"request {end.request_id}"
+        try:
+            reference = parse_reference(load.reference)
+        except KvferryError:
+            source = "a source that its reference does not name"
+        else:
+            theirs = reference.request_id if end.source is None else end.source.request_id
+            source = (
+                f"publication {reference.publication} of request {theirs!r}, engine {reference.engine_id} at "
+                f"{reference.home}"
+            )
+        how = "was cancelled" if load.aborted else "failed" if end.read_id else "will not be read"
+        log = logger.info if load.aborted else logger.warning
+        engine_id, error = self._setup.spec.engine_id, f"{type(end.error).__name__}: {end.error}"
+        log("%s, engine %s, %s: %s; source: %s", read, engine_id, how, error, source)
+
+
+def _params(reference: str) -> dict[str, Any]:
+    """Return the ``kv_transfer_params`` for decode. Routers pass them on unread."""
+    return {"do_remote_prefill": True, "do_remote_decode": False, REFERENCE: reference}
 
 
 def _tokens(offer: Offer) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,13 +12,13 @@ from typing import Any
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
-from kvferry import _arguments as arguments
 from kvferry._engine_spec import EngineSpec
 from kvferry.errors import InvalidField
 from kvferry.geometry.blocks import Blocks
 from kvferry.geometry.model import Group, GroupKind, Interval, Plane
 from kvferry.geometry.tensors import Holding, Tensor
 from kvferry.integrations.vllm.layouts import Layer, layer_planes
+from kvferry.integrations.vllm.settings import ConnectorSettings, check_supported
 
 NULL_BLOCK = 0
 """The null block: the first block of vLLM's block pool."""
@@ -33,18 +32,14 @@ class Setup:
 
     Attributes:
         spec: the engine. The names of its groups are their indices in vLLM's configuration.
-        address: address of the node server.
-        allowed_homes: see `Client`.
-        read_timeout: seconds until a read fails.
-        fail_requests: a request whose read fails is failed too; if False, it is computed here.
+        settings: what the operator has configured.
+        caches_prefixes: whether vLLM keeps the blocks of requests for others with the same prefix.
         serves, reads: whether other engines read from it, and whether it reads from others.
     """
 
     spec: EngineSpec
-    address: str
-    allowed_homes: tuple[str, ...]
-    read_timeout: float
-    fail_requests: bool
+    settings: ConnectorSettings
+    caches_prefixes: bool
     serves: bool
     reads: bool
 
@@ -57,25 +52,22 @@ class Setup:
         for name in ("prefill_context_parallel_size", "decode_context_parallel_size"):
             if getattr(parallel, name, 1) != 1:
                 raise InvalidField(name, getattr(parallel, name), "1")
-        extra = transfer.kv_connector_extra_config
-        address = extra.get("address") or os.environ.get("KVFERRY_ADDRESS", "")
-        if not address:
-            raise InvalidField(
-                "address", "", "the node server's address, in kv_connector_extra_config or KVFERRY_ADDRESS"
-            )
-        allowed_homes = arguments.texts("allowed_homes", extra.get("allowed_homes", ()))
-        read_timeout = arguments.seconds("read_timeout", extra.get("read_timeout", 120.0))
+        check_supported(vllm_config, current_platform.device_type)
+        settings = ConnectorSettings.of(transfer.kv_connector_extra_config)
         groups = tuple(_group(index, group, kv_cache_config) for index, group in _transferred(kv_cache_config))
         spec = EngineSpec(transfer.engine_id, groups, parallel.world_size, _identity(vllm_config))
         return cls(
             spec=spec,
-            address=address,
-            allowed_homes=allowed_homes,
-            read_timeout=read_timeout,
-            fail_requests=transfer.kv_load_failure_policy == "fail",
+            settings=settings,
+            caches_prefixes=bool(vllm_config.cache_config.enable_prefix_caching),
             serves=transfer.is_kv_producer,
             reads=transfer.is_kv_consumer,
         )
+
+    @property
+    def sums(self) -> bool:
+        """Whether integrity mode is on."""
+        return self.settings.integrity.mode != "off"
 
     def published(self, block_ids: tuple[list[int], ...], tokens: int) -> dict[str, Blocks]:
         """Convert vLLM's block ids of a request to the blocks that a source publishes, by group.

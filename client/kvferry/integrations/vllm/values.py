@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
 from kvferry.engine import Grant, WorkerOutput
+from kvferry.geometry.blocks import Blocks
 
 
 @dataclass
@@ -17,6 +18,7 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
         token: the engine's token, until all workers have registered; then empty.
         starts: grants of the reads to start.
         cancels: read_ids of the reads to cancel.
+        sums: number and blocks of publications that integrity mode sums.
         sent: requests whose blocks the source may free.
         received: requests whose reads have ended, with or without an error.
         lost: ids of the blocks of failed reads, in an engine of one group.
@@ -26,6 +28,7 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
     token: str = field(default="", repr=False)
     starts: list[Grant] = field(default_factory=list)
     cancels: list[str] = field(default_factory=list)
+    sums: list[tuple[int, dict[str, Blocks]]] = field(default_factory=list)
     sent: set[str] = field(default_factory=set)
     received: set[str] = field(default_factory=set)
     lost: set[int] = field(default_factory=set)
@@ -33,7 +36,7 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
 
     def __bool__(self) -> bool:
         """Whether the message has any content."""
-        return bool(self.token or self.starts or self.cancels or self.sent or self.received)
+        return bool(self.token or self.starts or self.cancels or self.sums or self.sent or self.received)
 
 
 @dataclass

@@ -6,10 +6,10 @@ import logging
 import threading
 import time
 from collections.abc import Mapping
+from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 
-from kvferry._client import Client
 from kvferry._threads import start_thread
 from kvferry.engine import RankEnd, WorkerOutput, WorkerPort
 from kvferry.errors import KvferryError
@@ -34,7 +34,7 @@ class ConnectorWorker:
     def __init__(self, setup: Setup, rank: int) -> None:
         self._setup = setup
         self._rank = rank
-        self._client = Client(setup.address, allowed_homes=setup.allowed_homes)
+        self._client = setup.settings.client()
         self._caches: Mapping[str, Tensor] = {}
         self._planes: list[Plane] = []
         self._lock = threading.Lock()
@@ -58,7 +58,7 @@ class ConnectorWorker:
                     # The token comes again with the next step.
                     logger.warning("rank %d is not registered yet: %s", self._rank, error)
             if self._port is None:
-                if metadata.starts or metadata.cancels:
+                if metadata.starts or metadata.cancels or metadata.sums:
                     self._early.append(metadata)
                 return
             self._do(self._port, metadata)
@@ -97,6 +97,11 @@ class ConnectorWorker:
                 self._news.outputs.append(WorkerOutput(self._rank, failed=(end,)))
         for read_id in metadata.cancels:
             port.cancel(read_id)
+        for publication, blocks in metadata.sums:
+            try:
+                port.cache.checksum(publication, blocks).add_done_callback(partial(_summed, publication))
+            except KvferryError as error:
+                logger.warning("publication %d will not be summed: %s", publication, error)
 
     def _register(self, token: str) -> None:
         """Register the caches, on a thread of its own; repeats it while errors are retryable."""
@@ -130,3 +135,10 @@ class ConnectorWorker:
             for metadata in self._early:
                 self._do(port, metadata)
             self._early.clear()
+
+
+def _summed(publication: int, sums: Future[int]) -> None:
+    """Log why a publication was not summed: its readers then count its blocks as unverified."""
+    error = None if sums.cancelled() else sums.exception()
+    if error is not None:
+        logger.warning("publication %d was not summed: %s", publication, error)

@@ -1,0 +1,195 @@
+"""What an operator writes into ``kv_connector_extra_config``: checked when vLLM starts, before it loads a model."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import UnionType
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from kvferry import _arguments as arguments
+from kvferry._cache import OPEN_TIMEOUT, READ_TIMEOUT
+from kvferry._client import Client
+from kvferry._transport.nixl_options import NixlOptions
+from kvferry._transport.staging_pool import StagingOptions
+from kvferry._wire.channel import TlsConfig, parse_address
+from kvferry.engine.scheduler import MAX_WAITING
+from kvferry.errors import InvalidField
+from kvferry.planner.summed_blocks import IntegrityOptions
+
+ADDRESS_VARIABLE = "KVFERRY_ADDRESS"
+"""The environment variable with the node server's address, for fleets whose engines share one configuration."""
+
+OF_NIXL_CONNECTOR = {
+    "backends": "no such list: leave it out, or see nixl",
+    "num_threads": "nixl: {reading_agents: ...}",
+    "kv_lease_duration": "a time of the node server's: kvferryd --ttl",
+    "engine_ttl": "nothing: idle peers are dropped by themselves",
+    "bidirectional_kv_xfer": "nothing: with kv_role kv_both it is always on",
+    "decoder_kv_blocks_ttl": "a time of the node server's: kvferryd --hold",
+    "kv_recompute_threshold": "nothing: what is published is read",
+    "enforce_handshake_compat": "nothing: caches that differ are always refused, naming the fields",
+    "enable_cross_layers_blocks": "nothing: strides are taken from the tensors",
+    "push_registration_timeout": "read_timeout",
+}
+"""Keys of vLLM's NixlConnector (0.32.0), and what kvferry has in their place."""
+
+Options = TypeVar("Options")
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectorSettings:
+    """The settings of the connector, equal in all processes of an engine.
+
+    The objects are those of `Client`, written as JSON objects with the same fields; files are paths.
+
+    Attributes:
+        address: address of this node's server, ``unix:/path`` or ``host:port``; otherwise from ``KVFERRY_ADDRESS``.
+        allowed_homes: shell patterns of the ``host:port`` of homes that may be connected to without TLS.
+        read_timeout: seconds until a read fails, the wait for its publication included.
+        start_timeout: seconds for which the engine waits for its node server when it starts.
+        max_waiting: how many requests may wait for their publications at once; further ones are not read.
+        tls: files for TLS; None: no TLS.
+        nixl: how bytes move.
+        staging: when and how small pieces go through staging memory.
+        integrity: whether published blocks are summed, and blocks that were read are compared with the sums.
+    """
+
+    address: str
+    allowed_homes: tuple[str, ...] = ()
+    read_timeout: float = READ_TIMEOUT
+    start_timeout: float = OPEN_TIMEOUT
+    max_waiting: int = MAX_WAITING
+    tls: TlsConfig | None = None
+    nixl: NixlOptions = field(default_factory=NixlOptions)
+    staging: StagingOptions = field(default_factory=StagingOptions)
+    integrity: IntegrityOptions = field(default_factory=IntegrityOptions)
+
+    def __post_init__(self) -> None:
+        if not self.address:
+            raise InvalidField(
+                "address", "", f"the node server's address, in kv_connector_extra_config or {ADDRESS_VARIABLE}"
+            )
+        parse_address(arguments.text("address", self.address))
+        for name, value in (
+            ("allowed_homes", arguments.texts("allowed_homes", self.allowed_homes)),
+            ("read_timeout", arguments.seconds("read_timeout", self.read_timeout)),
+            ("start_timeout", arguments.seconds("start_timeout", self.start_timeout)),
+            ("max_waiting", arguments.integer("max_waiting", self.max_waiting, 1)),
+        ):
+            object.__setattr__(self, name, value)
+
+    @classmethod
+    def of(cls, extra: Mapping[str, object]) -> ConnectorSettings:
+        """Convert ``kv_connector_extra_config``.
+
+        Raises:
+            InvalidField: a key is unknown, or a value is wrong; the field is the key, with dots inside objects.
+        """
+        given = dict(extra)
+        if not given.get("address"):
+            given["address"] = os.environ.get(ADDRESS_VARIABLE, "")
+        return _made(cls, "", given)
+
+    def client(self) -> Client:
+        """Make the client of a process."""
+        return Client(
+            self.address,
+            tls=self.tls,
+            allowed_homes=self.allowed_homes,
+            options=self.nixl,
+            staging=self.staging,
+            integrity=self.integrity,
+        )
+
+
+def check_supported(vllm_config: Any, device_type: str) -> None:
+    """Refuse what the connector cannot do, before anything is registered.
+
+    Args:
+        vllm_config: vLLM's configuration.
+        device_type: type of the device that holds the cache, as vLLM's platform names it: ``cpu``, ``cuda``, ``xpu``.
+
+    Raises:
+        InvalidField: names the setting of vLLM and the reason.
+    """
+    buffer = vllm_config.kv_transfer_config.kv_buffer_device
+    if buffer != device_type:
+        raise InvalidField(
+            "kv_buffer_device",
+            buffer,
+            f"{device_type!r}, or nothing: the cache is read where it is, and no copy is made in a buffer elsewhere",
+        )
+    model = vllm_config.model_config
+    if model is None:
+        return
+    if model.runner_type == "pooling":
+        raise InvalidField(
+            "runner", "pooling", "generate: models for embeddings, scores and classes decode nothing, so nobody reads"
+        )
+    if model.enable_sleep_mode:
+        raise InvalidField("enable_sleep_mode", True, "False: a sleeping engine unmaps memory that others read")
+    if model.is_encoder_decoder:
+        raise InvalidField(
+            "model", str(model.model), "a decoder: caches of cross-attention are not published (nor does vLLM allow it)"
+        )
+
+
+def _made(cls: type[Options], path: str, given: Mapping[str, object]) -> Options:
+    """Make a dataclass of options from a JSON object.
+
+    Args:
+        cls: the dataclass.
+        path: where the object stands, with a dot at its end; empty: it is the whole.
+        given: the object.
+    """
+    hints = get_type_hints(cls)
+    known = [each.name for each in dataclasses.fields(cls)]  # type: ignore[arg-type]
+    for key in given:
+        if key not in known:
+            raise InvalidField(f"{path}{key}", arguments.described(given[key]), _instead(key, known, top=not path))
+    values = {key: _value(f"{path}{key}", hints[key], value) for key, value in given.items()}
+    try:
+        return cls(**values)
+    except InvalidField as error:
+        raise InvalidField(
+            f"{path}{error.values['field']}", _Said(error.values["value"]), error.values["expected"]
+        ) from None
+    except TypeError:
+        raise InvalidField(
+            path.rstrip("."), arguments.described(given), f"values of the types of {cls.__name__}"
+        ) from None
+
+
+def _value(path: str, hint: object, value: object) -> object:
+    """Convert a JSON value to what the options take: objects to options, and names of files to paths."""
+    kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    if value is None and type(None) in kinds:
+        return None
+    for kind in kinds:
+        if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+            entries = arguments.mapping(path, value, f"an object with the fields of {kind.__name__}")
+            return _made(kind, f"{path}.", {arguments.text(path, key): entry for key, entry in entries.items()})
+        if kind is Path:
+            return Path(arguments.text(path, value, "the name of a file"))
+    return value
+
+
+def _instead(key: str, known: Iterable[str], *, top: bool) -> str:
+    """Say what may stand in place of an unknown key."""
+    known = sorted(known)
+    if top and key in OF_NIXL_CONNECTOR:
+        return f"no key of NixlConnector; kvferry has {OF_NIXL_CONNECTOR[key]}"
+    near = difflib.get_close_matches(key, known, 1, 0.5)
+    return f"{near[0]!r}, perhaps: there is no key {key!r}" if near else f"one of {', '.join(known)}"
+
+
+class _Said(str):
+    """A value that an error has described already."""
+
+    def __repr__(self) -> str:
+        return str(self)

@@ -1,0 +1,173 @@
+"""What routers and sidecars send to prefill and forward to decode: each is replayed to two ``vllm serve``.
+
+They were written for vLLM's NixlConnector, and are used unchanged. Requests are those of the projects' public code of
+August and September 2026; the projects themselves are not run here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integrations.vllm.test_connector import pinned
+from tests.support.node_servers import NodeServerProcess, free_port
+from tests.support.vllm_engines import Server, kvferry, make_model, prompt
+from tests.support.waiting import until
+
+pytestmark = pytest.mark.timeout(600)
+
+NULLS = {f"remote_{name}": None for name in ("engine_id", "block_ids", "host", "port")}
+ASKED = {"do_remote_decode": True, "do_remote_prefill": False}
+
+
+@dataclass(frozen=True)
+class Router:
+    """What a router does between the client and the two servers.
+
+    Attributes:
+        name: of the project.
+        asks: the ``kv_transfer_params`` that it sends to prefill.
+        limits: fields of the request that it sets for prefill.
+        adds: what it adds to the answer's ``kv_transfer_params`` before it forwards them to decode.
+    """
+
+    name: str
+    asks: dict[str, Any]
+    limits: dict[str, Any] = field(default_factory=lambda: {"max_tokens": 1, "stream": False})
+    adds: dict[str, Any] = field(default_factory=dict)
+
+
+ROUTERS = [
+    Router("vllm-router", {**ASKED, **NULLS}),
+    Router("vllm-toy-proxy", {**ASKED, **NULLS}, {"max_tokens": 1, "min_tokens": 1, "stream": False}),
+    Router("llm-d-sidecar-nixlv2", {**ASKED, **NULLS}, {"max_tokens": 1, "max_completion_tokens": 1, "stream": False}),
+    Router("production-stack", {**ASKED, **NULLS}, adds={"remote_host": "10.0.0.7"}),
+    Router("aibrix", {**ASKED, **NULLS}, adds={"remote_host": "10.0.0.7"}),
+    # Sends no nulls. It knows the connector as MultiConnector, see test_multi_connector.py.
+    Router("dynamo", ASKED),
+    # The fields of other modes, all of which are unknown here.
+    Router("unknown-fields", {**ASKED, **NULLS, "tp_size": 8, "transfer_id": "x", "remote_dp_rank": 3, "notify": [1]}),
+]
+
+
+class Pair:
+    """Two servers of the same role, so that each can be prefill and decode."""
+
+    def __init__(self, model: Path, folder: Path, address: str) -> None:
+        self.model = str(model)
+        self.servers = [
+            Server(model, folder / f"{name}.log", free_port(), kvferry("kv_both", address)) for name in ("p", "d")
+        ]
+
+    def ready(self) -> Pair:
+        """Wait until both serve."""
+        self.prefill, self.decode = (server.ready() for server in self.servers)
+        return self
+
+    def body(self, tokens: list[int], **fields: Any) -> dict[str, Any]:
+        """A client's request."""
+        common = {"model": self.model, "temperature": 0, "max_tokens": 12, "ignore_eos": True, "return_token_ids": True}
+        return {**common, "prompt": tokens, **fields}
+
+    def alone(self, tokens: list[int], **fields: Any) -> list[int]:
+        """What one server says, which finds nothing of earlier requests in its cache."""
+        answer = self.prefill.complete(self.body(tokens, cache_salt="another", **fields))
+        return list(answer["choices"][0]["token_ids"])
+
+
+def counter(server: Server, name: str) -> float:
+    """A counter at ``/metrics``, over all labels."""
+    lines = server.metrics().splitlines()
+    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"vllm:kvferry_{name}"))
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NodeServerProcess]:
+    # Nothing here waits for the end of a hold.
+    with NodeServerProcess(tmp_path_factory.mktemp("home"), tcp=True, hold=600) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def pair(home: NodeServerProcess, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    folder = tmp_path_factory.mktemp("pair")
+    pair = Pair(make_model(folder / "model", kv_heads=4), folder, home.address)
+    try:
+        yield pair.ready()
+    finally:
+        for server in pair.servers:
+            server.close()
+
+
+@pytest.mark.parametrize("router", ROUTERS, ids=lambda router: router.name)
+def test_a_router_for_vllms_own_connector_is_used_unchanged(
+    pair: Pair, home: NodeServerProcess, router: Router
+) -> None:
+    tokens, other = (prompt(300 + 2 * ROUTERS.index(router) + index, 90) for index in range(2))
+    other[-1] = tokens[-1]
+    read = counter(pair.decode, "read_total")
+    first = pair.prefill.complete({**pair.body(tokens), **router.limits, "kv_transfer_params": router.asks})
+    params = first["kv_transfer_params"]
+    # What they look for: that there is something to forward. They read none of it.
+    assert params["do_remote_prefill"] is True
+    # Another prompt for decode: it can only continue the first one if it has read prefill's cache.
+    answer = pair.decode.complete({**pair.body(other), "kv_transfer_params": {**params, **router.adds}})
+    assert answer["choices"][0]["token_ids"] == pair.alone(tokens)
+    assert counter(pair.decode, "read_total") == read + 1
+    until(lambda: pinned(home) == 0)
+
+
+def test_several_samples_of_a_prompt_are_published_and_read_once(pair: Pair, home: NodeServerProcess) -> None:
+    """Routers forward ``n`` to both sides, and vLLM makes a request of each sample."""
+    tokens = prompt(400, 90)
+    before = [
+        counter(pair.prefill, "published_total"),
+        counter(pair.decode, "read_total"),
+        counter(pair.decode, "bytes"),
+    ]
+    first = pair.prefill.complete(
+        pair.body(tokens, n=3, temperature=1.0, seed=1, max_tokens=1, kv_transfer_params={**ASKED, **NULLS})
+    )
+    sampled = {"n": 3, "temperature": 1.0, "seed": 5}
+    answer = pair.decode.complete(pair.body(tokens, **sampled, kv_transfer_params=first["kv_transfer_params"]))
+    alone = pair.prefill.complete(pair.body(tokens, **sampled, cache_salt="another"))
+    samples = [[choice["token_ids"] for choice in each["choices"]] for each in (answer, alone)]
+    assert samples[0] == samples[1]
+    assert len({tuple(sample) for sample in samples[0]}) == 3
+    after = [
+        counter(pair.prefill, "published_total"),
+        counter(pair.decode, "read_total"),
+        counter(pair.decode, "bytes"),
+    ]
+    assert [new - old for new, old in zip(after[:2], before[:2], strict=True)] == [1, 1]
+    # Nothing stays pinned until the end of the hold.
+    until(lambda: pinned(home) == 0)
+
+
+def test_a_conversation_goes_back_and_forth(pair: Pair, home: NodeServerProcess) -> None:
+    """Decode publishes what it has generated, and prefill reads it for the next turn instead of computing it."""
+    question, answered = prompt(500, 70), 60
+    first = pair.prefill.complete(pair.body(question, max_tokens=1, kv_transfer_params=ASKED))
+    # Decode is asked to publish, too: the router sets this beside what it forwards.
+    asked = {**first["kv_transfer_params"], "do_remote_decode": True}
+    turn = pair.decode.complete(pair.body(question, max_tokens=answered, kv_transfer_params=asked))
+    said = turn["choices"][0]["token_ids"]
+    # The next turn: prefill reads from decode, computes the new tokens, and decode reads from prefill.
+    whole = [*question, *said, *prompt(501, 20)]
+    read = counter(pair.prefill, "bytes_total")
+    back = {**turn["kv_transfer_params"], "do_remote_decode": True}
+    second = pair.prefill.complete(pair.body(whole, max_tokens=1, kv_transfer_params=back))
+    final = pair.decode.complete(pair.body(whole, kv_transfer_params=second["kv_transfer_params"]))
+    assert final["choices"][0]["token_ids"] == pair.alone(whole)
+    # What prefill had of the question already, two blocks, was not read; keys are read in whole blocks.
+    tokens = (counter(pair.prefill, "bytes_total") - read) / BYTES_PER_TOKEN
+    assert 0 < tokens <= 5 * 32 - 2 * 32
+    until(lambda: pinned(home) == 0)
+
+
+BYTES_PER_TOKEN = 4 * 2 * 4 * 32 * 4
+"""4 layers, K and V, 4 heads of 32 numbers of 4 bytes."""

@@ -1,0 +1,140 @@
+"""What an operator writes into ``kv_connector_extra_config``: all that a client can do, and each key checked."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.config import KVTransferConfig
+
+from kvferry.errors import InvalidField
+from kvferry.integrations.vllm.settings import OF_NIXL_CONNECTOR, ConnectorSettings, check_supported
+from tests.support.certificates import Authority
+from tests.support.repository import ROOT
+
+ADDRESS = {"address": "127.0.0.1:1"}
+
+
+def test_every_option_of_a_client_can_be_set(tmp_path: Path) -> None:
+    tls = Authority.make(tmp_path, "authority").issue("engine")
+    settings = ConnectorSettings.of(
+        {
+            **ADDRESS,
+            "allowed_homes": ["10.0.*"],
+            "read_timeout": 30,
+            "start_timeout": 5.5,
+            "max_waiting": 7,
+            "tls": {"ca": str(tls.ca), "cert": str(tls.cert), "key": str(tls.key)},
+            "nixl": {"reading_agents": 2, "chunk_bytes": 1 << 20, "ucx_tls": "tcp"},
+            "staging": {"path": "staged", "slots": 3, "costs": {"descriptor": 1e-6}},
+            "integrity": {"mode": "sampled", "rate": 0.5},
+        }
+    )
+    assert settings.tls == tls
+    assert (settings.nixl.reading_agents, settings.nixl.ucx_tls) == (2, "tcp")
+    assert settings.staging.costs is not None
+    assert (settings.staging.path, settings.staging.costs.descriptor) == ("staged", 1e-6)
+    assert settings.integrity.share == 0.5
+    assert (settings.allowed_homes, settings.read_timeout, settings.max_waiting) == (("10.0.*",), 30.0, 7)
+    settings.client().close()
+
+
+@pytest.mark.parametrize(
+    ("extra", "field", "said"),
+    [
+        ({"adress": "a:1"}, "adress", "'address'"),
+        ({"nixl": {"ucx_tsl": "tcp"}}, "nixl.ucx_tsl", "'ucx_tls'"),
+        ({"staging": {"costs": {"bite": 1}}}, "staging.costs.bite", "'byte'"),
+        ({"zzz": 1}, "zzz", "allowed_homes"),
+        # Of vLLM's NixlConnector: what kvferry has instead.
+        ({"kv_lease_duration": 30}, "kv_lease_duration", "--ttl"),
+        ({"nixl": {"reading_agents": 0}}, "nixl.reading_agents", "at least 1"),
+        ({"nixl": {"reading_agents": "two"}}, "nixl.reading_agents", "at least 1"),
+        ({"nixl": "UCX"}, "nixl", "an object"),
+        ({"staging": {"path": "fast"}}, "staging.path", "auto, direct or staged"),
+        ({"staging": {"costs": {"byte": "cheap"}}}, "staging.costs", "Costs"),
+        ({"integrity": {"mode": True}}, "integrity.mode", "off, sampled or full"),
+        ({"tls": {"cert": "/c.pem"}}, "tls.tls_key", "a file"),
+        ({"tls": {"ca": 1}}, "tls.ca", "the name of a file"),
+        ({"max_waiting": 0}, "max_waiting", "at least 1"),
+        ({"start_timeout": 0}, "start_timeout", "more than 0"),
+        ({"address": "http://host:1"}, "address", ""),
+    ],
+)
+def test_a_wrong_key_or_value_is_refused_by_name(extra: dict[str, Any], field: str, said: str) -> None:
+    with pytest.raises(InvalidField) as refused:
+        ConnectorSettings.of({**ADDRESS, **extra})
+    assert refused.value.values["field"] == field
+    assert said in refused.value.values["expected"]
+
+
+def test_the_address_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("KVFERRY_ADDRESS", raising=False)
+    with pytest.raises(InvalidField, match="KVFERRY_ADDRESS"):
+        ConnectorSettings.of({})
+    monkeypatch.setenv("KVFERRY_ADDRESS", "unix:/run/kvferry/node.sock")
+    assert ConnectorSettings.of({}).address == "unix:/run/kvferry/node.sock"
+    # One engine's own setting comes first.
+    assert ConnectorSettings.of(ADDRESS).address == ADDRESS["address"]
+
+
+def model(**fields: Any) -> SimpleNamespace:
+    """The part of vLLM's ModelConfig that is asked for, which needs no model's files."""
+    given = {"runner_type": "generate", "is_encoder_decoder": False, "enable_sleep_mode": False, "model": "m", **fields}
+    return SimpleNamespace(**given)
+
+
+@pytest.mark.parametrize(
+    ("fields", "device", "buffer", "field", "said"),
+    [
+        ({"runner_type": "pooling"}, "cpu", "cpu", "runner", "embeddings"),
+        ({"is_encoder_decoder": True}, "cpu", "cpu", "model", "cross-attention"),
+        ({"enable_sleep_mode": True}, "cuda", "cuda", "enable_sleep_mode", "unmaps"),
+        ({}, "cuda", "cpu", "kv_buffer_device", "no copy is made"),
+    ],
+)
+def test_what_the_connector_cannot_do_is_refused_with_the_reason(
+    fields: dict[str, Any], device: str, buffer: str, field: str, said: str
+) -> None:
+    transfer = KVTransferConfig(kv_connector="KvferryConnector", kv_role="kv_both", kv_buffer_device=buffer)
+    config = SimpleNamespace(kv_transfer_config=transfer, model_config=model(**fields))
+    with pytest.raises(InvalidField) as refused:
+        check_supported(config, device)
+    assert refused.value.values["field"] == field
+    assert said in refused.value.values["expected"]
+    fine = KVTransferConfig(kv_connector="KvferryConnector", kv_role="kv_both", kv_buffer_device=device)
+    check_supported(SimpleNamespace(kv_transfer_config=fine, model_config=model()), device)
+
+
+def table(heading: str) -> dict[str, str]:
+    """The rows of the first table behind a heading of docs/vllm.md, by the name in their first column."""
+    behind = (ROOT / "docs" / "vllm.md").read_text().partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+    return {name: rest for name, rest in re.findall(r"^\| `([\w.]+)`[^|]*\|(.*)\|$", behind, re.MULTILINE)}
+
+
+def test_the_guide_lists_every_setting_with_its_default() -> None:
+    listed = table("Settings")
+    settings = ConnectorSettings.of(ADDRESS)
+    expected = {}
+    for each in dataclasses.fields(ConnectorSettings):
+        value = getattr(settings, each.name)
+        if dataclasses.is_dataclass(value):
+            expected.update(
+                {f"{each.name}.{part.name}": getattr(value, part.name) for part in dataclasses.fields(value)}
+            )
+        elif each.name == "tls":
+            expected.update({f"tls.{name}": None for name in ("ca", "cert", "key")})
+        else:
+            expected[each.name] = None if each.name == "address" else value
+    assert set(listed) == set(expected)
+    for name, value in expected.items():
+        said = listed[name].split("|")[0].strip()
+        assert said == ("–" if value in (None, "", ()) else f"`{value}`"), name
+
+
+def test_the_guide_says_what_takes_the_place_of_each_key_of_nixl_connector() -> None:
+    assert set(OF_NIXL_CONNECTOR) <= set(table("Moving over from NixlConnector"))
