@@ -73,17 +73,20 @@ def configuration(model: Path | None = None, *, layout: KVCacheLayout | None = N
         layout: layout of its caches.
         parallel: fields of vLLM's `ParallelConfig`.
     """
-    described: dict[str, Any] = {"cache_config": CacheConfig(block_size=32), "parallel_config": ParallelConfig(**parallel)}
+    sizes = ParallelConfig(**parallel)
+    described: dict[str, Any] = {"cache_config": CacheConfig(block_size=32)}
+    if sizes.prefill_context_parallel_size == 1:
+        described["parallel_config"] = sizes
     if model is not None:
         described["model_config"] = ModelConfig(str(model), skip_tokenizer_init=True, dtype="float32")
     found = VllmConfig(**described)
+    # Prefill context parallelism needs a model runner that vLLM does not take where there is no Triton.
+    found.parallel_config = sizes
     found.cache_config.kv_cache_layout = (layout or KVCacheLayout.LBHNC).name
     return found
 
 
-def engine(
-    name: str, specs: Specs, config: VllmConfig, ranks: Sequence[Place], *, num_blocks: int
-) -> CachedEngine:
+def engine(name: str, specs: Specs, config: VllmConfig, ranks: Sequence[Place], *, num_blocks: int) -> CachedEngine:
     """An engine of these ranks; its caches are empty."""
     each = [dict(specs(place)) for place in ranks]
     config.cache_config.num_gpu_blocks_override = num_blocks

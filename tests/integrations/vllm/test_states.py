@@ -195,7 +195,9 @@ def write(of: CachedEngine, kind: Kind, block: int, order: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
-@pytest.mark.parametrize("ranks", [(1, 1), (2, 1), (1, 2), (3, 2), (2, 3), (1, 6), (6, 1)], ids=lambda of: f"{of[0]}-{of[1]}")
+@pytest.mark.parametrize(
+    "ranks", [(1, 1), (2, 1), (1, 2), (3, 2), (2, 3), (1, 6), (6, 1)], ids=lambda of: f"{of[0]}-{of[1]}"
+)
 @pytest.mark.parametrize("orders", [("SD", "SD"), ("DS", "DS"), ("SD", "DS")], ids="-".join)
 def test_states_move_as_vllm_divides_them(
     kind: Kind, ranks: tuple[int, int], orders: tuple[str, str], conv_order: Callable[[str], None]
@@ -232,7 +234,9 @@ def test_convolutions_of_different_lengths_are_refused() -> None:
 
 def test_a_state_that_every_rank_has_is_not_divided() -> None:
     kind = KINDS["short convolution"]
-    source = hybrid("p", Kind(kind.type, lambda _: kind.shapes(1), kind.dtypes), 2, KVCacheLayout.LBHNC, tp_replicated=True)
+    source = hybrid(
+        "p", Kind(kind.type, lambda _: kind.shapes(1), kind.dtypes), 2, KVCacheLayout.LBHNC, tp_replicated=True
+    )
     assert {str(plane.units) for _, plane in source.geometry.planes()} == {"[0, 48)"}
 
 
