@@ -20,8 +20,8 @@ from kvferry._memory.host import HostAccess
 from kvferry.integrations.vllm.groups import BlockTable, block_tables
 from kvferry.integrations.vllm.setup import planes_of
 from kvferry.integrations.vllm.shards import Place
-from kvferry.planner import PathRule
 from kvferry.planner import Path as ReadPath
+from kvferry.planner import PathRule
 from tests.support.simulated_memories import copies
 
 Specs = Callable[[Place], Mapping[str, Any]]

@@ -147,14 +147,14 @@ def test_pipeline_stages_and_tensor_ranks(
     described: Callable[[str], Folder], theirs: tuple[int, int], mine: tuple[int, int], layout: KVCacheLayout
 ) -> None:
     """With more ranks than KV heads, neighbours hold the same head."""
-    made = []
+    made: list[CachedEngine] = []
     for side, (tp, pp) in (("p", theirs), ("d", mine)):
         config = configuration(
             described("attention"), layout=layout, tensor_parallel_size=tp, pipeline_parallel_size=pp
         )
         made.append(attention(config, list(places(tp=tp, pp=pp)), pp, side))
         assert [place.rank for place in made[-1].places] == list(range(config.parallel_config.world_size))
-    check_moves(*made, write_heads)
+    check_moves(made[0], made[1], write_heads)
 
 
 def slot(token: int, ids: list[int], block_size: int, ranks: int, rank: int, interleave: int) -> tuple[int, int] | None:
@@ -209,7 +209,7 @@ def write_tokens(of: CachedEngine, ids: Mapping[str, list[int]]) -> None:
 def test_context_parallel_ranks(
     described: Callable[[str], Folder], theirs: dict[str, int], mine: dict[str, int], blocks: tuple[int, int]
 ) -> None:
-    made = []
+    made: list[CachedEngine] = []
     for name, sizes, block in (("p", theirs, blocks[0]), ("d", mine, blocks[1])):
         config = configuration(
             described("latent"),
@@ -219,7 +219,7 @@ def test_context_parallel_ranks(
             cp_kv_cache_interleave_size=sizes.get("interleave", 1),
         )
         made.append(latent(config, list(places(tp=sizes.get("tp", 1), pcp=sizes.get("pcp", 1))), block, name))
-    check_moves(*made, write_tokens)
+    check_moves(made[0], made[1], write_tokens)
 
 
 @pytest.mark.parametrize(
@@ -261,7 +261,7 @@ def test_heads_that_a_drafter_may_have_are_not_guessed(described: Callable[[str]
         model_config=config.model_config,
         speculative_config=SimpleNamespace(draft_model_config=drafter),
     )
-    with pytest.raises(InvalidField, match="KV heads of model.layers.3"):
+    with pytest.raises(InvalidField, match=r"KV heads of model\.layers\.3"):
         holding(spec, "model.layers.3.self_attn.attn", both, Place(5, tp_size=8))
     assert str(holding(spec, "draft_model.layers.3.attn", both, Place(5, tp_size=8)).units) == "[5, 6)"
     # More than one head on each rank can only be shares.

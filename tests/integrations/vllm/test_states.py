@@ -1,9 +1,9 @@
 """Recurrent states between engines of different tensor-parallel sizes and orders of the convolution's inputs.
 
-The oracle is vLLM's: its shape calculators give the states of a rank, its `MambaBase.bind_kv_cache` cuts them out of its
-own allocation, and its weight loaders tell which channels of the model a rank's convolution has. Every state has a value
-of its own in the model; the source's and the destination's ranks are filled with them, and what the plan moves must make
-the destination's caches, bytes of padding and of other blocks included, what they were.
+The oracle is vLLM's: its shape calculators give the states of a rank, its `MambaBase.bind_kv_cache` cuts them out of
+its own allocation, and its weight loaders tell which channels of the model a rank's convolution has. Every state has a
+value of its own in the model; the source's and the destination's ranks are filled with them, and what the plan moves
+must make the destination's caches, bytes of padding and of other blocks included, what they were.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def kimi(heads: int, dim: int) -> Kind:
         loader = _make_fused_conv1d_weight_loader([heads * dim] * 3, ranks, rank)
         for shard in range(3):
             rows = torch.arange(shard * heads * dim, (shard + 1) * heads * dim)
-            loader(SimpleNamespace(data=found), rows[:, None], shard)  # type: ignore[arg-type]
+            loader(SimpleNamespace(data=found), rows[:, None], shard)
         return [int(row) for row in found.flatten()]
 
     def shapes(ranks: int) -> Any:
@@ -157,9 +157,7 @@ def hybrid(name: str, kind: Kind, ranks: int, layout: KVCacheLayout, **changes: 
     """An engine with layers of a kind of state, whose pages are padded as beside layers of attention."""
     config = configuration(layout=layout, tensor_parallel_size=ranks)
     described = transformers.Mamba2Config(n_groups=kind.groups) if kind.groups else transformers.PretrainedConfig()
-    config.model_config = SimpleNamespace(  # type: ignore[assignment]
-        hf_text_config=described, original_max_model_len=2048, max_model_len=2048
-    )
+    config.model_config = SimpleNamespace(hf_text_config=described, original_max_model_len=2048, max_model_len=2048)
 
     def specs(place: Place) -> dict[str, MambaSpec]:
         shapes = kind.shapes(ranks)
@@ -181,7 +179,7 @@ def write(of: CachedEngine, kind: Kind, block: int, order: str) -> None:
     for place, caches in zip(of.places, of.caches, strict=True):
         for index, name in enumerate(LAYERS):
             bound = SimpleNamespace(get_state_shape=lambda: kind.shapes(ranks), get_state_dtype=lambda: kind.dtypes)
-            MambaBase.bind_kv_cache(bound, caches[name])  # type: ignore[arg-type]
+            MambaBase.bind_kv_cache(bound, caches[name])
             for number, state in enumerate(bound.kv_cache):
                 if number == 0 and kind.channels is not None:
                     channels = torch.tensor(kind.channels(ranks, place.tp))
@@ -228,7 +226,7 @@ def test_convolutions_of_different_lengths_are_refused() -> None:
         short.dtypes,
     )
     source, destination = (hybrid(n, k, 1, KVCacheLayout.LBHNC) for n, k in (("p", short), ("d", longer)))
-    with pytest.raises(Incompatible, match="block_states is 3 at the source .*, 5 at the destination"):
+    with pytest.raises(Incompatible, match=r"block_states is 3 at the source .*, 5 at the destination"):
         plan_read(source.geometry, destination.geometry, 0)
 
 
