@@ -101,3 +101,19 @@ def test_windows_that_begin_with_a_block(pair: Callable[..., tuple[Node, Node]],
     requests = [request(tokens, 12, some) for tokens, some in zip(prompts, params, strict=True)]
     assert [answer["tokens"] for answer in decode.generate(*requests)] == expected
     assert decode.call("metric", "vllm:kvferry_read") == len(prompts)
+
+
+def test_a_draft_model_has_its_layers_beside_the_targets(
+    pair: Callable[..., tuple[Node, Node]], tmp_path: Path
+) -> None:
+    """Its layers have other numbers of heads, and vLLM gives them names of their own."""
+    target = make_model(tmp_path / "target", kv_heads=4)
+    drafter = make_model(tmp_path / "drafter", kv_heads=2, layers=2)
+    speculative = {"method": "draft_model", "model": str(drafter), "num_speculative_tokens": 2}
+    prefill, decode = pair(target, {"speculative_config": speculative}, {"speculative_config": speculative})
+    prompts = [prompt(700 + length, length) for length in (2, 33, 64, 150)]
+    expected = [answer["tokens"] for answer in prefill.generate(*(request(tokens) for tokens in prompts))]
+    params = [answer["params"] for answer in prefill.generate(*(request(tokens, 1, PREFILL) for tokens in prompts))]
+    requests = [request(tokens, 12, some) for tokens, some in zip(prompts, params, strict=True)]
+    assert [answer["tokens"] for answer in decode.generate(*requests)] == expected
+    assert decode.call("metric", "vllm:kvferry_read") == len(prompts)
