@@ -86,6 +86,38 @@ def installed() -> dict[str, str]:
     return {**os.environ, **ENVIRONMENT, "PYTHONPATH": os.pathsep.join(path for path in paths if path)}
 
 
+def make_hybrid_model(folder: Path, *, kv_heads: int = 4, layers: int = 4) -> Path:
+    """A model of random weights whose layers are Mamba-2 and attention by turns: Granite 4."""
+    import torch
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.GraniteMoeHybridConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=128,
+        intermediate_size=256,
+        shared_intermediate_size=256,
+        num_hidden_layers=layers,
+        layer_types=["mamba", "attention"] * (layers // 2),
+        num_attention_heads=4,
+        num_key_value_heads=kv_heads,
+        max_position_embeddings=2048,
+        tie_word_embeddings=False,
+        initializer_range=0.2,
+        num_local_experts=0,
+        mamba_n_heads=8,
+        mamba_d_head=32,
+        mamba_n_groups=1,
+        mamba_d_state=16,
+        mamba_d_conv=4,
+        mamba_expand=2,
+        mamba_chunk_size=32,
+    )
+    model: Any = transformers.GraniteMoeHybridForCausalLM(config)
+    model.to(torch.float32).save_pretrained(folder, safe_serialization=True)
+    return folder
+
+
 class Node:
     """An engine.
 
@@ -93,7 +125,7 @@ class Node:
         model: folder of the model.
         log: where it writes its log.
         tp: its tensor-parallel size.
-        block: tokens per block.
+        block: tokens per block; None: as vLLM chooses.
         connector: `kv_connector` and what else the transfer configuration says; None: no connector.
         environment: beside `ENVIRONMENT`.
         settings: arguments of `vllm.LLM`.
@@ -105,7 +137,7 @@ class Node:
         log: Path,
         *,
         tp: int = 1,
-        block: int = 32,
+        block: int | None = 32,
         connector: dict[str, Any] | None = None,
         environment: dict[str, str] | None = None,
         **settings: Any,

@@ -1,4 +1,5 @@
-"""The tail of a read: the tokens of its blocks behind the last one that it moved."""
+"""The tail of a read: the tokens of its blocks behind the last one that it moved, and, where a window begins inside a
+block, those before the first."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ from kvferry.planner.token_line import StateLayout
 
 
 class Tails(enum.Enum):
-    """Whether the tokens of a read's blocks behind the last one moved are kept or cleared."""
+    """Whether the tokens of a read's blocks that it did not move are kept or cleared: those behind the last one moved,
+    and, in the block in which a window begins, those before the first."""
 
     KEEP = "keep"
     """They stay as they were."""
@@ -49,7 +51,12 @@ def clear_tails(
         group = groups[plane.group]
         if plane.group not in moved or group.kind is GroupKind.STATE:
             continue
-        for alike in tail_of(plane, group, blocks[plane.group], moved[plane.group].end):
+        request = moved[plane.group]
+        unmoved = (
+            *head_of(plane, group, blocks[plane.group], request.begin, request.floor),
+            *tail_of(plane, group, blocks[plane.group], request.end),
+        )
+        for alike in unmoved:
             access = memory.of(plane)
             if access is None:
                 raise InvalidField("tails", plane.name, "host memory, or a tensor's, to be cleared")
@@ -71,6 +78,22 @@ def tail_of(plane: Plane, group: Group, blocks: Blocks, end: int) -> Iterator[Al
         yield from _some(places[:1], ids[:1], StateRun(at, per_block - at), group)
         places, ids = places[1:], ids[1:]
     yield from _some(places, ids, StateRun(0, per_block), group)
+
+
+def head_of(plane: Plane, group: Group, blocks: Blocks, begin: int, floor: int) -> Iterator[AlikeBlocks]:
+    """The states of a plane before token `begin`, in its block and in whole granules: what a read from there does not
+    write. Tokens before `floor` are not the read's."""
+    layout = StateLayout.of(plane, group)
+    per_block, granule = layout.held_per_block, plane.token_granule
+    moved = layout.held_before(int(begin // plane.tokens_per_state)) // granule * granule
+    own = -(-layout.held_before(-int(-floor // plane.tokens_per_state)) // granule) * granule
+    place = begin // group.block_tokens
+    at = max(own - place * per_block, 0)
+    count = moved - place * per_block - at
+    if count > 0:
+        index = place - blocks.first_token // group.block_tokens
+        places = np.array([place], np.int64)
+        yield from _some(places, blocks.ids[index : index + 1], StateRun(at, count), group)
 
 
 def _some(places: Int64s, ids: BlockIds, run: StateRun, group: Group) -> Iterator[AlikeBlocks]:

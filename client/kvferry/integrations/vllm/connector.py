@@ -10,13 +10,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorTransferResults,
     SupportsHMA,
 )
-from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvferry.errors import InternalError
 from kvferry.integrations.vllm.registration import register
 from kvferry.integrations.vllm.scheduler import ConnectorScheduler
 from kvferry.integrations.vllm.setup import Setup, planes_of
+from kvferry.integrations.vllm.shards import Place
 from kvferry.integrations.vllm.stats import KvferryPromMetrics, KvferryStats
 from kvferry.integrations.vllm.values import StepMetadata, WorkerNews
 from kvferry.integrations.vllm.worker import ConnectorWorker
@@ -45,8 +45,7 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if role is KVConnectorRole.SCHEDULER:
             self._scheduler = ConnectorScheduler(self._setup)
         else:
-            rank = get_pp_group().rank_in_group * get_tp_group().world_size + get_tp_group().rank_in_group
-            self._worker = ConnectorWorker(self._setup, rank)
+            self._worker = ConnectorWorker(self._setup, Place.of_process().rank)
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
@@ -119,8 +118,8 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         """Take the caches of this rank, which are registered with the first step."""
-        tp_rank = get_tp_group().rank_in_group
-        planes = planes_of(self._vllm_config, self._kv_cache_config, self._setup, kv_caches, tp_rank)
+        place = Place.of_process()
+        planes = planes_of(self._vllm_config, self._kv_cache_config, self._setup.tables, kv_caches, place)
         self._in_worker.has_caches(kv_caches, planes)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:

@@ -12,7 +12,7 @@ from vllm.v1.request import RequestStatus
 
 from kvferry._control.publications import ReleaseOutcome
 from kvferry._wire.reference import parse_reference
-from kvferry.engine import Grant, Offer, ReadEnd, SchedulerPort
+from kvferry.engine import Grant, ReadEnd, SchedulerPort
 from kvferry.errors import KvferryError
 from kvferry.geometry.blocks import Blocks
 from kvferry.integrations.vllm.setup import Setup
@@ -95,8 +95,11 @@ class ConnectorScheduler:
     # The requests of decode.
 
     def on_new_request(self, request: Any) -> None:
-        """Start to acquire the publication of a request that has arrived."""
+        """Start to acquire the publication of a request that has arrived, or shorten its prompt if decode will compute
+        the end of it."""
         params = request.kv_transfer_params or {}
+        if params.get("do_remote_decode") and request.max_tokens == 1:
+            _shorten(request, self._setup.withheld)
         reference = params.get(REFERENCE)
         if not params.get("do_remote_prefill") or not reference:
             return
@@ -135,7 +138,7 @@ class ConnectorScheduler:
                 return self.matched_tokens(request, computed)
             if offer is None:
                 return None, False
-            offered = min(_tokens(offer), offered)
+            offered = self._setup.readable(offer.blocks(), computed, request.num_tokens)
         if offered <= computed:
             self._decline(request_id)
             return 0, False
@@ -198,6 +201,9 @@ class ConnectorScheduler:
         sibling = self._published.find(request, tokens)
         if sibling is not None:
             return False, _params(sibling.reference)
+        if self._setup.has_states and self._state_is_elsewhere(request):
+            logger.info("request %s is not published: where its last token's state is, is not known", request_id)
+            return False, None
         try:
             blocks = self._setup.published(block_ids, tokens)
             publication = self._port.publish(request_id, blocks, checksums=self._setup.sums)
@@ -327,6 +333,15 @@ class ConnectorScheduler:
         except KvferryError as error:
             logger.info("could not decline a publication: %s", error)
 
+    def _state_is_elsewhere(self, request: Any) -> bool:
+        """Whether the state of a request may not be that of its last token but one, in the block that this one has.
+
+        Asynchronous scheduling may have run a step after the last token. Drafts leave states in blocks of their own,
+        and which of them were accepted only the device knows.
+        """
+        drafted = self._setup.drafts_states and request.num_output_tokens > 1
+        return drafted or bool(request.num_computed_tokens != request.num_tokens - 1)
+
     def _refuse(self, request_id: str, error: KvferryError) -> None:
         """Handle a request that will not be granted: vLLM is told as soon as it has allocated blocks."""
         self._loads[request_id].refused = error
@@ -345,7 +360,7 @@ class ConnectorScheduler:
         load.failed = True
         if load.aborted:
             return
-        if len(self._setup.spec.groups) == 1:
+        if len(self._setup.spec.groups) == 1 and any(end.lost.values()):
             metadata.lost.update(*end.lost.values())
         else:
             metadata.failed.add(request_id)
@@ -374,7 +389,20 @@ def _params(reference: str) -> dict[str, Any]:
     return {"do_remote_prefill": True, "do_remote_decode": False, REFERENCE: reference}
 
 
-def _tokens(offer: Offer) -> int:
-    """Return how many tokens an offer has in all groups."""
-    ends = [blocks.end_token for blocks in offer.blocks().values() if blocks.end_token is not None]
-    return min(ends, default=0)
+def _shorten(request: Any, tokens: int) -> None:
+    """Take tokens off the end of a prompt that is prefilled for another engine, which computes them itself.
+
+    Source: vllm-project/vllm 0.32.0, ``_truncate_request_for_prefill`` in
+    vllm/distributed/kv_transfer/kv_connector/v1/nixl/base_scheduler.py.
+    """
+    # A request that does not read the prefix cache reads nothing in decode either.
+    if not 0 < tokens < request.num_prompt_tokens or request.get_skip_reading_prefix_cache():
+        return
+    if request.prompt_token_ids is not None:
+        del request.prompt_token_ids[-tokens:]
+    elif request.prompt_embeds is not None:
+        request.prompt_embeds = request.prompt_embeds[:-tokens]
+    else:
+        return
+    del request._all_token_ids[-tokens:]
+    request.num_prompt_tokens -= tokens

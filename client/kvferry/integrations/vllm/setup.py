@@ -4,26 +4,23 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from vllm.platforms import current_platform
-from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
 from kvferry._engine_spec import EngineSpec
+from kvferry.engine import Tails
 from kvferry.errors import InvalidField
 from kvferry.geometry.blocks import Blocks
-from kvferry.geometry.model import Group, GroupKind, Interval, Plane
-from kvferry.geometry.tensors import Holding, Tensor
+from kvferry.geometry.model import GroupKind, Plane
+from kvferry.geometry.tensors import Tensor
+from kvferry.integrations.vllm.groups import BlockTable, block_tables, layer_spec, readable, transferred
 from kvferry.integrations.vllm.layouts import Layer, layer_planes
 from kvferry.integrations.vllm.settings import ConnectorSettings, check_supported
-
-NULL_BLOCK = 0
-"""The null block: the first block of vLLM's block pool."""
-
-POOL = "device"
+from kvferry.integrations.vllm.shards import Place, holding
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,15 +28,22 @@ class Setup:
     """Describes a vLLM engine for kvferry.
 
     Attributes:
-        spec: the engine. The names of its groups are their indices in vLLM's configuration.
+        spec: the engine.
         settings: what the operator has configured.
         caches_prefixes: whether vLLM keeps the blocks of requests for others with the same prefix.
+        tables: vLLM's block tables of its groups.
+        recomputed: tokens at the end of a prompt that decode computes itself.
+        tails: what becomes of the tokens behind the last one read. vLLM clears the blocks that it gives out, where
+            kernels need it, except those that a connector fills.
         serves, reads: whether other engines read from it, and whether it reads from others.
     """
 
     spec: EngineSpec
     settings: ConnectorSettings
     caches_prefixes: bool
+    tables: tuple[BlockTable, ...]
+    recomputed: int
+    tails: Tails
     serves: bool
     reads: bool
 
@@ -49,17 +53,19 @@ class Setup:
         transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
         if not current_platform.is_cpu():
             raise InvalidField("platform", current_platform.device_name, "cpu: other layouts have not been checked")
-        for name in ("prefill_context_parallel_size", "decode_context_parallel_size"):
-            if getattr(parallel, name, 1) != 1:
-                raise InvalidField(name, getattr(parallel, name), "1")
         check_supported(vllm_config, current_platform.device_type)
         settings = ConnectorSettings.of(transfer.kv_connector_extra_config)
-        groups = tuple(_group(index, group, kv_cache_config) for index, group in _transferred(kv_cache_config))
+        tables = block_tables(vllm_config, kv_cache_config)
+        groups = tuple(table.group for table in tables)
         spec = EngineSpec(transfer.engine_id, groups, parallel.world_size, _identity(vllm_config))
         return cls(
             spec=spec,
             settings=settings,
             caches_prefixes=bool(vllm_config.cache_config.enable_prefix_caching),
+            tables=tables,
+            # The drafter of several modules reads so many tokens ahead, which decode must not take from prefill.
+            recomputed=max(1, vllm_config.num_prefill_lookahead_tokens - 1),
+            tails=Tails.ZERO if kv_cache_config.needs_kv_cache_zeroing else Tails.KEEP,
             serves=transfer.is_kv_producer,
             reads=transfer.is_kv_consumer,
         )
@@ -69,23 +75,37 @@ class Setup:
         """Whether integrity mode is on."""
         return self.settings.integrity.mode != "off"
 
+    @property
+    def has_states(self) -> bool:
+        """Whether a group holds recurrent states, which are right at one token only."""
+        return any(table.group.kind is GroupKind.STATE for table in self.tables)
+
+    @property
+    def drafts_states(self) -> bool:
+        """Whether a state has blocks for drafts, of which one may hold the state that was accepted."""
+        return any(table.draft_blocks > 0 for table in self.tables)
+
+    @property
+    def withheld(self) -> int:
+        """Tokens at the end of a prompt that prefill must not compute.
+
+        Decode computes the last token again. If prefill had seen it, a state would be one token too far, and vLLM would
+        have freed what only that token still needs of a window.
+        """
+        forgets = any(table.forgets for table in self.tables)
+        return self.recomputed if forgets or self.recomputed > 1 else 0
+
     def published(self, block_ids: tuple[list[int], ...], tokens: int) -> dict[str, Blocks]:
         """Convert vLLM's block ids of a request to the blocks that a source publishes, by group.
 
         Args:
             block_ids: ids by group.
             tokens: number of tokens to publish.
+
+        Raises:
+            InvalidField: vLLM has freed a block that is needed.
         """
-        found = {}
-        for group in self.spec.groups:
-            ids = block_ids[int(group.name)]
-            # Blocks that have left a window are null blocks, and always at the front.
-            gone = next((place for place, block in enumerate(ids) if block != NULL_BLOCK), len(ids))
-            last = -(-tokens // group.block_tokens)
-            found[group.name] = Blocks(
-                ids[gone:last], gone * group.block_tokens, max(tokens, gone * group.block_tokens)
-            )
-        return found
+        return {table.group.name: table.published(block_ids[table.index], tokens) for table in self.tables}
 
     def wanted(self, block_ids: tuple[list[int], ...], tokens: tuple[int, int]) -> dict[str, Blocks]:
         """Convert vLLM's block ids of a request to the blocks that a destination reads into, by group.
@@ -94,53 +114,32 @@ class Setup:
             block_ids: ids by group.
             tokens: the tokens to read, ``[a, b)``; ``a`` is the first token of a block.
         """
-        begin, end = tokens
-        found = {}
-        for group in self.spec.groups:
-            first, last = begin // group.block_tokens, -(-end // group.block_tokens)
-            found[group.name] = Blocks(block_ids[int(group.name)][first:last], begin, end)
-        return found
+        return {table.group.name: table.wanted(block_ids[table.index], tokens) for table in self.tables}
+
+    def readable(self, offered: Mapping[str, Blocks], computed: int, prompt: int) -> int:
+        """Return how many tokens of a publication can be read for a prompt of so many; see `groups.readable`."""
+        return readable(self.tables, offered, computed, prompt - self.recomputed)
 
 
 def planes_of(
-    vllm_config: Any, kv_cache_config: Any, setup: Setup, kv_caches: Mapping[str, Tensor], tp_rank: int
+    vllm_config: Any,
+    kv_cache_config: Any,
+    tables: Sequence[BlockTable],
+    kv_caches: Mapping[str, Tensor],
+    place: Place,
 ) -> list[Plane]:
-    """Return the planes of a rank's caches, ordered by group."""
+    """Return the planes of a rank's caches, ordered by group.
+
+    Layers that share the cache of another are in no group; layers of other pipeline stages have no tensor here.
+    """
     found: list[Plane] = []
-    groups = {group.name: group for group in setup.spec.groups}
-    heads = _heads(vllm_config, tp_rank)
-    for index, listed in _transferred(kv_cache_config):
-        group, spec = groups[str(index)], listed.kv_cache_spec
+    for table, (_, listed) in zip(tables, transferred(kv_cache_config), strict=True):
         for name in listed.layer_names:
             if name in kv_caches:
-                found += layer_planes(Layer(name, kv_caches[name], spec, group, heads, vllm_config))
+                spec = layer_spec(listed, name)
+                held = holding(spec, name, vllm_config, place)
+                found += layer_planes(Layer(name, kv_caches[name], spec, table.group, held, vllm_config))
     return found
-
-
-def _heads(vllm_config: Any, tp_rank: int) -> Holding:
-    """Return the KV heads of a rank: its share, or one that other ranks share if there are fewer heads than ranks."""
-    ranks = vllm_config.parallel_config.tensor_parallel_size
-    heads = vllm_config.model_config.get_total_num_kv_heads()
-    if heads >= ranks:
-        share = heads // ranks
-        return Holding(units=Interval(tp_rank * share, (tp_rank + 1) * share), axis_size=heads)
-    head = tp_rank * heads // ranks
-    return Holding(units=Interval(head, head + 1), axis_size=heads)
-
-
-def _transferred(kv_cache_config: Any) -> list[tuple[int, Any]]:
-    return [(index, kv_cache_config.kv_cache_groups[index]) for index in kv_cache_config.transfer_group_ids]
-
-
-def _group(index: int, listed: Any, kv_cache_config: Any) -> Group:
-    spec, name = listed.kv_cache_spec, f"{index}"
-    if isinstance(spec, SlidingWindowSpec):
-        kind, window = GroupKind.WINDOW, spec.sliding_window
-    elif isinstance(spec, FullAttentionSpec):
-        kind, window = GroupKind.TOKENS, 0
-    else:
-        raise InvalidField(f"KV-cache group {index}", type(spec).__name__, "full attention, latent or sliding-window")
-    return Group(name, kind, spec.block_size, kv_cache_config.num_blocks, NULL_BLOCK, window, POOL)
 
 
 def _identity(vllm_config: Any) -> dict[str, str]:

@@ -82,7 +82,7 @@ class ConnectorWorker:
     def _do(self, port: WorkerPort, metadata: StepMetadata) -> None:
         for grant in metadata.starts:
             try:
-                port.start(grant)
+                port.start(grant, tails=self._setup.tails)
             except KvferryError as error:
                 end = RankEnd(
                     read_id=grant.read_id,

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from vllm.v1.kv_cache_interface import AttentionSpec, MLAAttentionSpec
+from vllm.v1.kv_cache_interface import AttentionSpec, MambaSpec, MLAAttentionSpec
 
 from kvferry.errors import InvalidField
 from kvferry.geometry.model import Plane
 from kvferry.integrations.vllm.layouts.attention import attention_planes
 from kvferry.integrations.vllm.layouts.latent import latent_planes
 from kvferry.integrations.vllm.layouts.layer import Layer as Layer
+from kvferry.integrations.vllm.layouts.state import state_planes
 
 
 def layer_planes(layer: Layer) -> tuple[Plane, ...]:
@@ -20,6 +21,8 @@ def layer_planes(layer: Layer) -> tuple[Plane, ...]:
     """
     if isinstance(layer.spec, MLAAttentionSpec):
         return latent_planes(layer)
+    if isinstance(layer.spec, MambaSpec):
+        return state_planes(layer)
     if isinstance(layer.spec, AttentionSpec):
         return attention_planes(layer)
     known = "a layer of attention or of latent attention"

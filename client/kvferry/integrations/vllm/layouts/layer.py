@@ -18,7 +18,7 @@ class Layer:
         cache: the tensor that vLLM handed over for it: its strides say where bytes lie.
         spec: vLLM's KV-cache spec of this layer: it says what the bytes mean.
         group: the group that the layer belongs to.
-        heads: the KV heads of the rank, of all of the model.
+        heads: the KV heads, and the tokens, that the rank holds of the model; see `shards.holding`.
         vllm_config: the engine's configuration.
     """
 

@@ -1,0 +1,244 @@
+"""vLLM's KV-cache groups as kvferry's, and the block ids of their block tables as blocks.
+
+A group is named by what its block table keeps, such as ``full`` or ``window-1024``; of several such groups the second
+is called ``full.1``, in vLLM's order. Neither block sizes, nor the tensor-parallel size, nor the layers of a pipeline
+stage are in the name, because both engines of a read, and all processes of one, must use the same.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
+
+from kvferry.errors import InvalidField
+from kvferry.geometry.blocks import Blocks
+from kvferry.geometry.model import Group, GroupKind
+
+NULL_BLOCK = 0
+"""The null block: the first block of vLLM's block pool."""
+
+POOL = "device"
+
+_REFUSED = {
+    "CircularBufferSpec": "its ring holds keys that are not compressed yet, and a step overwrites them",
+    "CrossAttentionSpec": "its blocks hold the states of an encoder, which no publication has",
+    "EncoderOnlyAttentionSpec": "an encoder keeps no KV cache",
+    "HiddenStateCacheSpec": "it holds hidden states for other uses than decoding",
+    "HiSparseHotSpec": "HiSparse keeps the KV cache in host memory, in blocks of another pool",
+    "HiSparseResidentSpec": "HiSparse keeps the KV cache in host memory, in blocks of another pool",
+}
+"""Specs of vLLM that are not supported, and why. They are known by name, since older versions of vLLM lack some."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockTable:
+    """How vLLM lists the blocks of a request in one of its groups.
+
+    Attributes:
+        index: number of the group in vLLM's configuration.
+        group: the group.
+        entry_tokens: tokens per entry of the table. vLLM's tables of states have an entry for so many tokens too.
+        chunk_tokens: the chunk size of chunked local attention; else 0.
+        draft_blocks: blocks of a state for drafts; they stand behind its own.
+    """
+
+    index: int
+    group: Group
+    entry_tokens: int
+    chunk_tokens: int = 0
+    draft_blocks: int = 0
+
+    @property
+    def forgets(self) -> bool:
+        """Whether vLLM frees blocks that the next token does not need."""
+        return self.chunk_tokens > 0 or self.group.kind is not GroupKind.TOKENS
+
+    def first_needed(self, end: int) -> int:
+        """Return the first token that a token at position `end` attends to."""
+        if self.chunk_tokens:
+            return end // self.chunk_tokens * self.chunk_tokens
+        if self.group.kind is GroupKind.WINDOW:
+            return max(0, end - self.group.window_tokens + 1)
+        return 0
+
+    def published(self, ids: Sequence[int], tokens: int) -> Blocks:
+        """Return the blocks that a source publishes, of the first `tokens` tokens.
+
+        Raises:
+            InvalidField: vLLM has freed what had to be published.
+        """
+        if self.group.kind is GroupKind.STATE:
+            state = self._state(ids, tokens)
+            if not state:
+                raise InvalidField(f"state of group {self.group.name!r}", list(ids), f"a block of the one at {tokens}")
+            return Blocks(state, state_token=tokens)
+        ids = ids[: -(-tokens // self.entry_tokens)]
+        absent = [place for place, block in enumerate(ids) if block == NULL_BLOCK]
+        if not self.forgets:
+            # R-SWA frees blocks in the middle of what it has generated: what comes before them is whole.
+            end = min(tokens, absent[0] * self.entry_tokens) if absent else tokens
+            return Blocks(ids[: -(-end // self.entry_tokens)], 0, end)
+        first = absent[-1] + 1 if absent else 0
+        begin = first * self.entry_tokens
+        return Blocks(ids[first:], begin, max(tokens, begin))
+
+    def wanted(self, ids: Sequence[int], tokens: tuple[int, int]) -> Blocks:
+        """Return the blocks that a destination reads into.
+
+        Args:
+            ids: vLLM's block ids.
+            tokens: the tokens to read, ``[a, b)``; ``a`` is the first token of a block.
+        """
+        begin, end = tokens
+        if self.group.kind is GroupKind.STATE:
+            return Blocks(self._state(ids, end), state_token=end)
+        if self.chunk_tokens:
+            begin = max(begin, self.first_needed(end))
+        return Blocks(ids[begin // self.entry_tokens : -(-end // self.entry_tokens)], begin, end)
+
+    def _state(self, ids: Sequence[int], tokens: int) -> list[int]:
+        """Return the block of the state after `tokens` tokens, or nothing if vLLM has none.
+
+        Its place follows from the position in all of vLLM's cache modes: with ``none`` there is one entry, with
+        ``align`` and ``all`` an entry for each block of tokens. Blocks of drafts stand behind it.
+        """
+        place = (tokens - 1) // self.entry_tokens
+        return [block for block in ids[place : place + 1] if block != NULL_BLOCK]
+
+
+def block_tables(vllm_config: Any, kv_cache_config: Any) -> tuple[BlockTable, ...]:
+    """Return the block tables of the groups that are transferred.
+
+    Raises:
+        InvalidField: a group is not supported.
+    """
+    for group in kv_cache_config.kv_cache_groups:
+        if getattr(group, "host_resident", False):
+            raise _refused("HiSparse", _REFUSED["HiSparseHotSpec"])
+    found: list[BlockTable] = []
+    seen: Counter[str] = Counter()
+    for index, listed in transferred(kv_cache_config):
+        specs = [layer_spec(listed, name) for name in listed.layer_names] or [_first(listed.kv_cache_spec)]
+        for spec in specs:
+            _check(spec)
+        # The scheduler has the first one only.
+        table = _table(index, _first(listed.kv_cache_spec), vllm_config, kv_cache_config.num_blocks, seen)
+        for spec in specs:
+            if _kept(spec) != _kept(_first(listed.kv_cache_spec)):
+                raise InvalidField(f"KV-cache group {index}", type(spec).__name__, "layers that keep the same tokens")
+        found.append(table)
+    return tuple(found)
+
+
+def transferred(kv_cache_config: Any) -> list[tuple[int, Any]]:
+    """Return the groups that are transferred, with their numbers."""
+    return [(index, kv_cache_config.kv_cache_groups[index]) for index in kv_cache_config.transfer_group_ids]
+
+
+def layer_spec(listed: Any, name: str) -> Any:
+    """Return the spec of a layer of a group."""
+    spec = listed.kv_cache_spec
+    return spec.kv_cache_specs[name] if isinstance(spec, UniformTypeKVCacheSpecs) else spec
+
+
+def readable(tables: Iterable[BlockTable], offered: Mapping[str, Blocks], computed: int, limit: int) -> int:
+    """Return how many tokens of a publication can be read.
+
+    Args:
+        tables: the destination's.
+        offered: the blocks that the source has published, by group.
+        computed: tokens that the destination has already.
+        limit: the most that it can use.
+
+    Returns:
+        The end of the tokens to read; 0 if nothing can be read, such as a state that has seen more tokens than `limit`.
+    """
+    known = [(table, offered[table.group.name]) for table in tables if table.group.name in offered]
+    ends = [_end(table, blocks) for table, blocks in known]
+    end = min([*ends, limit])
+    for table, blocks in known:
+        if table.group.kind is GroupKind.STATE:
+            lacking = blocks.state_token != end
+        else:
+            lacking = max(computed, table.first_needed(end)) < min(blocks.first_token, end)
+        if lacking:
+            return 0
+    return max(0, end) if ends else 0
+
+
+def _end(table: BlockTable, blocks: Blocks) -> int:
+    if table.group.kind is GroupKind.STATE:
+        return blocks.state_token
+    return blocks.first_token if blocks.end_token is None else blocks.end_token
+
+
+def _first(spec: Any) -> Any:
+    return next(iter(spec.kv_cache_specs.values())) if isinstance(spec, UniformTypeKVCacheSpecs) else spec
+
+
+def _check(spec: Any) -> None:
+    """Raise `InvalidField` if a spec is not supported."""
+    for known in type(spec).__mro__:
+        if known.__name__ in _REFUSED:
+            raise _refused(type(spec).__name__, _REFUSED[known.__name__])
+    if not isinstance(spec, (MambaSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec, FullAttentionSpec)):
+        raise _refused(type(spec).__name__, "what its block table holds is not known")
+
+
+def _refused(name: str, reason: str) -> InvalidField:
+    return InvalidField("KV-cache spec", name, f"another: {reason}")
+
+
+def _kept(spec: Any) -> tuple[str, GroupKind, int]:
+    """Return what the block table of a spec keeps: its name, kind, and size of window or chunk."""
+    if isinstance(spec, MambaSpec):
+        return f"state-{spec.mamba_type.name.lower()}", GroupKind.STATE, 0
+    if isinstance(spec, SlidingWindowSpec):
+        return f"window-{spec.sliding_window}", GroupKind.WINDOW, spec.sliding_window
+    if isinstance(spec, ChunkedLocalAttentionSpec):
+        return f"chunk-{spec.attention_chunk_size}", GroupKind.TOKENS, spec.attention_chunk_size
+    return "full", GroupKind.TOKENS, 0
+
+
+def _table(index: int, spec: Any, vllm_config: Any, num_blocks: int, seen: Counter[str]) -> BlockTable:
+    name, kind, size = _kept(spec)
+    count = seen[name]
+    seen[name] += 1
+    entry = entry_tokens(spec, vllm_config)
+    chunk = size if kind is GroupKind.TOKENS else 0
+    if chunk % entry:
+        # Otherwise a chunk begins inside a block, and a page of some formats cannot be cut there.
+        raise InvalidField("attention_chunk_size", chunk, f"a multiple of {entry}, the tokens of a block")
+    group = Group(
+        name=f"{name}.{count}" if count else name,
+        kind=kind,
+        block_tokens=0 if kind is GroupKind.STATE else entry,
+        num_blocks=num_blocks,
+        null_block=NULL_BLOCK,
+        # Tokens that drafts of several modules may compute again are behind the window.
+        window_tokens=size + getattr(spec, "extra_retained_tokens", 0) if kind is GroupKind.WINDOW else 0,
+        pool=POOL,
+    )
+    return BlockTable(index, group, entry, chunk, getattr(spec, "num_speculative_blocks", 0))
+
+
+def entry_tokens(spec: Any, vllm_config: Any) -> int:
+    """Return the tokens per entry of a block table: a block of each rank that holds a part of the tokens."""
+    return int(spec.block_size) * token_shards(spec, vllm_config)
+
+
+def token_shards(spec: Any, vllm_config: Any) -> int:
+    """Return among how many ranks the tokens of a layer are divided: those of decode context parallelism, or 1."""
+    if isinstance(spec, MambaSpec) or not getattr(spec, "dcp_sharded", True):
+        return 1
+    return int(vllm_config.parallel_config.decode_context_parallel_size)

@@ -1,0 +1,135 @@
+"""Layers with a recurrent state: Mamba, gated delta nets, short convolutions, linear attention.
+
+vLLM hands over one tensor of bytes for all states of a layer, ``int8 [blocks, 1, 1, bytes]``; the layer cuts it into
+the inputs that a convolution still needs, and the state proper. Tensor ranks divide each projection of the convolution
+apart (x, B and C of Mamba-2; q, k and v of a gated delta net), so each is a component with channels of its own.
+
+Source: vllm-project/vllm 0.32.0, ``MambaBase.bind_kv_cache`` in vllm/model_executor/layers/mamba/abstract.py,
+``MambaStateShapeCalculator`` in mamba_utils.py beside it, ``derive_mamba_conv_split`` in
+vllm/distributed/kv_transfer/kv_connector/v1/ssm_conv_transfer_utils.py, ``MambaMixer2.__init__`` in mamba_mixer2.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
+from vllm.utils.torch_utils import get_dtype_size
+
+from kvferry.errors import BadGeometry, InvalidField
+from kvferry.geometry.model import Interval, Plane
+from kvferry.geometry.tensors import Part, TensorView, planes_of_tensor, view_of
+from kvferry.integrations.vllm.layouts.layer import Layer
+
+_GROUP_COUNTS = ("mamba_n_groups", "n_groups", "mamba_ngroups")
+"""What models call the number of groups of Mamba-2 in their configurations."""
+
+
+def state_planes(layer: Layer) -> tuple[Plane, ...]:
+    """Return the planes of a layer with a recurrent state.
+
+    Raises:
+        InvalidField: a kind of state whose parts are not known.
+        BadGeometry: the tensor is not what its spec says.
+    """
+    kind, states = layer.spec.mamba_type.name, _states(layer)
+    if kind in ("MAMBA1", "MAMBA2", "GDN_ATTN") and len(states) == 2:
+        return _convolution(layer, states[0]) + _by_head(layer, states[1])
+    if kind == "SHORT_CONV" and len(states) == 1:
+        return _convolution(layer, states[0])
+    if kind == "LINEAR" and len(states) == 1:
+        return _by_head(layer, states[0])
+    known = "Mamba-1, Mamba-2, GDN, short convolution or linear attention, without buffers of drafts"
+    raise InvalidField(f"state of {layer.name}", f"{kind} with {len(states)} tensors", known)
+
+
+def _states(layer: Layer) -> list[TensorView]:
+    """Return the states of a layer, cut out of its bytes."""
+    pages, sizes = view_of(layer.cache), [get_dtype_size(dtype) for dtype in layer.spec.dtypes]
+    lengths = [prod(shape) * size for shape, size in zip(layer.spec.shapes, sizes, strict=True)]
+    if pages.itemsize != 1 or len(pages.shape) != 4 or pages.shape[1:] != (1, 1, sum(lengths)):
+        raise BadGeometry(f"layer {layer.name}", f"states of {lengths} bytes in {pages.described}")
+    found, offset = [], 0
+    for shape, dtype, size, length in zip(layer.spec.shapes, layer.spec.dtypes, sizes, lengths, strict=True):
+        inner = tuple(prod(shape[axis + 1 :]) * size for axis in range(len(shape)))
+        state = replace(
+            pages,
+            address=pages.address + offset,
+            shape=(pages.shape[0], *shape),
+            strides=(pages.strides[0], *inner),
+            itemsize=size,
+            dtype=str(dtype).removeprefix("torch."),
+        )
+        found.append(state)
+        offset += length
+    return found
+
+
+def _by_head(layer: Layer, state: TensorView) -> tuple[Plane, ...]:
+    """Return the plane of a state that ranks divide by its first axis: heads, or channels of Mamba-1."""
+    axes = ("block", "head", *("content" for _ in state.shape[2:]))
+    return planes_of_tensor(state, axes, layer.group, layer.name, ("ssm",), layer.heads)
+
+
+def _convolution(layer: Layer, state: TensorView) -> tuple[Plane, ...]:
+    """Return the planes of a convolution's last inputs."""
+    axes = ("block", "channel", "row") if is_conv_state_dim_first() else ("block", "row", "channel")
+    parts = _projections(layer, state.shape[axes.index("channel")])
+    return planes_of_tensor(state, axes, layer.group, layer.name, parts, layer.heads)
+
+
+def _projections(layer: Layer, channels: int) -> Sequence[Part]:
+    """Return the projections that a convolution takes, with the channels that this rank holds of each."""
+    kind, shape = layer.spec.mamba_type.name, layer.spec.shapes[-1]
+    if kind in ("MAMBA1", "SHORT_CONV"):
+        return _parts(layer, channels, [("conv_x", channels, False)])
+    by_head = int(shape[0]) * int(shape[1])
+    rest, odd = divmod(channels - by_head, 2)
+    if odd or rest < 1:
+        raise BadGeometry(f"layer {layer.name}", f"{channels} channels of a convolution for a state of {tuple(shape)}")
+    if kind == "GDN_ATTN":
+        return _parts(layer, channels, [("conv_q", rest, False), ("conv_k", rest, False), ("conv_v", by_head, False)])
+    alike = _one_group(layer, rest // int(shape[2]))
+    return _parts(layer, channels, [("conv_x", by_head, False), ("conv_b", rest, alike), ("conv_c", rest, alike)])
+
+
+def _parts(layer: Layer, channels: int, projections: Sequence[tuple[str, int, bool]]) -> list[Part]:
+    """Return parts of a convolution from their names, channels here, and whether they are equal on all ranks."""
+    ranks, rank = _share(layer)
+    found, begin = [], 0
+    for name, size, alike in projections:
+        first, axis = (0, size) if alike else (rank * size, ranks * size)
+        part = Part(name, channels=Interval(begin, begin + size), units=Interval(first, first + size), axis_size=axis)
+        found.append(part)
+        begin += size
+    if begin != channels:
+        raise BadGeometry(f"layer {layer.name}", f"{channels} channels of a convolution, not {begin}")
+    return found
+
+
+def _share(layer: Layer) -> tuple[int, int]:
+    """Return among how many ranks a state is divided, and which of the shares this is."""
+    units, axis = layer.heads.units, layer.heads.axis_size
+    if units is None or axis is None:
+        raise BadGeometry(f"layer {layer.name}", "which heads of the state the rank holds is not declared")
+    return axis // len(units), units.begin // len(units)
+
+
+def _one_group(layer: Layer, here: int) -> bool:
+    """Return whether all ranks hold the same group of B and C, as they do if the model has only one.
+
+    The shape does not say whether one group on each rank is the only one, or one of several.
+    """
+    ranks, _ = _share(layer)
+    if ranks == 1:
+        return False
+    config: Any = layer.vllm_config.model_config.hf_text_config
+    counts = [int(getattr(config, name)) for name in _GROUP_COUNTS if getattr(config, name, None)]
+    if counts and here == 1 == counts[0]:
+        return True
+    if counts and here * ranks == counts[0]:
+        return False
+    raise InvalidField(f"groups of {layer.name}", counts, f"{here} on each of {ranks} ranks, in one of {_GROUP_COUNTS}")
