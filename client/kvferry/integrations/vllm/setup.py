@@ -19,7 +19,7 @@ from kvferry.errors import InvalidField
 from kvferry.geometry.blocks import Blocks
 from kvferry.geometry.model import Group, GroupKind, Interval, Plane
 from kvferry.geometry.tensors import Holding, Tensor
-from kvferry.integrations.vllm.layouts import Layer, layer_planes
+from kvferry.integrations.vllm.layouts import Layer, backend_of, layer_planes
 
 NULL_BLOCK = 0
 """The null block: the first block of vLLM's block pool."""
@@ -121,7 +121,8 @@ def planes_of(
         group, spec = groups[str(index)], listed.kv_cache_spec
         for name in listed.layer_names:
             if name in kv_caches:
-                found += layer_planes(Layer(name, kv_caches[name], spec, group, heads, vllm_config))
+                backend = backend_of(vllm_config, name)
+                found += layer_planes(Layer(name, kv_caches[name], spec, group, heads, vllm_config, backend))
     return found
 
 
