@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from types import SimpleNamespace
 from typing import Any
 
@@ -137,17 +138,19 @@ class World:
         self.group = Group("full", GroupKind.TOKENS, shape.block, num_blocks, 0)
         self.ranks = [Rank(model, shape, index, num_blocks) for index in range(shape.ranks)]
         self.geometry = EngineGeometry(name, (self.group,), tuple(rank.planes(self.group) for rank in self.ranks))
-        self.written = [self._written(rank) for rank in self.ranks]
+        self.written = [self._write(rank, 0) for rank in self.ranks]
 
-    def _written(self, rank: Rank) -> tuple[torch.Tensor, torch.Tensor]:
-        """What the kernels write into a rank's buffer, and which bytes these are."""
-        found = []
-        for filling in (0, -1):
-            rank.buffer.fill_(filling)
-            for layer in LAYERS:
-                rank.model.write(rank, layer, self.slots(rank))
-            found.append(rank.buffer.clone())
-        return found[0], found[0] == found[1]
+    @cached_property
+    def touched(self) -> list[torch.Tensor]:
+        """Which bytes of each rank's buffer the kernels write: those that do not keep what was there before."""
+        return [self._write(rank, -1) == content for rank, content in zip(self.ranks, self.written, strict=True)]
+
+    def _write(self, rank: Rank, before: int) -> torch.Tensor:
+        """A rank's buffer after its kernels wrote the request into it, all bytes being `before`."""
+        rank.buffer.fill_(before)
+        for layer in LAYERS:
+            rank.model.write(rank, layer, self.slots(rank))
+        return rank.buffer.clone()
 
     def slots(self, rank: Rank) -> torch.Tensor:
         """The slots of the request's tokens, in blocks of the kernel."""
@@ -161,7 +164,7 @@ class World:
 
     def fill(self) -> None:
         """Make every buffer what its kernels wrote."""
-        for rank, (content, _) in zip(self.ranks, self.written, strict=True):
+        for rank, content in zip(self.ranks, self.written, strict=True):
             rank.buffer.copy_(content)
 
     def poison(self) -> None:
@@ -185,6 +188,7 @@ def check_read(
         begin: the first token to read, the first of a destination's block.
         whole: pages move whole: in a block that the request does not fill, bytes past its end are not compared.
     """
+    touched = destination.touched
     source.fill()
     destination.poison()
     tokens = source.model.tokens
@@ -202,14 +206,14 @@ def check_read(
     block, ids = destination.shape.block, destination.ids
     outside = [slot for slot in range(destination.group.num_blocks) if slot not in ids[begin // block :]]
     ragged = ids[-1:] if whole and tokens % block else []
-    for rank_, (content, written) in zip(destination.ranks, destination.written, strict=True):
+    for rank_, content, written in zip(destination.ranks, destination.written, touched, strict=True):
         expected = torch.where(written, content, torch.full_like(content, POISON - 256))
         expected[_bytes_of(rank_, outside)] = POISON - 256
         compared = torch.ones_like(written)
         compared[_bytes_of(rank_, ragged)] = written[_bytes_of(rank_, ragged)]
         wrong = (rank_.buffer != expected) & compared
         assert not wrong.any(), f"rank {rank_.index}: {int(wrong.sum())} of {wrong.numel()} bytes are wrong"
-    assert any(bool(written.any()) for _, written in destination.written)
+        assert written.any()
 
 
 def _bytes_of(rank: Rank, blocks: Sequence[int]) -> torch.Tensor:
