@@ -71,6 +71,7 @@ class Model:
         module: makes what vLLM has as the layer's module, from the heads of a rank.
         config: of the engine, beside what every engine has.
         tokens: tokens of the request.
+        layers: names of its layers.
     """
 
     backend: str
@@ -80,6 +81,7 @@ class Model:
     module: Callable[[int], Any] = lambda heads: SimpleNamespace()
     config: Mapping[str, Any] = field(default_factory=dict)
     tokens: int = TOKENS
+    layers: tuple[str, ...] = LAYERS
 
 
 class Rank:
@@ -94,17 +96,18 @@ class Rank:
         self.spec = spec
         layout = KVCacheLayout[shape.layout]
         # As `get_kv_cache_config_from_groups` in vllm/v1/core/kv_cache_utils.py plans it.
-        block_stride = len(LAYERS) * spec.page_size_bytes if layout.is_block_outermost else None
+        layers = model.layers
+        block_stride = len(layers) * spec.page_size_bytes if layout.is_block_outermost else None
         strides = compute_layout_strides(
-            spec, num_blocks, len(LAYERS), layout, fixed_strides=(None, block_stride, None, None, None)
+            spec, num_blocks, len(layers), layout, fixed_strides=(None, block_stride, None, None, None)
         )
-        size = len(LAYERS) * num_blocks * spec.page_size_bytes
+        size = len(layers) * num_blocks * spec.page_size_bytes
         self.buffer = torch.zeros(size, dtype=torch.int8)
-        placed = KVCacheTensor(size=size, layers=list(LAYERS), layer_stride=strides[0], block_stride=strides[1])
+        placed = KVCacheTensor(size=size, layers=list(layers), layer_stride=strides[0], block_stride=strides[1])
         kernel_block = shape.kernel_block or None
         views = create_kv_cache_views(self.buffer, spec, num_blocks, layout, placed, kernel_block)
-        self.caches = dict(zip(LAYERS, views, strict=True))
-        self.modules = {layer: model.module(len(self.held)) for layer in LAYERS}
+        self.caches = dict(zip(layers, views, strict=True))
+        self.modules = {layer: model.module(len(self.held)) for layer in layers}
 
     @property
     def heads(self) -> slice:
@@ -148,7 +151,7 @@ class World:
     def _write(self, rank: Rank, before: int) -> torch.Tensor:
         """A rank's buffer after its kernels wrote the request into it, all bytes being `before`."""
         rank.buffer.fill_(before)
-        for layer in LAYERS:
+        for layer in rank.model.layers:
             rank.model.write(rank, layer, self.slots(rank))
         return rank.buffer.clone()
 

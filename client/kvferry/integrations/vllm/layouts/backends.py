@@ -96,13 +96,9 @@ BACKENDS: Mapping[str, Mapping[str, Family]] = {
     f"{_V1}.mla.flashinfer_mla_sparse_sm90.FlashInferMLASparseSM90Backend": _latent(REFERENCE),
     f"{_V1}.mla.rocm_aiter_mla_sparse.ROCMAiterMLASparseBackend": _latent(REFERENCE),
     f"{_V1}.mla.xpu_mla_sparse.XPUMLASparseBackend": _latent(REFERENCE),
-    f"{_V1}.mla.indexer.DeepseekV32IndexerBackend": _families(
-        "keys, then scales", latent.index_pages, {"plain": KERNEL}
-    ),
+    f"{_V1}.mla.indexer.DeepseekV32IndexerBackend": _families("keys, then scales", latent.index_pages, {"plain": PORT}),
     # DeepSeek V4.
-    f"{_V1}.mla.indexer.DeepseekV4IndexerBackend": _families(
-        "keys, then scales", latent.index_pages, {"plain": KERNEL}
-    ),
+    f"{_V1}.mla.indexer.DeepseekV4IndexerBackend": _families("keys, then scales", latent.index_pages, {"plain": PORT}),
     f"{_V1}.mla.sparse_swa.DeepseekSparseSWABackend": _V4_LATENT,
     f"{_V4}.nvidia.flashmla.DeepseekSparseSWAFlashMLABackend": _V4_LATENT,
     f"{_V4}.nvidia.flashinfer_sparse.DeepseekSparseSWAFlashInferBackend": _V4_LATENT,
