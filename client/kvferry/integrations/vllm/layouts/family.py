@@ -14,8 +14,9 @@ class Proof(enum.Enum):
     """What filled the caches in the tests of tests/integrations/vllm/layouts. No GPU was used for any of them."""
 
     KERNEL = "the backend's own cache-write code, on CPU tensors"
-    PORT = "the backend's own cache-write code, with vLLM's Triton port in place of its CUDA or HIP kernel"
+    PORT = "vLLM's Triton port of the CUDA or HIP kernel, called by the backend's own code where it has any"
     REFERENCE = "the tests, through vLLM's own view of a page or after the source that the format names"
+    SOURCE = "nothing for this backend: its order was read in vLLM's source, and is that of a proven one"
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,7 @@ from kvferry.errors import InvalidField
 from kvferry.geometry.model import Group
 from kvferry.geometry.tensors import Holding, Tensor
 
-# Where vLLM makes the classes that `subclass_attention_backend` returns, and what such a class has of its own.
-_DERIVED = "vllm.v1.attention.backend"
+# What a class that `subclass_attention_backend` of vLLM returns has of its own.
 _OF_A_DERIVED_CLASS = {"get_builder_cls", "__module__", "__doc__", "__abstractmethods__", "_abc_impl"}
 
 
@@ -66,6 +65,6 @@ def backend_of(vllm_config: Any, layer: str) -> str:
     if not hasattr(module, "get_attn_backend"):
         raise InvalidField(f"layer {layer}", type(module).__name__, "a layer of vLLM with an attention backend")
     backend: type = module.get_attn_backend()
-    while backend.__module__ == _DERIVED and len(backend.__bases__) == 1 and set(vars(backend)) <= _OF_A_DERIVED_CLASS:
+    while set(vars(backend)) <= _OF_A_DERIVED_CLASS:
         backend = backend.__bases__[0]
     return f"{backend.__module__}.{backend.__qualname__}"
