@@ -18,12 +18,11 @@ import torch
 from vllm.v1.kv_cache_interface import KVCacheTensor, compute_layout_strides, create_kv_cache_views
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
-from kvferry import Blocks, EngineGeometry, Group, GroupKind, Interval, RankGeometry, plan_read
-from kvferry._memory.host import HostAccess
+from kvferry import Blocks, EngineGeometry, Group, GroupKind, Interval, RankGeometry
 from kvferry.geometry.tensors import Holding
 from kvferry.integrations.vllm.layouts import Layer, layer_planes
-from kvferry.planner import Path, PathRule
-from tests.integrations.vllm.layouts.test_cpu import copy
+from kvferry.planner import Path
+from tests.integrations.vllm.layouts.moving import move
 
 LAYERS = ("model.layers.0.self_attn.attn", "model.layers.1.self_attn.attn")
 LAYOUTS = tuple(layout.name for layout in KVCacheLayout)
@@ -195,17 +194,8 @@ def check_read(
     source.fill()
     destination.poison()
     tokens = source.model.tokens
-    space = HostAccess().allocate(1 << 22)
-    for rank in destination.geometry.ranks:
-        plan = plan_read(source.geometry, destination.geometry, rank.rank, rule=PathRule(path))
-        mine, theirs = {"full": destination.blocks(begin)}, {"full": source.blocks()}
-        for part in plan.expand(theirs, mine, (begin, tokens)).sources:
-            for descriptors in part.descriptors:
-                copy(descriptors)
-            for read in part.staged:
-                for batch in read.batches(space.region.length):
-                    copy(batch.descriptors(space.region.base, read.lane.memory))
-                    space.copy(batch.copies(space.region.base))
+    mine, theirs = destination.blocks(begin), source.blocks()
+    move(source.geometry, destination.geometry, theirs, mine, (begin, tokens), path)
     block, ids = destination.shape.block, destination.ids
     outside = [slot for slot in range(destination.group.num_blocks) if slot not in ids[begin // block :]]
     ragged = ids[-1:] if whole and tokens % block else []

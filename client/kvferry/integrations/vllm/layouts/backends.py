@@ -4,8 +4,8 @@ A layer is looked up by its backend and what its elements are (`content_of`). Wh
 backends with pages of their own that nobody has read yet (TurboQuant, UltraQuant, MiniMax M3, DeepSeek V4.1, GLM 5 with
 pooled keys, Qwen 4, Kimi K3), and DeepSeek V4 on CPUs.
 
-Where `Proof` is not KERNEL, what writes the cache on a GPU has not been run: only a check on the machine itself can show
-that the planes are right.
+Where `Proof` is not KERNEL, what writes the cache on a GPU has not been run: only a check on the machine itself can
+show that the planes are right.
 """
 
 from __future__ import annotations
