@@ -101,6 +101,51 @@ def test_indexer_pages_hold_all_keys_then_all_scales() -> None:
     assert cell(planes["l/index_scale"], 2, 0, 5) == flat[2, begin : begin + 4].numpy().tobytes()
 
 
+def test_v4_pages_hold_all_rows_then_all_scales() -> None:
+    cache = torch.from_numpy(np.random.default_rng(0).integers(0, 256, (BLOCKS, 1, TOKENS, 24), np.uint8))
+    flat = cache.reshape(BLOCKS, -1)
+    planes = by_name(formats.vllm_mla_pages({"l": cache}, GROUP, 20, "rows"))
+    assert cell(planes["l/kv"], 2, 0, 5) == flat[2, 5 * 20 : 6 * 20].numpy().tobytes()
+    begin = TOKENS * 20 + 5 * 4
+    assert cell(planes["l/kv_scale"], 2, 0, 5) == flat[2, begin : begin + 4].numpy().tobytes()
+    assert {plane.format for plane in planes.values()} == {"rows"}
+
+
+def test_slots_hold_the_heads_of_each_token_side_by_side() -> None:
+    cache = unique(BLOCKS, 2, TOKENS, HEADS * DIM)
+    planes = by_name(formats.vllm_two_slots({"l": cache}, GROUP, HEADS))
+    rows = cache.reshape(BLOCKS, 2, TOKENS, HEADS, DIM)
+    check_rows(planes["l/key"], rows[:, 0])
+    check_rows(planes["l/value"], rows[:, 1])
+
+
+def test_tiles_divide_by_head_only() -> None:
+    cache = unique(BLOCKS, 2, TOKENS, HEADS * DIM)
+    planes = by_name(formats.vllm_tiles({"l": cache}, GROUP, HEADS, "tiles"))
+    key, value = planes["l/key"], planes["l/value"]
+    assert (key.token_granule, key.units_divide, key.format) == (TOKENS, True, "tiles")
+    tile = b"".join(cell(value, 1, 1, token) for token in range(TOKENS))
+    assert tile == cache[1, 1].reshape(HEADS, -1)[1].numpy().tobytes()
+
+
+def test_nvfp4_pages_hold_values_then_scales_of_each_side() -> None:
+    cache = torch.from_numpy(np.random.default_rng(0).integers(0, 256, (BLOCKS, 2 * HEADS, TOKENS, 9), np.uint8))
+    flat = cache.reshape(BLOCKS, 2, -1)
+    planes = by_name(formats.vllm_nvfp4({"l": cache}, GROUP, HEADS, "scales"))
+    begin = (TOKENS + 3) * 8
+    assert cell(planes["l/value"], 1, 1, 3) == flat[1, 1, begin : begin + 8].numpy().tobytes()
+    scales = HEADS * TOKENS * 8
+    assert cell(planes["l/key_scale"], 2, 1, 0) == flat[2, 0, scales + TOKENS : scales + TOKENS + 1].numpy().tobytes()
+    assert (planes["l/key_scale"].token_granule, planes["l/key_scale"].format) == (TOKENS, "scales")
+    assert (planes["l/key"].token_granule, planes["l/key"].format) == (1, formats.PLAIN)
+
+
+@pytest.mark.parametrize("key_dim", [0, 2 * DIM])
+def test_a_key_that_leaves_no_value_is_refused(key_dim: int) -> None:
+    with pytest.raises(BadGeometry, match="keys of"):
+        formats.vllm_attention({"l": unique(BLOCKS, HEADS, TOKENS, 2 * DIM)}, GROUP, key_dim=key_dim)
+
+
 def test_vllm_cpu_pages_divide_by_head() -> None:
     """Written as the kernel writes: per block and head K column-major, then V row-major."""
     key, value = unique(BLOCKS, HEADS, TOKENS, DIM), -unique(BLOCKS, HEADS, TOKENS, DIM)

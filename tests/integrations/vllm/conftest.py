@@ -8,6 +8,10 @@ import pytest
 
 collect_ignore_glob = [] if find_spec("vllm") else ["test_*.py"]
 
+if find_spec("vllm"):
+    # Before anything imports vLLM: tests/integrations/vllm/layouts runs its Triton kernels.
+    import tests.integrations.vllm.layouts.interpreter  # noqa: F401
+
 
 def pytest_report_header(config: pytest.Config) -> str:
     """Say why nothing is collected."""

@@ -18,7 +18,7 @@ from kvferry.geometry.blocks import Blocks
 from kvferry.geometry.model import GroupKind, Plane
 from kvferry.geometry.tensors import Tensor
 from kvferry.integrations.vllm.groups import BlockTable, block_tables, layer_spec, readable, transferred
-from kvferry.integrations.vllm.layouts import Layer, layer_planes
+from kvferry.integrations.vllm.layouts import Layer, backend_of, layer_planes
 from kvferry.integrations.vllm.settings import ConnectorSettings, check_supported
 from kvferry.integrations.vllm.shards import Place, holding
 
@@ -138,7 +138,8 @@ def planes_of(
             if name in kv_caches:
                 spec = layer_spec(listed, name)
                 held = holding(spec, name, vllm_config, place)
-                found += layer_planes(Layer(name, kv_caches[name], spec, table.group, held, vllm_config))
+                backend = backend_of(vllm_config, name)
+                found += layer_planes(Layer(name, kv_caches[name], spec, table.group, held, vllm_config, backend))
     return found
 
 

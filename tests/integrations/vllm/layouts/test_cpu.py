@@ -6,7 +6,6 @@ pages, moved by the plan, must be the destination's pages, byte for byte.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,13 +17,11 @@ from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 from vllm.v1.attention.backends.mla.cpu_mla import CPUMLAImpl
 
 from kvferry import Blocks, EngineGeometry, Group, Interval, RankGeometry, plan_read
-from kvferry._memory.host import HostAccess
 from kvferry.errors import Incompatible
 from kvferry.geometry import formats
 from kvferry.geometry.tensors import Holding
-from kvferry.planner import Path, PathRule
-from kvferry.planner.descriptors import Descriptors
-from tests.support.simulated_memories import copies
+from kvferry.planner import Path
+from tests.integrations.vllm.layouts.moving import move
 
 LAYERS = ("layers.0", "layers.1")
 NUM_BLOCKS = 12
@@ -88,29 +85,6 @@ def write(of: Engine, values: dict[str, tuple[torch.Tensor, torch.Tensor]], bloc
             )
 
 
-def move(
-    source: EngineGeometry, destination: EngineGeometry, theirs: Blocks, mine: Blocks, tokens: int, path: Path
-) -> None:
-    """Every descriptor of every rank's plan as a plain copy; staging memory as it is."""
-    space = HostAccess().allocate(1 << 20)
-    for rank in destination.ranks:
-        plan = plan_read(source, destination, rank.rank, rule=PathRule(path))
-        expansion = plan.expand({"full": theirs}, {"full": mine}, (0, tokens))
-        for part in expansion.sources:
-            for descriptors in part.descriptors:
-                copy(descriptors)
-            for read in part.staged:
-                for batch in read.batches(space.region.length):
-                    copy(batch.descriptors(space.region.base, read.lane.memory))
-                    space.copy(batch.copies(space.region.base))
-
-
-def copy(descriptors: Descriptors) -> None:
-    """What NIXL does."""
-    for from_address, to_address, length in copies(descriptors):
-        ctypes.memmove(to_address, from_address, length)
-
-
 def poisoned(caches: list[dict[str, torch.Tensor]]) -> list[dict[str, torch.Tensor]]:
     """What the kernel wrote, set aside; the caches themselves are filled with poison."""
     wanted = [{layer: cache.clone() for layer, cache in of.items()} for of in caches]
@@ -153,7 +127,7 @@ def test_heads_move_between_ranks_as_the_kernel_wrote_them(
     for each in (source, destination):
         write(each, values, block, dim)
     wanted = poisoned(destination.caches)
-    move(source.geometry, destination.geometry, Blocks(source.blocks), Blocks(destination.blocks), tokens, path)
+    move(source.geometry, destination.geometry, Blocks(source.blocks), Blocks(destination.blocks), (0, tokens), path)
     untouched = [block_id for block_id in range(NUM_BLOCKS) if block_id not in destination.blocks]
     natural = formats_of_values(destination) == "plain"
     for got, want in zip(destination.caches, wanted, strict=True):
@@ -214,5 +188,5 @@ def test_latent_caches_move_whatever_their_block_sizes(theirs: int, mine: int, p
     (_, source, source_ids), (cache, destination, ids) = sides
     wanted = cache.clone()
     cache.zero_()
-    move(source, destination, Blocks(source_ids), Blocks(ids), tokens, path)
+    move(source, destination, Blocks(source_ids), Blocks(ids), (0, tokens), path)
     assert torch.equal(cache, wanted)

@@ -1,0 +1,120 @@
+"""What vLLM's attention backends write, and how each was proven: the one table of this package.
+
+A layer is looked up by its backend and what its elements are (`content_of`). What is not here is refused, also by name:
+backends with pages of their own that nobody has read yet (TurboQuant, UltraQuant, MiniMax M3, DeepSeek V4.1, GLM 5 with
+pooled keys, Qwen 4, Kimi K3), and DeepSeek V4 on CPUs.
+
+Where `Proof` is not KERNEL, what writes the cache on a GPU has not been run: only a check on the machine itself can
+show that the planes are right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from kvferry.geometry.model import Plane
+from kvferry.integrations.vllm.layouts import attention, latent
+from kvferry.integrations.vllm.layouts.family import Family, Proof
+from kvferry.integrations.vllm.layouts.layer import Layer
+
+KERNEL, PORT, REFERENCE, SOURCE = Proof.KERNEL, Proof.PORT, Proof.REFERENCE, Proof.SOURCE
+
+_V1 = "vllm.v1.attention.backends"
+_V4 = "vllm.models.deepseek_v4"
+
+Order = Callable[[Layer], tuple[Plane, ...]]
+
+
+def _families(name: str, planes: Order, **proofs: Proof) -> dict[str, Family]:
+    """Families by content, whose names have spaces instead of underscores where K and V are slots."""
+    contents = {content.replace("_slots", " slots"): proof for content, proof in proofs.items()}
+    return {content: Family(f"{name}, {content}", planes, proof) for content, proof in contents.items()}
+
+
+def _packed(plain: Proof, fp8: Proof = SOURCE) -> dict[str, Family]:
+    return _families("K and V in each content", attention.packed, plain=plain, fp8=fp8)
+
+
+def _slots(name: str, planes: Order, plain: Proof, fp8: Proof = SOURCE) -> dict[str, Family]:
+    return _families(name, planes, plain_slots=plain, fp8_slots=fp8)
+
+
+def _latent(plain: Proof = SOURCE) -> dict[str, Family]:
+    return _families("latent and rope", latent.latent_and_rope, plain=plain, fp8=SOURCE)
+
+
+def _packed_latent(proof: Proof) -> dict[str, Family]:
+    name = "latent, scales and rope in a cell"
+    return _families(name, latent.latent_cells, fp8_ds_mla=proof, nvfp4_ds_mla=proof)
+
+
+def _v4(packed: Proof = SOURCE) -> dict[str, Family]:
+    pages = _families("rows, then scales", latent.v4_pages, fp8_ds_mla=packed)
+    return {**pages, **_families("rows", latent.latent_rows, plain=SOURCE)}
+
+
+_CELLS = _families(
+    "values and scales in a cell",
+    attention.cells,
+    int8_per_token_head=KERNEL,
+    fp8_per_token_head=KERNEL,
+    int4_per_token_head=KERNEL,
+)
+_NVFP4 = _families("values, then scales, of K and of V", attention.nvfp4_pages, nvfp4=REFERENCE)
+
+BACKENDS: Mapping[str, Mapping[str, Family]] = {
+    # K and V of each head.
+    f"{_V1}.triton_attn.TritonAttentionBackend": {**_packed(KERNEL, KERNEL), **_CELLS},
+    f"{_V1}.triton_attn_diffkv.TritonAttentionDiffKVBackend": _packed(KERNEL),
+    f"{_V1}.flash_attn.FlashAttentionBackend": _packed(PORT),
+    f"{_V1}.flash_attn_diffkv.FlashAttentionDiffKVBackend": _packed(SOURCE),
+    f"{_V1}.triton_flash_attn.TritonFlashAttentionBackend": _packed(SOURCE),
+    f"{_V1}.flashinfer.FlashInferBackend": {**_packed(SOURCE), **_NVFP4},
+    f"{_V1}.triton_flashinfer.TritonFlashInferBackend": _packed(SOURCE),
+    f"{_V1}.flex_attention.FlexAttentionBackend": _packed(PORT),
+    f"{_V1}.hpc_attn.HpcAttentionBackend": _packed(SOURCE),
+    f"{_V1}.rocm_aiter_unified_attn.RocmAiterUnifiedAttentionBackend": _packed(PORT),
+    f"{_V1}.rocm_aiter_fa.AiterFlashAttentionBackend": {
+        **_packed(PORT),
+        **_slots("AITER's tiles of K and of V", attention.aiter_tiles, KERNEL),
+    },
+    # Its HIP kernel writes pages of 16 and 32 tokens, its Triton kernel all others, in the same order.
+    f"{_V1}.rocm_attn.RocmAttentionBackend": _slots("ROCm's tiles of K and of V", attention.rocm_tiles, PORT),
+    f"{_V1}.rocm_segmented_attn.RocmSegmentedAttentionBackend": _slots(
+        "slots of K and of V", attention.two_slots, KERNEL, KERNEL
+    ),
+    f"{_V1}.b12x.B12xPagedAttentionBackend": _slots("slots of K and of V", attention.two_slots, PORT),
+    f"{_V1}.cpu_attn.CPUAttentionBackend": _families(
+        "pages of the CPU's kernel", attention.cpu_pages, plain=KERNEL, fp8=SOURCE
+    ),
+    # A latent for all heads.
+    f"{_V1}.mla.triton_mla.TritonMLABackend": _latent(),
+    f"{_V1}.mla.flashmla.FlashMLABackend": _latent(REFERENCE),
+    f"{_V1}.mla.flashattn_mla.FlashAttnMLABackend": _latent(),
+    f"{_V1}.mla.flashattn_mla.XPUFlashAttnMLABackend": _latent(),
+    f"{_V1}.mla.cutlass_mla.CutlassMLABackend": _latent(),
+    f"{_V1}.mla.flashinfer_mla.FlashInferMLABackend": _latent(),
+    f"{_V1}.mla.tokenspeed_mla.TokenspeedMLABackend": _latent(),
+    f"{_V1}.mla.rocm_aiter_mla.AiterMLABackend": _latent(),
+    f"{_V1}.mla.aiter_triton_mla.AiterTritonMLABackend": _latent(),
+    f"{_V1}.mla.cpu_mla.CPUMLABackend": _latent(KERNEL),
+    f"{_V1}.mla.amx_mla.AMXMLABackend": _latent(),
+    f"{_V1}.mla.flashmla_sparse.FlashMLASparseBackend": {**_latent(), **_packed_latent(REFERENCE)},
+    f"{_V1}.mla.flashattn_mla_sparse.FlashAttnMLASparseBackend": _latent(),
+    f"{_V1}.mla.flashinfer_mla_sparse.FlashInferMLASparseTRTLLMBackend": _latent(),
+    f"{_V1}.mla.flashinfer_mla_sparse.FlashInferMLASparseSM120Backend": {**_latent(), **_packed_latent(SOURCE)},
+    f"{_V1}.mla.flashinfer_mla_sparse_sm90.FlashInferMLASparseSM90Backend": _latent(),
+    f"{_V1}.mla.rocm_aiter_mla_sparse.ROCMAiterMLASparseBackend": _latent(),
+    f"{_V1}.mla.xpu_mla_sparse.XPUMLASparseBackend": _latent(),
+    f"{_V1}.mla.indexer.DeepseekV32IndexerBackend": _families("keys, then scales", latent.index_pages, plain=PORT),
+    # DeepSeek V4.
+    f"{_V1}.mla.indexer.DeepseekV4IndexerBackend": _families("keys, then scales", latent.index_pages, plain=SOURCE),
+    f"{_V1}.mla.sparse_swa.DeepseekSparseSWABackend": _v4(PORT),
+    f"{_V4}.nvidia.flashmla.DeepseekSparseSWAFlashMLABackend": _v4(),
+    f"{_V4}.nvidia.flashinfer_sparse.DeepseekSparseSWAFlashInferBackend": _v4(),
+    f"{_V4}.sparse_mla.DeepseekV4FlashMLABackend": _v4(PORT),
+    f"{_V4}.nvidia.flashinfer_sparse.DeepseekV4FlashInferMLASparseBackend": _v4(),
+    f"{_V4}.amd.rocm.DeepseekV4ROCMAiterMLASparseBackend": _v4(),
+    f"{_V4}.xpu.xpu_sparse.DeepseekV4XPUSparseBackend": _v4(),
+    f"{_V4}.compressor.CompressorBackend": _families("rows", latent.compressor_rows, plain=REFERENCE),
+}
