@@ -83,7 +83,8 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
         """Return the metadata of this step for the workers."""
-        return self._in_scheduler.step(idle=scheduler_output.total_num_scheduled_tokens == 0)
+        idle = scheduler_output.total_num_scheduled_tokens == 0
+        return self._in_scheduler.step(scheduler_output.num_scheduled_tokens, idle=idle)
 
     def update_connector_output(self, connector_output: Any) -> None:
         """Take what the workers reported in a step."""
@@ -125,7 +126,8 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Do nothing: decode instances read from the cache itself."""
 
     def wait_for_save(self) -> None:
-        """Do nothing: decode instances read from the cache itself."""
+        """Note that the step is queued on the device, its drafter included. Does not wait."""
+        self._in_worker.queued(self._step.step)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Return the transfers that the scheduler has found ended. Every worker returns the same, as vLLM expects."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,7 @@ from vllm.v1.request import RequestStatus
 from kvferry._client import Client
 from kvferry.engine import Grant, Offer, ReadEnd, SchedulerPort
 from kvferry.errors import KvferryError
+from kvferry.integrations.vllm.publishing import ComputedPublishing
 from kvferry.integrations.vllm.setup import Setup
 from kvferry.integrations.vllm.stats import KvferryStats
 from kvferry.integrations.vllm.values import StepMetadata, WorkerNews
@@ -58,6 +60,7 @@ class ConnectorScheduler:
         self._client = Client(setup.address, allowed_homes=setup.allowed_homes)
         # vLLM frees or reuses the blocks of a failed read as soon as it learns of the failure.
         self._port = SchedulerPort(self._client, setup.spec, hold_until_quiet=True)
+        self._publishing = ComputedPublishing(self._port, setup.spec.num_ranks)
         self._loads: dict[str, _Load] = {}
         self._sending: set[str] = set()
         self._registered: set[int] = set()
@@ -70,6 +73,8 @@ class ConnectorScheduler:
     def on_new_request(self, request: Any) -> None:
         """Start to acquire the publication of a request that has arrived."""
         params = request.kv_transfer_params or {}
+        if params.get("do_remote_decode"):
+            self._publishing.expect(request.request_id)
         reference = params.get(REFERENCE)
         if not params.get("do_remote_prefill") or not reference:
             return
@@ -141,14 +146,13 @@ class ConnectorScheduler:
         elif load is not None:
             self._decline(request_id)
         params = request.kv_transfer_params or {}
-        if not params.get("do_remote_decode") or request.status not in _SERVED:
-            return False, None
         # The last token was sampled, and its KV cache is not computed yet.
         tokens = min(request.num_computed_tokens, request.num_tokens - 1)
-        if tokens <= 0:
+        if not params.get("do_remote_decode") or request.status not in _SERVED or tokens <= 0:
+            self._publishing.forget(request_id)
             return False, None
         try:
-            publication = self._port.publish(request_id, self._setup.published(block_ids, tokens))
+            publication = self._publishing.publish(request_id, self._setup.published(block_ids, tokens))
         except KvferryError as error:
             logger.warning("request %s could not be published: %s", request_id, error)
             return False, None
@@ -158,19 +162,22 @@ class ConnectorScheduler:
 
     # Every step.
 
-    def step(self, *, idle: bool) -> StepMetadata:
+    def step(self, scheduled: Iterable[str], *, idle: bool) -> StepMetadata:
         """Return the metadata of a step for the workers.
 
         Args:
+            scheduled: the requests of which tokens are computed in this step.
             idle: nothing is computed in this step.
         """
-        if idle and self._loads:
+        if idle and (self._loads or self._publishing.waiting):
             # vLLM runs idle steps in a loop that does not release the interpreter: every other thread would wait for
             # Python's switch interval of 5 ms.
             time.sleep(YIELD)
         sent = {release.request_id for release in self._port.released()} & self._sending
         self._sending -= sent
-        metadata = StepMetadata(starts=self._starts, cancels=self._port.cancels(), sent=sent)
+        metadata = StepMetadata(
+            self._publishing.begin(scheduled), starts=self._starts, cancels=self._port.cancels(), sent=sent
+        )
         self._starts = []
         if not self._all_registered():
             metadata.token = str(self._port.token)
@@ -188,10 +195,12 @@ class ConnectorScheduler:
             raise KvferryError(f"rank {rank} cannot register its cache: {problem}")
         for output in news.outputs:
             self._port.collect(output)
+        self._publishing.computed(news.computed())
 
     def has_work(self) -> bool:
-        """Return whether vLLM has to run steps even without a request, because workers are being registered."""
-        return not self._all_registered()
+        """Return whether vLLM has to run steps even without a request: workers are being registered, or have to say
+        what their devices have computed."""
+        return not self._all_registered() or self._publishing.waiting
 
     def take_stats(self) -> KvferryStats | None:
         """Return the counts since the last call; None: nothing was counted."""

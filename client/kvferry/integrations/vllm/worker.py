@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 
@@ -15,6 +15,7 @@ from kvferry.engine import RankEnd, WorkerOutput, WorkerPort
 from kvferry.errors import KvferryError
 from kvferry.geometry.model import Plane
 from kvferry.geometry.tensors import Tensor
+from kvferry.integrations.vllm.device import EVERY_STEP, DeviceSteps, steps_of
 from kvferry.integrations.vllm.setup import Setup
 from kvferry.integrations.vllm.values import StepMetadata, WorkerNews
 
@@ -36,19 +37,24 @@ class ConnectorWorker:
         self._rank = rank
         self._client = Client(setup.address, allowed_homes=setup.allowed_homes)
         self._caches: Mapping[str, Tensor] = {}
-        self._planes: list[Plane] = []
+        self._planes: Sequence[Plane] = ()
         self._lock = threading.Lock()
         self._registering = False
         self._news = WorkerNews()
+        self._steps = DeviceSteps(None)
+        self._told = 0
+        """The last computed step that the scheduler was told of, at least."""
         self._port: WorkerPort | None = None
         self._early: list[StepMetadata] = []
 
-    def has_caches(self, kv_caches: Mapping[str, Tensor], planes: list[Plane]) -> None:
+    def has_caches(self, kv_caches: Mapping[str, Tensor], planes: Sequence[Plane]) -> None:
         """Set the caches of this rank. Called before the first step."""
         self._caches, self._planes = kv_caches, planes
+        self._steps = steps_of(kv_caches.values())
 
     def step(self, metadata: StepMetadata) -> None:
         """Start and cancel reads as the scheduler's message says. Returns at once."""
+        self._steps.begun(metadata.step)
         with self._lock:
             if metadata.token and not self._registering:
                 try:
@@ -63,6 +69,10 @@ class ConnectorWorker:
                 return
             self._do(self._port, metadata)
 
+    def queued(self, step: int) -> None:
+        """Note that all of a step is queued on the device. Returns at once."""
+        self._steps.queued(step)
+
     def news(self) -> WorkerNews | None:
         """Return what has happened since the last call; None: nothing."""
         with self._lock:
@@ -71,7 +81,11 @@ class ConnectorWorker:
                 output = self._port.finished()
                 if output:
                     news.outputs.append(output)
-        return news if news.outputs or news.registered or news.errors else None
+        if self._told < EVERY_STEP:
+            # Asked again when the message is sent, so it may then say more than it does now.
+            self._told = self._steps.computed()
+            news.rank, news.now = self._rank, self._steps.computed
+        return news if news.outputs or news.registered or news.errors or news.now else None
 
     def close(self) -> None:
         """Close the port and the client."""
