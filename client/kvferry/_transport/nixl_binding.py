@@ -12,7 +12,6 @@ from __future__ import annotations
 import functools
 import logging
 import os
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -55,14 +54,6 @@ def new_agent(nixl: Any, name: str, options: NixlOptions, *, progress_thread: bo
     config.syncMode = nixl.NIXL_THREAD_SYNC_NONE
     agent = call("nixlAgent", "", lambda: nixl.nixlAgent(name, config))
     return agent, call("createBackend", "", lambda: agent.createBackend("UCX", options.backend()))
-
-
-def use_device(regions: Sequence[MemoryRegion], options: NixlOptions) -> None:
-    """Make this thread's CUDA context that of the memory; UCX takes the calling thread's."""
-    on_device = [region.device for region in regions if region.memory_kind is MemoryKind.VRAM]
-    torch = sys.modules.get("torch")
-    if on_device and torch is not None:
-        torch.cuda.set_device(on_device[0] if options.cuda_device is None else options.cuda_device)
 
 
 def register(nixl: Any, agent: Any, backend: Any, regions: Sequence[MemoryRegion]) -> None:

@@ -37,8 +37,8 @@ class NixlOptions:
             its agent is retired. This is long, because destroying an agent while it reads was seen to kill the source
             on TCP.
         retired_agents: the most agents that are retired and not destroyed yet; they finish their other reads first.
-        cuda_device: the device that reading threads set; None: that of the first region in device memory. It is set by
-            torch, which a process whose cache is on a device has imported.
+        cuda_device: the device that is set where NIXL is called; None: that of the memory. It is set by torch, which a
+            process whose cache is on a device must have imported.
     """
 
     ucx_tls: str = ""

@@ -73,7 +73,7 @@ class Prefill:
         self.workers = [ConnectorWorker(setup, rank) for rank in range(RANKS)]
         for rank, (worker, memory) in enumerate(zip(self.workers, self.memory, strict=True)):
             held = Holding(units=Interval(rank, rank + 1), axis_size=RANKS)
-            worker.has_caches({"l": memory}, vllm_attention({"l": memory}, GROUP, held))
+            worker.register({"l": memory}, vllm_attention({"l": memory}, GROUP, held))
         self.announced: list[str] = []
         until(self.registered)
 

@@ -110,10 +110,10 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return metadata
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        """Take the caches of this rank, which are registered with the first step."""
+        """Register the caches of this rank with NIXL. They are announced with the first step."""
         tp_rank = get_tp_group().rank_in_group
         planes = planes_of(self._vllm_config, self._kv_cache_config, self._setup, kv_caches, tp_rank)
-        self._in_worker.has_caches(kv_caches, planes)
+        self._in_worker.register(kv_caches, planes)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Start and cancel reads as the step's metadata says."""
