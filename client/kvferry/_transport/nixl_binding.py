@@ -12,7 +12,9 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import sys
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from typing import Any, TypeVar
 
 import numpy as np
@@ -24,27 +26,70 @@ from kvferry.geometry.model import MemoryKind, MemoryRegion
 T = TypeVar("T")
 
 
+logger = logging.getLogger(__name__)
+
+ENVIRONMENT = {
+    # UCX writes what goes wrong to standard output, which belongs to the program.
+    "UCX_LOG_FILE": "stderr",
+    # UCX's cache of registrations was seen to leak without a limit (vLLM 0.32.0, vllm/distributed/nixl_utils.py).
+    "UCX_RCACHE_MAX_UNRELEASED": "1024",
+}
+"""What UCX finds in its environment when it is loaded, unless it is set already."""
+
+
 def load() -> Any:
     """NIXL's binding; raises `NixlMissing`. Loading it takes a second or two, so this is called on first use."""
-    # UCX writes what goes wrong to standard output, which belongs to the program. It reads this when it is loaded.
-    os.environ.setdefault("UCX_LOG_FILE", "stderr")
+    packages = packages_for(sys.modules.get("torch"))
+    loaded = [package for package in packages if package in sys.modules]
+    for variable, value in ENVIRONMENT.items():
+        if loaded and variable not in os.environ:
+            logger.warning(
+                "%s was imported before kvferry could set %s=%s: set it yourself", loaded[0], variable, value
+            )
+        elif not loaded:
+            os.environ.setdefault(variable, value)
     # Importing NIXL makes the logging of the whole process swallow its own errors.
     raise_exceptions = logging.raiseExceptions
+    problems = []
     try:
-        # By this name, because the package chooses the build that suits the machine's CUDA.
-        from nixl import _bindings
-
-        return _bindings
-    except ImportError as error:
-        raise NixlMissing(
-            f"NIXL cannot be loaded ({error}); it comes with: pip install 'kvferry[nixl]'", problem=str(error)
-        ) from error
+        for package in packages:
+            try:
+                return import_module(f"{package}._bindings")
+            except ImportError as error:
+                problems.append(f"{package}: {error}")
     finally:
         logging.raiseExceptions = raise_exceptions
+    problem = "; ".join(problems)
+    raise NixlMissing(
+        f"NIXL cannot be loaded ({problem}); it comes with: pip install 'kvferry[nixl]'", problem=problem
+    ) from None
+
+
+def packages_for(torch: Any) -> tuple[str, ...]:
+    """Return the packages that may hold NIXL, the best first.
+
+    The package ``nixl`` chooses among ``nixl_cu12`` and ``nixl_cu13``; where it is not installed they are tried. ROCm
+    has a build under a name of its own, as vLLM knows (vLLM 0.32.0, ``vllm/distributed/nixl_utils.py``).
+
+    Args:
+        torch: the module, if it is imported: it knows the machine's CUDA or ROCm. None: it is not.
+    """
+    if torch is None:
+        return "nixl", "nixl_cu13", "nixl_cu12", "nixl_rocm"
+    if torch.version.hip is not None:
+        return "nixl_rocm", "nixl"
+    if torch.version.cuda is not None:
+        return "nixl", f"nixl_cu{torch.version.cuda.partition('.')[0]}"
+    return "nixl", "nixl_cu13", "nixl_cu12"
 
 
 def new_agent(nixl: Any, name: str, options: NixlOptions, *, progress_thread: bool) -> tuple[Any, Any]:
-    """A new agent and its UCX backend; raises `NixlError`."""
+    """A new agent and its backend; raises `NixlError`.
+
+    NIXL's own threads for transfers stay off. Each would be a UCX worker more, which takes doorbell pages (UARs) of an
+    InfiniBand card, and other libraries fail when there are none left: vLLM limits them for that reason. A rank of
+    kvferry has two workers, that of its serving agent and that of its reading agent.
+    """
     config = nixl.nixlAgentConfig()
     config.useProgThread = progress_thread
     config.pthrDelay = PROGRESS_DELAY_US
@@ -53,7 +98,7 @@ def new_agent(nixl: Any, name: str, options: NixlOptions, *, progress_thread: bo
     config.captureTelemetry = False
     config.syncMode = nixl.NIXL_THREAD_SYNC_NONE
     agent = call("nixlAgent", "", lambda: nixl.nixlAgent(name, config))
-    return agent, call("createBackend", "", lambda: agent.createBackend("UCX", options.backend()))
+    return agent, call("createBackend", "", lambda: agent.createBackend(options.backend, options.parameters()))
 
 
 def register(nixl: Any, agent: Any, backend: Any, regions: Sequence[MemoryRegion]) -> None:

@@ -15,14 +15,14 @@ import pytest
 import torch
 from vllm.v1.request import RequestStatus
 
-from kvferry import Blocks, EngineSpec, Group, Interval
+from kvferry import Blocks, EngineSpec, Group, GroupKind, Interval
 from kvferry.geometry.formats import vllm_attention
 from kvferry.geometry.tensors import Holding
 from kvferry.integrations.vllm import worker as worker_module
-from kvferry.integrations.vllm.device import EVERY_STEP, DeviceSteps, Event, steps_of
+from kvferry.integrations.vllm.device import EVERY_STEP, DeviceSteps, Event, arrival_fence, steps_of
 from kvferry.integrations.vllm.scheduler import REFERENCE, ConnectorScheduler
 from kvferry.integrations.vllm.setup import Setup
-from kvferry.integrations.vllm.values import WorkerNews
+from kvferry.integrations.vllm.values import StepMetadata, WorkerNews
 from kvferry.integrations.vllm.worker import ConnectorWorker
 from kvferry.testing import Fabric
 from tests.support.waiting import until
@@ -306,3 +306,35 @@ def test_the_steps_of_host_memory_are_computed_at_once_and_those_of_a_device_whe
     assert steps.computed() == 0
     stream.run()
     assert (steps.computed(), used) == (1, [device])
+
+
+@pytest.mark.parametrize(
+    ("hip", "kind", "device", "waits"),
+    [
+        ("7.2.1", GroupKind.STATE, "cuda", 1),
+        ("7.2.1", GroupKind.TOKENS, "cuda", 0),
+        ("7.2.1", GroupKind.STATE, "cpu", 0),
+        (None, GroupKind.STATE, "cuda", 0),
+    ],
+    ids=["rocm-mamba", "rocm-attention", "host", "cuda-mamba"],
+)
+def test_states_that_arrived_on_rocm_are_waited_for_before_vllm_uses_them(
+    fabric: Fabric, monkeypatch: pytest.MonkeyPatch, hip: str | None, kind: GroupKind, device: str, waits: int
+) -> None:
+    synchronized: list[None] = []
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: synchronized.append(None))
+    tokens = TOKENS if kind is GroupKind.TOKENS else 0
+    group = Group("0", kind, tokens, BLOCKS) if tokens else Group("0", kind, num_blocks=BLOCKS)
+    tensor: Any = SimpleNamespace(device=SimpleNamespace(type=device))
+    fence = arrival_fence((group,), [tensor])
+    setup = Setup(
+        EngineSpec("decode", (GROUP,)), fabric.address, (), 20.0, fail_requests=True, serves=False, reads=False
+    )
+    worker = ConnectorWorker(setup, 0)
+    worker._fence = fence
+    worker.step(StepMetadata(step=1))
+    assert synchronized == []
+    worker.step(StepMetadata(step=2, received={"r"}))
+    assert len(synchronized) == waits
+    worker.close()

@@ -12,7 +12,19 @@ speculator proposes). So each rank records an event behind each step, and tells 
 - ROCm: torch gives HIP's streams and events the names of CUDA's. Its events are made without
   ``hipEventDisableSystemFence``, so that their completion also writes the caches back to memory.
 
-Events are queried, never waited for (R11). None of this could be run on a GPU here; the tests play a stream.
+Events are queried, never waited for (R11).
+
+In the other direction, the kernels of a request that was read see the bytes that arrived. A read is reported when
+every byte has landed, or has been permuted on the device, and only then does vLLM compute the request:
+
+- CPU: memory is coherent.
+- CUDA: a kernel sees what was in the device's memory when it was launched, also what another device or a network card
+  has written. vLLM's own connector relies on this, too.
+- ROCm: as CUDA. But vLLM's own connector synchronises the device after reads into models with Mamba layers, before it
+  reports them (vLLM 0.32.0, ``nixl/base_worker.py``, ``_sync_device_after_direct_recv``), so this one does. It is the
+  only wait for a device in an engine's step.
+
+None of this could be run on a GPU here; the tests play a stream.
 """
 
 from __future__ import annotations
@@ -23,6 +35,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
+from kvferry.geometry.model import Group, GroupKind
 from kvferry.geometry.tensors import Tensor
 
 EVERY_STEP = 2**63 - 1
@@ -79,8 +92,7 @@ class DeviceSteps:
 
 def steps_of(tensors: Iterable[Tensor]) -> DeviceSteps:
     """Return the steps of the device that the caches of a rank lie on."""
-    devices = {str(tensor.device): tensor.device for tensor in tensors if hasattr(tensor, "device")}
-    device = next((device for device in devices.values() if device.type != "cpu"), None)
+    device = _device_of(tensors)
     if device is None:
         return DeviceSteps(None)
     torch: Any = sys.modules["torch"]
@@ -91,3 +103,19 @@ def steps_of(tensors: Iterable[Tensor]) -> DeviceSteps:
         return event
 
     return DeviceSteps(record)
+
+
+def arrival_fence(groups: Iterable[Group], tensors: Iterable[Tensor]) -> Callable[[], None] | None:
+    """Return what has to be called after reads, before vLLM computes with what has arrived; None: nothing."""
+    torch: Any = sys.modules["torch"]
+    states = any(group.kind is GroupKind.STATE for group in groups)
+    if not states or torch.version.hip is None or _device_of(tensors) is None:
+        return None
+    synchronize: Callable[[], None] = torch.cuda.synchronize
+    return synchronize
+
+
+def _device_of(tensors: Iterable[Tensor]) -> Any:
+    """Return the device that tensors lie on; None: the host."""
+    devices = (getattr(tensor, "device", None) for tensor in tensors)
+    return next((device for device in devices if device is not None and device.type != "cpu"), None)

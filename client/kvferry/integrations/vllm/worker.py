@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from kvferry._client import Client
@@ -14,7 +14,7 @@ from kvferry.engine import RankEnd, WorkerOutput, WorkerPort
 from kvferry.errors import KvferryError
 from kvferry.geometry.model import Plane
 from kvferry.geometry.tensors import Tensor
-from kvferry.integrations.vllm.device import EVERY_STEP, DeviceSteps, steps_of
+from kvferry.integrations.vllm.device import EVERY_STEP, DeviceSteps, arrival_fence, steps_of
 from kvferry.integrations.vllm.setup import Setup
 from kvferry.integrations.vllm.values import StepMetadata, WorkerNews
 
@@ -45,6 +45,7 @@ class ConnectorWorker:
         self._announced = False
         self._news = WorkerNews()
         self._steps = DeviceSteps(None)
+        self._fence: Callable[[], None] | None = None
         self._told = 0
         """The last computed step that the scheduler was told of, at least."""
         self._early: list[StepMetadata] = []
@@ -61,10 +62,13 @@ class ConnectorWorker:
         if self._setup.reads:
             self._port.prepare(AGENT_TIMEOUT)
         self._steps = steps_of(kv_caches.values())
+        self._fence = arrival_fence(self._setup.spec.groups, kv_caches.values())
 
     def step(self, metadata: StepMetadata) -> None:
-        """Start and cancel reads as the scheduler's message says. Returns at once."""
+        """Start and cancel reads as the scheduler's message says. Returns at once, but see `arrival_fence`."""
         self._steps.begun(metadata.step)
+        if metadata.received and self._fence is not None:
+            self._fence()
         with self._lock:
             if metadata.token and not self._announcing:
                 try:
