@@ -31,10 +31,10 @@ logger = logging.getLogger(__name__)
 THREAD_LOCAL = 1
 """``CU_STREAM_CAPTURE_MODE_THREAD_LOCAL``, and HIP's constant of the same meaning."""
 
-DRIVERS = (
-    ("libcuda.so.1", "cuThreadExchangeStreamCaptureMode"),
-    ("libamdhip64.so", "hipThreadExchangeStreamCaptureMode"),
-)
+CUDA = ("cuThreadExchangeStreamCaptureMode", ("libcuda.so.1",))
+HIP = ("hipThreadExchangeStreamCaptureMode", ("libamdhip64.so", "libamdhip64.so.7", "libamdhip64.so.6"))
+"""The function with which a thread leaves captures, and the libraries that may have it: torch's wheels and the system's
+packages give that of HIP different names."""
 
 
 def device_of(regions: Iterable[MemoryRegion]) -> int | None:
@@ -79,11 +79,15 @@ def enter_device(device: int | None) -> None:
 
 def ignore_captures(*, hip: bool) -> None:
     """Take the calling thread out of other threads' captures of graphs. Logs if the driver has no such function."""
-    library, function = DRIVERS[hip]
-    try:
-        exchange = getattr(ctypes.CDLL(library), function)
+    function, libraries = HIP if hip else CUDA
+    problem: object = ""
+    for library in libraries:
+        try:
+            exchange = getattr(ctypes.CDLL(library), function)
+        except (OSError, AttributeError) as error:
+            problem = error
+            continue
         problem = exchange(ctypes.byref(ctypes.c_int(THREAD_LOCAL)))
-    except (OSError, AttributeError) as error:
-        problem = error
+        break
     if problem:
         logger.warning("%s: %s; reads that run while a graph is captured may spoil the capture", function, problem)
