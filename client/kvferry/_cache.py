@@ -145,7 +145,8 @@ class Cache(OneProcess):
         """Compute checksums of this rank's part of published blocks, and send them to the home.
 
         Readers in integrity mode compare what they have read with them. Returns at once; a thread of the cache does the
-        work, on the device that holds the memory. Does nothing if the client's integrity mode is off.
+        work, on the device that holds the memory. Does nothing if the client's integrity mode is off. As for `publish`,
+        a device must have completed the kernels that write the blocks.
 
         Args:
             publication: the publication's number, `Publication.number`. Readers wait for the sums only if it was

@@ -18,9 +18,9 @@ from kvferry._control.renewals import Renewals
 from kvferry._control.watcher import Watcher
 from kvferry._engine_spec import EngineSpec
 from kvferry._forks import OneProcess
-from kvferry._memory.declared import Declared, memory_of
 from kvferry._network import network_of
-from kvferry._reads.runtime import ClientRuntime, OwnedMemory, RankRuntime
+from kvferry._reads.local_rank import LocalRank, OwnedMemory, describe
+from kvferry._reads.runtime import ClientRuntime, RankRuntime
 from kvferry._session import EngineSession, home_session_of
 from kvferry._transport.nixl_options import NixlOptions
 from kvferry._transport.staging_pool import StagingOptions
@@ -29,11 +29,14 @@ from kvferry._wire.reference import parse_reference
 from kvferry._wire.token import EngineToken
 from kvferry.errors import CacheDiffers, Closed, InvalidField, WrongState
 from kvferry.geometry.model import Interval, MemoryRegion, Plane, RankGeometry
-from kvferry.geometry.tensors import Holding, Tensor, held, named_tensors
+from kvferry.geometry.tensors import Holding, Tensor
 from kvferry.planner.summed_blocks import IntegrityOptions
 
 MAX_READS = 4096
 """Default of `Client`'s `max_reads`."""
+
+CLOSE_TIMEOUT = 10.0
+"""Seconds for ending the agents of memory that was never announced."""
 
 
 class Client(OneProcess):
@@ -95,7 +98,8 @@ class Client(OneProcess):
         self._lock = threading.Lock()
         self._sessions: dict[str, EngineSession] = {}
         self._caches: list[Cache] = []
-        self._watchers: list[Watcher] = []
+        self._locals: list[LocalRank] = []
+        self._watchers: dict[tuple[EngineToken, int], Watcher] = {}
         self._closed = False
 
     def open_engine(self, spec: EngineSpec, *, timeout: float = OPEN_TIMEOUT) -> EngineSession:
@@ -186,48 +190,14 @@ class Client(OneProcess):
         timeout = arguments.seconds("timeout", timeout)
         arguments.flag("serve", serve)
         deadline = now() + timeout
-        if tensors is not None:
-            # Keeps the memory alive even if the caller changes its mapping or drops its tensors.
-            tensors = {name: held(tensor) for name, tensor in named_tensors(tensors).items()}
-        declared = Declared(heads, total_heads, holding, arguments.flag("replicated", replicated))
-        found, ranges = memory_of(engine, tensors, axes, declared, planes, regions)
-        session, own = self._identity(engine, token, timeout)
-        if session is None:
-            self._watch(own, rank, timeout)
-        runtime = RankRuntime(
-            self._runtime,
-            engine,
-            own,
-            RankGeometry(rank, found, {} if labels is None else labels),
-            OwnedMemory(ranges, tuple((tensors or {}).values()), keep=(tensors, _kept(keep))),
-            serve=serve,
-        )
+        described = describe(engine, tensors, axes, heads, total_heads, holding, replicated, planes, regions, keep)
+        identity = self._identity(engine, token, timeout)
+        local = self._register_memory(engine, rank, described, labels, serve=serve)
         try:
-            reuse_after = runtime.register(deadline - now())
-        except CacheDiffers as error:
-            runtime.close(0.0)
-            if not self._has_registered(own, rank):
-                raise
-            raise WrongState(
-                f"rank {rank} of engine {engine.engine_id!r} is already registered by this process: use the Cache that "
-                "register_cache returned the first time; other memory needs another start of the engine",
-                engine_id=engine.engine_id,
-                rank=rank,
-            ) from error
+            return self._announce(local, *identity, deadline)
         except BaseException:
-            runtime.close(0.0)
+            discard(self, local)
             raise
-        cache = Cache(runtime, session, reuse_after)
-        if session is not None:
-            home_session_of(session).on_refill(runtime.register_again)
-        with self._lock:
-            late = self._closed
-            if not late:
-                self._caches.append(cache)
-        if late:
-            cache.close()
-        self._check_open()
-        return cache
 
     def decline(self, reference: str, *, timeout: float = CALL_TIMEOUT) -> None:
         """Tell a publication's home that nobody will read it. The source then gets its blocks back at once, not only
@@ -253,9 +223,13 @@ class Client(OneProcess):
             if self._closed:
                 return
             self._closed = True
-            caches, sessions, watchers = self._caches, list(self._sessions.values()), self._watchers
+            caches, sessions, watchers = self._caches, list(self._sessions.values()), list(self._watchers.values())
+            ranks = self._locals
         for cache in caches:
             cache.close()
+        for rank in ranks:
+            # Those that have a cache have ended with it.
+            rank.close(CLOSE_TIMEOUT)
         for session in sessions:
             session.close()
         for watcher in watchers:
@@ -270,6 +244,69 @@ class Client(OneProcess):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+    def _register_memory(
+        self,
+        engine: EngineSpec,
+        rank: int,
+        described: tuple[tuple[Plane, ...], OwnedMemory],
+        labels: Mapping[str, int] | None,
+        *,
+        serve: bool,
+    ) -> LocalRank:
+        """Register a rank's memory with NIXL, on the calling thread. No RPC is made."""
+        planes, owned = described
+        runtime = self._runtime
+        local = LocalRank(
+            engine,
+            RankGeometry(rank, planes, {} if labels is None else labels),
+            owned,
+            agents=runtime.agents,
+            options=runtime.options,
+            staging=runtime.staging,
+            serve=serve,
+        )
+        with self._lock:
+            late = self._closed
+            if not late:
+                self._locals.append(local)
+        if late:
+            local.close(0.0)
+        self._check_open()
+        return local
+
+    def _announce(self, local: LocalRank, session: EngineSession | None, own: EngineToken, deadline: float) -> Cache:
+        """Announce registered memory to the node server. If this raises, it may be announced again."""
+        engine, rank = local.spec, local.rank.rank
+        if session is None:
+            self._watch(own, rank, deadline - now())
+        runtime = RankRuntime(self._runtime, local, own)
+        try:
+            reuse_after = runtime.register(deadline - now())
+        except CacheDiffers as error:
+            runtime.abandon()
+            if not self._has_registered(own, rank):
+                raise
+            raise WrongState(
+                f"rank {rank} of engine {engine.engine_id!r} is already registered by this process: use the Cache that "
+                "register_cache returned the first time; other memory needs another start of the engine",
+                engine_id=engine.engine_id,
+                rank=rank,
+            ) from error
+        except BaseException:
+            runtime.abandon()
+            raise
+        cache = Cache(runtime, session, reuse_after)
+        if session is not None:
+            home_session_of(session).on_refill(runtime.register_again)
+        with self._lock:
+            late = self._closed
+            if not late:
+                self._caches.append(cache)
+        if late:
+            cache.close()
+        self._check_open()
+        return cache
 
     def _identity(
         self, spec: EngineSpec, token: EngineToken | str | None, timeout: float
@@ -302,10 +339,13 @@ class Client(OneProcess):
         return (token.engine_id, token.incarnation, rank) in engines
 
     def _watch(self, token: EngineToken, rank: int, timeout: float) -> None:
-        """Open the Watch of a rank, with which the node server knows that this process is alive.
+        """Open the Watch of a rank, with which the node server knows that this process is alive. Idempotent.
 
         Only for processes without the engine's session, which has a Watch of its own.
         """
+        with self._lock:
+            if (token, rank) in self._watchers:
+                return
 
         def register_again() -> None:
             with self._lock:
@@ -319,7 +359,7 @@ class Client(OneProcess):
         with self._lock:
             late = self._closed
             if not late:
-                self._watchers.append(watcher)
+                self._watchers[token, rank] = watcher
         if late:
             watcher.close()
         self._check_open()
@@ -329,14 +369,36 @@ class Client(OneProcess):
             raise Closed("the client is closed")
 
 
-def _kept(keep: object) -> object:
-    """Return the object to keep referenced; of a container, a copy with its present contents."""
-    if isinstance(keep, Mapping):
-        return dict(keep)
-    return tuple(keep) if isinstance(keep, (list, set)) else keep
-
-
 def client_runtime_of(client: Client) -> ClientRuntime:
     """Return the internal runtime behind a client, for the rest of kvferry. Raises `Closed`."""
     client._check_open()
     return client._runtime
+
+
+def register_memory(
+    client: Client,
+    engine: EngineSpec,
+    rank: int,
+    described: tuple[tuple[Plane, ...], OwnedMemory],
+    labels: Mapping[str, int] | None,
+    *,
+    serve: bool,
+) -> LocalRank:
+    """Do the part of `Client.register_cache` that needs no token, for the rest of kvferry. Raises as that."""
+    client._check_open()
+    return client._register_memory(engine, rank, described, labels, serve=serve)
+
+
+def announce(client: Client, local: LocalRank, token: EngineToken | str | None, timeout: float) -> Cache:
+    """Do the other part of `Client.register_cache`, for the rest of kvferry. If it raises, it may be repeated."""
+    client._check_open()
+    deadline = now() + timeout
+    return client._announce(local, *client._identity(local.spec, token, timeout), deadline)
+
+
+def discard(client: Client, local: LocalRank) -> None:
+    """End what `register_memory` returned, and let its memory go."""
+    local.close(0.0)
+    with client._lock:
+        if local in client._locals:
+            client._locals.remove(local)

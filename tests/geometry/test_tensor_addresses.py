@@ -217,6 +217,14 @@ def test_tensors_on_a_gpu_are_device_memory() -> None:
     check_cuda(CudaTensor(), 3)
 
 
+@pytest.mark.parametrize("kind", ["xpu", "hpu"])
+def test_devices_of_other_vendors_are_refused_by_name(kind: str) -> None:
+    tensor = CudaTensor()
+    tensor.device = torch.device(kind, 0)
+    with pytest.raises(BadGeometry, match=f"device {kind}:0 is not supported: .* torch calls both CUDA and ROCm"):
+        regions_of([tensor])
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 def test_real_tensors_on_a_gpu_are_device_memory() -> None:
     tensor = torch.zeros(4, 16, 8, dtype=torch.bfloat16, device="cuda")

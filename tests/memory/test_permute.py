@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import threading
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -114,6 +117,7 @@ class Device:
 
     type = "cuda"
     index = 0
+    version = SimpleNamespace(hip=None)
 
     def __init__(self, *, lost: bool = False) -> None:
         self.waited = 0
@@ -129,9 +133,13 @@ class Device:
     def cuda(self) -> Device:
         return self
 
-    def current_stream(self, device: Device) -> Device:
+    def Stream(self, device: Device) -> Device:
         assert device is self
         return self
+
+    def stream(self, stream: Device) -> AbstractContextManager[None]:
+        assert stream is self
+        return nullcontext()
 
     def synchronize(self) -> None:
         self.waited += 1
@@ -163,7 +171,7 @@ def test_a_device_is_waited_for_also_when_a_copy_fails(
             if failing:
                 raise RuntimeError("CUDA out of memory")
 
-    def queued(_: Copy) -> None:
+    def queued(*_: object) -> None:
         # A kernel is queued, never run before the device is waited for.
         assert device.waited == 0
         made.append(1)
@@ -183,8 +191,9 @@ def test_a_device_that_cannot_be_waited_for_leaves_the_transfer_unquiet_and_the_
 ) -> None:
     memory = DeviceAccess("cpu", [])
     space = memory.allocate(1 << 14)
+    memory._threads = threading.local()
     memory._torch = memory._device = Device(lost=True)
-    monkeypatch.setattr(memory, "_copy", lambda _: None)
+    monkeypatch.setattr(memory, "_copy", lambda *_: None)
     pool = StagingPool(space, 1 << 14, lambda: None)
     source, destination = (worlds.plane(base, heads_first=first) for base, first in ((1 << 36, False), (1 << 40, True)))
     expansion = worlds.planned(source, destination, Path.STAGED).expand({"full": Blocks([1])}, {"full": Blocks([2])})

@@ -84,7 +84,8 @@ def test_options_that_make_no_sense_are_refused(options: dict[str, object]) -> N
 def test_without_nixl_the_error_says_what_to_install() -> None:
     code = """
 import sys
-sys.modules["nixl"] = None
+for package in ("nixl", "nixl_cu12", "nixl_cu13", "nixl_rocm"):
+    sys.modules[package] = None
 import kvferry
 from kvferry._transport.nixl_agent import NixlMissing, ServingAgent
 from kvferry.geometry import MemoryKind, MemoryRegion

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from kvferry._arguments import described, several
 from kvferry._engine_spec import EngineSpec
 from kvferry._memory.mapped import check_mapped
+from kvferry._memory.stable import check_stable
 from kvferry.errors import InvalidField
 from kvferry.geometry.model import Interval, MemoryRegion, Plane
 from kvferry.geometry.tensors import Holding, Tensor, heads_held, planes_of, regions_of
@@ -101,4 +102,5 @@ def memory_of(
             found = planes_of(tensors, axes, engine.groups[0], holding=declared.of_tensors(engine.num_ranks))
         ranges = regions_of(tensors.values())
     check_mapped(ranges, found)
+    check_stable(ranges)
     return found, ranges

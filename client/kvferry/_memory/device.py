@@ -1,24 +1,47 @@
-"""Device memory: copied, summed and cleared with torch, on the device."""
+"""Device memory: copied, summed and cleared with torch, on the device.
+
+Each thread has a stream of its own there, and waits for it. It is ordered with nothing else on the device, and has no
+need to be:
+
+- what is read has arrived or was published, so nothing writes to it;
+- the blocks that are written to belong to a read, and the engine runs no kernel on them until it hears of its end;
+- a kernel that the engine launches afterwards sees what was written, because the end of a kernel makes its writes
+  visible to the whole device.
+
+On the default stream a copy would wait for the engine's steps, and they for it. torch's other streams do not wait for
+the default one, and so are no part of a graph that another thread captures (`kvferry._memory.current_device`).
+
+The threads are kvferry's own: engines call none of this from theirs. None of it could be run on a GPU here; the tests
+play torch's stream and allocator.
+"""
 
 from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from kvferry._memory.access import StagingSpace, StillCopying
 from kvferry._memory.cells import Cells, block_cells, bytes_per_unit, destination_cells, source_cells
-from kvferry.errors import InvalidField
+from kvferry._memory.current_device import ignore_captures
+from kvferry._memory.stable import check_stable
+from kvferry.errors import InvalidField, TransferFailed
 from kvferry.geometry.model import Interval, MemoryKind, MemoryRegion, Plane
 from kvferry.planner.checksum import Sums, padded, start, weights
 from kvferry.planner.staged_read import Copy
 from kvferry.planner.summed_blocks import AlikeBlocks
 
-BYTES_AT_ONCE = 64 << 20
-"""Bytes that are gathered at a time to be summed. Each step costs a launch, so this is much more than on the host."""
+BYTES_AT_ONCE = 16 << 20
+"""Bytes that are gathered at a time to be summed; the sum takes five times this. Each step costs a launch, so this is
+much more than on the host."""
+
+INDICES = 4096
+"""Places for indices in a thread's pinned memory, at first."""
 
 
 class DeviceAccess:
@@ -30,12 +53,15 @@ class DeviceAccess:
 
     Raises:
         InvalidField: by `copy`, `sums` and `clear`, for memory that lies in none of the tensors.
+        TransferFailed: by `allocate`, `copy`, `sums` and `clear`: the device has no memory left. Nothing is writing to
+            any memory then.
     """
 
     def __init__(self, device: str, tensors: Iterable[Any]) -> None:
         self._torch: Any = sys.modules["torch"]
         self._device = self._torch.device(device)
         self._lock = threading.Lock()
+        self._threads = threading.local()
         self._storages: dict[int, Any] = {}
         """What the tensors are made of, by address. Replaced, never changed, so that it is read without the lock."""
         for tensor in tensors:
@@ -43,22 +69,33 @@ class DeviceAccess:
 
     def allocate(self, size: int) -> StagingSpace:
         """See `MemoryAccess`. Allocated at once, and kept for as long as this object."""
-        tensor = self._torch.empty(size, dtype=self._torch.uint8, device=self._device)
-        self._keep(tensor)
+        with self._queue():
+            tensor = self._torch.empty(size, dtype=self._torch.uint8, device=self._device)
         kind = MemoryKind.DRAM if self._device.type == "cpu" else MemoryKind.VRAM
-        return StagingSpace(MemoryRegion(kind, self._device.index or 0, tensor.data_ptr(), size), self, tensor)
+        region = MemoryRegion(kind, self._device.index or 0, tensor.data_ptr(), size)
+        check_stable((region,))
+        self._keep(tensor)
+        return StagingSpace(region, self, tensor)
 
     def copy(self, copies: Iterable[Copy]) -> None:
         """See `MemoryAccess`."""
-        try:
+        with self._queue() as queue:
             for copy in copies:
-                self._copy(copy)
-        finally:
-            # Also after an error: the copies before it are queued.
-            self._finish()
+                self._copy(copy, queue)
 
     def sums(self, plane: Plane, units: Interval, blocks: AlikeBlocks) -> Sums:
         """See `MemoryAccess`."""
+        with self._queue():
+            return self._sums(plane, units, blocks)
+
+    def clear(self, plane: Plane, blocks: AlikeBlocks) -> None:
+        """See `MemoryAccess`."""
+        with self._queue():
+            ids = self._torch.from_numpy(blocks.ids.astype(np.int64)).to(self._device)
+            for run, cells in block_cells(plane, plane.units, blocks):
+                self._bytes(cells)[ids[:, run]] = 0
+
+    def _sums(self, plane: Plane, units: Interval, blocks: AlikeBlocks) -> Sums:
         torch = self._torch
         length = bytes_per_unit(plane, blocks)
         parts = [(run, self._bytes(cells)) for run, cells in block_cells(plane, units, blocks)]
@@ -80,16 +117,6 @@ class DeviceAccess:
         sums: Sums = found.cpu().numpy().astype(np.uint32)
         return sums
 
-    def clear(self, plane: Plane, blocks: AlikeBlocks) -> None:
-        """See `MemoryAccess`."""
-        ids = self._torch.from_numpy(blocks.ids.astype(np.int64)).to(self._device)
-        try:
-            for run, cells in block_cells(plane, plane.units, blocks):
-                self._bytes(cells)[ids[:, run]] = 0
-        finally:
-            # Also after an error: what was cleared before it is queued.
-            self._finish()
-
     def _keep(self, tensor: Any) -> None:
         storage = tensor.untyped_storage()
         address = storage.data_ptr()
@@ -98,9 +125,7 @@ class DeviceAccess:
             if known is None or known.nbytes() < storage.nbytes():
                 self._storages = {**self._storages, address: storage}
 
-    def _copy(self, copy: Copy) -> None:
-        places = self._torch.from_numpy(copy.places).to(self._device)
-        ids = self._torch.from_numpy(copy.ids).to(self._device)
+    def _copy(self, copy: Copy, queue: _Queue) -> None:
         source, destination = source_cells(copy), destination_cells(copy)
         there, here = self._storage_of(source), self._storage_of(destination)
         # One word for both sides: the widest that divides every step of them.
@@ -108,7 +133,10 @@ class DeviceAccess:
         steps += [source.address, there.data_ptr(), destination.address, here.data_ptr()]
         words = {8: self._torch.int64, 4: self._torch.int32, 2: self._torch.int16, 1: self._torch.uint8}
         size = next(size for size in words if not any(step % size for step in steps))
-        self._view(here, destination, words[size], size)[ids] = self._view(there, source, words[size], size)[places]
+        read, written = (
+            self._view(storage, cells, words[size], size) for storage, cells in ((there, source), (here, destination))
+        )
+        written[queue.index(copy.ids)] = read[queue.index(copy.places)]
 
     def _bytes(self, cells: Cells) -> Any:
         """Cells as a tensor of bytes, ``uint8[*cells.shape, cells.size]``."""
@@ -129,11 +157,81 @@ class DeviceAccess:
         value = f"{cells.length} bytes at {cells.address:#x}"
         raise InvalidField("memory", value, f"memory of a tensor on {self._device}")
 
-    def _finish(self) -> None:
-        """Wait until the device has done what this thread gave it; raises `StillCopying` if it does not say so."""
-        if self._device.type == "cpu":
-            return
+    @contextmanager
+    def _queue(self) -> Iterator[_Queue]:
+        """The calling thread's stream as the current one. It has ended when the context ends."""
+        queue: _Queue | None = getattr(self._threads, "queue", None)
+        if queue is None:
+            queue = self._threads.queue = _Queue(self._torch, self._device)
+        full = getattr(self._torch, "OutOfMemoryError", None) or self._torch.cuda.OutOfMemoryError
         try:
-            self._torch.cuda.current_stream(self._device).synchronize()
+            with queue.current():
+                yield queue
+        except full as error:
+            # torch's message has the numbers, and nothing of the process.
+            problem = str(error).splitlines()[0]
+            raise TransferFailed(f"{self._device} has no memory left: {problem}") from None
+
+
+class _Queue:
+    """What one thread gives the device to do: on a stream of its own, by way of pinned memory of its own."""
+
+    def __init__(self, torch: Any, device: Any) -> None:
+        self._torch = torch
+        self._device = device
+        self._stream: Any = None
+        self._pinned: Any = None
+        self._used = 0
+        self._indices: dict[int, tuple[npt.NDArray[Any], Any]] = {}
+        """The indices on the device, by the identity of their array, which is kept so that no other one gets its
+        identity."""
+        if device.type != "cpu":
+            ignore_captures(hip=torch.version.hip is not None)
+            self._stream = torch.cuda.Stream(device)
+
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        """Make its stream the current one, and wait for it at the end, also after an error, since what came before the
+        error is queued. Raises `StillCopying` if the device does not say that it has ended."""
+        try:
+            with nullcontext() if self._stream is None else self._torch.cuda.stream(self._stream):
+                yield
+        finally:
+            self._finish()
+
+    def index(self, array: npt.NDArray[Any]) -> Any:
+        """What selects these places of an axis. Consecutive ones take no memory, and those of each array are uploaded
+        once, however many copies share them."""
+        first, last = int(array[0]), int(array[-1])
+        if last - first + 1 == len(array) and bool((np.diff(array) == 1).all()):
+            return slice(first, last + 1)
+        known = self._indices.get(id(array))
+        if known is None:
+            known = self._indices[id(array)] = array, self._upload(array)
+        return known[1]
+
+    def _upload(self, array: npt.NDArray[Any]) -> Any:
+        host = self._torch.from_numpy(array)
+        if self._stream is None:
+            return host
+        end = self._used + len(array)
+        if self._pinned is None or end > len(self._pinned):
+            # What is on its way keeps the old memory referenced, in torch's allocator of pinned memory.
+            count = max(INDICES, 2 * end)
+            self._pinned, self._used = self._torch.empty(count, dtype=self._torch.int64, pin_memory=True), 0
+            end = len(array)
+        place = self._pinned[self._used : end]
+        place.copy_(host)
+        self._used = end
+        on_device = self._torch.empty(len(array), dtype=self._torch.int64, device=self._device)
+        return on_device.copy_(place, non_blocking=True)
+
+    def _finish(self) -> None:
+        try:
+            if self._stream is not None:
+                self._stream.synchronize()
         except Exception as error:
             raise StillCopying(f"{self._device}: {error!r}") from error
+        finally:
+            self._indices.clear()
+            self._used = 0

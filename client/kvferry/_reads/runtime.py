@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
@@ -15,10 +15,9 @@ from kvferry._control.connection import retrying
 from kvferry._control.homes import Homes
 from kvferry._control.lease_holder import LeaseHolder
 from kvferry._control.renewals import Renewals
-from kvferry._engine_spec import EngineSpec
-from kvferry._memory.rank_memory import RankMemory
 from kvferry._reads.cache_reads import CacheReads
 from kvferry._reads.checksum_publisher import Checksummer
+from kvferry._reads.local_rank import LocalRank
 from kvferry._reads.rank_read import RankRead
 from kvferry._reads.rank_reads import RankReads
 from kvferry._reads.source_engines import SourceEngine, SourceEngines, whole_engine
@@ -26,7 +25,7 @@ from kvferry._reads.verifier import Verifier
 from kvferry._threads import start_thread
 from kvferry._transport.agents import Agents
 from kvferry._transport.calibration import measure
-from kvferry._transport.nixl_agent import AgentInfo, ServingAgent
+from kvferry._transport.nixl_agent import AgentInfo
 from kvferry._transport.nixl_options import NixlOptions
 from kvferry._transport.staging_pool import StagingOptions
 from kvferry._transport.transport import Transport
@@ -34,9 +33,8 @@ from kvferry._wire.geometry_codec import group_to_proto, rank_to_proto, region_t
 from kvferry._wire.reference import parse_engine_reference
 from kvferry._wire.token import EngineToken, engine_ref
 from kvferry._work_queue import WorkQueue
-from kvferry.errors import EngineUnknown, InvalidField, KvferryError
-from kvferry.geometry.model import EngineGeometry, MemoryRegion, RankGeometry, check_rank, check_regions
-from kvferry.geometry.tensors import Tensor
+from kvferry.errors import EngineUnknown, KvferryError, TransferFailed
+from kvferry.geometry.model import EngineGeometry, RankGeometry
 from kvferry.planner.path_choice import Costs, PathRule
 from kvferry.planner.summed_blocks import IntegrityOptions
 from kvferry.v1 import geometry_pb2
@@ -81,53 +79,22 @@ class ClientRuntime:
         return LeaseHolder(self.homes, self.renewals, token, rank)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class OwnedMemory:
-    """The memory that a rank registers, and the objects that own it.
-
-    Attributes:
-        regions: the regions that its planes lie in.
-        tensors: the tensors of the regions in device memory.
-        keep: owner of the memory; kept referenced as long as anything may write to it.
-    """
-
-    regions: tuple[MemoryRegion, ...]
-    tensors: Sequence[Tensor]
-    keep: object
-
-
 class RankRuntime:
-    """The parts of one rank: its NIXL agents, its source engines, and its reads.
+    """The parts of one rank of an open engine: its registration, its source engines, and its reads.
 
     Threading: every method may be called from any thread; `register`, `register_again` and `close` wait.
 
     Args:
         client: runtime of the client.
-        spec, token: the engine.
-        rank: geometry of the rank.
-        memory: the memory of its planes.
-        serve: whether other ranks may read it.
+        local: memory and agents of the rank.
+        token: token of the engine.
 
     Raises:
-        BadGeometry: the planes contradict the engine's groups, or lie outside the regions.
-        InvalidField: the engine has no such rank.
         MessageTooLarge: the registration of the rank does not fit into one message.
     """
 
-    def __init__(
-        self,
-        client: ClientRuntime,
-        spec: EngineSpec,
-        token: EngineToken,
-        rank: RankGeometry,
-        memory: OwnedMemory,
-        *,
-        serve: bool,
-    ) -> None:
-        check_rank(spec.groups, rank)
-        check_regions(rank, memory.regions)
-        if rank.rank >= spec.num_ranks:
-            raise InvalidField("rank", rank.rank, f"below num_ranks {spec.num_ranks}")
+    def __init__(self, client: ClientRuntime, local: LocalRank, token: EngineToken) -> None:
+        spec, rank = local.spec, local.rank
         self.spec = spec
         self.token = token
         self.rank = rank
@@ -135,43 +102,24 @@ class RankRuntime:
         self._lock = threading.Lock()
         self._closed = False
         self._whole: EngineGeometry | None = None
-        self._agent: ServingAgent | None = None
-        if serve:
-            name = f"kvferry/{spec.engine_id}/{token.incarnation.hex()}/{rank.rank}/serving"
-            self._agent = client.agents.serving(name, memory.regions, client.options)
-        try:
-            self._registration = _registration(spec, token, rank, memory, self._agent)
-            staging = client.staging
-            self._memory = RankMemory(memory.tensors)
-            self.transport = Transport(
-                memory.regions,
-                client.options,
-                agents=client.agents,
-                staging=staging,
-                memory=self._memory,
-                keep=memory.keep,
-            )
-            rule = PathRule(
-                path=staging.chosen,
-                costs=staging.costs or Costs(),
-                slot_bytes=staging.slot_bytes,
-                device_memory=self._memory.devices,
-            )
-            costs = _MeasuredCosts(rule, rank, self.transport, measured=staging.costs is None)
-            self._sources = SourceEngines(
-                spec, engine_ref(token), rank.rank, self._geometry, rule, costs.rule_of, self._drop
-            )
-            self.checksummer = Checksummer(
-                client.homes.home_of(token), spec, token, rank, self._memory, client.integrity
-            )
-            self._verifier = (
-                Verifier(engine_ref(token), self._memory, client.integrity) if client.integrity.share else None
-            )
-            self._work = WorkQueue(f"kvferry-rank-{spec.engine_id}-{rank.rank}")
-        except KvferryError:
-            if self._agent is not None:
-                self._agent.close()
-            raise
+        self._registration = _registration(local, token)
+        self._local = local
+        self._memory = local.memory
+        self.transport = local.transport
+        staging = client.staging
+        rule = PathRule(
+            path=staging.chosen,
+            costs=staging.costs or Costs(),
+            slot_bytes=staging.slot_bytes,
+            device_memory=self._memory.devices,
+        )
+        costs = _MeasuredCosts(rule, rank, self.transport, measured=staging.costs is None)
+        self._sources = SourceEngines(
+            spec, engine_ref(token), rank.rank, self._geometry, rule, costs.rule_of, self._drop
+        )
+        self.checksummer = Checksummer(client.homes.home_of(token), spec, token, rank, self._memory, client.integrity)
+        self._verifier = Verifier(engine_ref(token), self._memory, client.integrity) if client.integrity.share else None
+        self._work = WorkQueue(f"kvferry-rank-{spec.engine_id}-{rank.rank}")
         self._rank_reads: list[RankReads] = []
         self._holder = client.lease_holder(token, rank.rank)
         self.reads = CacheReads(rank.rank, self._holder, self._sources, self._work, client.max_reads, self.rank_reads)
@@ -247,6 +195,12 @@ class RankRuntime:
         Args:
             timeout: seconds to wait until all blocks are quiet, and the homes have the reports.
         """
+        until = now() + timeout
+        self.abandon(timeout)
+        self._local.close(max(0.0, until - now()))
+
+    def abandon(self, timeout: float = 0.0) -> None:
+        """Cancel the reads; the memory stays registered with NIXL, for another attempt. Idempotent."""
         with self._lock:
             if self._closed:
                 return
@@ -259,9 +213,6 @@ class RankRuntime:
         # Closed after the queue, whose work reports the ends of reads.
         self._holder.close(max(0.0, until - now()))
         self.checksummer.close()
-        self.transport.close(max(0.0, until - now()))
-        if self._agent is not None:
-            self._agent.close()
 
     def _geometry(self, deadline: float) -> EngineGeometry:
         """Return the geometry of the whole engine. It is fetched once: it does not change within an incarnation."""
@@ -303,7 +254,12 @@ class _MeasuredCosts:
         with self._lock:
             known = self._rules.get(home)
         if known is None:
-            pool = self._transport.pool(self._plane.memory_kind, self._plane.device)
+            try:
+                pool = self._transport.pool(self._plane.memory_kind, self._plane.device)
+            except TransferFailed as error:
+                # No memory for staging now. Whoever needs it will say so.
+                logger.info("reads from %s are not measured: %s", home, error)
+                return None
             costs = measure(self._transport, agent, pool, min(deadline, now() + MEASURE_TIMEOUT))
             if costs is None:
                 return None
@@ -313,9 +269,8 @@ class _MeasuredCosts:
         return known
 
 
-def _registration(
-    spec: EngineSpec, token: EngineToken, rank: RankGeometry, memory: OwnedMemory, agent: ServingAgent | None
-) -> pb.RegisterCacheRequest:
+def _registration(local: LocalRank, token: EngineToken) -> pb.RegisterCacheRequest:
+    spec, rank, agent = local.spec, local.rank, local.agent
     registration = pb.RegisterCacheRequest(
         engine=engine_ref(token),
         session_secret=token.session_secret,
@@ -325,9 +280,10 @@ def _registration(
         groups=[group_to_proto(group) for group in spec.groups],
         rank=rank_to_proto(rank),
         agent=None if agent is None else _agent_to_proto(agent.info),
+        agent_key=b"" if agent is None else local.agent_key,
     )
     what = (
-        f"the registration of rank {rank.rank} with {len(rank.planes)} planes, {len(memory.regions)} regions and "
+        f"the registration of rank {rank.rank} with {len(rank.planes)} planes, {len(local.regions)} regions and "
         f"{registration.agent.ByteSize()} bytes of its agent"
     )
     check_size(what, registration)

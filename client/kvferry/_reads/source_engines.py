@@ -11,6 +11,7 @@ from kvferry._control.breaker import Breaker
 from kvferry._control.connection import HANDSHAKE_TIMEOUT, Control, retrying
 from kvferry._engine_spec import EngineSpec
 from kvferry._transport.nixl_agent import AgentInfo
+from kvferry._wire.authority import has_agent_key
 from kvferry._wire.geometry_codec import group_to_proto, rank_to_proto, region_from_proto
 from kvferry._wire.handshake import Handshaken
 from kvferry.errors import AgentsWithheld, BadAgentMetadata, Unreachable
@@ -220,9 +221,9 @@ class SourceEngines:
 
 def _agent(engine_id: str, incarnation: bytes, rank: int, agent: geometry_pb2.Agent | None) -> AgentInfo:
     problem = "it was registered with serve=False, so nobody can read from it" if agent is None else ""
-    if agent is not None and incarnation.hex() not in agent.name:
+    if agent is not None and not has_agent_key(agent.name) and incarnation.hex() not in agent.name:
         # NIXL identifies agents by name: an agent with the name of another engine's would replace that one.
-        problem = f"agent {agent.name[:80]!r} is not named after its engine's incarnation"
+        problem = f"agent {agent.name[:80]!r} is named neither after a key nor after its engine's incarnation"
     if agent is None or problem:
         raise BadAgentMetadata(
             f"engine {engine_id!r}, rank {rank}: {problem}", engine_id=engine_id, rank=rank, problem=problem

@@ -17,6 +17,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 import numpy as np
 
 from kvferry._memory.access import StagingSpace
+from kvferry._memory.current_device import device_of, enter_device, on_device
 from kvferry._transport import nixl_binding
 from kvferry._transport.bounds import RegionMap, check_agent, check_indices, check_raw, check_table
 from kvferry._transport.nixl_options import NixlOptions
@@ -78,8 +79,8 @@ class ServingAgent:
     The caller keeps the regions mapped for the life of the process. NIXL revokes nothing: peers that have the metadata
     can read after this was closed, and unmapping memory while it is read kills this process on TCP.
 
-    Threading: made and closed on any thread; on CUDA the calling thread has set its device. NIXL's own progress thread
-    does the work, and sleeps when there is none.
+    Threading: made and closed on any thread; the device of its memory is set there meanwhile. NIXL's own progress
+    thread does the work, and sleeps when there is none.
 
     Args:
         name: unique per incarnation, at most 512 bytes.
@@ -88,6 +89,7 @@ class ServingAgent:
         binding: called in place of NIXL; see `kvferry._transport.agents`.
 
     Raises:
+        InvalidField: there are no regions, or they lie on several devices, or on one that torch cannot set.
         NixlMissing: NIXL is not installed.
         NixlError: NIXL could not register the memory.
     """
@@ -97,17 +99,29 @@ class ServingAgent:
     ) -> None:
         if not regions:
             raise InvalidField("regions", (), "at least one")
-        binding = nixl_binding.load() if binding is None else binding
+        options = options or NixlOptions()
+        # Only NIXL has devices.
+        self._device = chosen_device(regions, options) if binding is None else None
         self._agent: Any = None
-        agent, backend = nixl_binding.new_agent(binding, name, options or NixlOptions(), progress_thread=True)
-        nixl_binding.register(binding, agent, backend, regions)
-        metadata = bytes(agent.getLocalMD())
+        with on_device(self._device):
+            binding = nixl_binding.load() if binding is None else binding
+            agent, backend = nixl_binding.new_agent(binding, name, options, progress_thread=True)
+            nixl_binding.register(binding, agent, backend, regions)
+            metadata = bytes(agent.getLocalMD())
         self._agent = agent
         self.info = AgentInfo(name, metadata, hashlib.sha256(metadata).digest(), tuple(regions))
 
     def close(self) -> None:
         """End the agent; reads under way fail at their readers. Idempotent."""
-        self._agent = None
+        if self._agent is not None:
+            with on_device(self._device):
+                self._agent = None
+
+
+def chosen_device(regions: Sequence[MemoryRegion], options: NixlOptions) -> int | None:
+    """Return the device that threads set which call NIXL about this memory; None: they set none."""
+    device = device_of(regions)
+    return device if device is None or options.cuda_device is None else options.cuda_device
 
 
 P = ParamSpec("P")
@@ -196,8 +210,9 @@ class ReadingAgent:
     def __init__(self, name: str, regions: Sequence[MemoryRegion], options: NixlOptions, binding: Any = None) -> None:
         self._owner = threading.get_ident()
         self.name = name
+        if binding is None:
+            enter_device(chosen_device(regions, options))
         self._nixl = nixl_binding.load() if binding is None else binding
-        nixl_binding.use_device(regions, options)
         self._added: dict[str, _Peer] = {}
         self._local = RegionMap(f"agent {name!r}", regions)
         # For the bytes of a first read. Kept until the agent is gone: a first read that is stuck may still write.

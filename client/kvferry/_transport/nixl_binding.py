@@ -10,14 +10,12 @@ What is below NIXL's Python API is used directly, for two reasons:
 from __future__ import annotations
 
 import functools
-import importlib
 import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from importlib import metadata
-from importlib.util import find_spec
+from importlib import import_module, metadata
 from typing import Any, TypeVar
 
 import numpy as np
@@ -32,36 +30,78 @@ BUILDS = ("nixl_cu13", "nixl_cu12", "nixl_rocm")
 """NIXL's builds, in the order of ``_load_cuda_backend`` in its nixl/__init__.py, 1.5.1."""
 
 
+logger = logging.getLogger(__name__)
+
+ENVIRONMENT = {
+    # UCX writes what goes wrong to standard output, which belongs to the program.
+    "UCX_LOG_FILE": "stderr",
+    # UCX's cache of registrations was seen to leak without a limit (vLLM 0.32.0, vllm/distributed/nixl_utils.py).
+    "UCX_RCACHE_MAX_UNRELEASED": "1024",
+}
+"""What UCX finds in its environment when it is loaded, unless it is set already."""
+
+
 def load() -> Any:
-    """NIXL's binding; raises `NixlMissing`. Loading it can take seconds, so this is called on first use."""
-    # UCX writes what goes wrong to standard output, which belongs to the program. It reads this when it is loaded.
-    os.environ.setdefault("UCX_LOG_FILE", "stderr")
+    """NIXL's binding; raises `NixlMissing`. Loading it takes a second or two, so this is called on first use."""
+    packages = packages_for(sys.modules.get("torch"))
+    loaded = [package for package in packages if package in sys.modules]
+    for variable, value in ENVIRONMENT.items():
+        if loaded and variable not in os.environ:
+            logger.warning(
+                "%s was imported before kvferry could set %s=%s: set it yourself", loaded[0], variable, value
+            )
+        elif not loaded:
+            os.environ.setdefault(variable, value)
     # Importing NIXL makes the logging of the whole process swallow its own errors.
     raise_exceptions = logging.raiseExceptions
+    problems = []
     try:
-        return importlib.import_module(f"{_package()}._bindings")
-    except ImportError as error:
-        raise NixlMissing(
-            f"NIXL cannot be loaded ({error}); it comes with: pip install 'kvferry[nixl]'", problem=str(error)
-        ) from error
+        for package in packages:
+            try:
+                return import_module(f"{package}._bindings")
+            except ImportError as error:
+                problems.append(f"{package}: {error}")
     finally:
         logging.raiseExceptions = raise_exceptions
+    problem = "; ".join(problems)
+    raise NixlMissing(
+        f"NIXL cannot be loaded ({problem}); it comes with: pip install 'kvferry[nixl]'", problem=problem
+    ) from None
 
 
-def _package() -> str:
-    """The name of the package that has the binding.
+def packages_for(torch: Any) -> tuple[str, ...]:
+    """Return the packages that may hold NIXL, the best first.
 
-    ``nixl`` chooses the build that suits the machine's CUDA, by torch. If torch is a CPU build that this process has
-    not imported, ``nixl`` imports it, for seconds, and then takes the first build that is installed: as is done here.
+    The package ``nixl`` chooses among ``nixl_cu12`` and ``nixl_cu13``; where it is not installed they are tried. ROCm
+    has a build under a name of its own, as vLLM knows (vLLM 0.32.0, ``vllm/distributed/nixl_utils.py``).
+
+    Args:
+        torch: the module, if it is imported: it knows the machine's CUDA or ROCm. None: it is not.
     """
+    if torch is None:
+        # To learn that there is no CUDA, ``nixl`` would import a CPU build of torch: for seconds, in each process.
+        return (*BUILDS, "nixl") if _is_cpu_build() else ("nixl", *BUILDS)
+    if torch.version.hip is not None:
+        return "nixl_rocm", "nixl"
+    if torch.version.cuda is not None:
+        return "nixl", f"nixl_cu{torch.version.cuda.partition('.')[0]}"
+    return "nixl", "nixl_cu13", "nixl_cu12"
+
+
+def _is_cpu_build() -> bool:
+    """Return whether torch is installed, and a build without CUDA and ROCm."""
     with suppress(metadata.PackageNotFoundError):
-        if "torch" not in sys.modules and metadata.version("torch").endswith("+cpu"):
-            return next((name for name in BUILDS if find_spec(name) is not None), "nixl")
-    return "nixl"
+        return metadata.version("torch").endswith("+cpu")
+    return False
 
 
 def new_agent(nixl: Any, name: str, options: NixlOptions, *, progress_thread: bool) -> tuple[Any, Any]:
-    """A new agent and its UCX backend; raises `NixlError`."""
+    """A new agent and its backend; raises `NixlError`.
+
+    NIXL's own threads for transfers stay off. Each would be a UCX worker more, which takes doorbell pages (UARs) of an
+    InfiniBand card, and other libraries fail when there are none left: vLLM limits them for that reason. A rank of
+    kvferry has two workers, that of its serving agent and that of its reading agent.
+    """
     config = nixl.nixlAgentConfig()
     config.useProgThread = progress_thread
     config.pthrDelay = PROGRESS_DELAY_US
@@ -70,15 +110,7 @@ def new_agent(nixl: Any, name: str, options: NixlOptions, *, progress_thread: bo
     config.captureTelemetry = False
     config.syncMode = nixl.NIXL_THREAD_SYNC_NONE
     agent = call("nixlAgent", "", lambda: nixl.nixlAgent(name, config))
-    return agent, call("createBackend", "", lambda: agent.createBackend("UCX", options.backend()))
-
-
-def use_device(regions: Sequence[MemoryRegion], options: NixlOptions) -> None:
-    """Make this thread's CUDA context that of the memory; UCX takes the calling thread's."""
-    on_device = [region.device for region in regions if region.memory_kind is MemoryKind.VRAM]
-    torch = sys.modules.get("torch")
-    if on_device and torch is not None:
-        torch.cuda.set_device(on_device[0] if options.cuda_device is None else options.cuda_device)
+    return agent, call("createBackend", "", lambda: agent.createBackend(options.backend, options.parameters()))
 
 
 def register(nixl: Any, agent: Any, backend: Any, regions: Sequence[MemoryRegion]) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from kvferry._arguments import integer, seconds, text
 from kvferry.errors import InvalidField
@@ -16,7 +17,13 @@ PROGRESS_DELAY_US = 100_000
 class NixlOptions:
     """How bytes move. UCX's settings in the environment (``UCX_...``) take precedence over these.
 
+    The environment is read when an agent is made. So ``UCX_NET_DEVICES``, which chooses network cards, may be set by
+    the engine before that, as vLLM does for each worker by ``VLLM_NIC_SELECTION_VARS``.
+
     Attributes:
+        backend: NIXL's backend, by NIXL's name. It must be able to read memory of other processes. Only UCX has been
+            run. The options of UCX and TCP mean nothing to others.
+        backend_parameters: parameters of the backend, by NIXL's names. They replace those that kvferry sets for UCX.
         ucx_tls: one UCX transport, as ``UCX_TLS``: ``tcp`` in tests. Empty: UCX chooses. For a list set ``UCX_TLS``
             instead, because NIXL separates options by commas. A list must contain ``tcp``: UCX's shared memory cannot
             report a peer's death and is refused in error mode "peer".
@@ -37,10 +44,12 @@ class NixlOptions:
             its agent is retired. This is long, because destroying an agent while it reads was seen to kill the source
             on TCP.
         retired_agents: the most agents that are retired and not destroyed yet; they finish their other reads first.
-        cuda_device: the device that reading threads set; None: that of the first region in device memory. It is set by
-            torch, which a process whose cache is on a device has imported.
+        cuda_device: the device that is set where NIXL is called; None: that of the memory. It is set by torch, which a
+            process whose cache is on a device must have imported.
     """
 
+    backend: str = "UCX"
+    backend_parameters: Mapping[str, str] = field(default_factory=dict, hash=False)
     ucx_tls: str = ""
     tcp_segment: int = 256 << 10
     tcp_user_timeout: float = 0.0
@@ -55,23 +64,34 @@ class NixlOptions:
     cuda_device: int | None = None
 
     def __post_init__(self) -> None:
+        if not text("backend", self.backend):
+            raise InvalidField("backend", self.backend, "the name of one of NIXL's backends, e.g. UCX")
+        if not isinstance(self.backend_parameters, Mapping):
+            raise InvalidField("backend_parameters", self.backend_parameters, "strings by string")
+        for name, value in self.backend_parameters.items():
+            text("backend_parameters", name)
+            text(f"backend_parameters[{name!r}]", value)
+        object.__setattr__(self, "backend_parameters", dict(self.backend_parameters))
         if {",", "="} & set(text("ucx_tls", self.ucx_tls)):
             raise InvalidField("ucx_tls", self.ucx_tls, "one UCX transport; set UCX_TLS for a list")
         at_least_one = ("tcp_segment", "reading_agents", "chunk_bytes", "chunk_descriptors")
-        for field in (*at_least_one, "bytes_in_flight", "bytes_in_flight_total"):
-            object.__setattr__(self, field, integer(field, getattr(self, field), 1))
+        for name in (*at_least_one, "bytes_in_flight", "bytes_in_flight_total"):
+            object.__setattr__(self, name, integer(name, getattr(self, name), 1))
         object.__setattr__(self, "retired_agents", integer("retired_agents", self.retired_agents, 0))
-        for field in ("tcp_user_timeout", "warm_up_timeout", "fence_time"):
-            object.__setattr__(self, field, seconds(field, getattr(self, field), zero=True))
+        for name in ("tcp_user_timeout", "warm_up_timeout", "fence_time"):
+            object.__setattr__(self, name, seconds(name, getattr(self, name), zero=True))
         if self.cuda_device is not None:
             object.__setattr__(self, "cuda_device", integer("cuda_device", self.cuda_device, 0))
 
-    def backend(self) -> dict[str, str]:
-        """The parameters of NIXL's UCX backend. Its error handling mode stays "peer": the other one hangs for ever when
-        a peer dies or cannot be reached."""
+    def parameters(self) -> dict[str, str]:
+        """The parameters of NIXL's backend. UCX's error handling mode stays "peer": the other one hangs for ever when a
+        peer dies or cannot be reached."""
+        if self.backend != "UCX":
+            return dict(self.backend_parameters)
         ucx = {"TCP_TX_SEG_SIZE": str(self.tcp_segment), "TCP_RX_SEG_SIZE": str(self.tcp_segment)}
         if self.ucx_tls:
             ucx["TLS"] = self.ucx_tls
         if self.tcp_user_timeout:
             ucx["TCP_USER_TIMEOUT"] = f"{round(self.tcp_user_timeout * 1000)}ms"
-        return {"engine_config": ",".join(f"{key}={value}" for key, value in ucx.items())}
+        set_here = {"engine_config": ",".join(f"{key}={value}" for key, value in ucx.items())}
+        return {**set_here, **self.backend_parameters}

@@ -92,6 +92,8 @@ class ReadingThread:
         self._closing = False
         self._parking = False
         self._out_of_nixl = threading.Event()
+        self._made = threading.Event()
+        """Set when the agent is made, or cannot be made."""
         # Only the thread uses what follows.
         self._taken: deque[Message] = deque()
         self._links: dict[str, Link] = {}
@@ -135,6 +137,14 @@ class ReadingThread:
         self._inbox.wake()
         return self._out_of_nixl
 
+    def wait_made(self, timeout: float) -> None:
+        """Wait until the agent is made; raises why it could not be made, or `NixlError` if the time is over."""
+        if not self._made.wait(timeout):
+            problem = f"it was not made within {timeout:.0f} s"
+            raise NixlError(f"agent {self.name!r}: {problem}", call="nixlAgent", peer="", problem=problem)
+        if self._refusal is not None:
+            raise self._refusal
+
     def join(self, timeout: float) -> bool:
         """Wait for the thread's end; whether it has ended."""
         self._thread.join(timeout)
@@ -172,8 +182,10 @@ class ReadingThread:
             agent = self._agents.reading(self.name, self._regions, self._options)
         except Exception as error:
             self._refusal = error if isinstance(error, KvferryError) else self._failed(error)
+            self._made.set()
             self._fail(self._refusal)
         else:
+            self._made.set()
             self._work_on(agent)
         finally:
             quiet = agent is None or self._destroy(agent)

@@ -295,8 +295,11 @@ class _Arrival:
                 self._pool.space.copy(self._batch.copies(self._slot))
             except Exception as error:
                 # An error of numpy or of the device: the batch did not reach its blocks.
-                logger.exception("transfer %r: the permutation failed", self.label)
-                self._transfer.fail(TransferFailed(f"transfer {self.label!r}: the permutation failed: {error!r}"))
+                if isinstance(error, KvferryError):
+                    self._transfer.fail(error)
+                else:
+                    logger.exception("transfer %r: the permutation failed", self.label)
+                    self._transfer.fail(TransferFailed(f"transfer {self.label!r}: the permutation failed: {error!r}"))
                 if isinstance(error, StillCopying):
                     # Neither the blocks nor the slot ever become quiet: the device may write to them at any time.
                     return

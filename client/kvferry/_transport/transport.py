@@ -227,11 +227,20 @@ class Transport:
         while not self._thread_of(peer.name).warm(peer):
             pass
 
-    def prepare(self) -> None:
+    def prepare(self, timeout: float = 0.0) -> None:
         """Make the reading agents ahead of the first read: importing NIXL and making an agent take most of a second.
-        Returns at once; raises `Closed`."""
-        for place in range(len(self._threads)):
-            self._thread_at(place)
+
+        Args:
+            timeout: seconds to wait until they are made; 0: return at once.
+
+        Raises:
+            NixlError, NixlMissing: they could not be made within the time.
+            Closed: the transport was closed.
+        """
+        threads = [self._thread_at(place) for place in range(len(self._threads))]
+        until = self._clock() + timeout
+        for thread in threads if timeout else ():
+            thread.wait_made(max(0.0, until - self._clock()))
 
     def retire(self, peer_name: str) -> None:
         """Drop a peer as soon as all reads from it have ended and are quiet. Another read adds it again."""

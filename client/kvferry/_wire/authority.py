@@ -21,6 +21,12 @@ INCARNATION_BYTES = 16
 KEY_BYTES = 16
 """Bytes of a reference's key."""
 
+AGENT_KEY_BYTES = 32
+"""Bytes of an agent's key."""
+
+AGENT_PREFIX = "kvferry.agent/"
+"""Beginning of the name of an agent that has a key."""
+
 
 def new_session_secret() -> bytes:
     """Draw a session secret for a new incarnation."""
@@ -46,6 +52,34 @@ def read_id_of(session_secret: bytes, name: str) -> bytes:
 def engine_key(session_secret: bytes) -> bytes:
     """Derive the key in an engine's own reference."""
     return _derived(session_secret, b"kvferry engine 1" + bytes(8))
+
+
+def new_agent_key() -> bytes:
+    """Draw the key of an agent that is made before its engine's incarnation is known."""
+    return secrets.token_bytes(AGENT_KEY_BYTES)
+
+
+def agent_name(agent_key: bytes, engine_id: str, rank: int) -> str:
+    """Name an agent after its key. Readers know agents by name alone, and this name is its rank's only: homes register
+    it for nobody who does not have the key, which no reader is told."""
+    return f"{AGENT_PREFIX}{_agent_digest(agent_key)}/{engine_id}/{rank}"
+
+
+def has_agent_key(name: str) -> bool:
+    """Return whether an agent's name is one that homes register only with its key."""
+    return name.startswith(AGENT_PREFIX)
+
+
+def proves_agent(agent_key: bytes, name: str) -> bool:
+    """Return whether this is the key of an agent of this name, or the name needs none."""
+    if not has_agent_key(name):
+        return True
+    digest = name.removeprefix(AGENT_PREFIX).partition("/")[0]
+    return hmac.compare_digest(digest.encode(), _agent_digest(agent_key).encode())
+
+
+def _agent_digest(agent_key: bytes) -> str:
+    return hashlib.sha256(b"kvferry agent 1" + agent_key).hexdigest()
 
 
 def _derived(session_secret: bytes, message: bytes) -> bytes:

@@ -121,7 +121,7 @@ class SchedulerPort(OneProcess):
         checksums: bool = False,
     ) -> Publication:
         """Publish a request's blocks. The engine must not change or free them until `released` returns the publication
-        (R2).
+        (R2). They hold their bytes now: on a GPU, every rank's device has completed the kernels that write them.
 
         If the home refuses the publication, `released` returns it with the outcome ABORTED.
 

@@ -8,11 +8,12 @@ from concurrent.futures import Future
 
 from kvferry import _arguments as arguments
 from kvferry._cache import OPEN_TIMEOUT, Cache, runtime_of
-from kvferry._client import Client
+from kvferry._client import CLOSE_TIMEOUT, Client, announce, discard, register_memory
 from kvferry._clock import now
 from kvferry._engine_spec import EngineSpec
 from kvferry._forks import OneProcess
 from kvferry._memory.tails import Tails
+from kvferry._reads.local_rank import LocalRank, describe
 from kvferry._reads.rank_read import RankOrder, RankRead, SchedulersLease
 from kvferry._reads.rank_reads import RankReads
 from kvferry._wire.token import EngineToken
@@ -30,14 +31,17 @@ That is hours of reads; a repeated delivery comes within seconds."""
 class WorkerPort(OneProcess):
     """The port of one worker: registers its rank's memory, and reads the rank's share of what the scheduler grants.
 
-    Threading: every method may be called from any thread. All but `register` and `close` return at once; RPCs and NIXL
-    run on other threads (R11).
+    An engine that knows its token when its workers get their memory calls `register`. One that does not calls
+    `register_memory` with the memory, and `announce` when the token comes.
+
+    Threading: every method may be called from any thread. All but `register`, `register_memory`, `announce` and `close`
+    return at once, and `prepare` unless it is given a time; RPCs and NIXL run on other threads (R11).
 
     Args:
         client: the client of this process, made after any fork. The port does not close it.
         spec: the engine; the same value as in its scheduler.
         rank: index of this rank.
-        token: `SchedulerPort.token`; None if the scheduler's port uses the same client.
+        token: `SchedulerPort.token`; None if the scheduler's port uses the same client, or `announce` gets the token.
     """
 
     def __init__(
@@ -48,6 +52,7 @@ class WorkerPort(OneProcess):
         self._client = arguments.instance("client", client, Client, "a Client")
         self._token = token
         self._lock = threading.Lock()
+        self._local: LocalRank | None = None
         self._cache: Cache | None = None
         self._shares: RankReads | None = None
         self._reads: dict[str, RankRead] = {}
@@ -89,17 +94,8 @@ class WorkerPort(OneProcess):
             WrongState: the rank is registered already.
             KvferryError: see `Client.register_cache`.
         """
-        if self._cache is not None:
-            raise WrongState(
-                f"rank {self.rank} of engine {self.spec.engine_id!r} is already registered by this WorkerPort: use its "
-                "cache, or close it and make another port",
-                engine_id=self.spec.engine_id,
-                rank=self.rank,
-            )
-        cache = self._client.register_cache(
-            self.spec,
-            self.rank,
-            tensors=kv_caches,
+        self.register_memory(
+            kv_caches,
             axes=axes,
             heads=heads,
             total_heads=total_heads,
@@ -109,12 +105,85 @@ class WorkerPort(OneProcess):
             regions=regions,
             keep=keep,
             labels=labels,
-            token=self._token,
             serve=serve,
-            timeout=timeout,
         )
-        self._cache = cache
+        try:
+            return self.announce(timeout=timeout)
+        except BaseException:
+            # The rank may be registered again, with other arguments.
+            local, self._local = self._local, None
+            if local is not None:
+                discard(self._client, local)
+            raise
+
+    def register_memory(
+        self,
+        kv_caches: Mapping[str, Tensor] | None = None,
+        *,
+        axes: Sequence[str] | None = None,
+        heads: range | Interval | None = None,
+        total_heads: int | None = None,
+        holding: Holding | None = None,
+        replicated: bool = False,
+        planes: Sequence[Plane] | None = None,
+        regions: Sequence[MemoryRegion] | None = None,
+        keep: object = None,
+        labels: Mapping[str, int] | None = None,
+        serve: bool = True,
+    ) -> None:
+        """Register the rank's memory with NIXL, the part of `register` that needs no token. Call this once; it waits.
+
+        It happens on the calling thread, with the device of the memory set.
+
+        Args:
+            kv_caches: one tensor per layer.
+            axes, heads, total_heads, holding, replicated, planes, regions, keep, labels, serve: see
+                `Client.register_cache`.
+
+        Raises:
+            WrongState: the rank has registered its memory.
+            KvferryError: see `Client.register_cache`.
+        """
+        if self._local is not None:
+            raise WrongState(
+                f"rank {self.rank} of engine {self.spec.engine_id!r} is already registered by this WorkerPort: use its "
+                "cache, or close it and make another port",
+                engine_id=self.spec.engine_id,
+                rank=self.rank,
+            )
+        described = describe(self.spec, kv_caches, axes, heads, total_heads, holding, replicated, planes, regions, keep)
+        serve = arguments.flag("serve", serve)
+        self._local = register_memory(self._client, self.spec, self.rank, described, labels, serve=serve)
+
+    def announce(self, token: EngineToken | str | None = None, *, timeout: float = OPEN_TIMEOUT) -> Cache:
+        """Announce the registered memory to the node server, the other part of `register`. It waits.
+
+        If this raises, it may be called again.
+
+        Args:
+            token: `SchedulerPort.token`; None: the token that the port was made with.
+            timeout: seconds to keep trying.
+
+        Returns:
+            The registered cache; also available as `cache`.
+
+        Raises:
+            WrongState: no memory is registered, or it was announced already.
+            KvferryError: see `Client.register_cache`.
+        """
+        timeout = arguments.seconds("timeout", timeout)
+        if self._local is None or self._cache is not None:
+            state = "has no memory yet: call register_memory first"
+            if self._cache is not None:
+                state = "was announced already: use WorkerPort.cache"
+            raise WrongState(
+                f"rank {self.rank} of engine {self.spec.engine_id!r} {state}",
+                engine_id=self.spec.engine_id,
+                rank=self.rank,
+            )
+        cache = announce(self._client, self._local, self._token if token is None else token, timeout)
         self._shares = runtime_of(cache).rank_reads(self._share_ended, self._share_quiesced)
+        self._cache = cache
         return cache
 
     @property
@@ -230,9 +299,21 @@ class WorkerPort(OneProcess):
         with self._lock:
             return sum(not read.ended for read in self._reads.values())
 
-    def prepare(self) -> None:
-        """Make the reading agents now; see `Cache.prepare`."""
-        self.cache.prepare()
+    def prepare(self, timeout: float = 0.0) -> None:
+        """Make the reading agents now, before or after `announce`; see `Cache.prepare`.
+
+        Args:
+            timeout: seconds to wait until they are made; 0: return at once.
+
+        Raises:
+            WrongState: no memory is registered.
+            NixlError, NixlMissing: they could not be made within the time. The next read tries again.
+        """
+        timeout = arguments.seconds("timeout", timeout, zero=True)
+        if self._local is None:
+            self.cache.prepare()
+        else:
+            self._local.transport.prepare(timeout)
 
     def warm(self, engine_reference: str, *, timeout: float = OPEN_TIMEOUT) -> Future[tuple[int, ...]]:
         """Connect to a source engine ahead of the first read; see `Cache.warm`."""
@@ -242,6 +323,8 @@ class WorkerPort(OneProcess):
         """Cancel the shares and end the agents. Idempotent."""
         if self._cache is not None:
             self._cache.close()
+        elif self._local is not None:
+            self._local.close(CLOSE_TIMEOUT)
 
     def _forget(self, read_id: str) -> None:
         """Forget a read that has ended, is quiet and was acknowledged. Called with the lock held."""

@@ -393,6 +393,7 @@ class RegisterCacheRequest(google.protobuf.message.Message):
     RANK_FIELD_NUMBER: builtins.int
     AGENT_FIELD_NUMBER: builtins.int
     RELAYED_BY_FIELD_NUMBER: builtins.int
+    AGENT_KEY_FIELD_NUMBER: builtins.int
     session_secret: builtins.bytes
     """session_secret of the engine, 32 random bytes drawn by the process that chose the incarnation."""
     home: builtins.str
@@ -401,6 +402,11 @@ class RegisterCacheRequest(google.protobuf.message.Message):
     """num_ranks of the engine, at least 1, equal in every rank's registration."""
     relayed_by: builtins.str
     """relayed_by is the advertised address of the node server that relays this call to the home. Empty: not relayed."""
+    agent_key: builtins.bytes
+    """agent_key proves that the agent is this rank's, where the agent was made before the incarnation was known: 32 random
+    bytes. The agent is then named "kvferry.agent/DIGEST/...", DIGEST being the SHA-256 of "kvferry agent 1" and the key,
+    in hexadecimal digits; a home refuses such a name without its key. Empty: the name contains the incarnation. Secret.
+    """
     @property
     def engine(self) -> global___EngineRef:
         """engine the rank belongs to."""
@@ -435,9 +441,10 @@ class RegisterCacheRequest(google.protobuf.message.Message):
         rank: kvferry.v1.geometry_pb2.RankGeometry | None = ...,
         agent: kvferry.v1.geometry_pb2.Agent | None = ...,
         relayed_by: builtins.str = ...,
+        agent_key: builtins.bytes = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["agent", b"agent", "engine", b"engine", "rank", b"rank"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["agent", b"agent", "engine", b"engine", "groups", b"groups", "home", b"home", "identity", b"identity", "num_ranks", b"num_ranks", "rank", b"rank", "relayed_by", b"relayed_by", "session_secret", b"session_secret"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["agent", b"agent", "agent_key", b"agent_key", "engine", b"engine", "groups", b"groups", "home", b"home", "identity", b"identity", "num_ranks", b"num_ranks", "rank", b"rank", "relayed_by", b"relayed_by", "session_secret", b"session_secret"]) -> None: ...
 
 global___RegisterCacheRequest = RegisterCacheRequest
 

@@ -6,7 +6,7 @@ from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 
 from kvferry._clock import from_duration
-from kvferry._wire.authority import SECRET_BYTES
+from kvferry._wire.authority import AGENT_KEY_BYTES, SECRET_BYTES
 from kvferry.errors import InvalidField
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry_server.domain.identity import EngineRef
@@ -31,6 +31,11 @@ def session_secret(value: bytes, *, optional: bool = False) -> bytes:
     """Return a session secret of the right length; raises `InvalidField`. Whether it is the right one, the home
     decides."""
     return _exactly("session_secret", value, SECRET_BYTES, optional=optional)
+
+
+def agent_key(value: bytes) -> bytes:
+    """Return an agent's key of the right length, or none; raises `InvalidField`."""
+    return _exactly("agent_key", value, AGENT_KEY_BYTES, optional=True)
 
 
 def engine_ref(field: str, message: pb.EngineRef) -> EngineRef:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from kvferry._wire.authority import proves_agent
 from kvferry._wire.geometry_codec import groups_from_proto, rank_from_proto, region_from_proto
 from kvferry._wire.reference import ENGINE_PREFIX, parse_engine_reference, parse_reference
 from kvferry.errors import InvalidField, NotImplementedHere
@@ -18,7 +19,7 @@ from kvferry_server.domain.reads import LeaseRequest, RankOutcome, RankReport, R
 from kvferry_server.domain.registrations import Agent, Registration
 from kvferry_server.domain.steps import GroupBlocks, PublicationStep
 from kvferry_server.domain.watch_feed import Process, Role
-from kvferry_server.servicers.checks import engine_ref, positive, random_bytes, session_secret, text
+from kvferry_server.servicers.checks import agent_key, engine_ref, positive, random_bytes, session_secret, text
 from kvferry_server.servicers.limits import (
     MAX_AGENT_NAME,
     MAX_GROUPS,
@@ -33,7 +34,8 @@ def registration(request: pb.RegisterCacheRequest) -> Registration:
     """Decode a rank's cache. Takes milliseconds for many planes.
 
     Raises:
-        InvalidField: a field is malformed, or the rank does not fit the messages that readers get.
+        InvalidField: a field is malformed, the rank does not fit the messages that readers get, or its agent has the
+            name of another rank's.
         BadGeometry, BadAgentMetadata: see `Registration`.
     """
     if not request.HasField("rank"):
@@ -44,7 +46,7 @@ def registration(request: pb.RegisterCacheRequest) -> Registration:
         identity=_identity(request.identity),
         groups=groups_from_proto(request.groups),
         geometry=rank_from_proto(request.rank),
-        agent=_agent(request.agent) if request.HasField("agent") else None,
+        agent=_agent(request.agent, request.agent_key) if request.HasField("agent") else None,
     )
     size = len(rank_bytes(made)) + len(agent_bytes(made.agent))
     if size > MAX_RANK_BYTES:
@@ -185,13 +187,17 @@ def _identity(entries: Mapping[str, str]) -> dict[str, str]:
     return identity
 
 
-def _agent(message: geometry_pb2.Agent) -> Agent:
+def _agent(message: geometry_pb2.Agent, key: bytes) -> Agent:
     if not 1 <= len(message.metadata) <= MAX_METADATA:
         raise InvalidField("agent.metadata", f"{len(message.metadata)} bytes", f"1 to {MAX_METADATA} bytes")
     if len(message.metadata_sha256) != 32:
         raise InvalidField("agent.metadata_sha256", f"{len(message.metadata_sha256)} bytes", "32 bytes")
+    name = text("agent.name", message.name, most=MAX_AGENT_NAME)
+    if not proves_agent(agent_key(key), name):
+        # NIXL knows agents by name: with this one, readers would take it for the agent of the rank that has the key.
+        raise InvalidField("agent_key", f"{len(key)} bytes", f"the key that agent {name[:80]!r} is named after")
     return Agent(
-        name=text("agent.name", message.name, most=MAX_AGENT_NAME),
+        name=name,
         metadata=message.metadata,
         metadata_sha256=message.metadata_sha256,
         regions=tuple(region_from_proto(region) for region in message.regions),

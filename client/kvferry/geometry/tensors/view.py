@@ -21,6 +21,8 @@ class Tensor(Protocol):
     def dtype(self) -> object: ...
 
 
+# torch has the name "cuda" for ROCm as well. Others (xpu, hpu, tpu ...) are refused: their devices are set by other
+# calls than those of `torch.cuda`, and no build of NIXL that can register their memory has been seen.
 _KINDS = {"cpu": MemoryKind.DRAM, "cuda": MemoryKind.VRAM}
 
 
@@ -138,7 +140,9 @@ def _view_of_torch(tensor: Any) -> TensorView:
     kind = _KINDS.get(tensor.device.type)
     if kind is None:
         raise BadGeometry(
-            "tensor", f"device {tensor.device} is not supported; describe its memory with a TensorView or Planes"
+            "tensor",
+            f"device {tensor.device} is not supported: kvferry knows cpu, and cuda, as torch calls both CUDA and ROCm; "
+            "describe other memory that NIXL can register with a TensorView or Planes",
         )
     if tensor.numel() == 0:
         raise BadGeometry("tensor", f"a tensor of shape {tuple(tensor.shape)} holds nothing")

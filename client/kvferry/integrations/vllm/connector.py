@@ -89,7 +89,8 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
         """Return the metadata of this step for the workers."""
-        return self._in_scheduler.step(idle=scheduler_output.total_num_scheduled_tokens == 0)
+        idle = scheduler_output.total_num_scheduled_tokens == 0
+        return self._in_scheduler.step(scheduler_output.num_scheduled_tokens, idle=idle)
 
     def update_connector_output(self, connector_output: Any) -> None:
         """Take what the workers reported in a step."""
@@ -117,10 +118,10 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return metadata
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        """Take the caches of this rank, which are registered with the first step."""
+        """Register the caches of this rank with NIXL. They are announced with the first step."""
         place = Place.of_process()
         planes = planes_of(self._vllm_config, self._kv_cache_config, self._setup.tables, kv_caches, place)
-        self._in_worker.has_caches(kv_caches, planes)
+        self._in_worker.register(kv_caches, planes)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Start and cancel reads as the step's metadata says."""
@@ -133,7 +134,8 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Do nothing: decode instances read from the cache itself."""
 
     def wait_for_save(self) -> None:
-        """Do nothing: decode instances read from the cache itself."""
+        """Note that the step is queued on the device, its drafter included. Does not wait."""
+        self._in_worker.queued(self._step.step)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Return the transfers that the scheduler has found ended. Every worker returns the same, as vLLM expects."""

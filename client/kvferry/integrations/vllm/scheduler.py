@@ -14,7 +14,7 @@ from kvferry._control.publications import ReleaseOutcome
 from kvferry._wire.reference import parse_reference
 from kvferry.engine import Grant, ReadEnd, SchedulerPort
 from kvferry.errors import KvferryError
-from kvferry.geometry.blocks import Blocks
+from kvferry.integrations.vllm.publishing import ComputedPublishing
 from kvferry.integrations.vllm.setup import Setup
 from kvferry.integrations.vllm.siblings import Published, Siblings
 from kvferry.integrations.vllm.stats import KvferryStats
@@ -81,12 +81,12 @@ class ConnectorScheduler:
             max_waiting=settings.max_waiting,
             timeout=settings.start_timeout,
         )
+        self._publishing = ComputedPublishing(self._port, setup.spec.num_ranks, checksums=setup.sums)
         self._loads: dict[str, _Load] = {}
         self._sending: set[str] = set()
         self._published = Siblings()
         self._leaders: dict[str, str] = {}
         """The request that is read, or that vLLM will find in its prefix cache soon, by its reference."""
-        self._sums: list[tuple[int, dict[str, Blocks]]] = []
         self._registered: set[int] = set()
         self._starts: list[Grant] = []
         self._ends: list[ReadEnd] = []
@@ -98,8 +98,10 @@ class ConnectorScheduler:
         """Start to acquire the publication of a request that has arrived, or shorten its prompt if decode will compute
         the end of it."""
         params = request.kv_transfer_params or {}
-        if params.get("do_remote_decode") and request.max_tokens == 1:
-            _shorten(request, self._setup.withheld)
+        if params.get("do_remote_decode"):
+            self._publishing.expect(request.request_id)
+            if request.max_tokens == 1:
+                _shorten(request, self._setup.withheld)
         reference = params.get(REFERENCE)
         if not params.get("do_remote_prefill") or not reference:
             return
@@ -192,47 +194,50 @@ class ConnectorScheduler:
         elif load is not None:
             self._decline(request_id)
         params = request.kv_transfer_params or {}
-        if not params.get("do_remote_decode") or request.status not in _SERVED:
-            return False, None
         # The last token was sampled, and its KV cache is not computed yet.
         tokens = min(request.num_computed_tokens, request.num_tokens - 1)
-        if tokens <= 0:
+        if not params.get("do_remote_decode") or request.status not in _SERVED or tokens <= 0:
+            self._publishing.forget(request_id)
             return False, None
         sibling = self._published.find(request, tokens)
         if sibling is not None:
+            self._publishing.forget(request_id)
             return False, _params(sibling.reference)
         if self._setup.has_states and self._state_is_elsewhere(request):
+            self._publishing.forget(request_id)
             logger.info("request %s is not published: where its last token's state is, is not known", request_id)
             return False, None
         try:
-            blocks = self._setup.published(block_ids, tokens)
-            publication = self._port.publish(request_id, blocks, checksums=self._setup.sums)
+            publication = self._publishing.publish(request_id, self._setup.published(block_ids, tokens))
         except KvferryError as error:
             logger.warning("request %s could not be published: %s", request_id, error)
             return False, None
         self._sending.add(request_id)
         self._published.add(request, tokens, Published(request_id, publication.number, publication.reference))
-        if self._setup.sums:
-            self._sums.append((publication.number, blocks))
         self._stats.count("published")
         return True, _params(publication.reference)
 
     # In each step.
 
-    def step(self, *, idle: bool) -> StepMetadata:
+    def step(self, scheduled: Iterable[str], *, idle: bool) -> StepMetadata:
         """Return the metadata of a step for the workers.
 
         Args:
+            scheduled: the requests of which tokens are computed in this step.
             idle: nothing is computed in this step.
         """
-        if idle and self._loads:
+        if idle and (self._loads or self._publishing.waiting):
             # vLLM runs idle steps in a loop that does not release the interpreter: every other thread would wait for
             # Python's switch interval of 5 ms.
             time.sleep(YIELD)
         metadata = StepMetadata(
-            starts=self._starts, cancels=self._port.cancels(), sums=self._sums, sent=self._released()
+            self._publishing.begin(scheduled),
+            starts=self._starts,
+            cancels=self._port.cancels(),
+            sums=self._publishing.take_computed() if self._setup.sums else [],
+            sent=self._released(),
         )
-        self._starts, self._sums = [], []
+        self._starts = []
         if not self._all_registered():
             metadata.token = str(self._port.token)
         ends, self._ends = [*self._ends, *self._port.finished().reads], []
@@ -257,10 +262,12 @@ class ConnectorScheduler:
             raise KvferryError(f"rank {rank} cannot register its cache: {problem}")
         for output in news.outputs:
             self._port.collect(output)
+        self._publishing.computed(news.computed())
 
     def has_work(self) -> bool:
-        """Return whether vLLM has to run steps even without a request, because workers are being registered."""
-        return not self._all_registered()
+        """Return whether vLLM has to run steps even without a request: workers are being registered, or have to say
+        what their devices have computed."""
+        return not self._all_registered() or self._publishing.waiting
 
     def take_stats(self) -> KvferryStats | None:
         """Return the counts since the last call; None: nothing was counted."""

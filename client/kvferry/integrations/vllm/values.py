@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
@@ -15,6 +17,7 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
     """The scheduler's message to every worker.
 
     Attributes:
+        step: number of the step, from 1.
         token: the engine's token, until all workers have registered; then empty.
         starts: grants of the reads to start.
         cancels: read_ids of the reads to cancel.
@@ -25,10 +28,11 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
         failed: requests whose reads have failed, in an engine of several groups.
     """
 
+    step: int = 0
     token: str = field(default="", repr=False)
     starts: list[Grant] = field(default_factory=list)
     cancels: list[str] = field(default_factory=list)
-    sums: list[tuple[int, dict[str, Blocks]]] = field(default_factory=list)
+    sums: list[tuple[int, Mapping[str, Blocks]]] = field(default_factory=list)
     sent: set[str] = field(default_factory=set)
     received: set[str] = field(default_factory=set)
     lost: set[int] = field(default_factory=set)
@@ -43,18 +47,39 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
 class WorkerNews(KVConnectorWorkerMetadata):  # type: ignore[misc]
     """The workers' message to the scheduler.
 
+    vLLM builds it when a step is queued, and sends it when the step's output is there. By then its device has computed
+    more, usually the step itself. So the message asks its rank for that as late as it can: when it is pickled, or read
+    in the same process.
+
     Attributes:
         outputs: outputs of the workers' ports.
         registered: ranks whose caches are registered.
         errors: messages of the errors with which ranks could not be registered, by rank.
+        rank, now: the rank that sends this message, and what returns the last step that its device has computed; None
+            in a message that has arrived.
+        steps: the last step that the device of each rank had computed when its message was sent.
     """
 
     outputs: list[WorkerOutput] = field(default_factory=list)
     registered: set[int] = field(default_factory=set)
     errors: dict[int, str] = field(default_factory=dict)
+    rank: int = 0
+    now: Callable[[], int] | None = None
+    steps: dict[int, int] = field(default_factory=dict)
+
+    def computed(self) -> dict[int, int]:
+        """Return the last step that the device of each rank has computed."""
+        return self.steps if self.now is None else {**self.steps, self.rank: self.now()}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what is pickled."""
+        return {**self.__dict__, "now": None, "steps": self.computed()}
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerNews:
         """Combine the news of several workers."""
         return WorkerNews(
-            self.outputs + other.outputs, self.registered | other.registered, {**self.errors, **other.errors}
+            self.outputs + other.outputs,
+            self.registered | other.registered,
+            {**self.errors, **other.errors},
+            steps={**self.computed(), **other.computed()},
         )

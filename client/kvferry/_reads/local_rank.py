@@ -1,0 +1,129 @@
+"""What a rank has before its engine's session is open: its memory, registered with NIXL, and its agents."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from kvferry import _arguments as arguments
+from kvferry._engine_spec import EngineSpec
+from kvferry._memory.declared import Declared, memory_of
+from kvferry._memory.rank_memory import RankMemory
+from kvferry._transport.agents import Agents
+from kvferry._transport.nixl_agent import ServingAgent
+from kvferry._transport.nixl_options import NixlOptions
+from kvferry._transport.staging_pool import StagingOptions
+from kvferry._transport.transport import Transport
+from kvferry._wire.authority import agent_name, new_agent_key
+from kvferry.errors import InvalidField
+from kvferry.geometry.model import Interval, MemoryRegion, Plane, RankGeometry, check_rank, check_regions
+from kvferry.geometry.tensors import Holding, Tensor, held, named_tensors
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OwnedMemory:
+    """The memory that a rank registers, and the objects that own it.
+
+    Attributes:
+        regions: the regions that its planes lie in.
+        tensors: the tensors of the regions in device memory.
+        keep: owner of the memory; kept referenced as long as anything may write to it.
+    """
+
+    regions: tuple[MemoryRegion, ...]
+    tensors: Sequence[Tensor]
+    keep: object
+
+
+class LocalRank:
+    """The memory of one rank, registered with NIXL, and its agents. It makes no RPC and needs no token.
+
+    Making it takes up to seconds: NIXL is loaded, and devices map or pin the memory.
+
+    Threading: every method may be called from any thread; `close` waits, and `prepare` if it is given a time.
+
+    Args:
+        spec: the engine.
+        rank: geometry of the rank.
+        owned: the memory of its planes.
+        agents: makes its agents.
+        options, staging: see `Client`.
+        serve: whether other ranks may read it.
+
+    Attributes:
+        memory: its memory, by address space.
+        transport: reads into its memory.
+        agent: its serving agent; None: other ranks cannot read it.
+        agent_key: the key that the serving agent is named after. Secret.
+
+    Raises:
+        BadGeometry: the planes contradict the engine's groups, or lie outside the regions.
+        InvalidField: the engine has no such rank; or see `ServingAgent`.
+        NixlError, NixlMissing: see `ServingAgent`.
+    """
+
+    def __init__(
+        self,
+        spec: EngineSpec,
+        rank: RankGeometry,
+        owned: OwnedMemory,
+        *,
+        agents: Agents,
+        options: NixlOptions,
+        staging: StagingOptions,
+        serve: bool,
+    ) -> None:
+        check_rank(spec.groups, rank)
+        check_regions(rank, owned.regions)
+        if rank.rank >= spec.num_ranks:
+            raise InvalidField("rank", rank.rank, f"below num_ranks {spec.num_ranks}")
+        self.spec = spec
+        self.rank = rank
+        self.regions = owned.regions
+        self.agent_key = new_agent_key()
+        self.agent: ServingAgent | None = None
+        self.memory = RankMemory(owned.tensors)
+        if serve:
+            name = agent_name(self.agent_key, spec.engine_id, rank.rank)
+            self.agent = agents.serving(name, owned.regions, options)
+        self.transport = Transport(
+            owned.regions, options, agents=agents, staging=staging, memory=self.memory, keep=owned.keep
+        )
+
+    def close(self, timeout: float) -> None:
+        """End the agents. Idempotent.
+
+        Args:
+            timeout: seconds to wait until all reads are quiet.
+        """
+        self.transport.close(timeout)
+        if self.agent is not None:
+            self.agent.close()
+
+
+def describe(
+    engine: EngineSpec,
+    tensors: Mapping[str, Tensor] | None,
+    axes: Sequence[str] | None,
+    heads: range | Interval | None,
+    total_heads: int | None,
+    holding: Holding | None,
+    replicated: bool,
+    planes: Sequence[Plane] | None,
+    regions: Sequence[MemoryRegion] | None,
+    keep: object,
+) -> tuple[tuple[Plane, ...], OwnedMemory]:
+    """Return a rank's planes and its memory, from the arguments of `Client.register_cache`; raises as that."""
+    if tensors is not None:
+        # Keeps the memory alive even if the caller changes its mapping or drops its tensors.
+        tensors = {name: held(tensor) for name, tensor in named_tensors(tensors).items()}
+    declared = Declared(heads, total_heads, holding, arguments.flag("replicated", replicated))
+    found, ranges = memory_of(engine, tensors, axes, declared, planes, regions)
+    return found, OwnedMemory(ranges, tuple((tensors or {}).values()), keep=(tensors, _kept(keep)))
+
+
+def _kept(keep: object) -> object:
+    """Return the object to keep referenced; of a container, a copy with its present contents."""
+    if isinstance(keep, Mapping):
+        return dict(keep)
+    return tuple(keep) if isinstance(keep, (list, set)) else keep

@@ -1,0 +1,355 @@
+"""No block is published before every rank's device has computed it: streams that are played, all else is real.
+
+There is no GPU here. What is played is what a rank's device does with what vLLM queues on it: nothing until later.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.v1.request import RequestStatus
+
+from kvferry import Blocks, EngineSpec, Group, GroupKind, Interval
+from kvferry.engine import Tails
+from kvferry.geometry.formats import vllm_attention
+from kvferry.geometry.tensors import Holding
+from kvferry.integrations.vllm import worker as worker_module
+from kvferry.integrations.vllm.device import EVERY_STEP, DeviceSteps, Event, arrival_fence, steps_of
+from kvferry.integrations.vllm.groups import BlockTable
+from kvferry.integrations.vllm.scheduler import REFERENCE, ConnectorScheduler
+from kvferry.integrations.vllm.settings import ConnectorSettings
+from kvferry.integrations.vllm.setup import Setup
+from kvferry.integrations.vllm.values import StepMetadata, WorkerNews
+from kvferry.integrations.vllm.worker import ConnectorWorker
+from kvferry.testing import Fabric
+from tests.support.waiting import until
+
+RANKS, BLOCKS, TOKENS = 2, 8, 4
+GROUP = Group("0", block_tokens=TOKENS, num_blocks=BLOCKS, null_block=0)
+
+
+class Stream:
+    """A stream of a device: what is queued runs in order, when `run` is called."""
+
+    def __init__(self) -> None:
+        self._queued: deque[Callable[[], None]] = deque()
+
+    def queue(self, kernel: Callable[[], None]) -> None:
+        self._queued.append(kernel)
+
+    def record(self) -> Event:
+        """Record an event, as `torch.cuda.Event.record` does."""
+        event = Recorded()
+        self.queue(event.complete)
+        return event
+
+    def run(self) -> None:
+        while self._queued:
+            self._queued.popleft()()
+
+
+class Recorded:
+    done = False
+
+    def complete(self) -> None:
+        self.done = True
+
+    def query(self) -> bool:
+        return self.done
+
+
+def setup_of(fabric: Fabric, spec: EngineSpec, *, serves: bool) -> Setup:
+    """What the connector would make of vLLM's configuration."""
+    return Setup(
+        spec=spec,
+        settings=ConnectorSettings(fabric.address, read_timeout=20.0),
+        caches_prefixes=False,
+        tables=(BlockTable(0, GROUP, TOKENS),),
+        recomputed=1,
+        tails=Tails.KEEP,
+        serves=serves,
+        reads=False,
+    )
+
+
+class Prefill:
+    """A prefill engine of the connector's own parts, and its steps as vLLM makes them."""
+
+    def __init__(self, fabric: Fabric, streams: list[Stream] | None) -> None:
+        spec = EngineSpec("prefill", (GROUP,), RANKS)
+        setup = setup_of(fabric, spec, serves=True)
+        self.scheduler = ConnectorScheduler(setup)
+        self.streams = streams
+        self.memory = [torch.zeros((BLOCKS, 1, TOKENS, 16), dtype=torch.uint8) for _ in range(RANKS)]
+        self.workers = [ConnectorWorker(setup, rank) for rank in range(RANKS)]
+        for rank, (worker, memory) in enumerate(zip(self.workers, self.memory, strict=True)):
+            held = Holding(units=Interval(rank, rank + 1), axis_size=RANKS)
+            worker.register({"l": memory}, vllm_attention({"l": memory}, GROUP, held))
+        self.announced: list[str] = []
+        until(self.registered)
+
+    def registered(self) -> bool:
+        self.leave(self.step())
+        return self.scheduler._all_registered()
+
+    def step(
+        self, request_id: str = "", block: int = 0, value: int = 0, *, drafter: bool = False, ended: bool = True
+    ) -> list[WorkerNews]:
+        """Begin a step, which writes a value to a block, and end it if `ended`; the news that go with its output."""
+        metadata = self.scheduler.step([request_id] if request_id else [], idle=not request_id)
+        found = []
+        for rank, worker in enumerate(self.workers):
+            worker.step(metadata)
+            if request_id:
+                self.compute(rank, block, value)
+            if not drafter and ended:
+                worker.queued(metadata.step)
+            news = worker.news()
+            if drafter and ended:
+                # vLLM's older model runner ends the step after it has asked for the news.
+                worker.queued(metadata.step)
+            found += [] if news is None else [news]
+        return found
+
+    def compute(self, rank: int, block: int, value: int) -> None:
+        def write() -> None:
+            self.memory[rank][block] = value
+
+        if self.streams is None:
+            write()
+        else:
+            self.streams[rank].queue(write)
+
+    def leave(self, news: list[WorkerNews]) -> None:
+        """Let the output of a step arrive at the scheduler: each worker's is pickled, then they are combined."""
+        arrived = [pickle.loads(pickle.dumps(each)) for each in news]
+        if arrived:
+            combined = arrived[0]
+            for other in arrived[1:]:
+                combined = combined.aggregate(other)
+            self.scheduler.collect(combined)
+
+    def request(self, request_id: str) -> Any:
+        found = SimpleNamespace(
+            request_id=request_id,
+            kv_transfer_params={"do_remote_decode": True},
+            status=RequestStatus.FINISHED_LENGTH_CAPPED,
+            num_computed_tokens=TOKENS,
+            num_tokens=TOKENS + 1,
+        )
+        self.scheduler.on_new_request(found)
+        return found
+
+    def finish(self, request: Any, block: int) -> str:
+        kept, params = self.scheduler.finished(request, ([block],))
+        assert kept
+        assert params
+        return str(params[REFERENCE])
+
+    def close(self) -> None:
+        for worker in self.workers:
+            worker.close()
+        self.scheduler.close()
+
+
+@pytest.fixture
+def fabric() -> Iterator[Fabric]:
+    with Fabric() as made:
+        yield made
+
+
+@pytest.fixture
+def streams(monkeypatch: pytest.MonkeyPatch) -> list[Stream]:
+    """Streams of the ranks' devices, in the order in which the ranks get their caches."""
+    made = [Stream() for _ in range(RANKS)]
+    left = iter(made)
+    monkeypatch.setattr(worker_module, "steps_of", lambda _: DeviceSteps(next(left).record))
+    return made
+
+
+@pytest.fixture
+def prefill(fabric: Fabric, streams: list[Stream], monkeypatch: pytest.MonkeyPatch) -> Iterator[Prefill]:
+    """An engine whose every publication of a block checks that all of the block was written before."""
+    made = Prefill(fabric, streams)
+    port = made.scheduler._port
+
+    def check(blocks: Mapping[str, Blocks]) -> bool:
+        for listed in blocks.values():
+            for block in listed.ids.tolist():
+                assert all(memory[block].all() for memory in made.memory), f"block {block} is published too early"
+        return bool(blocks)
+
+    def watch(name: str) -> None:
+        real = getattr(port, name)
+
+        def publish(first: Any, blocks: Mapping[str, Blocks], **options: Any) -> Any:
+            check(blocks)
+            made.announced.append(f"{name} {sorted(blocks)}")
+            return real(first, blocks, **options)
+
+        monkeypatch.setattr(port, name, publish)
+
+    watch("publish")
+    watch("publish_more")
+    yield made
+    made.close()
+
+
+def read(fabric: Fabric, reference: str) -> torch.Tensor:
+    """Read a publication of one block with an engine of one rank."""
+    group = Group("0", block_tokens=TOKENS, num_blocks=BLOCKS, null_block=0)
+    memory = torch.zeros((BLOCKS, RANKS, TOKENS, 16), dtype=torch.uint8)
+    client = fabric.client()
+    planes = vllm_attention({"l": memory}, group, Holding(units=Interval(0, RANKS), axis_size=RANKS))
+    cache = client.register_cache(EngineSpec("decode", (group,)), tensors={"l": memory}, planes=planes)
+    assert cache.read(reference, {"0": Blocks([3])}).result(30).bytes
+    client.close()
+    return memory[3]
+
+
+def test_a_request_is_published_when_the_slowest_rank_has_computed_it(
+    fabric: Fabric, streams: list[Stream], prefill: Prefill
+) -> None:
+    request = prefill.request("r")
+    first = prefill.step("r", 5, 77)
+    streams[0].run()
+    prefill.leave(first)
+    reference = prefill.finish(request, 5)
+    assert prefill.scheduler.has_work()
+    prefill.leave(prefill.step())
+    assert prefill.announced == ["publish []"]
+    streams[1].run()
+    prefill.leave(prefill.step())
+    assert prefill.announced == ["publish []", "publish_more ['0']"]
+    assert not prefill.scheduler.has_work()
+    assert bool((read(fabric, reference) == 77).all())
+
+
+def test_the_output_of_a_step_says_what_was_computed_when_it_left(streams: list[Stream], prefill: Prefill) -> None:
+    """vLLM asks for the news when the step is queued, and sends them when its output is there: no step is lost."""
+    request = prefill.request("r")
+    news = prefill.step("r", 5, 77)
+    for stream in streams:
+        stream.run()
+    prefill.finish(request, 5)
+    assert prefill.announced == ["publish []"]
+    prefill.leave(news)
+    assert prefill.announced == ["publish []", "publish_more ['0']"]
+
+
+def test_a_request_whose_step_is_known_to_be_computed_is_published_at_once(
+    streams: list[Stream], prefill: Prefill
+) -> None:
+    request = prefill.request("r")
+    news = prefill.step("r", 5, 77)
+    for stream in streams:
+        stream.run()
+    prefill.leave(news)
+    # A later step of other requests is queued, and does not matter.
+    prefill.step("other", 6, 1)
+    prefill.finish(request, 5)
+    assert prefill.announced == ["publish ['0']"]
+
+
+@pytest.mark.parametrize("ended", [True, False], ids=["ended", "never-ended"])
+def test_drafters_are_waited_for(streams: list[Stream], prefill: Prefill, *, ended: bool) -> None:
+    """The drafter's part of the step is queued after the news were asked for. Stages of a pipeline that have no drafter
+    never hear that the step has ended."""
+    request = prefill.request("r")
+    news = prefill.step("r", 5, 77, drafter=True, ended=ended)
+    prefill.leave(news)
+    prefill.finish(request, 5)
+    prefill.leave(prefill.step())
+    assert prefill.announced == ["publish []"]
+    for stream in streams:
+        stream.run()
+    prefill.leave(prefill.step())
+    assert prefill.announced[-1] == "publish_more ['0']"
+
+
+def test_each_request_of_many_is_published_in_turn(streams: list[Stream], prefill: Prefill) -> None:
+    requests = [prefill.request(f"r{index}") for index in range(3)]
+    for index, request in enumerate(requests):
+        prefill.leave(prefill.step(request.request_id, 4 + index, 7))
+        prefill.finish(request, 4 + index)
+        assert prefill.announced.count("publish_more ['0']") == 0
+    for stream in streams:
+        stream.run()
+    prefill.leave(prefill.step())
+    assert prefill.announced.count("publish_more ['0']") == 3
+
+
+def test_on_a_cpu_nothing_is_waited_for(fabric: Fabric) -> None:
+    prefill = Prefill(fabric, None)
+    request = prefill.request("r")
+    prefill.step("r", 5, 77)
+    reference = prefill.finish(request, 5)
+    assert not prefill.scheduler.has_work()
+    assert prefill.step() == []
+    assert bool((read(fabric, reference) == 77).all())
+    prefill.close()
+
+
+def test_the_steps_of_host_memory_are_computed_at_once_and_those_of_a_device_when_its_stream_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert steps_of([torch.zeros(1)]).computed() == EVERY_STEP
+    stream = Stream()
+    used: list[Any] = []
+
+    class Event:
+        def __init__(self) -> None:
+            self.recorded = stream.record()
+
+        def query(self) -> bool:
+            return self.recorded.query()
+
+    def current_stream(device: Any) -> Any:
+        used.append(device)
+        return SimpleNamespace(record_event=lambda event: setattr(event, "recorded", stream.record()))
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", current_stream)
+    device = torch.device("cuda", 3)
+    tensor: Any = SimpleNamespace(device=device)
+    steps = steps_of([tensor])
+    steps.queued(1)
+    assert steps.computed() == 0
+    stream.run()
+    assert (steps.computed(), used) == (1, [device])
+
+
+@pytest.mark.parametrize(
+    ("hip", "kind", "device", "waits"),
+    [
+        ("7.2.1", GroupKind.STATE, "cuda", 1),
+        ("7.2.1", GroupKind.TOKENS, "cuda", 0),
+        ("7.2.1", GroupKind.STATE, "cpu", 0),
+        (None, GroupKind.STATE, "cuda", 0),
+    ],
+    ids=["rocm-mamba", "rocm-attention", "host", "cuda-mamba"],
+)
+def test_states_that_arrived_on_rocm_are_waited_for_before_vllm_uses_them(
+    fabric: Fabric, monkeypatch: pytest.MonkeyPatch, hip: str | None, kind: GroupKind, device: str, waits: int
+) -> None:
+    synchronized: list[None] = []
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: synchronized.append(None))
+    tokens = TOKENS if kind is GroupKind.TOKENS else 0
+    group = Group("0", kind, tokens, BLOCKS) if tokens else Group("0", kind, num_blocks=BLOCKS)
+    tensor: Any = SimpleNamespace(device=SimpleNamespace(type=device))
+    fence = arrival_fence((group,), [tensor])
+    setup = setup_of(fabric, EngineSpec("decode", (GROUP,)), serves=False)
+    worker = ConnectorWorker(setup, 0)
+    worker._fence = fence
+    worker.step(StepMetadata(step=1))
+    assert synchronized == []
+    worker.step(StepMetadata(step=2, received={"r"}))
+    assert len(synchronized) == waits
+    worker.close()
