@@ -79,7 +79,7 @@ class ShareEnd:
     error: KvferryError | None
     quiet: bool
     bytes: int
-    work: ShareWork = ShareWork()
+    work: ShareWork = field(default_factory=ShareWork)
 
 
 @dataclass(slots=True, eq=False)

@@ -113,7 +113,7 @@ def test_what_the_connector_cannot_do_is_refused_with_the_reason(
 def table(heading: str) -> dict[str, str]:
     """The rows of the first table behind a heading of docs/vllm.md, by the name in their first column."""
     behind = (ROOT / "docs" / "vllm.md").read_text().partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
-    return {name: rest for name, rest in re.findall(r"^\| `([\w.]+)`[^|]*\|(.*)\|$", behind, re.MULTILINE)}
+    return dict(re.findall(r"^\| `([\w.]+)`[^|]*\|(.*)\|$", behind, re.MULTILINE))
 
 
 def test_the_guide_lists_every_setting_with_its_default() -> None:
