@@ -7,13 +7,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import grpc
 import pytest
 
-from kvferry.v1 import introspection_pb2 as ipb
-from kvferry.v1.introspection_pb2_grpc import IntrospectionStub
 from tests.support.node_servers import NodeServerProcess
-from tests.support.vllm_engines import PREFILL, Node, kvferry, make_model, prompt, request
+from tests.support.vllm_engines import Node, kvferry, make_model, prompt, request
+from tests.support.vllm_requests import alone, offered, pinned, ready, said
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.timeout(600)
@@ -75,34 +73,6 @@ def pair(node: Callable[..., Node]) -> tuple[Node, Node]:
     """One rank on either side."""
     prefill, decode = node("producer"), node("consumer")
     return ready(prefill), ready(decode)
-
-
-def ready(engine: Node) -> Node:
-    if not engine.is_ready:
-        engine.ready()
-    return engine
-
-
-def pinned(home: NodeServerProcess) -> int:
-    """Publications of engines that live, which are not released."""
-    with grpc.insecure_channel(home.address) as channel:
-        answer = IntrospectionStub(channel).ListEngines(ipb.ListEnginesRequest(), timeout=5)
-    return sum(engine.publications for engine in answer.engines if engine.state == ipb.ENGINE_STATE_READY)
-
-
-def offered(prefill: Node, prompts: list[list[int]]) -> list[dict[str, Any]]:
-    """Prefill the prompts; what comes out for decode."""
-    answers = prefill.generate(*(request(tokens, 1, PREFILL) for tokens in prompts))
-    return [answer["params"] for answer in answers]
-
-
-def alone(engine: Node, prompts: list[list[int]]) -> list[list[int]]:
-    """What an engine says without anybody's help."""
-    return [answer["tokens"] for answer in engine.generate(*(request(tokens) for tokens in prompts))]
-
-
-def said(answers: list[dict[str, Any]]) -> list[list[int]]:
-    return [answer["tokens"] for answer in answers]
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from tests.integrations.vllm.test_connector import alone, offered, pinned, ready, said
 from tests.support.node_servers import NodeServerProcess, free_port
 from tests.support.vllm_engines import PREFILL, Node, Server, kvferry, make_model, prompt, request
+from tests.support.vllm_requests import alone, offered, pinned, ready, said
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.timeout(600)

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from tests.integrations.vllm.test_connector import pinned
 from tests.support.node_servers import NodeServerProcess, free_port
 from tests.support.vllm_engines import Server, kvferry, make_model, prompt
+from tests.support.vllm_requests import pinned
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.timeout(600)

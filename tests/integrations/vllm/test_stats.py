@@ -18,9 +18,9 @@ from kvferry.engine import ReadEnd, ReadTimes
 from kvferry.errors import KvferryError, TransferCancelled, TransferExpired, Unreachable
 from kvferry.integrations.vllm.registration import register
 from kvferry.integrations.vllm.stats import COUNTERS, HISTOGRAMS, REASONS, KvferryStats
-from tests.integrations.vllm.test_connector import alone, offered, ready, said
 from tests.support.node_servers import NodeServerProcess
 from tests.support.vllm_engines import Node, kvferry, make_model, prompt, request
+from tests.support.vllm_requests import alone, offered, ready, said
 from tests.support.waiting import until
 
 
