@@ -14,8 +14,10 @@ from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvferry.errors import InternalError
+from kvferry.integrations.vllm.layouts import layer_planes
 from kvferry.integrations.vllm.scheduler import ConnectorScheduler
-from kvferry.integrations.vllm.setup import Setup, planes_of
+from kvferry.integrations.vllm.self_check import self_check
+from kvferry.integrations.vllm.setup import Setup, layers_of
 from kvferry.integrations.vllm.stats import KvferryPromMetrics, KvferryStats
 from kvferry.integrations.vllm.values import StepMetadata, WorkerNews
 from kvferry.integrations.vllm.worker import ConnectorWorker
@@ -109,9 +111,16 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return metadata
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        """Take the caches of this rank, which are registered with the first step."""
+        """Take the caches of this rank, which are registered with the first step.
+
+        Raises:
+            LayoutMismatch: vLLM writes elsewhere than the planes say, so that nothing may be read.
+        """
         tp_rank = get_tp_group().rank_in_group
-        planes = planes_of(self._vllm_config, self._kv_cache_config, self._setup, kv_caches, tp_rank)
+        layers = layers_of(self._vllm_config, self._kv_cache_config, self._setup, kv_caches, tp_rank)
+        planes = [plane for layer in layers for plane in layer_planes(layer)]
+        if self._setup.self_check:
+            self_check(layers, planes, self._vllm_config)
         self._in_worker.has_caches(kv_caches, planes)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:

@@ -17,9 +17,9 @@ from kvferry import _arguments as arguments
 from kvferry._engine_spec import EngineSpec
 from kvferry.errors import InvalidField
 from kvferry.geometry.blocks import Blocks
-from kvferry.geometry.model import Group, GroupKind, Interval, Plane
+from kvferry.geometry.model import Group, GroupKind, Interval
 from kvferry.geometry.tensors import Holding, Tensor
-from kvferry.integrations.vllm.layouts import Layer, layer_planes
+from kvferry.integrations.vllm.layouts import Layer
 
 NULL_BLOCK = 0
 """The null block: the first block of vLLM's block pool."""
@@ -38,6 +38,7 @@ class Setup:
         read_timeout: seconds until a read fails.
         fail_requests: a request whose read fails is failed too; if False, it is computed here.
         serves, reads: whether other engines read from it, and whether it reads from others.
+        self_check: whether each rank checks its planes against what vLLM writes before it serves.
     """
 
     spec: EngineSpec
@@ -47,6 +48,7 @@ class Setup:
     fail_requests: bool
     serves: bool
     reads: bool
+    self_check: bool
 
     @classmethod
     def of(cls, vllm_config: Any, kv_cache_config: Any) -> Setup:
@@ -75,6 +77,7 @@ class Setup:
             fail_requests=transfer.kv_load_failure_policy == "fail",
             serves=transfer.is_kv_producer,
             reads=transfer.is_kv_consumer,
+            self_check=arguments.flag("self_check", extra.get("self_check", True)),
         )
 
     def published(self, block_ids: tuple[list[int], ...], tokens: int) -> dict[str, Blocks]:
@@ -110,19 +113,18 @@ class Setup:
         return found
 
 
-def planes_of(
+def layers_of(
     vllm_config: Any, kv_cache_config: Any, setup: Setup, kv_caches: Mapping[str, Tensor], tp_rank: int
-) -> list[Plane]:
-    """Return the planes of a rank's caches, ordered by group."""
-    found: list[Plane] = []
+) -> list[Layer]:
+    """Return the layers of a rank, ordered by group."""
     groups = {group.name: group for group in setup.spec.groups}
     heads = _heads(vllm_config, tp_rank)
-    for index, listed in _transferred(kv_cache_config):
-        group, spec = groups[str(index)], listed.kv_cache_spec
-        for name in listed.layer_names:
-            if name in kv_caches:
-                found += layer_planes(Layer(name, kv_caches[name], spec, group, heads, vllm_config))
-    return found
+    return [
+        Layer(name, kv_caches[name], listed.kv_cache_spec, groups[str(index)], heads, vllm_config)
+        for index, listed in _transferred(kv_cache_config)
+        for name in listed.layer_names
+        if name in kv_caches
+    ]
 
 
 def _heads(vllm_config: Any, tp_rank: int) -> Holding:
