@@ -10,8 +10,12 @@ from typing import Any
 import torch
 import transformers
 from vllm.config import CacheConfig, ModelConfig, VllmConfig, set_current_vllm_config
-from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.attention import Attention, MLAAttention
+from vllm.model_executor.layers.mamba.abstract import MambaBase
+from vllm.model_executor.layers.mamba.mamba_utils import MambaStateShapeCalculator
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, _get_attn_isa
+from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend
+from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
 from vllm.v1.worker.utils import allocate_kv_cache, bind_kv_cache
 
@@ -53,18 +57,23 @@ def config_of(folder: Path, *, dtype: str = "float32", block: int = 32, cache_dt
     }
     transformers.Qwen3Config(**described).save_pretrained(folder)
     model_config = ModelConfig(model=str(folder), skip_tokenizer_init=True, dtype=dtype, max_model_len=2048)
-    return VllmConfig(
-        model_config=model_config, cache_config=CacheConfig(block_size=block, cache_dtype=cache_dtype)
-    )
+    return VllmConfig(model_config=model_config, cache_config=CacheConfig(block_size=block, cache_dtype=cache_dtype))
 
 
 def attention(
-    config: Any, *, count: int = 4, heads: int = 4, width: int = 32, backend: Any = None, **settings: Any
+    config: Any,
+    *,
+    first: int = 0,
+    count: int = 4,
+    heads: int = 4,
+    width: int = 32,
+    backend: Any = None,
+    **settings: Any,
 ) -> dict[str, Any]:
     """Layers of attention, as models make them."""
     found = {}
     with set_current_vllm_config(config):
-        for index in range(count):
+        for index in range(first, first + count):
             name = f"model.layers.{index}.self_attn.attn"
             found[name] = Attention(
                 2 * heads,
@@ -119,8 +128,57 @@ def bound(
             if not state and getattr(modules[name], "attn_backend", None) is CPUAttentionBackend:
                 # As its metadata builder does.
                 cache_dtype = config.cache_config.cache_dtype
-                modules[name].isa = _get_attn_isa(config.model_config.dtype, spec.block_size, spec.head_size, cache_dtype)
+                modules[name].isa = _get_attn_isa(
+                    config.model_config.dtype, spec.block_size, spec.head_size, cache_dtype
+                )
     memory = torch.empty(0, dtype=torch.uint8).set_(next(iter(caches.values())).untyped_storage())
     random = torch.Generator().manual_seed(7)
     memory.copy_(torch.randint(0, 256, memory.shape, dtype=torch.uint8, generator=random))
     return Rank(config, layers, memory)
+
+
+def latent(config: Any, *, count: int = 2, latent_dim: int = 512, rope_dim: int = 64) -> dict[str, Any]:
+    """Layers of latent attention with the CPU's backend."""
+    found = {}
+    with set_current_vllm_config(config):
+        for index in range(count):
+            name = f"model.layers.{index}.self_attn.mla_attn"
+            found[name] = MLAAttention(
+                num_heads=4,
+                scale=1.0,
+                qk_nope_head_dim=32,
+                qk_rope_head_dim=rope_dim,
+                v_head_dim=32,
+                q_lora_rank=None,
+                kv_lora_rank=latent_dim,
+                kv_b_proj=torch.nn.Linear(latent_dim, 4 * 64, bias=False),
+                cache_config=config.cache_config,
+                prefix=name,
+                attn_backend=CPUMLABackend,
+            )
+    return found
+
+
+class Mamba2State(torch.nn.Module, MambaBase):
+    """The cache of a Mamba-2 layer: its shapes are vLLM's, the rest of the layer is left out."""
+
+    mamba_type = MambaAttentionBackendEnum.MAMBA2
+
+    def get_state_shape(self) -> tuple[tuple[int, ...], ...]:
+        shapes: tuple[tuple[int, ...], ...] = MambaStateShapeCalculator.mamba2_state_shape(
+            intermediate_size=4 * 16, tp_world_size=1, n_groups=1, num_heads=4, head_dim=16, state_size=8, conv_kernel=4
+        )
+        return shapes
+
+    def get_state_dtype(self) -> tuple[torch.dtype, ...]:
+        return torch.bfloat16, torch.float32
+
+
+def mamba(config: Any, *, count: int = 2) -> dict[str, Any]:
+    """Layers with a recurrent state."""
+    found: dict[str, Any] = {}
+    config.cache_config.mamba_block_size = 2048
+    for index in range(count):
+        name = f"model.layers.{index}.mixer"
+        found[name] = config.compilation_config.static_forward_context[name] = Mamba2State()
+    return found

@@ -233,7 +233,10 @@ def test_block_sizes_that_cannot_be_cut_are_refused(home: NodeServerProcess, nod
     answers = decode.generate(request(tokens, 12, params))
     assert said(answers) == alone(prefill, [tokens])
     assert "Incompatible" in decode.tail(20000)
-    assert "layers.0.self_attn.attn/key: token_granule is 32 at the source (rank 0), 64 at the destination" in decode.tail(20000)
+    assert (
+        "layers.0.self_attn.attn/key: token_granule is 32 at the source (rank 0), 64 at the destination"
+        in decode.tail(20000)
+    )
     # Prefill does not wait for a reader that will not come.
     until(lambda: pinned(home) == 0)
 

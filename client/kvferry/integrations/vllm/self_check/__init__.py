@@ -27,7 +27,8 @@ from kvferry.integrations.vllm.self_check.structure import check_structure, patt
 from kvferry.integrations.vllm.self_check.tokens import check_tokens
 from kvferry.integrations.vllm.self_check.write_paths import NoPath, StatePath, TokenPath, write_path
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger(f"vllm.{__name__}")
+"""Below vLLM's own, which alone has a handler in vLLM's processes: this line is for whoever reads the engine's log."""
 
 
 @dataclass(frozen=True, slots=True)
