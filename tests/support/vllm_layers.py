@@ -108,7 +108,7 @@ def bound(
     config.cache_config.kv_cache_layout = layout
     config.cache_config.num_gpu_blocks_override = blocks
     specs = {name: specify(module.get_kv_cache_spec(config)) for name, module in modules.items()}
-    config.model_config.max_model_len = 2 * min(spec.block_size for spec in specs.values())
+    config.model_config.max_model_len = min(spec.block_size for spec in specs.values())
     planned = get_kv_cache_configs(config, [specs], [1 << 30])[0]
     sizes = None if kernel_block is None else [kernel_block] * len(planned.kv_cache_groups)
     caches = allocate_kv_cache(planned, torch.device("cpu"), config.cache_config.get_resolved_kv_cache_layout(), sizes)

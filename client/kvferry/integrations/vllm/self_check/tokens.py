@@ -22,7 +22,8 @@ def check_tokens(layer: Layer, planes: Sequence[Plane], path: TokenPath, blocks:
     with what was written. Bytes in an order of the kernel's own, and quantised ones, are compared by what they depend
     on: the block is written again with other inputs for some tokens and heads, and only the cells of those may change.
     The choices are the bits of a number of each input, token and head, and their opposites, so that each cell is told
-    from every other.
+    from every other. What this cannot see: the order of the bytes within such a cell, which is the format's name to
+    say, and where the scales of a component begin in the bytes that depend on it.
 
     Returns:
         The components that were compared by value.
@@ -40,6 +41,7 @@ def check_tokens(layer: Layer, planes: Sequence[Plane], path: TokenPath, blocks:
                 expected=states,
                 found=plane.block_states,
             )
+    _prime(path)
     by_value = [plane.component for plane in planes if _natural(plane, path)]
     for block in blocks:
         probe = Probe(layer.name, planes, block, layer.cache, [_near(path, block, states)])  # type: ignore[arg-type]
@@ -118,6 +120,14 @@ class _Writer:
             name: torch.full((self.states, heads), value, dtype=torch.bool, device=device)
             for name, (heads, _) in self.path.shapes.items()
         }
+
+
+def _prime(path: TokenPath) -> None:
+    """Write padding, which vLLM's kernels skip: with its first call a backend may prepare the whole cache, as Triton's
+    does for the scales of each token and head."""
+    device = path.cache.device
+    inputs = {name: torch.zeros(1, *shape, dtype=path.dtype, device=device) for name, shape in path.shapes.items()}
+    path.write(inputs, torch.full((1,), -1, dtype=torch.int64, device=device))
 
 
 def _check_whole(probe: Probe, writer: _Writer) -> None:
