@@ -159,7 +159,7 @@ def latent(config: Any, *, count: int = 2, latent_dim: int = 512, rope_dim: int 
     return found
 
 
-class Mamba2State(torch.nn.Module, MambaBase):
+class Mamba2State(torch.nn.Module, MambaBase):  # type: ignore[misc]
     """The cache of a Mamba-2 layer: its shapes are vLLM's, the rest of the layer is left out."""
 
     mamba_type = MambaAttentionBackendEnum.MAMBA2

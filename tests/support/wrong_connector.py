@@ -17,7 +17,7 @@ class WrongConnector(KvferryConnector):
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         """Declare wrong planes."""
-        connector.layer_planes = wrong_planes
+        vars(connector)["layer_planes"] = wrong_planes
         super().register_kv_caches(kv_caches)
 
 

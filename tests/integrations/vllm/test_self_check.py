@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import logging
 from collections.abc import Callable, Iterator, Sequence
@@ -16,8 +17,6 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-import triton
-import triton.language
 import vllm.triton_utils
 from vllm.v1.attention.backends import triton_attn
 from vllm.v1.attention.ops import triton_reshape_and_cache_flash
@@ -27,6 +26,7 @@ from kvferry.geometry import Interval, Plane, formats
 from kvferry.geometry.tensors import Part, planes_of_tensor
 from kvferry.integrations.vllm.layouts import Layer, layer_planes
 from kvferry.integrations.vllm.self_check import Report, self_check
+from tests.support.node_servers import NodeServerProcess
 from tests.support.vllm_engines import Node, kvferry, make_model
 from tests.support.vllm_layers import Rank, attention, bound, config_of, latent, mamba
 
@@ -80,8 +80,8 @@ def interpreter() -> Iterator[None]:
     """Triton's kernels of vLLM on host memory, by Triton's interpreter. vLLM for CPUs leaves Triton out, so the module
     with the kernels is loaded once more, with Triton."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(vllm.triton_utils, "triton", triton)
-        patch.setattr(vllm.triton_utils, "tl", triton.language)
+        patch.setattr(vllm.triton_utils, "triton", importlib.import_module("triton"))
+        patch.setattr(vllm.triton_utils, "tl", importlib.import_module("triton.language"))
         patch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
         kernels = loaded(str(triton_reshape_and_cache_flash.__file__))
         for name in ("triton_reshape_and_cache_flash", "triton_reshape_and_cache_flash_per_token_head_quant"):
@@ -465,7 +465,8 @@ def test_a_cache_that_vllm_does_not_write_to_is_refused(tmp_path: Path) -> None:
     modules = attention(config, count=1)
     rank = bound(config, modules)
     planes = declared(rank)
-    modules[rank.layers[0].name].kv_cache = rank.layers[0].cache.clone()
+    module = modules[rank.layers[0].name]
+    module.kv_cache = module.kv_cache.clone()
     assert refused(rank, planes).values["found"] == "a5" * 16
 
 
@@ -596,15 +597,28 @@ def one_changed(plane: Plane, kind: str, by: int, random: np.random.Generator) -
 # In a real vLLM.
 
 
+@pytest.mark.timeout(600)
 def test_vllm_does_not_start_with_wrong_planes_unless_the_check_is_off(tmp_path: Path) -> None:
     model = make_model(tmp_path / "model", kv_heads=4)
     settings = {"kv_connector": "WrongConnector", "kv_connector_module_path": "tests.support.wrong_connector"}
-    address = f"unix:{tmp_path}/nobody.sock"
-    wrong = {**kvferry("kv_producer", address), **settings}
-    with closing(Node(model, tmp_path / "on.log", connector=wrong)) as engine, pytest.raises(EOFError):
-        engine.ready()
-    log = (tmp_path / "on.log").read_text()
-    assert "LayoutMismatch: layer model.layers.0.self_attn.attn: " in log
-    wrong["kv_connector_extra_config"]["self_check"] = False
-    with closing(Node(model, tmp_path / "off.log", connector=wrong)) as engine:
-        engine.ready()
+    with NodeServerProcess(tmp_path / "home", tcp=True) as home:
+        wrong = {**kvferry("kv_producer", home.address), **settings}
+        with closing(Node(model, tmp_path / "on.log", connector=wrong)) as engine, pytest.raises(EOFError):
+            engine.ready()
+        log = (tmp_path / "on.log").read_text()
+        assert "LayoutMismatch: layer model.layers.0.self_attn.attn: " in log
+        wrong["kv_connector_extra_config"]["self_check"] = False
+        with closing(Node(model, tmp_path / "off.log", connector=wrong)) as engine:
+            engine.ready()
+
+
+@pytest.mark.timeout(600)
+def test_vllm_starts_with_its_planes_and_says_how_they_were_checked(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model", kv_heads=4)
+    with NodeServerProcess(tmp_path / "home", tcp=True) as home:
+        connector = kvferry("kv_producer", home.address)
+        with closing(Node(model, tmp_path / "log", connector=connector)) as engine:
+            engine.ready()
+        lines = [line for line in (tmp_path / "log").read_text().splitlines() if "self-check: " in line]
+    assert len(lines) == 1
+    assert "self-check: layers 4 of CPU_ATTN by values of value and footprint of key" in lines[0]

@@ -102,10 +102,10 @@ def self_check(layers: Sequence[Layer], planes: Sequence[Plane], vllm_config: An
         for members in kinds.values():
             written = [members[0], *({len(layers) - 1} & set(members[1:]))]
             names = tuple(layers[index].name for index in members)
-            results = [
-                _check(layers[index], by_layer[layers[index].name], modules.get(layers[index].name), vllm_config, names)
-                for index in written
-            ]
+            results: list[Checked] = []
+            for index in written:
+                layer = layers[index]
+                results.append(_check(layer, by_layer[layer.name], vllm_config, names, alike=bool(results)))
             found.append(results[0])
     report = Report(tuple(found), time.perf_counter() - begin)
     unwritten = any(kind.unwritten for kind in report.kinds)
@@ -125,7 +125,8 @@ def _kind(layer: Layer, planes: Sequence[Plane], module: Any) -> tuple[Any, ...]
     return type(module), implementation, settings, bound, pattern(layer, planes)
 
 
-def _check(layer: Layer, planes: Sequence[Plane], module: Any, vllm_config: Any, names: tuple[str, ...]) -> Checked:
+def _check(layer: Layer, planes: Sequence[Plane], vllm_config: Any, names: tuple[str, ...], *, alike: bool) -> Checked:
+    module = vllm_config.compilation_config.static_forward_context.get(layer.name)
     path = write_path(module, vllm_config.model_config.dtype)
     blocks = _spare(layer)
     reason = path.reason if isinstance(path, NoPath) else _unfit(layer, planes, path)
@@ -133,7 +134,7 @@ def _check(layer: Layer, planes: Sequence[Plane], module: Any, vllm_config: Any,
     if not reason:
         try:
             if isinstance(path, TokenPath):
-                values = check_tokens(layer, planes, path, blocks)
+                values = check_tokens(layer, planes, path, blocks, alike=alike)
             elif isinstance(path, StatePath):
                 values = check_states(layer, planes, path, blocks)
         except LayoutMismatch:

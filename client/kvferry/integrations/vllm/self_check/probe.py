@@ -29,7 +29,7 @@ class Probe:
         planes: the layer's planes; all of their bytes lie in `registered`'s allocation.
         block: id of the block.
         registered: the tensor that vLLM handed over.
-        written: the parts of vLLM's own tensors that hold the block and its neighbours.
+        written: vLLM's own tensors, and the indices ``[first, end)`` of their first axis that are the block.
     """
 
     def __init__(
@@ -38,18 +38,13 @@ class Probe:
         planes: Sequence[Plane],
         block: int,
         registered: torch.Tensor,
-        written: Sequence[torch.Tensor],
+        written: Sequence[tuple[torch.Tensor, int, int]],
     ) -> None:
         self.layer, self.planes, self.block = layer, planes, block
         memory = _bytes_of_storage(registered)
         self.cells = [_cells(memory, registered.untyped_storage().data_ptr(), plane, block) for plane in planes]
         """The block's cells by plane, ``uint8 [pages, units, page tokens, state bytes]``."""
-        self._watched = [*self.cells]
-        for tensor in written:
-            self._watched.append(_as_bytes(tensor))
-            guard = _guard(tensor)
-            if guard is not None:
-                self._watched.append(guard)
+        self._watched = [*self.cells, *(_surroundings(*which) for which in written)]
         self._saved = [watched.clone() for watched in self._watched]
 
     def fill(self, poison: int) -> None:
@@ -178,17 +173,15 @@ def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return memory.as_strided(shape, strides, tensor.storage_offset() * size)
 
 
-def _guard(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Where each index of the first axis is one piece, the bytes between and one piece before and after them: padding,
-    and other layers' pages."""
+def _surroundings(tensor: torch.Tensor, first: int, end: int) -> torch.Tensor:
+    """The bytes of some indices of a tensor's first axis and of their neighbours. Where each index is one piece, that
+    includes everything between the neighbours: padding, and other layers' pages."""
     size = tensor.element_size()
-    piece = prod(tensor.shape[1:]) * size
-    if not tensor[0].is_contiguous() or tensor.stride(0) * size > 4 * piece:
-        return None
-    memory, first = _bytes_of_storage(tensor), tensor.storage_offset() * size
-    begin = max(0, first - piece)
-    end = min(memory.numel(), first + (tensor.shape[0] - 1) * tensor.stride(0) * size + 2 * piece)
-    return memory[begin:end]
+    piece, stride = prod(tensor.shape[1:]) * size, tensor.stride(0) * size
+    if not tensor[0].is_contiguous() or stride > 4 * piece:
+        return _as_bytes(tensor[max(0, first - 1) : end + 1])
+    memory, begin = _bytes_of_storage(tensor), tensor.storage_offset() * size
+    return memory[max(0, begin + first * stride - piece) : begin + (end - 1) * stride + 2 * piece]
 
 
 def _cell_at(plane: Plane, block: int, address: int) -> tuple[int, int, int] | None:

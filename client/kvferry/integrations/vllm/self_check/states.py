@@ -32,8 +32,8 @@ def check_states(layer: Layer, planes: Sequence[Plane], path: StatePath, blocks:
     by_value: set[str] = set()
     for block in blocks:
         parts = [state[block] for state in path.states]
-        near = [state[max(0, block - 1) : block + 2] for state in path.states]
-        probe = Probe(layer.name, planes, block, layer.cache, near)  # type: ignore[arg-type]
+        written = [(state, block, block + 1) for state in path.states]
+        probe = Probe(layer.name, planes, block, layer.cache, written)  # type: ignore[arg-type]
         try:
             for number, part in enumerate(parts):
                 by_value |= _check_part(probe, number, part)

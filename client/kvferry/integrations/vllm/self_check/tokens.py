@@ -15,7 +15,9 @@ from kvferry.integrations.vllm.self_check.probe import POISONS, Probe, shown
 from kvferry.integrations.vllm.self_check.write_paths import Inputs, TokenPath
 
 
-def check_tokens(layer: Layer, planes: Sequence[Plane], path: TokenPath, blocks: Sequence[int]) -> list[str]:
+def check_tokens(
+    layer: Layer, planes: Sequence[Plane], path: TokenPath, blocks: Sequence[int], *, alike: bool = False
+) -> list[str]:
     """Write tokens as vLLM does, and check that the planes declare exactly the bytes that it has written.
 
     In every block: the whole block, and the first and the last granule of each size alone. Natural bytes are compared
@@ -25,6 +27,13 @@ def check_tokens(layer: Layer, planes: Sequence[Plane], path: TokenPath, blocks:
     from every other. What this cannot see: the order of the bytes within such a cell, which is the format's name to
     say, and where the scales of a component begin in the bytes that depend on it.
 
+    Args:
+        layer: the layer.
+        planes: its planes.
+        path: how vLLM writes it.
+        blocks: ids of the blocks to write.
+        alike: a layer of the same kind has passed, so writing whole blocks is enough.
+
     Returns:
         The components that were compared by value.
 
@@ -32,6 +41,7 @@ def check_tokens(layer: Layer, planes: Sequence[Plane], path: TokenPath, blocks:
         LayoutMismatch: the planes are wrong.
     """
     states = int(layer.spec.block_size)
+    pages = states // path.page_tokens
     for plane in planes:
         if plane.block_states != states:
             raise LayoutMismatch(
@@ -44,10 +54,13 @@ def check_tokens(layer: Layer, planes: Sequence[Plane], path: TokenPath, blocks:
     _prime(path)
     by_value = [plane.component for plane in planes if _natural(plane, path)]
     for block in blocks:
-        probe = Probe(layer.name, planes, block, layer.cache, [_near(path, block, states)])  # type: ignore[arg-type]
+        written = path.cache, block * pages, (block + 1) * pages
+        probe = Probe(layer.name, planes, block, layer.cache, [written])  # type: ignore[arg-type]
         writer = _Writer(path, planes, block, states)
         try:
             _check_whole(probe, writer)
+            if alike:
+                continue
             for granule in sorted({plane.token_granule for plane in planes} - {states}):
                 _check_granule(probe, writer, 0, granule)
                 _check_granule(probe, writer, states - granule, states)
@@ -95,7 +108,7 @@ class _Writer:
         """
         found = []
         for plane in self.planes:
-            granules = torch.stack([self._granules(plane, chosen[name]) for name in self._inputs_of(plane)]).any(0)
+            granules = torch.stack([self._granules(plane, chosen[name]) for name in self.inputs_of(plane)]).any(0)
             by_token = granules.repeat_interleave(plane.token_granule, 0)
             found.append(by_token.reshape(plane.pages, plane.page_tokens, -1).permute(0, 2, 1))
         return found
@@ -108,8 +121,8 @@ class _Writer:
         # Units that are not the heads, or that may not be told apart: any head changes all.
         return by_granule.any(1, keepdim=True).expand(-1, len(plane.units))
 
-    def _inputs_of(self, plane: Plane) -> list[str]:
-        """The inputs that a plane is made of: by its name, ``key`` of key and key_scale, or all of them."""
+    def inputs_of(self, plane: Plane) -> list[str]:
+        """Return the inputs that a plane is made of: by its name, ``key`` of key and key_scale, or all of them."""
         named = [name for name in self.inputs if f"{plane.component}_".startswith(f"{name}_")]
         return named or list(self.inputs)
 
@@ -159,18 +172,28 @@ def _check_granule(probe: Probe, writer: _Writer, first: int, end: int) -> None:
 
 def _check_dependence(probe: Probe, writer: _Writer) -> None:
     """Write the block again with other inputs for some tokens and heads: only cells of those may change."""
-    shapes = writer.path.shapes
+    device = writer.path.cache.device
     numbers, count = {}, 0
-    for name, (heads, _) in shapes.items():
-        held = writer.states * heads
-        numbers[name] = torch.arange(count, count + held, device=writer.path.cache.device).reshape(-1, heads)
-        count += held
+    for name, (heads, _) in writer.path.shapes.items():
+        granules = [
+            plane.token_granule
+            for plane in writer.planes
+            if name in writer.inputs_of(plane) and not _natural(plane, writer.path)
+        ]
+        if granules:
+            # Tokens that no plane tells apart have one number.
+            finest = min(granules)
+            held = writer.states // finest * heads
+            by_granule = torch.arange(count, count + held, device=device).reshape(-1, heads)
+            numbers[name] = by_granule.repeat_interleave(finest, 0)
+            count += held
     probe.fill(POISONS[0])
     writer.write(writer.inputs, 0, writer.states)
     touched = probe.nothing()
     for bit in range(max(1, (count - 1).bit_length())):
         for value in (0, 1):
-            chosen = {name: (number >> bit) & 1 == value for name, number in numbers.items()}
+            chosen = writer.chosen(False)
+            chosen.update({name: (number >> bit) & 1 == value for name, number in numbers.items()})
             inputs = {
                 name: torch.where(chosen[name][..., None], writer.others[name], found)
                 for name, found in writer.inputs.items()
@@ -180,7 +203,8 @@ def _check_dependence(probe: Probe, writer: _Writer) -> None:
     for number, (plane, found) in enumerate(zip(writer.planes, touched, strict=True)):
         missed = ~_of_granules(found, plane)
         # Scales need not change with what they scale.
-        if missed.any() and not plane.component.endswith("_scale"):
+        exempt = _natural(plane, writer.path) or plane.component.endswith("_scale")
+        if missed.any() and not exempt:
             raise probe.missing(number, missed)
 
 
@@ -228,9 +252,3 @@ def _of_granules(cells: torch.Tensor, plane: Plane) -> torch.Tensor:
 
 def _natural(plane: Plane, path: TokenPath) -> bool:
     return plane.format == PLAIN and path.copies and plane.component in path.shapes
-
-
-def _near(path: TokenPath, block: int, states: int) -> torch.Tensor:
-    """The kernel blocks of a block, and one before and after them."""
-    count = states // path.page_tokens
-    return path.cache[max(0, block * count - 1) : (block + 1) * count + 1]
