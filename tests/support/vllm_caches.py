@@ -7,18 +7,23 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from vllm.config import CacheConfig, ModelConfig, ParallelConfig, VllmConfig
+from vllm.v1.attention.backends.mla.triton_mla import TritonMLABackend
+from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend
 from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config, get_kv_cache_configs
+from vllm.v1.kv_cache_interface import MLAAttentionSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.worker.utils import allocate_kv_cache
 
 from kvferry import Blocks, EngineGeometry, RankGeometry, plan_read
 from kvferry._memory.host import HostAccess
+from kvferry.integrations.vllm.checked_planes import layers_of
 from kvferry.integrations.vllm.groups import BlockTable, block_tables
-from kvferry.integrations.vllm.setup import planes_of
+from kvferry.integrations.vllm.layouts import layer_planes
 from kvferry.integrations.vllm.shards import Place
 from kvferry.planner import Path as ReadPath
 from kvferry.planner import PathRule
@@ -90,6 +95,10 @@ def engine(name: str, specs: Specs, config: VllmConfig, ranks: Sequence[Place], 
     """An engine of these ranks; its caches are empty."""
     each = [dict(specs(place)) for place in ranks]
     config.cache_config.num_gpu_blocks_override = num_blocks
+    for layer_name, spec in itertools.chain.from_iterable(of_rank.items() for of_rank in each):
+        backend = TritonMLABackend if isinstance(spec, MLAAttentionSpec) else TritonAttentionBackend
+        module = SimpleNamespace(get_attn_backend=lambda backend=backend: backend)
+        config.compilation_config.static_forward_context[layer_name] = module
     planned = get_kv_cache_configs(config, each, [1 << 30] * len(each))
     layout = config.cache_config.get_resolved_kv_cache_layout()
     caches = [allocate_kv_cache(plan, torch.device("cpu"), layout) for plan in planned]
@@ -99,7 +108,8 @@ def engine(name: str, specs: Specs, config: VllmConfig, ranks: Sequence[Place], 
     for place, plan, tensors in zip(ranks, planned, caches, strict=True):
         own = block_tables(config, plan)
         assert own == tables, "the processes of an engine do not agree on its groups"
-        described.append(RankGeometry(place.rank, tuple(planes_of(config, plan, own, tensors, place))))
+        layers = layers_of(config, plan, own, tensors, place)
+        described.append(RankGeometry(place.rank, tuple(plane for layer in layers for plane in layer_planes(layer))))
     geometry = EngineGeometry(name, tuple(table.group for table in tables), tuple(described))
     return CachedEngine(list(ranks), tables, config, planned, caches, geometry)
 

@@ -5,6 +5,7 @@
     │   ├── InvalidField
     │   ├── DeadlineRequired
     │   ├── BadGeometry
+    │   ├── LayoutMismatch
     │   ├── BadReference
     │   ├── BadBlock
     │   ├── BlocksShort
@@ -64,6 +65,7 @@ from kvferry.errors._arguments import (
     DeadlineRequired,
     InvalidField,
     InvalidInput,
+    LayoutMismatch,
     PartiesMismatch,
 )
 from kvferry.errors._base import KvferryError
@@ -133,6 +135,7 @@ __all__ = [
     "InvalidField",
     "InvalidInput",
     "KvferryError",
+    "LayoutMismatch",
     "LeaseEnded",
     "LimitReached",
     "MessageTooLarge",

@@ -37,6 +37,35 @@ class BadGeometry(InvalidInput):
         super().__init__(f"{where}: {problem}", where=where, problem=problem)
 
 
+class LayoutMismatch(InvalidInput):
+    """An engine's bytes are not where its planes declare them. Values: layer, problem, and those of component, block,
+    token, head, expected and found that are known; where bytes were compared, expected and found are hexadecimal."""
+
+    def __init__(
+        self,
+        layer: str,
+        problem: str,
+        *,
+        component: str | None = None,
+        block: int | None = None,
+        token: int | None = None,
+        head: int | None = None,
+        expected: object = None,
+        found: object = None,
+    ) -> None:
+        compared = "" if expected is None else f": expected {expected}, found {found}"
+        super().__init__(f"layer {layer}: {problem}{compared}", layer=layer, problem=problem)
+        given = {
+            "component": component,
+            "block": block,
+            "token": token,
+            "head": head,
+            "expected": expected,
+            "found": found,
+        }
+        self.values.update({name: str(value) for name, value in given.items() if value is not None})
+
+
 class BadReference(InvalidInput):
     """The string is not a reference. Values: problem."""
 

@@ -13,9 +13,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvferry.errors import InternalError
+from kvferry.integrations.vllm.checked_planes import checked_planes
 from kvferry.integrations.vllm.registration import register
 from kvferry.integrations.vllm.scheduler import ConnectorScheduler
-from kvferry.integrations.vllm.setup import Setup, planes_of
+from kvferry.integrations.vllm.setup import Setup
 from kvferry.integrations.vllm.shards import Place
 from kvferry.integrations.vllm.stats import KvferryPromMetrics, KvferryStats
 from kvferry.integrations.vllm.values import StepMetadata, WorkerNews
@@ -118,9 +119,14 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return metadata
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        """Register the caches of this rank with NIXL. They are announced with the first step."""
+        """Register the caches of this rank with NIXL. They are announced with the first step.
+
+        Raises:
+            LayoutMismatch: vLLM writes elsewhere than the planes say, so that nothing may be read.
+            InvalidField: the layout of a layer is not known, or was neither tested nor can be checked here.
+        """
         place = Place.of_process()
-        planes = planes_of(self._vllm_config, self._kv_cache_config, self._setup.tables, kv_caches, place)
+        planes = checked_planes(self._vllm_config, self._kv_cache_config, self._setup, kv_caches, place)
         self._in_worker.register(kv_caches, planes)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:

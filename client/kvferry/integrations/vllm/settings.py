@@ -57,6 +57,8 @@ class ConnectorSettings:
         nixl: how bytes move.
         staging: when and how small pieces go through staging memory.
         integrity: whether published blocks are summed, and blocks that were read are compared with the sums.
+        self_check: whether each rank checks at its start that vLLM writes where the planes say. If False, only layouts
+            that the tests have shown are served.
     """
 
     address: str
@@ -68,6 +70,7 @@ class ConnectorSettings:
     nixl: NixlOptions = field(default_factory=NixlOptions)
     staging: StagingOptions = field(default_factory=StagingOptions)
     integrity: IntegrityOptions = field(default_factory=IntegrityOptions)
+    self_check: bool = True
 
     def __post_init__(self) -> None:
         if not self.address:
@@ -80,6 +83,7 @@ class ConnectorSettings:
             ("read_timeout", arguments.seconds("read_timeout", self.read_timeout)),
             ("start_timeout", arguments.seconds("start_timeout", self.start_timeout)),
             ("max_waiting", arguments.integer("max_waiting", self.max_waiting, 1)),
+            ("self_check", arguments.flag("self_check", self.self_check)),
         ):
             object.__setattr__(self, name, value)
 

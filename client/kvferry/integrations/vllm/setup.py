@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,12 +15,9 @@ from kvferry._engine_spec import EngineSpec
 from kvferry.engine import Tails
 from kvferry.errors import InvalidField
 from kvferry.geometry.blocks import Blocks
-from kvferry.geometry.model import GroupKind, Plane
-from kvferry.geometry.tensors import Tensor
-from kvferry.integrations.vllm.groups import BlockTable, block_tables, layer_spec, readable, transferred
-from kvferry.integrations.vllm.layouts import Layer, backend_of, layer_planes
+from kvferry.geometry.model import GroupKind
+from kvferry.integrations.vllm.groups import BlockTable, block_tables, readable
 from kvferry.integrations.vllm.settings import ConnectorSettings, check_supported
-from kvferry.integrations.vllm.shards import Place, holding
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +48,8 @@ class Setup:
     def of(cls, vllm_config: Any, kv_cache_config: Any) -> Setup:
         """Convert vLLM's configuration; raises `InvalidField` for settings that this connector does not support."""
         transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
-        if not current_platform.is_cpu():
-            raise InvalidField("platform", current_platform.device_name, "cpu: other layouts have not been checked")
+        if not (current_platform.is_cpu() or current_platform.is_cuda_alike()):
+            raise InvalidField("platform", current_platform.device_name, "cpu, cuda or rocm")
         check_supported(vllm_config, current_platform.device_type)
         settings = ConnectorSettings.of(transfer.kv_connector_extra_config)
         tables = block_tables(vllm_config, kv_cache_config)
@@ -119,28 +116,6 @@ class Setup:
     def readable(self, offered: Mapping[str, Blocks], computed: int, prompt: int) -> int:
         """Return how many tokens of a publication can be read for a prompt of so many; see `groups.readable`."""
         return readable(self.tables, offered, computed, prompt - self.recomputed)
-
-
-def planes_of(
-    vllm_config: Any,
-    kv_cache_config: Any,
-    tables: Sequence[BlockTable],
-    kv_caches: Mapping[str, Tensor],
-    place: Place,
-) -> list[Plane]:
-    """Return the planes of a rank's caches, ordered by group.
-
-    Layers that share the cache of another are in no group; layers of other pipeline stages have no tensor here.
-    """
-    found: list[Plane] = []
-    for table, (_, listed) in zip(tables, transferred(kv_cache_config), strict=True):
-        for name in listed.layer_names:
-            if name in kv_caches:
-                spec = layer_spec(listed, name)
-                held = holding(spec, name, vllm_config, place)
-                backend = backend_of(vllm_config, name)
-                found += layer_planes(Layer(name, kv_caches[name], spec, table.group, held, vllm_config, backend))
-    return found
 
 
 def _identity(vllm_config: Any) -> dict[str, str]:

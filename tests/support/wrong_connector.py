@@ -1,0 +1,25 @@
+"""A connector that declares K where V is, and V where K is."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from kvferry.geometry import Plane
+from kvferry.integrations.vllm import KvferryConnector, connector
+from kvferry.integrations.vllm.layouts import Layer, layer_planes
+
+OTHER = {"key": "value", "value": "key"}
+
+
+class WrongConnector(KvferryConnector):
+    """See the module."""
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        """Declare wrong planes."""
+        vars(connector)["layer_planes"] = wrong_planes
+        super().register_kv_caches(kv_caches)
+
+
+def wrong_planes(layer: Layer) -> tuple[Plane, ...]:
+    return tuple(replace(plane, component=OTHER[plane.component]) for plane in layer_planes(layer))
