@@ -380,11 +380,7 @@ WRONG_LATENT: dict[str, Change] = {
     "latent and rope swapped": lambda plane: replace(
         plane, base=plane.base + (256 if plane.component == "latent" else -2048)
     ),
-    "by half a row": lambda plane: (
-        replace(plane, token_stride=plane.token_stride // 2, page_tokens=1, page_stride=0)
-        if plane.page_tokens == 1
-        else replace(plane, base=plane.base + 4)
-    ),
+    "one element late": lambda plane: replace(plane, base=plane.base + 4),
 }
 
 

@@ -95,6 +95,9 @@ def write_path(module: Any, dtype: torch.dtype) -> TokenPath | StatePath | NoPat
     # By name: importing the model's module would import all of its kernels.
     if "DeepseekV32IndexerCache" in [found.__name__ for found in type(module).__mro__]:
         return _indexer(module, dtype)
+    shared = getattr(module, "kv_sharing_target_layer_name", None)
+    if shared is not None:
+        return NoPath(name, f"it reads what {shared} writes")
     update = getattr(getattr(module, "impl", None), "do_kv_cache_update", None)
     if update is None:
         return NoPath(name, "its backend writes the cache inside attention")
