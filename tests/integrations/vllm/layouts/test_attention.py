@@ -214,8 +214,12 @@ def test_a_layer_that_vllm_has_not_written_yet_keeps_the_scales_it_read() -> Non
     """vLLM sets all scales of a layer to 1 before it first writes to it: on an engine that decodes, after the read."""
     made = triton("int8_per_token_head", tokens=FEW)
     source, destination = World("p", made, Shape()), World("d", made, Shape())
-    check_read(source, destination)
     (rank,) = destination.ranks
+    assert destination.touched[0].any()
+    # As after a start: vLLM's layers have not seen their caches yet, and the connector declares them.
+    rank.modules.update({layer: made.module(HEADS) for layer in made.layers})
+    rank.planes(destination.group)
+    check_read(source, destination)
     before = rank.buffer.clone()
     unused = next(block for block in range(1, destination.group.num_blocks) if block not in destination.ids)
     for layer in made.layers:
