@@ -21,7 +21,7 @@ from vllm.v1.worker.utils import allocate_kv_cache, bind_kv_cache
 
 from kvferry.geometry import Group, GroupKind, Interval
 from kvferry.geometry.tensors import Holding
-from kvferry.integrations.vllm.layouts import Layer
+from kvferry.integrations.vllm.layouts import Layer, backend_of
 
 NULL_BLOCK = 0
 
@@ -124,7 +124,8 @@ def bound(
             group = Group(f"{index}", kind, tokens, planned.num_blocks, NULL_BLOCK, 0, "device")
             count = 1 if state else spec.num_kv_heads
             held = Holding(units=Interval(0, count), axis_size=count)
-            layers.append(Layer(name, caches[name], spec, group, held, config))
+            backend = "" if state else backend_of(config, name)
+            layers.append(Layer(name, caches[name], spec, group, held, config, backend))
             if not state and getattr(modules[name], "attn_backend", None) is CPUAttentionBackend:
                 # As its metadata builder does.
                 cache_dtype = config.cache_config.cache_dtype

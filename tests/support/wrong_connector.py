@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from kvferry.geometry import Plane
-from kvferry.integrations.vllm import KvferryConnector, connector
+from kvferry.integrations.vllm import KvferryConnector, checked_planes
 from kvferry.integrations.vllm.layouts import Layer, layer_planes
 
 OTHER = {"key": "value", "value": "key"}
@@ -17,7 +17,7 @@ class WrongConnector(KvferryConnector):
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         """Declare wrong planes."""
-        vars(connector)["layer_planes"] = wrong_planes
+        vars(checked_planes)["layer_planes"] = wrong_planes
         super().register_kv_caches(kv_caches)
 
 

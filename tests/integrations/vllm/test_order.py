@@ -142,6 +142,7 @@ class Prefill:
             status=RequestStatus.FINISHED_LENGTH_CAPPED,
             num_computed_tokens=TOKENS,
             num_tokens=TOKENS + 1,
+            max_tokens=2,
         )
         self.scheduler.on_new_request(found)
         return found

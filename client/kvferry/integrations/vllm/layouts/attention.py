@@ -54,8 +54,10 @@ def cpu_pages(layer: Layer) -> tuple[Plane, ...]:
     # Of this platform only: the module asks the processor what it can do.
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
-    cache = layer.cache
-    isa = _get_attn_isa(cache.dtype, cache.shape[2], layer.spec.head_size)
+    # As `CPUAttentionMetadataBuilder` asks: the dtype is the model's, also where the cache is of fp8.
+    config = layer.vllm_config
+    cache_dtype = config.cache_config.cache_dtype
+    isa = _get_attn_isa(config.model_config.dtype, layer.cache.shape[2], layer.spec.head_size, cache_dtype)
     return formats.vllm_cpu({layer.name: cache}, layer.group, isa, layer.by_head)
 
 
