@@ -1,0 +1,72 @@
+"""Where the tests of this folder run: on a GPU, or with ``--device cpu`` the same tests on the host's memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+
+import pytest
+import torch
+
+import kvferry
+from tests.gpu.device_engines import DeviceEngine, Processes, engines_of
+
+NO_GPU = "there is no GPU; make test-gpu DEVICE=cpu runs these tests on the host's memory"
+
+
+@pytest.fixture(scope="session")
+def device(request: pytest.FixtureRequest) -> str:
+    """The device of the caches, as torch names it."""
+    named = str(request.config.getoption("--device"))
+    if named == "cuda" and not torch.cuda.is_available():
+        pytest.skip(NO_GPU)
+    return "cuda:0" if named == "cuda" else named
+
+
+@pytest.fixture
+def cuda(device: str) -> str:
+    """The same, for tests of what only CUDA has."""
+    if device == "cpu":
+        pytest.skip("there is no GPU to which this could happen")
+    return device
+
+
+@pytest.fixture(scope="session")
+def second(device: str) -> str:
+    """Another device."""
+    if device != "cpu" and torch.cuda.device_count() < 2:
+        pytest.skip("there is no second GPU")
+    return "cuda:1" if device != "cpu" else device
+
+
+@pytest.fixture(scope="session")
+def transports(device: str) -> Mapping[str, Mapping[str, str]]:
+    """The environment in which ranks take a transport. A list of UCX's contains tcp in any case: UCX takes it for small
+    messages and for the death of a peer."""
+    near, more = ("cma", "") if device == "cpu" else ("cuda_ipc", "cuda_copy,")
+    return {
+        "as UCX chooses": {},
+        "same host": {"UCX_TLS": f"{more}{near},tcp", "UCX_PROTO_INFO": "y"},
+        "tcp": {"UCX_TLS": f"{more}tcp", "UCX_PROTO_INFO": "y"},
+    }
+
+
+@pytest.fixture(scope="session")
+def processes(device: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
+    """Processes that tests share."""
+    found = Processes(tmp_path_factory.mktemp("ranks"))
+    yield found
+    found.close()
+
+
+@pytest.fixture(scope="session")
+def node(processes: Processes) -> Iterator[kvferry.EmbeddedServer]:
+    """The node server of all engines."""
+    with kvferry.serve(listen="127.0.0.1:0", unix="", drain=1.0) as server:
+        yield server
+
+
+@pytest.fixture
+def engine(node: kvferry.EmbeddedServer, processes: Processes) -> Iterator[Callable[..., DeviceEngine]]:
+    """Make engines, sources before their readers; see `engines_of`."""
+    with kvferry.Client(node.address) as client, engines_of(client, node.address, processes) as make:
+        yield make
