@@ -11,17 +11,15 @@ from hypothesis import settings
 settings.register_profile("unhurried", settings(), deadline=None)
 settings.load_profile("unhurried")
 
+KNOWN_SKIPS = ("there is no GPU", "network namespaces need", "network namespaces cannot be made here")
+"""Beginnings of the reasons that CI accepts."""
+
+_unknown: list[str] = []
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Stands here because pytest asks no other folder's conftest.py for options."""
     parser.addoption("--device", default="cuda", choices=("cuda", "cpu"), help="where tests/gpu keeps its caches")
-
-
-KNOWN_SKIPS = ("there is no GPU", "network namespaces need", "network namespaces cannot be made here")
-"""Beginnings of the reasons that CI accepts."""
-
-_unknown: list[str] = []
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

@@ -9,6 +9,7 @@ import torch
 
 import kvferry
 from tests.gpu.device_engines import DeviceEngine, Processes, engines_of
+from tests.gpu.transports import transports_of
 
 NO_GPU = "there is no GPU; make test-gpu DEVICE=cpu runs these tests on the host's memory"
 
@@ -40,14 +41,8 @@ def second(device: str) -> str:
 
 @pytest.fixture(scope="session")
 def transports(device: str) -> Mapping[str, Mapping[str, str]]:
-    """The environment in which ranks take a transport. A list of UCX's contains tcp in any case: UCX takes it for small
-    messages and for the death of a peer."""
-    near, more = ("cma", "") if device == "cpu" else ("cuda_ipc", "cuda_copy,")
-    return {
-        "as UCX chooses": {},
-        "same host": {"UCX_TLS": f"{more}{near},tcp", "UCX_PROTO_INFO": "y"},
-        "tcp": {"UCX_TLS": f"{more}tcp", "UCX_PROTO_INFO": "y"},
-    }
+    """See `transports_of`."""
+    return transports_of(device)
 
 
 @pytest.fixture(scope="session")

@@ -6,13 +6,15 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from kvferry import Blocks, Client, EngineSpec, Publication, ReadResult
+from kvferry import Blocks, Client, EngineSession, EngineSpec, Publication, ReadResult
 from kvferry.engine import ReadEnd, SchedulerPort
 from tests.gpu.rank_process import Place, RankProcess, Settings
 from tests.gpu.torch_caches import Shape, Written, heads_of
 from tests.support.identifiers import unique_id
+
+T = TypeVar("T")
 
 WAIT = 30.0
 
@@ -68,6 +70,7 @@ class DeviceEngine:
         shape, layout: of its caches.
         environment: of its ranks' processes.
         settings: of its ranks' clients.
+        by_port: it reads by `read_by_port` only, and publishes nothing.
     """
 
     def __init__(
@@ -80,21 +83,30 @@ class DeviceEngine:
         layout: str = "heads first",
         environment: Mapping[str, str] | None = None,
         settings: Settings | None = None,
+        *,
+        by_port: bool = False,
     ) -> None:
         self.shape = shape
         self.spec = EngineSpec(unique_id("engine"), (shape.group(),), len(devices), {"model": "tiny"})
         self._processes = processes
-        self.port = SchedulerPort(client, self.spec)
+        # A session publishes before it returns, so that ranks can send their sums at once; a port does not.
+        self._opened = SchedulerPort(client, self.spec) if by_port else client.open_engine(self.spec)
         self.ranks = [processes.take(environment or {}) for _ in devices]
         for rank, (process, device) in enumerate(zip(self.ranks, devices, strict=True)):
             place = Place(device, layout, heads_of(rank, len(devices), shape.heads), shape)
-            token = str(self.port.token)
+            token = str(self._opened.token)
             process.send("register", address, self.spec, rank, place, token, settings or Settings())
 
     def ready(self) -> DeviceEngine:
         """Wait until all of its ranks are registered."""
         self.answers()
         return self
+
+    @property
+    def session(self) -> EngineSession:
+        if not isinstance(self._opened, EngineSession):
+            raise TypeError("it was made with by_port")
+        return self._opened
 
     def all(self, command: str, *arguments: Any, **options: Any) -> list[Any]:
         """Do something on all ranks at once, and wait for it."""
@@ -110,7 +122,7 @@ class DeviceEngine:
         """Write a request into the ranks' blocks, and publish it."""
         self.all("write", written)
         blocks = Blocks(written.ids, end_token=written.end)
-        publication = self.port.publish(
+        publication = self.session.publish(
             unique_id("request"), {"full": blocks}, expected_reads=expected_reads, checksums=checksums
         )
         if checksums:
@@ -130,27 +142,30 @@ class DeviceEngine:
         for process in self.ranks:
             process.send(command, publication.reference, written.ids, tokens, **options)
 
-    def read_by_ports(self, publication: Publication, written: Written) -> ReadEnd:
+    def read_by_port(self, publication: Publication, written: Written) -> ReadEnd:
         """Read as an engine's scheduler does, tails cleared if `written` says so; how it ended."""
+        port = self._opened
+        if not isinstance(port, SchedulerPort):
+            raise TypeError("it was made without by_port")
         request = unique_id("request")
         blocks = {"full": Blocks(written.ids, first_token=written.first)}
-        self.port.acquire(request, publication.reference)
-        offer = _soon(lambda: self.port.granted(request))
-        grant = self.port.attach(request, blocks, (written.first, written.end))
+        port.acquire(request, publication.reference)
+        offer = _soon(lambda: port.granted(request))
+        grant = port.attach(request, blocks, (written.first, written.end))
         assert grant.read_id == offer.read_id
         self.all("start", grant, cleared=written.cleared)
 
         def ended() -> ReadEnd | None:
             for output in self.all("finished"):
-                self.port.collect(output)
-            reads = self.port.finished().reads
+                port.collect(output)
+            reads = port.finished().reads
             return reads[0] if reads else None
 
         return _soon(ended)
 
     def released(self, publication: Publication) -> bool:
         """Wait until it gets its blocks back."""
-        return _soon(lambda: [each for each in self.port.released() if each.publication == publication.number] != [])
+        return _soon(lambda: [each for each in self.session.released() if each.publication == publication.number] != [])
 
     def wrong(self, *written: Written) -> list[str]:
         """What differs on each rank from a poisoned cache that holds these requests; [] if nothing does."""
@@ -164,7 +179,7 @@ class DeviceEngine:
         """End it; `sound`: its processes may become other ranks."""
         for process in self.ranks:
             self._processes.give_back(process, sound=sound)
-        self.port.close()
+        self._opened.close()
 
 
 @contextmanager
@@ -187,7 +202,7 @@ def engines_of(client: Client, address: str, processes: Processes) -> Iterator[C
             engine.close(sound=sound)
 
 
-def _soon(answer: Callable[[], Any]) -> Any:
+def _soon(answer: Callable[[], T | None]) -> T:
     """Wait for the first answer that is not None or False."""
     deadline = time.monotonic() + WAIT
     while True:

@@ -8,7 +8,7 @@ import multiprocessing
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -28,6 +28,7 @@ from kvferry import (
     StagingOptions,
 )
 from kvferry.engine import Grant, Tails, WorkerOutput, WorkerPort
+from tests.gpu.machine import facts
 from tests.gpu.torch_caches import Shape, TorchCache, Written
 
 ANSWER_TIMEOUT = 60.0
@@ -166,6 +167,7 @@ class _Rank:
     """What a rank's process can do. Each method is a command."""
 
     def __init__(self) -> None:
+        self._device = "cpu"
         self._cache: TorchCache | None = None
         self._client: Client | None = None
         self._port: WorkerPort | None = None
@@ -183,10 +185,9 @@ class _Rank:
             raise RuntimeError("it is not registered")
         return self._port
 
-    def register(
-        self, address: str, spec: EngineSpec, rank: int, place: Place, token: str, settings: Settings
-    ) -> None:
+    def register(self, address: str, spec: EngineSpec, rank: int, place: Place, token: str, settings: Settings) -> None:
         """Become a rank."""
+        self._device = place.device
         if torch.device(place.device).type == "cuda":
             torch.cuda.set_device(place.device)
         self._cache = TorchCache(place.shape, place.heads, place.layout, place.device)
@@ -220,8 +221,8 @@ class _Rank:
             self._client.close()
         self._port = self._client = self._cache = None
         gc.collect()
-        if torch.cuda.is_initialized():
-            torch.cuda.empty_cache()
+        # Does nothing where CUDA is not in use.
+        torch.cuda.empty_cache()
 
     def poison(self) -> None:
         self.cache.poison()
@@ -233,6 +234,14 @@ class _Rank:
     def wrong(self, *written: Written) -> str:
         """See `TorchCache.wrong`."""
         return self.cache.wrong(*written)
+
+    def fill(self, seed: int) -> None:
+        """See `TorchCache.fill`."""
+        self.cache.fill(seed)
+
+    def digest(self, ids: Sequence[int]) -> list[int]:
+        """See `TorchCache.digest`."""
+        return self.cache.digest(ids)
 
     def checksum(self, publication: int, written: Written) -> int:
         """Sum published blocks, and send the sums; their number."""
@@ -249,6 +258,27 @@ class _Rank:
         self.begin(*arguments, **options)
         return self.reading.result(50)
 
+    def time_reads(self, reference: str, ids: tuple[int, ...], end: int, count: int) -> tuple[list[float], ReadResult]:
+        """Read a publication `count` times, one after the other: how many seconds each took, and the last result."""
+        taken: list[float] = []
+        for _ in range(count):
+            began = time.perf_counter()
+            self.read(reference, ids, (0, end))
+            taken.append(time.perf_counter() - began)
+        return taken, self.reading.result(0)
+
+    def time_copies(self, size: int, count: int) -> list[float]:
+        """Copy `size` bytes from one place of the device to another, `count` times: how many seconds each took."""
+        source, destination = (torch.empty(size, dtype=torch.uint8, device=self._device).fill_(1) for _ in range(2))
+        taken = []
+        for _ in range(count):
+            self.cache.synchronize()
+            began = time.perf_counter()
+            destination.copy_(source)
+            self.cache.synchronize()
+            taken.append(time.perf_counter() - began)
+        return taken
+
     @property
     def reading(self) -> Read:
         if self._read is None:
@@ -258,6 +288,10 @@ class _Rank:
     def moved(self) -> int:
         """Bytes that have arrived."""
         return self.reading.progress().done
+
+    def warm(self, engine_reference: str) -> None:
+        """Do in advance what the first read from an engine would wait for."""
+        self.port.warm(engine_reference).result(30)
 
     def wait_posted(self) -> int:
         """Wait until a part of a read is under way, or has arrived: bytes that have arrived."""
@@ -300,10 +334,9 @@ class _Rank:
     def used_memory(self) -> int:
         """Bytes in use: of the device, by all processes; or of the host, by this process."""
         gc.collect()
-        if torch.cuda.is_initialized():
-            torch.cuda.synchronize()
-            torch.cuda.empty_cache()
-            free, total = torch.cuda.mem_get_info()
+        torch.cuda.empty_cache()
+        if torch.device(self._device).type == "cuda":
+            free, total = torch.cuda.mem_get_info(self._device)
             return total - free
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
@@ -332,9 +365,7 @@ class _Rank:
 
     def facts(self) -> dict[str, str]:
         """What this process runs on."""
-        from tests.gpu.machine import facts
-
-        return facts()
+        return facts(self._device)
 
 
 def _on_new_thread(action: Callable[[], None]) -> None:

@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 
 import kvferry
-
 from tests.gpu.device_engines import DeviceEngine
 from tests.gpu.rank_process import Settings
 from tests.gpu.torch_caches import LAYOUTS, Shape, Written
@@ -17,6 +16,10 @@ SHAPE = Shape()
 THERE = Written(seed=1, ids=(3, 4, 5, 17, 9), end=71)
 HERE = replace(THERE, ids=(20, 2, 3, 4, 11))
 Make = Callable[..., DeviceEngine]
+
+
+def _to(pair: tuple[int, int]) -> str:
+    return f"{pair[0]} to {pair[1]}"
 
 
 def moved(source: DeviceEngine, destination: DeviceEngine, there: Written = THERE, here: Written = HERE) -> None:
@@ -46,7 +49,7 @@ def test_ucx_takes_the_transport(
 ) -> None:
     """As its own log says (UCX_PROTO_INFO): between two processes on one card the bytes move by cuda_ipc, on one host
     by cma."""
-    environment = {**transports[transport], "UCX_LOG_LEVEL": "info"}
+    environment = {**transports[transport], "UCX_PROTO_INFO": "y", "UCX_LOG_LEVEL": "info"}
     source, destination = (engine([device], SHAPE, environment=environment) for _ in range(2))
     moved(source.ready(), destination.ready())
     near = "cma/" if device == "cpu" else "cuda_ipc/"
@@ -55,7 +58,7 @@ def test_ucx_takes_the_transport(
     assert (near in log) == (transport == "same host"), log
 
 
-@pytest.mark.parametrize("ranks", [(1, 2), (2, 1), (2, 3), (3, 2)], ids=lambda ranks: f"{ranks[0]} to {ranks[1]}")
+@pytest.mark.parametrize("ranks", [(1, 2), (2, 1), (2, 3), (3, 2)], ids=_to)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_tensor_parallel_sizes_differ(engine: Make, device: str, ranks: tuple[int, int], layout: str) -> None:
     """Several ranks on one card, into each layout from another one."""
@@ -65,8 +68,8 @@ def test_tensor_parallel_sizes_differ(engine: Make, device: str, ranks: tuple[in
     moved(source.ready(), destination.ready())
 
 
-@pytest.mark.parametrize("sizes", [(16, 32), (32, 16), (16, 48), (48, 32)], ids=lambda sizes: f"{sizes[0]} to {sizes[1]}")
-@pytest.mark.parametrize("tokens", [(0, 71), (35, 71), (64, 65)], ids=lambda tokens: f"tokens {tokens[0]} to {tokens[1]}")
+@pytest.mark.parametrize("sizes", [(16, 32), (32, 16), (16, 48), (48, 32)], ids=_to)
+@pytest.mark.parametrize("tokens", [(0, 71), (35, 71), (64, 65)], ids=_to)
 def test_block_sizes_differ_and_ends_are_ragged(
     engine: Make, device: str, sizes: tuple[int, int], tokens: tuple[int, int]
 ) -> None:
@@ -80,7 +83,7 @@ def test_block_sizes_differ_and_ends_are_ragged(
 
 
 def test_what_arrives_is_seen_by_what_the_device_does_next(engine: Make, device: str) -> None:
-    """Twenty times in a row, read into the same blocks and copied from there on another stream, with no wait between."""
+    """Twenty times in a row, read into the same blocks and copied from there on another stream with no wait."""
     source, destination = (engine([device], SHAPE) for _ in range(2))
     source.ready()
     destination.ready()
@@ -90,12 +93,12 @@ def test_what_arrives_is_seen_by_what_the_device_does_next(engine: Make, device:
 
 def test_tokens_behind_the_last_one_are_cleared_on_the_device(engine: Make, device: str) -> None:
     source = engine([device] * 2, SHAPE)
-    destination = engine([device], replace(SHAPE, block_tokens=32), "one storage")
+    destination = engine([device], replace(SHAPE, block_tokens=32), "one storage", by_port=True)
     source.ready()
     destination.ready()
     publication = source.publish(THERE)
     here = Written(1, (6, 2, 15), THERE.end, cleared=True)
-    end = destination.read_by_ports(publication, here)
+    end = destination.read_by_port(publication, here)
     assert end.error is None
     assert end.ranks == 1
     assert destination.wrong(here) == []

@@ -77,7 +77,7 @@ def test_the_costs_of_this_machine_are_measured_and_a_path_is_chosen(engine: Mak
 
 
 def test_a_graph_is_captured_while_a_read_is_staged(engine: Make, device: str) -> None:
-    """An engine may capture CUDA graphs at any time; nothing that a read does on its own threads may break a capture."""
+    """An engine may capture CUDA graphs at any time; nothing that a read does on its threads may break a capture."""
     shape = replace(SHAPE, layers=4, num_blocks=80)
     source = engine([device], shape, "tokens first")
     destination = engine([device], shape, settings=Settings(staging={"path": "staged", "slot_bytes": 64 << 10}))

@@ -124,6 +124,22 @@ class TorchCache:
                 return f"{len(differing)} elements of {layer} on {self.device} differ, the first at {place}"
         return ""
 
+    def fill(self, seed: int) -> None:
+        """Put random bytes into every block."""
+        generator = torch.Generator(self.device).manual_seed(seed)
+        for tensor in self.tensors.values():
+            tensor.view(torch.int16).random_(generator=generator)
+        self.synchronize()
+
+    def digest(self, ids: Sequence[int]) -> list[int]:
+        """A number for the content of some blocks in their order, for each layer."""
+        chosen = torch.tensor(ids, device=self.device)
+        found = []
+        for tensor in self.tensors.values():
+            values = self._canonical(tensor.view(torch.int16))[:, chosen].long().flatten()
+            found.append(int((values * torch.arange(1, len(values) + 1, device=self.device)).sum()))
+        return found
+
     def synchronize(self) -> None:
         """Wait until the device has done all that it was told."""
         if self.device.type == "cuda":
@@ -132,7 +148,7 @@ class TorchCache:
     def _fetched(self, tensor: torch.Tensor) -> torch.Tensor:
         if self.device.type != "cuda":
             return tensor
-        stream = torch.cuda.Stream(self.device)
+        stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         with torch.cuda.stream(stream):
             fetched = tensor.to("cpu", non_blocking=True)
         stream.synchronize()
