@@ -44,6 +44,8 @@ SUFFIXES = {".py", ".pyi", ".toml", ".typed", ""}
 PLATFORMS = ("2_28_x86_64", "2_27_x86_64", "2_24_x86_64", "2_17_x86_64", "2014_x86_64", "2_5_x86_64", "1_x86_64")
 """glibc of manylinux wheels; pip takes each name literally, not as a least version."""
 
+DOWNLOAD = ("-m", "pip", "--disable-pip-version-check", "-qqq", "download", "--no-deps", "--only-binary=:all:")
+
 UNUSED = re.compile(
     # NIXL's library for mixtures of experts, by far the largest part; programs; UCX's benchmark.
     r"nixl_ep_cu\d+/|nixl_cu\d+\.scripts/|nixl_cu\d+-[^/]+\.data/|nixl_cu\d+\.libs/ucx/libucx_perftest|"
@@ -144,10 +146,9 @@ def download(wheels: dict[str, str], python: str) -> list[Path]:
     for name, release in wheels.items():
         pattern = f"{name.replace('-', '[-_.]')}-{release or '*'}-*.whl"
         if not list(_matching(folder, pattern)):
+            pinned = f"=={release}" if release else ""
             subprocess.run(
-                [sys.executable, "-m", "pip", "--disable-pip-version-check", "-qqq", "download", "--no-deps"]
-                + ["--only-binary=:all:", "--implementation", "cp", "--python-version", python, *platforms]
-                + ["-d", str(folder), f"{name}=={release}" if release else name],
+                [sys.executable, *DOWNLOAD, "--python-version", python, *platforms, "-d", folder, name + pinned],
                 check=True,
             )
         found.append(next(_matching(folder, pattern)))
@@ -160,7 +161,9 @@ def _joined(name: str) -> str:
 
 def _matching(folder: Path, pattern: str) -> Iterator[Path]:
     # Some wheels are called by the name as written (uvloop), some in another case (SQLAlchemy).
-    return iter(path for path in sorted(folder.iterdir()) if path.match(pattern) or Path(path.name.lower()).match(pattern))
+    return iter(
+        path for path in sorted(folder.iterdir()) if path.match(pattern) or Path(path.name.lower()).match(pattern)
+    )
 
 
 def trimmed(wheel: Path, folder: Path) -> Path:

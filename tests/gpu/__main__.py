@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.gpu.machine import facts
+from tests.gpu.device_facts import facts
 from tests.gpu.measure import measure
 from tests.gpu.report import Collected, Table, markdown
 from tests.support.repository import ROOT

@@ -28,7 +28,7 @@ from kvferry import (
     StagingOptions,
 )
 from kvferry.engine import Grant, Tails, WorkerOutput, WorkerPort
-from tests.gpu.machine import facts
+from tests.gpu.device_facts import facts
 from tests.gpu.torch_caches import Shape, TorchCache, Written
 
 ANSWER_TIMEOUT = 60.0
