@@ -61,7 +61,14 @@ def node(processes: Processes) -> Iterator[kvferry.EmbeddedServer]:
 
 
 @pytest.fixture
-def engine(node: kvferry.EmbeddedServer, processes: Processes) -> Iterator[Callable[..., DeviceEngine]]:
-    """Make engines, sources before their readers; see `engines_of`."""
-    with kvferry.Client(node.address) as client, engines_of(client, node.address, processes) as make:
+def engine(
+    request: pytest.FixtureRequest, node: kvferry.EmbeddedServer, processes: Processes
+) -> Iterator[Callable[..., DeviceEngine]]:
+    """Make engines, sources before their readers; see `engines_of`. A test that failed leaves no process to others."""
+    failed = request.session.testsfailed
+
+    def sound() -> bool:
+        return request.session.testsfailed == failed
+
+    with kvferry.Client(node.address) as client, engines_of(client, node.address, processes, sound) as make:
         yield make

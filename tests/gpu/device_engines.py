@@ -183,23 +183,28 @@ class DeviceEngine:
 
 
 @contextmanager
-def engines_of(client: Client, address: str, processes: Processes) -> Iterator[Callable[..., DeviceEngine]]:
-    """Make engines; they start side by side, so call `ready` on them once all are made. After an error their processes
-    are not used again."""
+def engines_of(
+    client: Client, address: str, processes: Processes, sound: Callable[[], bool] = lambda: True
+) -> Iterator[Callable[..., DeviceEngine]]:
+    """Make engines; they start side by side, so call `ready` on them once all are made.
+
+    Args:
+        client, address, processes: see `DeviceEngine`.
+        sound: says at the end whether the engines' processes may be used again.
+    """
     made: list[DeviceEngine] = []
 
     def make(*arguments: Any, **options: Any) -> DeviceEngine:
         made.append(DeviceEngine(client, address, processes, *arguments, **options))
         return made[-1]
 
-    sound = False
     try:
         yield make
-        sound = True
     finally:
+        again = sound()
         # Whoever reads ends before those that it reads from.
         for engine in reversed(made):
-            engine.close(sound=sound)
+            engine.close(sound=again)
 
 
 def _soon(answer: Callable[[], T | None]) -> T:
