@@ -176,9 +176,10 @@ class DeviceEngine:
         return "".join(process.log.read_text(errors="replace") for process in self.ranks)
 
     def close(self, *, sound: bool = True) -> None:
-        """End it; `sound`: its processes may become other ranks."""
+        """End it; `sound`: its processes may become other ranks. Idempotent."""
         for process in self.ranks:
             self._processes.give_back(process, sound=sound)
+        self.ranks = []
         self._opened.close()
 
 
