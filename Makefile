@@ -16,7 +16,7 @@ CODE := $(wildcard client server tests benchmarks examples scripts)
 VENV := .venv/.installed
 NODE := tests/support/nodejs/node_modules/.installed
 
-.PHONY: help setup node demo test test-oldest test-vllm lint format reliability house soak mutate proto proto-check bench
+.PHONY: help setup node demo test test-oldest test-vllm test-gpu gpu-bundle lint format reliability house soak mutate proto proto-check bench
 .PHONY: bench-vllm docs clean
 
 help: ## Show this help
@@ -102,6 +102,19 @@ $(VLLM_VENV): pyproject.toml scripts/setup_vllm.sh
 # Warnings are those of vLLM and its dependencies.
 test-vllm: $(VLLM_VENV) ## Run the tests that need a real vLLM (VLLM=version, PYTEST_ARGS=)
 	@$(VLLM_FOLDER)/bin/python -m pytest -W ignore tests/integrations/vllm $(PYTEST_ARGS)
+
+# Without a GPU it says so and runs nothing; DEVICE=cpu runs the same tests on the host's memory. Moving to a GPU needs a
+# torch that was built for CUDA: make setup TORCH=...
+test-gpu: setup ## Run the tests of GPUs and measure, docs/gpu.md (DEVICE=cpu, PYTEST_ARGS=)
+	@.venv/bin/python -m tests.gpu $(if $(DEVICE),--device $(DEVICE)) $(PYTEST_ARGS)
+
+GPU_PYTHON ?= 3.12
+GPU_CUDA ?= cu12,cu13
+GPU_BUNDLE ?= build/kvferry-gpu.tar.gz
+
+gpu-bundle: setup ## Pack test-gpu for a machine that reaches nothing (GPU_PYTHON=, GPU_CUDA=, GPU_PACKAGES=, GPU_BUNDLE=)
+	@.venv/bin/python scripts/gpu_bundle.py --python $(GPU_PYTHON) --cuda $(GPU_CUDA) --output $(GPU_BUNDLE) \
+		$(if $(GPU_PACKAGES),--packages $(GPU_PACKAGES))
 
 reliability: setup ## Write the table of faults into docs/reliability.md
 	@.venv/bin/python -m tests.faults.table

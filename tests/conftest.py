@@ -17,6 +17,11 @@ KNOWN_SKIPS = ("there is no GPU", "network namespaces need", "network namespaces
 _unknown: list[str] = []
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Stands here because pytest asks no other folder's conftest.py for options."""
+    parser.addoption("--device", default="cuda", choices=("cuda", "cpu"), help="where tests/gpu keeps its caches")
+
+
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     if report.skipped and isinstance(report.longrepr, tuple):
         reason = str(report.longrepr[2]).removeprefix("Skipped: ")
