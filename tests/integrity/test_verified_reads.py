@@ -7,14 +7,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from kvferry import IntegrityOptions, Read, ReadState, Verification
+from kvferry import Blocks, Client, EngineSpec, Group, IntegrityOptions, Read, ReadState, Verification
 from kvferry._control.connection import Control
 from kvferry.errors import DataLoss
 from tests.integrity.conftest import Held, Order, Sources, sources_at
 from tests.support.geometry_cases import GQA, MLA, STATE, WINDOWED
 from tests.support.held_ranks import allocate, document
+from tests.support.identifiers import unique_id
 from tests.support.node_servers import NodeServerProcess
 
 FULL = IntegrityOptions("full", patience=30)
@@ -187,6 +189,32 @@ def test_source_without_sums_leaves_everything_unverified(sources: Sources) -> N
     ):
         (read,) = start(held, published.reference, 75)
         assert read.result(30).verification == Verification(0, 8 * 8 * 5)
+
+
+def test_sums_may_overtake_the_steps_that_they_are_of(tmp_path: Path) -> None:
+    """A scheduler's port and its ranks talk to the home side by side."""
+    group, axes = Group("full", block_tokens=16, num_blocks=8), ("kv", "block", "head", "token", "content")
+    memory = np.arange(2 * 8 * 16 * 8, dtype=np.uint8).reshape(2, 8, 1, 16, 8)
+    with NodeServerProcess(tmp_path / "home") as server, Client(server.address, integrity=FULL) as client:
+        spec = EngineSpec(unique_id("source"), (group,))
+        cache = client.register_cache(spec, tensors={"layers.0": memory}, axes=axes)
+        early = cache.checksum(1, {"full": Blocks([3])}, last=False, timeout=60)
+        publication = cache.session.publish(
+            "request", {"full": Blocks([3], end_token=16)}, last=False, checksums=True, timeout=60
+        )
+        assert (publication.number, early.result(60)) == (1, 2)
+        early = cache.checksum(1, {"full": Blocks([5], first_token=16, end_token=32)}, timeout=60)
+        cache.session.publish_more(publication, {"full": Blocks([5], first_token=16, end_token=32)}, last=True)
+        assert early.result(60) == 2
+        into = np.zeros_like(memory)
+        reader = client.register_cache(
+            EngineSpec(unique_id("reader"), (group,)), tensors={"layers.0": into}, axes=axes, serve=False
+        )
+        read = reader.read(publication.reference, {"full": Blocks([1, 2])}, (0, 32))
+        assert read.result(60).verification == Verification(4, 0)
+        # Of what was released nobody needs sums.
+        assert cache.session.released(60)
+        assert cache.checksum(1, {"full": Blocks([3])}, timeout=1e6).result(60) == 2
 
 
 def test_reader_waits_for_sums_that_are_announced(sources: Sources) -> None:

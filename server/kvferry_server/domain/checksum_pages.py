@@ -13,7 +13,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.errors import InvalidField
+from kvferry.errors import HomeRecovering, InvalidField
 from kvferry.geometry.model import Group, GroupKind, Interval
 from kvferry_server.domain.limits import CHECKSUM_BATCH, MAX_CHECKSUM_PAGES
 from kvferry_server.domain.steps import PublishedExtent
@@ -165,8 +165,19 @@ def answers(query: ChecksumQuery, pages: Iterable[ChecksumPage]) -> Iterator[Che
             yield part
 
 
-def check_places(group: Group, extents: Mapping[str, PublishedExtent], page: ChecksumPage) -> None:
-    """Raise `InvalidField` if a page has checksums of blocks that were not published."""
+def check_places(group: Group, extents: Mapping[str, PublishedExtent], page: ChecksumPage, *, complete: bool) -> None:
+    """Check that the blocks of a page of checksums were published.
+
+    Args:
+        group: the group of the page's plane.
+        extents: what was published, by group.
+        page: the page.
+        complete: no further steps of the publication will arrive.
+
+    Raises:
+        InvalidField: a block was not published.
+        HomeRecovering: a block was not published so far; a step may still arrive.
+    """
     extent = extents.get(group.name)
     first = end = 0
     if extent is not None and group.kind is GroupKind.STATE:
@@ -175,4 +186,6 @@ def check_places(group: Group, extents: Mapping[str, PublishedExtent], page: Che
         first, end = extent.first_token // group.block_tokens, -(-extent.end_token // group.block_tokens)
     if page.first < first or page.last >= end:
         where = f"checksums of {page.plane}"
+        if not complete:
+            raise HomeRecovering(f"{where}: the step with places {page.first} to {page.last} has not arrived yet")
         raise InvalidField(where, f"places {page.first} to {page.last}", f"published places, [{first}, {end})")

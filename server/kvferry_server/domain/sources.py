@@ -11,6 +11,7 @@ from collections.abc import Iterable
 
 from kvferry.errors import (
     EngineIncomplete,
+    HomeRecovering,
     InvalidField,
     KvferryError,
     PublicationStale,
@@ -168,16 +169,17 @@ class Sources:
         """Return a publication that has arrived and is not released: somebody may be reading it.
 
         Raises:
-            PublicationStale, PublicationReleased: there is none with this number.
-            HomeRecovering: there is none, but the source's snapshot may have it.
+            PublicationStale, PublicationReleased: there is none with this number any more.
+            HomeRecovering: it has not arrived yet, or the source's snapshot may have it.
         """
         now = self._records.advance(MAX_ENDED_AT_ONCE)
         book = self._records.book(source)
         publication = self._records.publication(book, number, now)
         if publication is None or publication.stage is PublicationStage.AWAITED:
             book.check_recovered()
-            message = f"publication {number} of {source} is gone or was never published"
-            raise PublicationStale(message, engine_id=source.engine_id, publication=number)
+            book.check_may_arrive(number, now - self._times.max_ttl)
+            # A scheduler and its ranks talk to the home side by side.
+            raise HomeRecovering(f"publication {number} of {source} has not arrived yet", engine_id=source.engine_id)
         if publication.stage is PublicationStage.RELEASED:
             raise publication.refusal()
         return publication

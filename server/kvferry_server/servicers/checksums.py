@@ -25,6 +25,7 @@ async def publish_checksums(home: Home, sender: EngineRef, message: pb.PublishCh
     Raises:
         InvalidField: a rank, plane, unit or block does not exist, or a part contradicts an earlier one.
         PublicationStale, PublicationReleased: nobody needs checksums of this publication any more.
+        HomeRecovering: the publication, or the step with these blocks, has not arrived yet.
         LimitReached: the engine has too many checksums.
     """
     number = checks.positive("checksums.publication", message.publication)
@@ -47,7 +48,8 @@ async def publish_checksums(home: Home, sender: EngineRef, message: pb.PublishCh
         if page.units.intersect(plane.units) != page.units:
             raise InvalidField(f"checksums of {page.plane}", f"units {page.units}", f"units in {plane.units}")
         with home.turn():
-            check_places(groups[plane.group], home.sources.unreleased(sender, number).extents, page)
+            publication = home.sources.unreleased(sender, number)
+            check_places(groups[plane.group], publication.extents, page, complete=publication.complete)
             home.sources.add_checksums(sender, number, message.rank, [page], last=False)
         await time_slice.pause_if_over()
     with home.turn():

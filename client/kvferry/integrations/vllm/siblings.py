@@ -42,8 +42,8 @@ class Siblings:
 
     def add(self, request: Any, tokens: int, published: Published) -> None:
         """Remember the publication of the first `tokens` tokens of a request, if it is a sample."""
-        parent, contents = _CHILD.fullmatch(request.request_id), _contents(request, tokens)
-        if parent is not None and contents is not None:
+        parent = _CHILD.fullmatch(request.request_id)
+        if parent is not None and (contents := _contents(request, tokens)) is not None:
             self._known[parent[1]] = _Known(contents, published)
 
     def find(self, request: Any, tokens: int) -> Published | None:

@@ -58,7 +58,7 @@ def cpu_pages(layer: Layer) -> tuple[Plane, ...]:
     config = layer.vllm_config
     cache_dtype = config.cache_config.cache_dtype
     isa = _get_attn_isa(config.model_config.dtype, layer.cache.shape[2], layer.spec.head_size, cache_dtype)
-    return formats.vllm_cpu({layer.name: cache}, layer.group, isa, layer.by_head)
+    return formats.vllm_cpu({layer.name: layer.cache}, layer.group, isa, layer.by_head)
 
 
 def _make_scales(layer: Layer) -> None:
