@@ -10,7 +10,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorTransferResults,
     SupportsHMA,
 )
-from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvferry.errors import InternalError
 from kvferry.integrations.vllm.checked_planes import checked_planes
@@ -22,6 +21,14 @@ from kvferry.integrations.vllm.stats import KvferryPromMetrics, KvferryStats
 from kvferry.integrations.vllm.values import StepMetadata, WorkerNews
 from kvferry.integrations.vllm.worker import ConnectorWorker
 
+try:
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
+except ModuleNotFoundError:
+    # vLLM 0.31 and older do not ask.
+    _HIT_SOURCE = None
+else:
+    _HIT_SOURCE = CacheHitSource.P2P
+
 
 class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """Implements vLLM's KV connector with kvferry. The package's docstring shows how to configure it.
@@ -30,12 +37,12 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     Calls from an engine's step return at once (R11).
     """
 
-    _cache_hit_source = CacheHitSource.P2P
+    _cache_hit_source = _HIT_SOURCE
 
-    @property
-    def supports_sleep_mode(self) -> bool:
-        """False: a sleeping engine unmaps memory that NIXL has registered and that other engines read. vLLM asks from
-        0.33 on; before, `check_supported` refuses."""
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
+        """Return False: a sleeping engine unmaps memory that NIXL has registered and that other engines read. vLLM asks
+        from 0.33 on; before, `check_supported` refuses."""
         return False
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
