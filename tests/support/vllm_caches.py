@@ -24,12 +24,12 @@ from kvferry._memory.host import HostAccess
 from kvferry.integrations.vllm.checked_planes import layers_of
 from kvferry.integrations.vllm.groups import BlockTable, block_tables
 from kvferry.integrations.vllm.layouts import layer_planes
-from kvferry.integrations.vllm.shards import Place
+from kvferry.integrations.vllm.shards import RankPlace
 from kvferry.planner import Path as ReadPath
 from kvferry.planner import PathRule
 from tests.support.simulated_memories import copies
 
-Specs = Callable[[Place], Mapping[str, Any]]
+Specs = Callable[[RankPlace], Mapping[str, Any]]
 """vLLM's specs of the layers of a rank, by layer."""
 
 POISON = 0xA5
@@ -48,7 +48,7 @@ class CachedEngine:
         geometry: what kvferry makes of it.
     """
 
-    places: list[Place]
+    places: list[RankPlace]
     tables: tuple[BlockTable, ...]
     config: VllmConfig
     planned: list[Any]
@@ -64,10 +64,10 @@ class CachedEngine:
         return wanted
 
 
-def places(*, tp: int = 1, pcp: int = 1, pp: int = 1) -> Iterator[Place]:
+def places(*, tp: int = 1, pcp: int = 1, pp: int = 1) -> Iterator[RankPlace]:
     """The ranks of an engine, in vLLM's order."""
     for stage, context, rank in itertools.product(range(pp), range(pcp), range(tp)):
-        yield Place(rank, context, stage, tp, pcp)
+        yield RankPlace(rank, context, stage, tp, pcp)
 
 
 def configuration(model: Path | None = None, *, layout: KVCacheLayout | None = None, **parallel: int) -> VllmConfig:
@@ -91,7 +91,7 @@ def configuration(model: Path | None = None, *, layout: KVCacheLayout | None = N
     return found
 
 
-def engine(name: str, specs: Specs, config: VllmConfig, ranks: Sequence[Place], *, num_blocks: int) -> CachedEngine:
+def engine(name: str, specs: Specs, config: VllmConfig, ranks: Sequence[RankPlace], *, num_blocks: int) -> CachedEngine:
     """An engine of these ranks; its caches are empty."""
     each = [dict(specs(place)) for place in ranks]
     config.cache_config.num_gpu_blocks_override = num_blocks

@@ -24,7 +24,7 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 from kvferry import Blocks, plan_read
 from kvferry.errors import Incompatible, InvalidField
 from kvferry.geometry.model import GroupKind
-from kvferry.integrations.vllm.shards import Place, holding
+from kvferry.integrations.vllm.shards import RankPlace, holding
 from kvferry.planner import Path
 from tests.support.vllm_caches import CachedEngine, configuration, engine, move, places
 
@@ -97,7 +97,7 @@ def names(count: int, stage: int, stages: int) -> list[str]:
     return [f"model.layers.{i}.self_attn.attn" for i in range(stage * count // stages, (stage + 1) * count // stages)]
 
 
-def heads_of(place: Place, total: int) -> range:
+def heads_of(place: RankPlace, total: int) -> range:
     """KV heads of a rank, as vLLM's `QKVParallelLinear` loads them."""
     if total >= place.tp_size:
         share = total // place.tp_size
@@ -121,10 +121,10 @@ def write_heads(of: CachedEngine, ids: Mapping[str, list[int]]) -> None:
                         cache[block, local] = page.view(cache[block, local].shape).to(cache.dtype)
 
 
-def attention(config: VllmConfig, ranks: Sequence[Place], stages: int, name: str) -> CachedEngine:
+def attention(config: VllmConfig, ranks: Sequence[RankPlace], stages: int, name: str) -> CachedEngine:
     """Qwen3 whose layers are full attention and windows by turns."""
 
-    def specs(place: Place) -> dict[str, Any]:
+    def specs(place: RankPlace) -> dict[str, Any]:
         fields: Any = {
             "num_kv_heads": len(heads_of(place, 4)),
             "head_size": 16,
@@ -168,7 +168,7 @@ def slot(token: int, ids: list[int], block_size: int, ranks: int, rank: int, int
     return ids[block], offset // (ranks * interleave) * interleave + offset % interleave
 
 
-def latent(config: VllmConfig, ranks: Sequence[Place], block: int, name: str) -> CachedEngine:
+def latent(config: VllmConfig, ranks: Sequence[RankPlace], block: int, name: str) -> CachedEngine:
     """DeepSeek-V2, whose latent is the same on every tensor rank."""
     fields: Any = {"num_kv_heads": 1, "head_size": LATENT + ROPE, "dtype": torch.float32, "block_size": block}
     spec = MLAAttentionSpec(**fields, max_tp_shards=1)
@@ -245,7 +245,7 @@ def test_ranks_are_numbered_as_vllm_does(monkeypatch: pytest.MonkeyPatch, tp: in
             config = VllmConfig()
             with set_current_vllm_config(config):
                 parallel_state.initialize_model_parallel(tp, pp, pcp, dcp, backend="gloo")
-            place = Place.of_process()
+            place = RankPlace.of_process()
             assert place.rank == rank
             assert place.token_rank(dcp) == parallel_state.get_dcp_group().rank_in_group
 
@@ -254,7 +254,7 @@ def test_heads_that_a_drafter_may_have_are_not_guessed(described: Callable[[str]
     """One head on each of eight ranks: of the target's four heads, or of the drafter's eight."""
     config = configuration(described("attention"), tensor_parallel_size=8)
     spec = FullAttentionSpec(block_size=32, num_kv_heads=1, head_size=16, dtype=torch.float32)
-    assert str(holding(spec, "model.layers.3.self_attn.attn", config, Place(5, tp_size=8)).units) == "[2, 3)"
+    assert str(holding(spec, "model.layers.3.self_attn.attn", config, RankPlace(5, tp_size=8)).units) == "[2, 3)"
     drafter = SimpleNamespace(get_total_num_kv_heads=lambda: 8)
     both: Any = SimpleNamespace(
         parallel_config=config.parallel_config,
@@ -262,8 +262,8 @@ def test_heads_that_a_drafter_may_have_are_not_guessed(described: Callable[[str]
         speculative_config=SimpleNamespace(draft_model_config=drafter),
     )
     with pytest.raises(InvalidField, match=r"KV heads of model\.layers\.3"):
-        holding(spec, "model.layers.3.self_attn.attn", both, Place(5, tp_size=8))
-    assert str(holding(spec, "draft_model.layers.3.attn", both, Place(5, tp_size=8)).units) == "[5, 6)"
+        holding(spec, "model.layers.3.self_attn.attn", both, RankPlace(5, tp_size=8))
+    assert str(holding(spec, "draft_model.layers.3.attn", both, RankPlace(5, tp_size=8)).units) == "[5, 6)"
     # More than one head on each rank can only be shares.
     assert (
         str(
@@ -271,7 +271,7 @@ def test_heads_that_a_drafter_may_have_are_not_guessed(described: Callable[[str]
                 FullAttentionSpec(block_size=32, num_kv_heads=2, head_size=16, dtype=torch.float32),
                 "x",
                 both,
-                Place(5, tp_size=8),
+                RankPlace(5, tp_size=8),
             ).units
         )
         == "[10, 12)"
@@ -282,9 +282,9 @@ def test_layers_that_prefill_lacks_are_named(described: Callable[[str], Folder])
     """Decode with a draft model of its own, of which prefill knows nothing."""
     config = configuration(described("attention"))
     spec = FullAttentionSpec(block_size=32, num_kv_heads=4, head_size=16, dtype=torch.float32)
-    plain = engine("p", lambda _: dict.fromkeys(names(4, 0, 1), spec), config, [Place()], num_blocks=NUM_BLOCKS)
+    plain = engine("p", lambda _: dict.fromkeys(names(4, 0, 1), spec), config, [RankPlace()], num_blocks=NUM_BLOCKS)
     layers = dict.fromkeys([*names(4, 0, 1), "draft_model.model.layers.0.self_attn.attn"], spec)
-    drafting = engine("d", lambda _: layers, config, [Place()], num_blocks=NUM_BLOCKS)
+    drafting = engine("d", lambda _: layers, config, [RankPlace()], num_blocks=NUM_BLOCKS)
     with pytest.raises(
         Incompatible, match=r"draft_model\.model\.layers\.0\.self_attn\.attn/key: units .* no such plane"
     ):
@@ -308,7 +308,7 @@ def test_states_beside_attention_in_one_allocation(described: Callable[[str], Fo
     mixed = {
         f"model.layers.{i}.{'self_attn.attn' if i % 2 else 'linear_attn'}": full if i % 2 else state for i in range(4)
     }
-    sides = [engine(side, lambda _: mixed, config, [Place()], num_blocks=NUM_BLOCKS) for side in ("p", "d")]
+    sides = [engine(side, lambda _: mixed, config, [RankPlace()], num_blocks=NUM_BLOCKS) for side in ("p", "d")]
     assert [table.group.name for table in sides[0].tables] == ["state-gdn_attn", "full"]
 
     def write(of: CachedEngine, ids: Mapping[str, list[int]]) -> None:

@@ -27,7 +27,7 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from kvferry import Blocks, plan_read
 from kvferry.errors import Incompatible, InvalidField
-from kvferry.integrations.vllm.shards import Place
+from kvferry.integrations.vllm.shards import RankPlace
 from kvferry.planner import Path
 from tests.support.vllm_caches import CachedEngine, configuration, engine, move, places
 
@@ -159,7 +159,7 @@ def hybrid(name: str, kind: Kind, ranks: int, layout: KVCacheLayout, **changes: 
     described = transformers.Mamba2Config(n_groups=kind.groups) if kind.groups else transformers.PretrainedConfig()
     config.model_config = SimpleNamespace(hf_text_config=described, original_max_model_len=2048, max_model_len=2048)
 
-    def specs(place: Place) -> dict[str, MambaSpec]:
+    def specs(place: RankPlace) -> dict[str, MambaSpec]:
         shapes = kind.shapes(ranks)
         fields = {"block_size": 2048, "shapes": shapes, "dtypes": kind.dtypes, "mamba_type": kind.type, **changes}
         page = MambaSpec(**fields).page_size_bytes

@@ -16,13 +16,13 @@ from kvferry.integrations.vllm.groups import BlockTable, layer_spec, transferred
 from kvferry.integrations.vllm.layouts import Layer, backend_of, family_of, layer_planes
 from kvferry.integrations.vllm.self_check import Report, self_check
 from kvferry.integrations.vllm.setup import Setup
-from kvferry.integrations.vllm.shards import Place, holding
+from kvferry.integrations.vllm.shards import RankPlace, holding
 
 logger = logging.getLogger(__name__)
 
 
 def checked_planes(
-    vllm_config: Any, kv_cache_config: Any, setup: Setup, kv_caches: Mapping[str, Tensor], place: Place
+    vllm_config: Any, kv_cache_config: Any, setup: Setup, kv_caches: Mapping[str, Tensor], place: RankPlace
 ) -> list[Plane]:
     """Return the planes of a rank's caches, ordered by group.
 
@@ -44,7 +44,7 @@ def layers_of(
     kv_cache_config: Any,
     tables: Sequence[BlockTable],
     kv_caches: Mapping[str, Tensor],
-    place: Place,
+    place: RankPlace,
 ) -> list[Layer]:
     """Return the layers of a rank, ordered by group.
 

@@ -16,7 +16,7 @@ from kvferry.integrations.vllm.checked_planes import checked_planes
 from kvferry.integrations.vllm.registration import register
 from kvferry.integrations.vllm.scheduler import ConnectorScheduler
 from kvferry.integrations.vllm.setup import Setup
-from kvferry.integrations.vllm.shards import Place
+from kvferry.integrations.vllm.shards import RankPlace
 from kvferry.integrations.vllm.stats import KvferryPromMetrics, KvferryStats
 from kvferry.integrations.vllm.values import StepMetadata, WorkerNews
 from kvferry.integrations.vllm.worker import ConnectorWorker
@@ -53,7 +53,7 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if role is KVConnectorRole.SCHEDULER:
             self._scheduler = ConnectorScheduler(self._setup)
         else:
-            self._worker = ConnectorWorker(self._setup, Place.of_process().rank)
+            self._worker = ConnectorWorker(self._setup, RankPlace.of_process().rank)
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
@@ -132,7 +132,7 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             LayoutMismatch: vLLM writes elsewhere than the planes say, so that nothing may be read.
             InvalidField: the layout of a layer is not known, or was neither tested nor can be checked here.
         """
-        place = Place.of_process()
+        place = RankPlace.of_process()
         planes = checked_planes(self._vllm_config, self._kv_cache_config, self._setup, kv_caches, place)
         self._in_worker.register(kv_caches, planes)
 

@@ -15,7 +15,7 @@ from kvferry.geometry.blocks import Blocks
 logger = logging.getLogger(__name__)
 
 
-class _Held(NamedTuple):
+class _HeldBack(NamedTuple):
     """A publication whose blocks are not published yet, because some rank has not computed `step`."""
 
     step: int
@@ -43,7 +43,7 @@ class ComputedPublishing:
         self._step = 0
         self._scheduled: dict[str, int] = {}
         """The last step in which each request was scheduled."""
-        self._held: deque[_Held] = deque()
+        self._held: deque[_HeldBack] = deque()
         self._computed_blocks: list[tuple[int, Mapping[str, Blocks]]] = []
 
     @property
@@ -80,7 +80,7 @@ class ComputedPublishing:
             self._computed_blocks.append((publication.number, blocks))
             return publication
         publication = self._port.publish(request_id, {}, last=False, checksums=self._checksums)
-        self._held.append(_Held(step, publication, blocks))
+        self._held.append(_HeldBack(step, publication, blocks))
         return publication
 
     def computed(self, steps: Mapping[int, int]) -> None:

@@ -19,7 +19,7 @@ DRAFT_PREFIX = "draft_model."
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RankPlace:
     """The place of a rank among the ranks of its engine. Every data-parallel rank is an engine of its own.
 
     Attributes:
@@ -34,7 +34,7 @@ class Place:
     pcp_size: int = 1
 
     @classmethod
-    def of_process(cls) -> Place:
+    def of_process(cls) -> RankPlace:
         """Return the place of this worker process."""
         tp, pcp, pp = get_tp_group(), get_pcp_group(), get_pp_group()
         return cls(tp.rank_in_group, pcp.rank_in_group, pp.rank_in_group, tp.world_size, pcp.world_size)
@@ -53,7 +53,7 @@ class Place:
         return (self.tp * self.pcp_size + self.pcp) % shards
 
 
-def holding(spec: Any, name: str, vllm_config: Any, place: Place) -> Holding:
+def holding(spec: Any, name: str, vllm_config: Any, place: RankPlace) -> Holding:
     """Return what a rank holds of a layer: its heads, or all if ranks are equal, and its tokens.
 
     For a state that is its share of the state's heads; for one without heads, of its channels.
@@ -84,7 +84,7 @@ def _is_latent(spec: Any) -> bool:
     return any(known.__name__ in ("MLAAttentionSpec", "SlidingWindowMLASpec") for known in type(spec).__mro__)
 
 
-def _of_state(spec: Any, place: Place) -> Holding:
+def _of_state(spec: Any, place: RankPlace) -> Holding:
     size = int(spec.shapes[-1][0])
     if len(spec.shapes) == 1 and len(spec.shapes[0]) == 2:
         # A convolution alone: rows and channels, in an order that the platform chooses.
@@ -96,7 +96,7 @@ def _of_state(spec: Any, place: Place) -> Holding:
     return Holding(units=Interval(place.tp * size, (place.tp + 1) * size), axis_size=place.tp_size * size)
 
 
-def _heads(spec: Any, name: str, vllm_config: Any, place: Place) -> tuple[Interval, int]:
+def _heads(spec: Any, name: str, vllm_config: Any, place: RankPlace) -> tuple[Interval, int]:
     """Return the KV heads of a rank, and their number in the model.
 
     A rank has its share, or one that other ranks share if there are fewer heads than ranks.
