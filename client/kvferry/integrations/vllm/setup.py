@@ -60,8 +60,8 @@ class Setup:
             settings=settings,
             caches_prefixes=bool(vllm_config.cache_config.enable_prefix_caching),
             tables=tables,
-            # A drafter of several modules, which vLLM has from 0.31 on, reads so many tokens ahead: decode must not take
-            # these from prefill.
+            # A drafter of several modules, which vLLM has from 0.31 on, reads so many tokens ahead: decode must not
+            # take these from prefill.
             recomputed=max(1, getattr(vllm_config, "num_prefill_lookahead_tokens", 1) - 1),
             tails=Tails.ZERO if kv_cache_config.needs_kv_cache_zeroing else Tails.KEEP,
             serves=transfer.is_kv_producer,
