@@ -22,7 +22,7 @@ from kvferry._reads.leased_read import ReadStage
 from kvferry._reads.rank_read import RankOrder, RankRead, SchedulersLease
 from kvferry._reads.rank_reads import RankReads
 from kvferry._transport.transfer import Transfer
-from kvferry.engine import SchedulerPort, Tails, WorkerPort
+from kvferry.engine import SchedulerPort, Tails, WorkerPort, worker
 from kvferry.engine.values import BlockRuns, Grant, Offer, RankEnd, WorkerOutput
 from kvferry.errors import Closed, InvalidField, KvferryError, LimitReached, TransferFailed, WrongState
 
@@ -45,20 +45,27 @@ class Below:
 
     def __init__(self) -> None:
         self.registered: list[dict[str, Any]] = []
+        self.announced: list[tuple[str, float]] = []
         self.started: list[RankOrder] = []
         self.cancelled: list[RankRead] = []
         self.closed = 0
         self.prepared = 0
         self.refusal: KvferryError | None = None
-        self._runtime = self
+        self.transport = self
         self.homes = SimpleNamespace(get={"home:1": HOME}.__getitem__)
         self.ended: Callable[[RankRead], None]
         self.quiesced: Callable[[RankRead], None]
 
-    def register_cache(self, spec: EngineSpec, rank: int, **options: Any) -> Cache:
+    def register_memory(
+        self, spec: EngineSpec, rank: int, described: tuple[object, ...], labels: object, **options: Any
+    ) -> Below:
         if self.refusal is not None:
             raise self.refusal
-        self.registered.append({"spec": spec, "rank": rank, **options})
+        self.registered.append({"spec": spec, "rank": rank, "described": described, "labels": labels, **options})
+        return self
+
+    def announce(self, token: str, timeout: float) -> Cache:
+        self.announced.append((token, timeout))
         return cast(Cache, self)
 
     def rank_reads(self, ended: Callable[[RankRead], None], quiesced: Callable[[RankRead], None]) -> RankReads:
@@ -73,7 +80,7 @@ class Below:
     def cancel(self, read: RankRead) -> None:
         self.cancelled.append(read)
 
-    def prepare(self) -> None:
+    def prepare(self, timeout: float) -> None:
         self.prepared += 1
 
     def warm(self, engine_reference: str, *, timeout: float) -> tuple[str, float]:
@@ -87,7 +94,7 @@ class Clients(Client):
     """A client of which only what a port asks is there."""
 
     def __init__(self, below: Any) -> None:
-        self.register_cache = below.register_cache  # type: ignore[method-assign]
+        self.below = below
         self.open_engine = getattr(below, "open_engine", None)  # type: ignore[method-assign, assignment]
 
 
@@ -125,7 +132,15 @@ class World:
 
 
 @pytest.fixture
-def world() -> World:
+def world(monkeypatch: pytest.MonkeyPatch) -> World:
+    stand_ins: dict[str, Any] = {
+        "describe": lambda _, *described: described,
+        "register_memory": lambda client, *given, **options: client.below.register_memory(*given, **options),
+        "announce": lambda _, local, token, timeout: local.announce(token, timeout),
+        "runtime_of": lambda cache: cache,
+    }
+    for name, stand_in in stand_ins.items():
+        monkeypatch.setattr(worker, name, stand_in)
     return World()
 
 
@@ -143,12 +158,10 @@ def test_a_rank_is_one_that_the_engine_has(world: World) -> None:
 
 def test_memory_is_registered_once_as_it_is_described(world: World) -> None:
     ((registered),) = world.below.registered
-    tensors = registered.pop("tensors")
-    assert list(tensors) == ["layers.0"]
-    said = {name: value for name, value in registered.items() if value is not None}
-    assert said.pop("serve") is True
-    assert said.pop("replicated") is False
-    assert said == {"spec": SPEC, "rank": 1, "token": "token", "timeout": 3.0, "axes": ("kv",)}
+    tensors, axes, *others = registered.pop("described")
+    assert (list(tensors), axes, set(others)) == (["layers.0"], ("kv",), {None, False})
+    assert registered == {"spec": SPEC, "rank": 1, "labels": None, "serve": True}
+    assert world.below.announced == [("token", 3.0)]
     assert world.port.spec is SPEC
     assert world.port.cache is cast(Cache, world.below)
     with pytest.raises(WrongState, match="already registered"):
