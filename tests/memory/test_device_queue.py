@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 
+from kvferry._memory.access import StillCopying
 from kvferry._memory.device import DeviceAccess
 from kvferry._memory.rank_memory import RankMemory
 from kvferry._memory.stable import check_stable
@@ -39,6 +40,7 @@ class Cuda:
     def __init__(self) -> None:
         self.streams: list[Cuda] = []
         self.current = threading.local()
+        self.lost = False
 
     def Stream(self, device: Any) -> Cuda:
         self.streams.append(Cuda())
@@ -51,7 +53,8 @@ class Cuda:
         self.current.stream = None
 
     def synchronize(self) -> None:
-        pass
+        if self.lost:
+            raise RuntimeError("CUDA error: unspecified launch failure")
 
     def get_allocator_backend(self) -> str:
         return "native"
@@ -140,6 +143,21 @@ def test_each_thread_has_a_stream_of_its_own_and_keeps_it(played: Torch) -> None
     for thread in threads:
         thread.join()
     assert len(played.cuda.streams) == 2
+
+
+def test_indices_that_a_device_may_still_copy_are_not_overwritten(played: Torch) -> None:
+    target, source = torch.zeros(SLOT, dtype=torch.uint8), torch.zeros(SLOT, dtype=torch.uint8)
+    memory = access(played, target, source)
+    scattered, places = np.array([7, 2, 5]), np.array([0, 1, 2])
+    memory.copy(copies(source.data_ptr(), target, scattered, places, 1))
+    (stream,) = played.cuda.streams
+    pinned = memory._threads.queue._pinned
+    stream.lost = True
+    with pytest.raises(StillCopying):
+        memory.copy(copies(source.data_ptr(), target, scattered, places, 1))
+    stream.lost = False
+    memory.copy(copies(source.data_ptr(), target, np.array([1, 4, 6]), places, 1))
+    assert pinned[:3].tolist() == scattered.tolist()
 
 
 def test_a_device_without_room_for_staging_fails_one_read_only(

@@ -231,6 +231,9 @@ class _Queue:
             if self._stream is not None:
                 self._stream.synchronize()
         except Exception as error:
+            # Indices may still be on their way: the next ones must not take their place, or blocks of another read
+            # would be written to. torch's allocator reuses the memory when the device has copied it.
+            self._pinned = None
             raise StillCopying(f"{self._device}: {error!r}") from error
         finally:
             self._indices.clear()
