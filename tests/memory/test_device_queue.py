@@ -41,9 +41,11 @@ class Cuda:
         self.streams: list[Cuda] = []
         self.current = threading.local()
         self.lost = False
+        self.priority = 0
 
-    def Stream(self, device: Any) -> Cuda:
+    def Stream(self, device: Any, priority: int = 0) -> Cuda:
         self.streams.append(Cuda())
+        self.streams[-1].priority = priority
         return self.streams[-1]
 
     @contextmanager
@@ -143,6 +145,8 @@ def test_each_thread_has_a_stream_of_its_own_and_keeps_it(played: Torch) -> None
     for thread in threads:
         thread.join()
     assert len(played.cuda.streams) == 2
+    # torch gives out few streams of a priority, in turns: none of these is one that an engine captures a graph on.
+    assert all(stream.priority not in (0, -1, -3) for stream in played.cuda.streams)
 
 
 def test_indices_that_a_device_may_still_copy_are_not_overwritten(played: Torch) -> None:
