@@ -9,6 +9,7 @@ import logging
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,14 +21,16 @@ from kvferry._memory.access import StillCopying
 from kvferry._memory.device import DeviceAccess
 from kvferry._memory.rank_memory import RankMemory
 from kvferry._memory.stable import check_stable
+from kvferry._reads.runtime import _MeasuredCosts
 from kvferry._transport.nixl_agent import AgentInfo
 from kvferry._transport.nixl_options import NixlOptions
 from kvferry._transport.staging_pool import StagedWork, StagingPool
 from kvferry._transport.transfer import Transfer, TransferState
 from kvferry._transport.transport import Transport
 from kvferry.errors import InvalidField, TransferFailed
-from kvferry.geometry import Blocks, MemoryKind, MemoryRegion
+from kvferry.geometry import Blocks, MemoryKind, MemoryRegion, RankGeometry
 from kvferry.planner import Path
+from kvferry.planner.path_choice import PathRule
 from kvferry.planner.staged_read import Copy
 from tests.support import large_caches as worlds
 
@@ -177,6 +180,24 @@ def test_a_device_without_room_for_staging_fails_one_read_only(
     assert "4711" not in raised.value.message
     played.room = 1 << 40
     assert transport.pool(MemoryKind.VRAM, 0).in_use == 0
+    assert transport.close()
+
+
+def test_staging_memory_that_does_not_stay_mapped_leaves_costs_unmeasured(
+    played: Torch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A source whose blocks are read directly can be met all the same."""
+
+    def refuse(_: object) -> None:
+        raise InvalidField("regions", "in an expandable segment", "memory that stays mapped")
+
+    memory = RankMemory()
+    memory._devices = {0: access(played)}
+    transport = Transport([MemoryRegion(MemoryKind.VRAM, 0, 1 << 30, SLOT)], memory=memory)
+    monkeypatch.setattr("kvferry._memory.device.check_stable", refuse)
+    plane = replace(worlds.plane(1 << 30, heads_first=True), memory_kind=MemoryKind.VRAM)
+    costs = _MeasuredCosts(PathRule(), RankGeometry(0, (plane,), {}), transport, measured=True)
+    assert costs.rule_of("home", AgentInfo("source", b"", b"", ()), 0.0) is None
     assert transport.close()
 
 
