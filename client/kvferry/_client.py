@@ -278,6 +278,7 @@ class Client(OneProcess):
     def _announce(self, local: LocalRank, session: EngineSession | None, own: EngineToken, deadline: float) -> Cache:
         """Announce registered memory to the node server. If this raises, it may be announced again."""
         engine, rank = local.spec, local.rank.rank
+        local.check_open()
         if session is None:
             self._watch(own, rank, deadline - now())
         runtime = RankRuntime(self._runtime, local, own)
@@ -303,9 +304,10 @@ class Client(OneProcess):
             late = self._closed
             if not late:
                 self._caches.append(cache)
-        if late:
+        if late or local.closed:
             cache.close()
         self._check_open()
+        local.check_open()
         return cache
 
     def _identity(
@@ -344,8 +346,10 @@ class Client(OneProcess):
         Only for processes without the engine's session, which has a Watch of its own.
         """
         with self._lock:
-            if (token, rank) in self._watchers:
-                return
+            known = self._watchers.get((token, rank))
+        # One that has ended for good, e.g. because another process took it over, keeps no registration alive.
+        if known is not None and known.failure is None:
+            return
 
         def register_again() -> None:
             with self._lock:

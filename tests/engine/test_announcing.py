@@ -10,11 +10,13 @@ import pytest
 
 import kvferry
 from kvferry import Blocks, Client, EngineSpec, EngineToken, Group
+from kvferry._reads.runtime import RankRuntime
 from kvferry._transport import nixl_binding
 from kvferry._wire.authority import new_session_secret
 from kvferry.engine import SchedulerPort, WorkerPort
-from kvferry.errors import EngineUnknown, HomeRecovering, KvferryError, NixlError, WrongState
+from kvferry.errors import Closed, EngineUnknown, HomeRecovering, KvferryError, NixlError, WrongState
 from tests.support.identifiers import unique_id
+from tests.support.waiting import until
 
 GROUP = Group("full", block_tokens=4, num_blocks=8)
 AXES = ("kv", "block", "head", "token", "content")
@@ -86,6 +88,45 @@ def test_steps_out_of_turn_are_refused(node: str) -> None:
         with pytest.raises(WrongState, match="already registered"):
             port.register({"l": memory()}, axes=AXES)
         assert port.announce() is port.cache
+
+
+def test_memory_whose_port_or_client_was_closed_is_not_announced(node: str) -> None:
+    spec = EngineSpec(unique_id("e"), (GROUP,))
+    with Client(node) as client:
+        port = WorkerPort(client, spec)
+        port.register_memory({"l": memory()}, axes=AXES)
+        port.close()
+        with pytest.raises(Closed):
+            port.announce()
+        # Nobody was told of its agent, so that other memory may be registered instead.
+        again = WorkerPort(client, spec)
+        assert again.register({"l": memory()}, axes=AXES) is again.cache
+
+
+def test_a_rank_whose_watch_another_process_took_over_opens_one_again(node: str) -> None:
+    spec = EngineSpec(unique_id("e"), (GROUP,), 2)
+    with Client(node) as process, Client(node) as client, Client(node) as other:
+        scheduler = SchedulerPort(process, spec)
+        port = WorkerPort(client, spec, 0, token=scheduler.token)
+        port.register_memory({"l": memory()}, axes=AXES, replicated=True)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(RankRuntime, "register", refuse_to_register)
+            with pytest.raises(NotImplementedError):
+                port.announce()
+        # What the process of a rank does that is started twice, and ends.
+        other._watch(scheduler.token, 0, 10.0)
+        (first,) = client._watchers.values()
+        until(lambda: first.failure is not None)
+        other.close()
+        port.announce()
+        (watcher,) = client._watchers.values()
+        assert watcher.failure is None
+        assert watcher.opened is not None
+        scheduler.close()
+
+
+def refuse_to_register(*_: object) -> float:
+    raise NotImplementedError
 
 
 def test_a_rank_whose_registration_failed_may_be_registered_again(node: str) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from kvferry import Blocks, Client, EngineSpec, Group, IntegrityOptions, Read, ReadState, Verification
 from kvferry._control.connection import Control
-from kvferry.errors import DataLoss
+from kvferry.errors import Closed, DataLoss, HomeRecovering
 from tests.integrity.conftest import Held, Order, Sources, sources_at
 from tests.support.geometry_cases import GQA, MLA, STATE, WINDOWED
 from tests.support.held_ranks import allocate, document
@@ -215,6 +215,22 @@ def test_sums_may_overtake_the_steps_that_they_are_of(tmp_path: Path) -> None:
         # Of what was released nobody needs sums.
         assert cache.session.released(60)
         assert cache.checksum(1, {"full": Blocks([3])}, timeout=1e6).result(60) == 2
+
+
+def test_sums_of_a_publication_that_never_arrives_hold_up_no_others(tmp_path: Path) -> None:
+    group, axes = Group("full", block_tokens=16, num_blocks=8), ("kv", "block", "head", "token", "content")
+    memory = np.zeros((2, 8, 1, 16, 8), np.uint8)
+    with NodeServerProcess(tmp_path / "home") as server, Client(server.address, integrity=FULL) as client:
+        spec = EngineSpec(unique_id("source"), (group,))
+        cache = client.register_cache(spec, tensors={"layers.0": memory}, axes=axes)
+        never = [cache.checksum(1000 + number, {"full": Blocks([3])}, timeout=1e6) for number in range(3)]
+        for block in (1, 2):
+            publication = cache.session.publish(f"r{block}", {"full": Blocks([block])}, checksums=True, timeout=60)
+            assert cache.checksum(publication.number, {"full": Blocks([block])}, timeout=60).result(60) == 2
+        hopeless = cache.checksum(2000, {"full": Blocks([3])}, timeout=0.5)
+        assert isinstance(hopeless.exception(60), HomeRecovering)
+        assert not any(future.done() for future in never)
+    assert all(isinstance(future.exception(60), Closed) for future in never)
 
 
 def test_reader_waits_for_sums_that_are_announced(sources: Sources) -> None:

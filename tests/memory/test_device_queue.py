@@ -9,6 +9,7 @@ import logging
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,17 +17,20 @@ import numpy as np
 import pytest
 import torch
 
+from kvferry._memory.access import StillCopying
 from kvferry._memory.device import DeviceAccess
 from kvferry._memory.rank_memory import RankMemory
 from kvferry._memory.stable import check_stable
+from kvferry._reads.runtime import _MeasuredCosts
 from kvferry._transport.nixl_agent import AgentInfo
 from kvferry._transport.nixl_options import NixlOptions
 from kvferry._transport.staging_pool import StagedWork, StagingPool
 from kvferry._transport.transfer import Transfer, TransferState
 from kvferry._transport.transport import Transport
 from kvferry.errors import InvalidField, TransferFailed
-from kvferry.geometry import Blocks, MemoryKind, MemoryRegion
+from kvferry.geometry import Blocks, MemoryKind, MemoryRegion, RankGeometry
 from kvferry.planner import Path
+from kvferry.planner.path_choice import PathRule
 from kvferry.planner.staged_read import Copy
 from tests.support import large_caches as worlds
 
@@ -39,9 +43,12 @@ class Cuda:
     def __init__(self) -> None:
         self.streams: list[Cuda] = []
         self.current = threading.local()
+        self.lost = False
+        self.priority = 0
 
-    def Stream(self, device: Any) -> Cuda:
+    def Stream(self, device: Any, priority: int = 0) -> Cuda:
         self.streams.append(Cuda())
+        self.streams[-1].priority = priority
         return self.streams[-1]
 
     @contextmanager
@@ -51,7 +58,8 @@ class Cuda:
         self.current.stream = None
 
     def synchronize(self) -> None:
-        pass
+        if self.lost:
+            raise RuntimeError("CUDA error: unspecified launch failure")
 
     def get_allocator_backend(self) -> str:
         return "native"
@@ -140,6 +148,23 @@ def test_each_thread_has_a_stream_of_its_own_and_keeps_it(played: Torch) -> None
     for thread in threads:
         thread.join()
     assert len(played.cuda.streams) == 2
+    # torch gives out few streams of a priority, in turns: none of these is one that an engine captures a graph on.
+    assert all(stream.priority not in (0, -1, -3) for stream in played.cuda.streams)
+
+
+def test_indices_that_a_device_may_still_copy_are_not_overwritten(played: Torch) -> None:
+    target, source = torch.zeros(SLOT, dtype=torch.uint8), torch.zeros(SLOT, dtype=torch.uint8)
+    memory = access(played, target, source)
+    scattered, places = np.array([7, 2, 5]), np.array([0, 1, 2])
+    memory.copy(copies(source.data_ptr(), target, scattered, places, 1))
+    (stream,) = played.cuda.streams
+    pinned = memory._threads.queue._pinned
+    stream.lost = True
+    with pytest.raises(StillCopying):
+        memory.copy(copies(source.data_ptr(), target, scattered, places, 1))
+    stream.lost = False
+    memory.copy(copies(source.data_ptr(), target, np.array([1, 4, 6]), places, 1))
+    assert pinned[:3].tolist() == scattered.tolist()
 
 
 def test_a_device_without_room_for_staging_fails_one_read_only(
@@ -155,6 +180,24 @@ def test_a_device_without_room_for_staging_fails_one_read_only(
     assert "4711" not in raised.value.message
     played.room = 1 << 40
     assert transport.pool(MemoryKind.VRAM, 0).in_use == 0
+    assert transport.close()
+
+
+def test_staging_memory_that_does_not_stay_mapped_leaves_costs_unmeasured(
+    played: Torch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A source whose blocks are read directly can be met all the same."""
+
+    def refuse(_: object) -> None:
+        raise InvalidField("regions", "in an expandable segment", "memory that stays mapped")
+
+    memory = RankMemory()
+    memory._devices = {0: access(played)}
+    transport = Transport([MemoryRegion(MemoryKind.VRAM, 0, 1 << 30, SLOT)], memory=memory)
+    monkeypatch.setattr("kvferry._memory.device.check_stable", refuse)
+    plane = replace(worlds.plane(1 << 30, heads_first=True), memory_kind=MemoryKind.VRAM)
+    costs = _MeasuredCosts(PathRule(), RankGeometry(0, (plane,), {}), transport, measured=True)
+    assert costs.rule_of("home", AgentInfo("source", b"", b"", ()), 0.0) is None
     assert transport.close()
 
 

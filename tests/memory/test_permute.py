@@ -133,7 +133,7 @@ class Device:
     def cuda(self) -> Device:
         return self
 
-    def Stream(self, device: Device) -> Device:
+    def Stream(self, device: Device, priority: int) -> Device:
         assert device is self
         return self
 

@@ -27,13 +27,18 @@ def torch_of(*, cuda: str | None = None, hip: str | None = None) -> Any:
     ("torch", "packages"),
     [
         (None, ("nixl", "nixl_cu13", "nixl_cu12", "nixl_rocm")),
+        # Another thread imports it.
+        (ModuleType("torch"), ("nixl", "nixl_cu13", "nixl_cu12", "nixl_rocm")),
         (torch_of(), ("nixl", "nixl_cu13", "nixl_cu12")),
         (torch_of(cuda="12.9"), ("nixl", "nixl_cu12")),
         (torch_of(cuda="13.0"), ("nixl", "nixl_cu13")),
         (torch_of(hip="7.2.1"), ("nixl_rocm", "nixl")),
     ],
 )
-def test_the_build_is_that_of_the_machine(torch: Any, packages: tuple[str, ...]) -> None:
+def test_the_build_is_that_of_the_machine(
+    torch: Any, packages: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nixl_binding, "_is_cpu_build", lambda: False)
     assert nixl_binding.packages_for(torch) == packages
 
 

@@ -9,7 +9,10 @@ need to be:
   visible to the whole device.
 
 On the default stream a copy would wait for the engine's steps, and they for it. torch's other streams do not wait for
-the default one, and so are no part of a graph that another thread captures (`kvferry._memory.current_device`).
+the default one, and so are no part of a graph that another thread captures (`kvferry._memory.current_device`). But
+torch has only 32 streams of each priority, and gives them out in turns (c10/cuda/CUDAStream.cpp): one of the default
+priority may be the stream that an engine captures on, and copies would become part of its graph. So kvferry's streams
+have a priority that engines leave alone.
 
 The threads are kvferry's own: engines call none of this from theirs. None of it could be run on a GPU here; the tests
 play torch's stream and allocator.
@@ -39,6 +42,10 @@ from kvferry.planner.summed_blocks import AlikeBlocks
 BYTES_AT_ONCE = 16 << 20
 """Bytes that are gathered at a time to be summed; the sum takes five times this. Each step costs a launch, so this is
 much more than on the host."""
+
+STREAM_PRIORITY = -2
+"""Of kvferry's streams. The default is 0; programs that want a higher one take -1, and NCCL, if told to, takes the
+highest, -3."""
 
 INDICES = 4096
 """Places for indices in a thread's pinned memory, at first."""
@@ -187,7 +194,7 @@ class _Queue:
         identity."""
         if device.type != "cpu":
             ignore_captures(hip=torch.version.hip is not None)
-            self._stream = torch.cuda.Stream(device)
+            self._stream = torch.cuda.Stream(device, priority=STREAM_PRIORITY)
 
     @contextmanager
     def current(self) -> Iterator[None]:
@@ -231,6 +238,9 @@ class _Queue:
             if self._stream is not None:
                 self._stream.synchronize()
         except Exception as error:
+            # Indices may still be on their way: the next ones must not take their place, or blocks of another read
+            # would be written to. torch's allocator reuses the memory when the device has copied it.
+            self._pinned = None
             raise StillCopying(f"{self._device}: {error!r}") from error
         finally:
             self._indices.clear()

@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+import heapq
+import itertools
+import logging
+import math
 import threading
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from kvferry._clock import now
-from kvferry._control.connection import Control, retrying
+from kvferry._control.backoff import Backoff
+from kvferry._control.connection import CALL_TIMEOUT, SILENCE, Control
 from kvferry._engine_spec import EngineSpec
 from kvferry._memory.rank_memory import RankMemory
+from kvferry._threads import start_thread
 from kvferry._wire.token import EngineToken, engine_ref
-from kvferry.errors import Closed, InvalidField, PublicationReleased, PublicationStale
+from kvferry.errors import Closed, InvalidField, KvferryError, PublicationReleased, PublicationStale, Unreachable
 from kvferry.geometry.blocks import Blocks, check_ids
 from kvferry.geometry.model import Plane, RankGeometry
 from kvferry.planner.checksum import Sums, runs_of
 from kvferry.planner.summed_blocks import AlikeBlocks, IntegrityOptions, source_blocks
 from kvferry.v1 import kv_transfer_pb2 as pb
+
+logger = logging.getLogger(__name__)
 
 PAGE_SUMS = 1 << 16
 """Most sums in one notification; the contract allows twice as many."""
@@ -27,8 +36,31 @@ PAGE_PARTS = 1024
 """Most planes in one notification: their names take space as well."""
 
 
+@dataclass(slots=True, eq=False)
+class _Order:
+    """Sums to compute and to send, in pages. Those that the home does not take yet are kept for the next attempt.
+
+    Attributes:
+        pages: computes the pages.
+        page: the page that was not sent yet; None: the next one.
+        deadline, silent_until: when it fails, and when a warning says what it waits for, on `kvferry._clock`.
+        done: its future; running from its first attempt.
+        sent: number of sums in its pages so far.
+    """
+
+    pages: Iterator[pb.PublishChecksums]
+    deadline: float
+    silent_until: float
+    done: Future[int] = field(default_factory=Future)
+    page: pb.PublishChecksums | None = None
+    sent: int = 0
+    backoff: Backoff = field(default_factory=lambda: Backoff(jitter=0.5))
+
+
 class Checksummer:
     """Sums the published blocks of one rank. Thread-safe; one thread does the work, and starts with the first call.
+
+    Publications do not wait for each other: while the home does not take the sums of one, those of others are sent.
 
     Args:
         home: the engine's home.
@@ -53,9 +85,12 @@ class Checksummer:
         self._rank = rank
         self._memory = memory
         self._share = options.share
-        self._lock = threading.Lock()
-        self._thread: ThreadPoolExecutor | None = None
-        self._closing = threading.Event()
+        self._changed = threading.Condition()
+        self._orders: list[tuple[float, int, _Order]] = []
+        """A heap: when its next attempt is due, on `kvferry._clock`, then by age."""
+        self._age = itertools.count()
+        self._thread: threading.Thread | None = None
+        self._closing = False
 
     def submit(self, publication: int, blocks: Mapping[str, Blocks], *, last: bool, timeout: float) -> Future[int]:
         """See `Cache.checksum`."""
@@ -65,20 +100,88 @@ class Checksummer:
             return nothing
         planes = [self._planes(name, listed) for name, listed in blocks.items()]
         parts = [part for found in planes for part in found]
-        with self._lock:
-            if self._closing.is_set():
+        began = now()
+        order = _Order(self._pages(publication, parts, last), began + timeout, began + SILENCE)
+        with self._changed:
+            if self._closing:
                 raise Closed(f"the cache of rank {self._rank.rank} of engine {self._spec.engine_id!r} is closed")
             if self._thread is None:
-                self._thread = ThreadPoolExecutor(1, thread_name_prefix="kvferry-checksums")
-            return self._thread.submit(self._run, publication, parts, last, now() + timeout)
+                self._thread = start_thread(self._work, "kvferry-checksums")
+            heapq.heappush(self._orders, (began, next(self._age), order))
+            self._changed.notify()
+        return order.done
 
     def close(self) -> None:
         """Drop the queued work, and wait for the call in progress. Idempotent."""
-        with self._lock:
-            self._closing.set()
+        with self._changed:
+            self._closing = True
+            orders, self._orders = self._orders, []
             thread, self._thread = self._thread, None
-        if thread is not None:
-            thread.shutdown(wait=True, cancel_futures=True)
+            self._changed.notify()
+        for _, _, order in orders:
+            self._drop(order)
+        if thread is not None and thread is not threading.current_thread():
+            thread.join()
+
+    def _work(self) -> None:
+        while (order := self._next()) is not None:
+            if not order.done.running() and not order.done.set_running_or_notify_cancel():
+                continue
+            try:
+                pause = self._attempt(order)
+            except BaseException as error:
+                order.done.set_exception(error)
+                continue
+            if pause is None:
+                order.done.set_result(order.sent)
+                continue
+            with self._changed:
+                closing = self._closing
+                if not closing:
+                    heapq.heappush(self._orders, (now() + pause, next(self._age), order))
+            if closing:
+                self._drop(order)
+
+    def _next(self) -> _Order | None:
+        """Wait until an order is due, and take it; None: the checksummer was closed."""
+        with self._changed:
+            while not self._closing:
+                pause = self._orders[0][0] - now() if self._orders else None
+                if pause is not None and pause <= 0:
+                    return heapq.heappop(self._orders)[2]
+                self._changed.wait(pause)
+        return None
+
+    def _attempt(self, order: _Order) -> float | None:
+        """Send the pages of an order. Returns the seconds until the next attempt; None: it is done."""
+        try:
+            while True:
+                if order.page is None:
+                    order.page = next(order.pages, None)
+                    if order.page is None:
+                        return None
+                    order.sent += sum(len(part.sums) for part in order.page.checksums)
+                self._send(order.page, order.deadline)
+                order.page = None
+        except (PublicationReleased, PublicationStale):
+            # The publication has been released, so nobody needs the sums.
+            return None
+        except KvferryError as error:
+            pause = order.backoff.next(error.retry_after)
+            if not error.retryable or now() + pause >= order.deadline:
+                raise
+            if not isinstance(error, Unreachable) and now() >= order.silent_until:
+                logger.warning("checksums: still failing after %.0f s: %s", SILENCE, error.message)
+                order.silent_until = math.inf
+            return pause
+
+    def _drop(self, order: _Order) -> None:
+        """End an order that was not done when the checksummer was closed."""
+        if order.done.running():
+            problem = f"sums of rank {self._rank.rank} of engine {self._spec.engine_id!r} were not sent"
+            order.done.set_exception(Closed(f"{problem}: the cache is closed"))
+        else:
+            order.done.cancel()
 
     def _planes(self, name: str, blocks: Blocks) -> list[tuple[Plane, Blocks]]:
         group = self._spec.group(name)
@@ -89,25 +192,18 @@ class Checksummer:
                 raise InvalidField("plane", plane.name, "a plane in host memory or in a registered tensor")
         return [(plane, blocks) for plane in planes]
 
-    def _run(self, publication: int, parts: list[tuple[Plane, Blocks]], last: bool, deadline: float) -> int:
-        sent = 0
+    def _pages(self, publication: int, parts: list[tuple[Plane, Blocks]], last: bool) -> Iterator[pb.PublishChecksums]:
         page = pb.PublishChecksums(publication=publication, rank=self._rank.rank)
         room = PAGE_SUMS
-        try:
-            for checksums in self._checksums(publication, parts):
-                if len(checksums.sums) > room or len(page.checksums) == PAGE_PARTS:
-                    self._send(page, deadline)
-                    del page.checksums[:]
-                    room = PAGE_SUMS
-                page.checksums.append(checksums)
-                room -= len(checksums.sums)
-                sent += len(checksums.sums)
-            page.last = last
-            self._send(page, deadline)
-        except (PublicationReleased, PublicationStale):
-            # The publication has been released, so nobody needs the sums.
-            return sent
-        return sent
+        for checksums in self._checksums(publication, parts):
+            if len(checksums.sums) > room or len(page.checksums) == PAGE_PARTS:
+                yield page
+                page = pb.PublishChecksums(publication=publication, rank=self._rank.rank)
+                room = PAGE_SUMS
+            page.checksums.append(checksums)
+            room -= len(checksums.sums)
+        page.last = last
+        yield page
 
     def _checksums(self, publication: int, parts: Iterable[tuple[Plane, Blocks]]) -> Iterator[pb.Checksums]:
         for plane, blocks in parts:
@@ -144,10 +240,6 @@ class Checksummer:
             session_secret=self._token.session_secret,
             notifications=[pb.Notification(checksums=page)],
         )
-
-        def attempt(left: float) -> pb.NotificationResult:
-            if self._closing.is_set():
-                raise Closed(f"sums of publication {page.publication} were not sent: the cache is closed")
-            return self._home.notify_one(request, left)
-
-        retrying(attempt, deadline, self._closing.wait)
+        if self._closing:
+            raise Closed(f"sums of publication {page.publication} were not sent: the cache is closed")
+        self._home.notify_one(request, max(0.001, min(CALL_TIMEOUT, deadline - now())))

@@ -15,7 +15,7 @@ from kvferry._transport.nixl_options import NixlOptions
 from kvferry._transport.staging_pool import StagingOptions
 from kvferry._transport.transport import Transport
 from kvferry._wire.authority import agent_name, new_agent_key
-from kvferry.errors import InvalidField
+from kvferry.errors import Closed, InvalidField
 from kvferry.geometry.model import Interval, MemoryRegion, Plane, RankGeometry, check_rank, check_regions
 from kvferry.geometry.tensors import Holding, Tensor, held, named_tensors
 
@@ -55,6 +55,7 @@ class LocalRank:
         transport: reads into its memory.
         agent: its serving agent; None: other ranks cannot read it.
         agent_key: the key that the serving agent is named after. Secret.
+        closed: it was closed, and nobody can read its memory any more.
 
     Raises:
         BadGeometry: the planes contradict the engine's groups, or lie outside the regions.
@@ -80,6 +81,7 @@ class LocalRank:
         self.spec = spec
         self.rank = rank
         self.regions = owned.regions
+        self.closed = False
         self.agent_key = new_agent_key()
         self.agent: ServingAgent | None = None
         self.memory = RankMemory(owned.tensors)
@@ -90,12 +92,18 @@ class LocalRank:
             owned.regions, options, agents=agents, staging=staging, memory=self.memory, keep=owned.keep
         )
 
+    def check_open(self) -> None:
+        """Raise `Closed` if it was closed: its agents cannot be announced."""
+        if self.closed:
+            raise Closed(f"the memory of rank {self.rank.rank} of engine {self.spec.engine_id!r} was closed")
+
     def close(self, timeout: float) -> None:
         """End the agents. Idempotent.
 
         Args:
             timeout: seconds to wait until all reads are quiet.
         """
+        self.closed = True
         self.transport.close(timeout)
         if self.agent is not None:
             self.agent.close()

@@ -33,7 +33,7 @@ from kvferry._wire.geometry_codec import group_to_proto, rank_to_proto, region_t
 from kvferry._wire.reference import parse_engine_reference
 from kvferry._wire.token import EngineToken, engine_ref
 from kvferry._work_queue import WorkQueue
-from kvferry.errors import EngineUnknown, KvferryError, TransferFailed
+from kvferry.errors import EngineUnknown, KvferryError
 from kvferry.geometry.model import EngineGeometry, RankGeometry
 from kvferry.planner.path_choice import Costs, PathRule
 from kvferry.planner.summed_blocks import IntegrityOptions
@@ -256,8 +256,8 @@ class _MeasuredCosts:
         if known is None:
             try:
                 pool = self._transport.pool(self._plane.memory_kind, self._plane.device)
-            except TransferFailed as error:
-                # No memory for staging now. Whoever needs it will say so.
+            except KvferryError as error:
+                # No memory for staging, or none that stays mapped. Whoever needs it will say so.
                 logger.info("reads from %s are not measured: %s", home, error)
                 return None
             costs = measure(self._transport, agent, pool, min(deadline, now() + MEASURE_TIMEOUT))

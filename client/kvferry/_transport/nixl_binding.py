@@ -76,9 +76,10 @@ def packages_for(torch: Any) -> tuple[str, ...]:
     has a build under a name of its own, as vLLM knows (vLLM 0.32.0, ``vllm/distributed/nixl_utils.py``).
 
     Args:
-        torch: the module, if it is imported: it knows the machine's CUDA or ROCm. None: it is not.
+        torch: the module, if it is imported: it knows the machine's CUDA or ROCm. None: it is not. While another thread
+            imports it, it may not know yet.
     """
-    if torch is None:
+    if not hasattr(torch, "version"):
         # To learn that there is no CUDA, ``nixl`` would import a CPU build of torch: for seconds, in each process.
         return (*BUILDS, "nixl") if _is_cpu_build() else ("nixl", *BUILDS)
     if torch.version.hip is not None:

@@ -169,6 +169,7 @@ class WorkerPort(OneProcess):
 
         Raises:
             WrongState: no memory is registered, or it was announced already.
+            Closed: the port or its client was closed.
             KvferryError: see `Client.register_cache`.
         """
         timeout = arguments.seconds("timeout", timeout)
