@@ -228,7 +228,6 @@ class Client(OneProcess):
         for cache in caches:
             cache.close()
         for rank in ranks:
-            # Those that have a cache have ended with it.
             rank.close(CLOSE_TIMEOUT)
         for session in sessions:
             session.close()
@@ -304,6 +303,9 @@ class Client(OneProcess):
             late = self._closed
             if not late:
                 self._caches.append(cache)
+                if local in self._locals:
+                    # It ends with its cache.
+                    self._locals.remove(local)
         if late or local.closed:
             cache.close()
         self._check_open()

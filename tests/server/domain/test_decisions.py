@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry.errors import EngineUnknown, LeaseEnded, LimitReached, PublicationStale
+from kvferry.errors import EngineUnknown, HomeRecovering, LeaseEnded, LimitReached, PublicationStale
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry_server.domain.book import Standing
 from kvferry_server.domain.limits import Limits
@@ -49,7 +49,7 @@ def test_what_a_lease_is_on_is_told_while_it_lives_and_no_longer() -> None:
 def test_what_has_not_come_is_not_offered() -> None:
     scene = Scene()
     scene.grant(2)
-    with pytest.raises(PublicationStale):
+    with pytest.raises(HomeRecovering, match="has not arrived yet"):
         scene.sources.unreleased(P, 2)
     publication = scene.publish(2)
     assert scene.sources.unreleased(P, 2) is publication
