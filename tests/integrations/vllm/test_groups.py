@@ -205,8 +205,8 @@ SPECS: dict[str, KVCacheSpec] = {
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 @pytest.mark.parametrize("block", [32, 96], ids="decode's blocks of {}".format)
 def test_decode_gets_what_its_next_token_attends_to(spec: KVCacheSpec, block: int) -> None:
-    """For a prompt of every length: prefill leaves the last token out, decode computes it after reading. vLLM takes each
-    full block that decode has read into for its prefix cache, so all of it is read, or nothing is."""
+    """For a prompt of every length: prefill leaves the last token out, decode computes it after reading. vLLM takes
+    each full block that decode has read into for its prefix cache, so all of it is read, or nothing is."""
     mine = spec if isinstance(spec, MambaSpec) else replace(spec, block_size=block)
     for length in range(2, 230):
         prefill, decode = Engine(spec), Engine(mine)
@@ -222,7 +222,7 @@ def test_decode_gets_what_its_next_token_attends_to(spec: KVCacheSpec, block: in
             continue
         assert readable([decode.table], {name: published}, 0, length - 1) == end
         wanted = decode.table.wanted(decode.make_room(end), (0, end))
-        # If the read fails, vLLM is told that its blocks are lost: every request of a windowed model has the null block.
+        # If the read fails, vLLM is told that its blocks are lost: every request of such a model has the null block.
         assert NULL_BLOCK not in wanted.ids.tolist()
         found = needed([decode.table.group], {name: prefill.table.group}, {name: published}, {name: wanted}, (0, end))
         if isinstance(spec, MambaSpec):
