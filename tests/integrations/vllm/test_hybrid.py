@@ -103,6 +103,23 @@ def test_windows_that_begin_with_a_block(pair: Callable[..., tuple[Node, Node]],
     assert decode.call("metric", "vllm:kvferry_read") == len(prompts)
 
 
+def test_what_decode_caches_of_a_window_is_whole(pair: Callable[..., tuple[Node, Node]], tmp_path: Path) -> None:
+    """vLLM keeps every full block of a window that was read into, for other prompts that begin the same. One that ends
+    earlier sees tokens of the first such block that the prompt that was read does not need."""
+    settings = {"disable_hybrid_kv_cache_manager": False, "block": 32}
+    prefill, decode = pair(make_model(tmp_path / "model", kv_heads=4, window=64), settings, settings)
+    # Its window begins at token 85, in the block of tokens 64 to 95.
+    whole = prompt(900, 149)
+    # It has four blocks of the first in common, and sees its tokens from 65 on.
+    other = [*whole[:128], *prompt(901, 3)]
+    expected = [answer["tokens"] for answer in prefill.generate(request(whole), request(other))]
+    [params] = [answer["params"] for answer in prefill.generate(request(whole, 1, PREFILL))]
+    [first] = decode.generate(request(whole, 12, params))
+    [second] = decode.generate(request(other))
+    assert [first["tokens"], second["tokens"]] == expected
+    assert decode.call("metric", "vllm:prefix_cache_hits") >= 128
+
+
 def test_a_draft_model_has_its_layers_beside_the_targets(
     pair: Callable[..., tuple[Node, Node]], tmp_path: Path
 ) -> None:

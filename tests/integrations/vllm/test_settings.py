@@ -72,6 +72,15 @@ def test_a_wrong_key_or_value_is_refused_by_name(extra: dict[str, Any], field: s
     assert said in refused.value.values["expected"]
 
 
+@pytest.mark.parametrize("field", ["ca", "cert", "key"])
+def test_a_key_in_place_of_its_files_name_is_refused_and_not_shown(field: str) -> None:
+    files = {"ca": "/ca.pem", "cert": "/c.pem", "key": "/k.pem"}
+    text = "-----BEGIN PRIVATE KEY-----\nc2VjcmV0\n-----END PRIVATE KEY-----\n"
+    with pytest.raises(InvalidField, match="not what is in it") as refused:
+        ConnectorSettings.of({**ADDRESS, "tls": {**files, field: text}})
+    assert "c2VjcmV0" not in f"{refused.value} {refused.value.values}"
+
+
 def test_the_address_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("KVFERRY_ADDRESS", raising=False)
     with pytest.raises(InvalidField, match="KVFERRY_ADDRESS"):

@@ -49,6 +49,9 @@ class BlockTable:
         group: the group.
         entry_tokens: tokens per entry of the table. vLLM's tables of states have an entry for so many tokens too.
         chunk_tokens: the chunk size of chunked local attention; else 0.
+        window_tokens: the size of a sliding window; else 0. To kvferry such a group is one of tokens, whose tables
+            begin late: the planner would move a window to the token, but vLLM takes each full block that was read
+            into, also the one in which the window begins, for its prefix cache. So whole blocks are read.
         draft_blocks: blocks of a state for drafts; they stand behind its own.
     """
 
@@ -56,19 +59,20 @@ class BlockTable:
     group: Group
     entry_tokens: int
     chunk_tokens: int = 0
+    window_tokens: int = 0
     draft_blocks: int = 0
 
     @property
     def forgets(self) -> bool:
         """Whether vLLM frees blocks that the next token does not need."""
-        return self.chunk_tokens > 0 or self.group.kind is not GroupKind.TOKENS
+        return self.chunk_tokens > 0 or self.window_tokens > 0 or self.group.kind is GroupKind.STATE
 
     def first_needed(self, end: int) -> int:
-        """Return the first token that a token at position `end` attends to."""
+        """Return the first token of the block with the first token that a token at position `end` attends to."""
         if self.chunk_tokens:
             return end // self.chunk_tokens * self.chunk_tokens
-        if self.group.kind is GroupKind.WINDOW:
-            return max(0, end - self.group.window_tokens + 1)
+        if self.window_tokens:
+            return max(0, end - self.window_tokens + 1) // self.entry_tokens * self.entry_tokens
         return 0
 
     def published(self, ids: Sequence[int], tokens: int) -> Blocks:
@@ -102,8 +106,7 @@ class BlockTable:
         begin, end = tokens
         if self.group.kind is GroupKind.STATE:
             return Blocks(self._state(ids, end), state_token=end)
-        if self.chunk_tokens:
-            begin = max(begin, self.first_needed(end))
+        begin = max(begin, self.first_needed(end))
         return Blocks(ids[begin // self.entry_tokens : -(-end // self.entry_tokens)], begin, end)
 
     def _state(self, ids: Sequence[int], tokens: int) -> list[int]:
@@ -199,23 +202,27 @@ def _refused(name: str, reason: str) -> InvalidField:
     return InvalidField("KV-cache spec", name, f"another: {reason}")
 
 
-def _kept(spec: Any) -> tuple[str, GroupKind, int]:
-    """Return what the block table of a spec keeps: its name, kind, and size of window or chunk."""
+def _kept(spec: Any) -> str:
+    """Return the name of what the block table of a spec keeps, with the size of its window or chunk."""
     if isinstance(spec, MambaSpec):
-        return f"state-{spec.mamba_type.name.lower()}", GroupKind.STATE, 0
+        return f"state-{spec.mamba_type.name.lower()}"
     if isinstance(spec, SlidingWindowSpec):
-        return f"window-{spec.sliding_window}", GroupKind.WINDOW, spec.sliding_window
+        return f"window-{spec.sliding_window}"
     if isinstance(spec, ChunkedLocalAttentionSpec):
-        return f"chunk-{spec.attention_chunk_size}", GroupKind.TOKENS, spec.attention_chunk_size
-    return "full", GroupKind.TOKENS, 0
+        return f"chunk-{spec.attention_chunk_size}"
+    return "full"
 
 
 def _table(index: int, spec: Any, vllm_config: Any, num_blocks: int, seen: Counter[str]) -> BlockTable:
-    name, kind, size = _kept(spec)
+    name = _kept(spec)
+    kind = GroupKind.STATE if isinstance(spec, MambaSpec) else GroupKind.TOKENS
     count = seen[name]
     seen[name] += 1
     entry = entry_tokens(spec, vllm_config)
-    chunk = size if kind is GroupKind.TOKENS else 0
+    chunk = int(spec.attention_chunk_size) if isinstance(spec, ChunkedLocalAttentionSpec) else 0
+    window = int(spec.sliding_window) if isinstance(spec, SlidingWindowSpec) else 0
+    # Tokens that drafts of several modules may compute again are behind the window.
+    window += getattr(spec, "extra_retained_tokens", 0) if window else 0
     if chunk % entry:
         # Otherwise a chunk begins inside a block, and a page of some formats cannot be cut there.
         raise InvalidField("attention_chunk_size", chunk, f"a multiple of {entry}, the tokens of a block")
@@ -225,11 +232,9 @@ def _table(index: int, spec: Any, vllm_config: Any, num_blocks: int, seen: Count
         block_tokens=0 if kind is GroupKind.STATE else entry,
         num_blocks=num_blocks,
         null_block=NULL_BLOCK,
-        # Tokens that drafts of several modules may compute again are behind the window.
-        window_tokens=size + getattr(spec, "extra_retained_tokens", 0) if kind is GroupKind.WINDOW else 0,
         pool=POOL,
     )
-    return BlockTable(index, group, entry, chunk, getattr(spec, "num_speculative_blocks", 0))
+    return BlockTable(index, group, entry, chunk, window, getattr(spec, "num_speculative_blocks", 0))
 
 
 def entry_tokens(spec: Any, vllm_config: Any) -> int:

@@ -405,11 +405,13 @@ def _shorten(request: Any, tokens: int) -> None:
     # A request that does not read the prefix cache reads nothing in decode either.
     if not 0 < tokens < request.num_prompt_tokens or request.get_skip_reading_prefix_cache():
         return
-    if request.prompt_token_ids is not None:
-        del request.prompt_token_ids[-tokens:]
-    elif request.prompt_embeds is not None:
-        request.prompt_embeds = request.prompt_embeds[:-tokens]
-    else:
+    if request.prompt_token_ids is None and request.prompt_embeds is None:
         return
+    # Not in place: in an engine of one process vLLM's front end has the same list, as have all samples of the prompt.
+    # A prompt of tokens and embeddings has all three.
+    for name in ("prompt_token_ids", "prompt_embeds", "prompt_is_token_ids"):
+        given = getattr(request, name, None)
+        if given is not None:
+            setattr(request, name, given[:-tokens])
     del request._all_token_ids[-tokens:]
     request.num_prompt_tokens -= tokens

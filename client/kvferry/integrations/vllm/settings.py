@@ -179,7 +179,11 @@ def _value(path: str, hint: object, value: object) -> object:
             entries = arguments.mapping(path, value, f"an object with the fields of {kind.__name__}")
             return _made(kind, f"{path}.", {arguments.text(path, key): entry for key, entry in entries.items()})
         if kind is Path:
-            return Path(arguments.text(path, value, "the name of a file"))
+            named = arguments.text(path, value, "the name of a file")
+            if "\n" in named or named.startswith("-----BEGIN"):
+                # Perhaps the key itself: whoever opens the file would log it as the name.
+                raise InvalidField(path, str, "the name of a file, not what is in it")
+            return Path(named)
     return value
 
 
