@@ -263,6 +263,21 @@ def test_a_write_that_fails_leaves_the_strides_and_says_why(tmp_path: Path) -> N
     assert kind.unwritten.startswith("vLLM's write failed: ")
 
 
+def test_a_kind_is_unwritten_if_either_of_the_layers_written_could_not_be(tmp_path: Path) -> None:
+    """The first and the last layer are written: whoever serves only what was written must hear of both."""
+    config = config_of(tmp_path)
+    modules = attention(config)
+    rank = bound(config, modules)
+
+    def fails(*_: Any) -> None:
+        raise RuntimeError("no kernel")
+
+    list(modules.values())[-1].impl.do_kv_cache_update = fails
+    [kind] = check(rank, declared(rank)).kinds
+    assert len(kind.layers) > 1
+    assert "no kernel" in kind.unwritten
+
+
 # What is wrong is refused.
 
 

@@ -106,7 +106,7 @@ def self_check(layers: Sequence[Layer], planes: Sequence[Plane], vllm_config: An
             for index in written:
                 layer = layers[index]
                 results.append(_check(layer, by_layer[layer.name], vllm_config, names, alike=bool(results)))
-            found.append(results[0])
+            found.append(next((each for each in results if each.unwritten), results[0]))
     report = Report(tuple(found), time.perf_counter() - begin)
     unwritten = any(kind.unwritten for kind in report.kinds)
     logger.log(logging.WARNING if unwritten else logging.INFO, "%s", report)
