@@ -86,6 +86,35 @@ def installed() -> dict[str, str]:
     return {**os.environ, **ENVIRONMENT, "PYTHONPATH": os.pathsep.join(path for path in paths if path)}
 
 
+def make_latent_model(folder: Path, *, layers: int = 4) -> Path:
+    """A model of random weights with latent attention: DeepSeek V2."""
+    import torch
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.DeepseekV2Config(
+        vocab_size=VOCABULARY,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        kv_lora_rank=512,
+        q_lora_rank=None,
+        qk_rope_head_dim=64,
+        qk_nope_head_dim=128,
+        v_head_dim=128,
+        # No experts.
+        first_k_dense_replace=layers,
+        max_position_embeddings=2048,
+        tie_word_embeddings=False,
+        initializer_range=0.2,
+    )
+    model: Any = transformers.DeepseekV2ForCausalLM(config)
+    model.to(torch.float32).save_pretrained(folder, safe_serialization=True)
+    return folder
+
+
 def make_hybrid_model(folder: Path, *, kv_heads: int = 4, layers: int = 4) -> Path:
     """A model of random weights whose layers are Mamba-2 and attention by turns: Granite 4."""
     import torch

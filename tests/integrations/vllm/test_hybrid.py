@@ -1,4 +1,4 @@
-"""Models whose layers keep different things, in real vLLM engines: recurrent states beside attention, and windows."""
+"""Models that keep other things than K and V of every token, in real vLLM engines: states, windows, latents, drafts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,16 @@ from typing import Any
 import pytest
 
 from tests.support.node_servers import NodeServerProcess
-from tests.support.vllm_engines import PREFILL, Node, kvferry, make_hybrid_model, make_model, prompt, request
+from tests.support.vllm_engines import (
+    PREFILL,
+    Node,
+    kvferry,
+    make_hybrid_model,
+    make_latent_model,
+    make_model,
+    prompt,
+    request,
+)
 
 pytestmark = pytest.mark.timeout(900)
 BLOCK = 128
@@ -42,6 +51,9 @@ def pair(home: NodeServerProcess, tmp_path: Path) -> Iterator[Callable[..., tupl
     for node in nodes:
         node.close()
 
+
+LATENT_BLOCK = 16
+"""The only size that vLLM's latent attention takes on CPU."""
 
 LAST_STATE = {"enable_prefix_caching": False}
 """Without prefix caching vLLM keeps the last state only, otherwise states of whole blocks."""
@@ -87,6 +99,30 @@ def test_decode_goes_on_from_prefills_state(
     [longer] = first.generate(request(prompts[-1], 1, PREFILL))
     [answer] = second.generate(request([*prompts[-1], 7, 8, 9], 12, longer["params"]))
     assert answer["tokens"] == first.generate(request([*prompts[-1], 7, 8, 9]))[0]["tokens"]
+
+
+@pytest.mark.parametrize(("prefill", "decode"), [(1, 1), (2, 1), (1, 2)], ids=["1-to-1", "2-to-1", "1-to-2"])
+def test_latent_attention(pair: Callable[..., tuple[Node, Node]], tmp_path: Path, prefill: int, decode: int) -> None:
+    """All ranks hold the same latents.
+
+    On CPU, vLLM computes a last token whose context is in its cache in another way than a whole prompt, and the answers
+    differ. So what decode says is compared with what prefill says of a prompt whose other tokens it has in its cache.
+    """
+    settings = {"block": LATENT_BLOCK}
+    first, second = pair(make_latent_model(tmp_path / "model"), {"tp": prefill, **settings}, {"tp": decode, **settings})
+    prompts = [prompt(800 + blocks, blocks * LATENT_BLOCK + 1) for blocks in (1, 2, 9)]
+    requests = [request(tokens) for tokens in prompts]
+    first.generate(*requests)
+    expected = [answer["tokens"] for answer in first.generate(*requests)]
+    params = [answer["params"] for answer in first.generate(*(request(tokens, 1, PREFILL) for tokens in prompts))]
+    asked = [request(tokens, 12, some) for tokens, some in zip(prompts, params, strict=True)]
+    assert [answer["tokens"] for answer in second.generate(*asked)] == expected
+    assert second.call("metric", "vllm:kvferry_read") == len(prompts)
+    # The cache is prefill's: another prompt with the same last token is continued as prefill's.
+    other = prompt(1, len(prompts[-1]))
+    other[-1] = prompts[-1][-1]
+    [again] = first.generate(request(prompts[-1], 1, PREFILL))
+    assert second.generate(request(other, 12, again["params"]))[0]["tokens"] == expected[-1]
 
 
 def test_windows_that_begin_with_a_block(pair: Callable[..., tuple[Node, Node]], tmp_path: Path) -> None:
