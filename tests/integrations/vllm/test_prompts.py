@@ -9,7 +9,7 @@ import torch
 from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request
 
-from kvferry.integrations.vllm.scheduler import _shorten
+from kvferry.integrations.vllm.prompts import shorten
 
 
 def made(tokens: list[int] | None, **options: Any) -> Request:
@@ -23,10 +23,10 @@ def test_a_prompt_is_shortened_for_its_request_alone(withheld: int) -> None:
     prompt = list(range(100, 110))
     samples = [made(prompt) for _ in range(2)]
     for request in samples:
-        _shorten(request, withheld)
+        shorten(request, withheld)
     # vLLM makes the request of a sample after it has added the one before.
     samples.append(made(prompt))
-    _shorten(samples[-1], withheld)
+    shorten(samples[-1], withheld)
     assert prompt == list(range(100, 110))
     for request in samples:
         assert request.num_prompt_tokens == request.num_tokens == 10 - withheld
@@ -37,7 +37,7 @@ def test_a_prompt_of_tokens_and_embeddings_keeps_the_two_in_step() -> None:
     """vLLM's model runners copy which places are tokens into rows of the prompt's length."""
     mask = [True, False, True, True]
     request = made([7, 0, 8, 9], prompt_embeds=torch.zeros(4, 2), prompt_is_token_ids=mask)
-    _shorten(request, 1)
+    shorten(request, 1)
     assert request.prompt_token_ids == [7, 0, 8]
     assert request.prompt_is_token_ids == mask[:-1]
     assert request.prompt_embeds is not None
@@ -47,5 +47,5 @@ def test_a_prompt_of_tokens_and_embeddings_keeps_the_two_in_step() -> None:
 @pytest.mark.parametrize("length", [1, 2])
 def test_a_token_is_left_to_compute(length: int) -> None:
     request = made(list(range(length)))
-    _shorten(request, 1)
+    shorten(request, 1)
     assert request.num_prompt_tokens == request.num_tokens == 1

@@ -14,6 +14,7 @@ from kvferry._control.publications import ReleaseOutcome
 from kvferry._wire.reference import parse_reference
 from kvferry.engine import Grant, ReadEnd, SchedulerPort
 from kvferry.errors import KvferryError
+from kvferry.integrations.vllm.prompts import shorten
 from kvferry.integrations.vllm.publishing import ComputedPublishing
 from kvferry.integrations.vllm.setup import Setup
 from kvferry.integrations.vllm.siblings import Published, Siblings
@@ -101,7 +102,7 @@ class ConnectorScheduler:
         if params.get("do_remote_decode"):
             self._publishing.expect(request.request_id)
             if request.max_tokens == 1:
-                _shorten(request, self._setup.withheld)
+                shorten(request, self._setup.withheld)
         reference = params.get(REFERENCE)
         if not params.get("do_remote_prefill") or not reference:
             return
@@ -394,24 +395,3 @@ class ConnectorScheduler:
 def _params(reference: str) -> dict[str, Any]:
     """Return the ``kv_transfer_params`` for decode. Routers pass them on unread."""
     return {"do_remote_prefill": True, "do_remote_decode": False, REFERENCE: reference}
-
-
-def _shorten(request: Any, tokens: int) -> None:
-    """Take tokens off the end of a prompt that is prefilled for another engine, which computes them itself.
-
-    Source: vllm-project/vllm 0.32.0, ``_truncate_request_for_prefill`` in
-    vllm/distributed/kv_transfer/kv_connector/v1/nixl/base_scheduler.py.
-    """
-    # A request that does not read the prefix cache reads nothing in decode either.
-    if not 0 < tokens < request.num_prompt_tokens or request.get_skip_reading_prefix_cache():
-        return
-    if request.prompt_token_ids is None and request.prompt_embeds is None:
-        return
-    # Not in place: in an engine of one process vLLM's front end has the same list, as have all samples of the prompt.
-    # A prompt of tokens and embeddings has all three.
-    for name in ("prompt_token_ids", "prompt_embeds", "prompt_is_token_ids"):
-        given = getattr(request, name, None)
-        if given is not None:
-            setattr(request, name, given[:-tokens])
-    del request._all_token_ids[-tokens:]
-    request.num_prompt_tokens -= tokens
