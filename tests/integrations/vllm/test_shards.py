@@ -24,6 +24,7 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 from kvferry import Blocks, plan_read
 from kvferry.errors import Incompatible, InvalidField
 from kvferry.geometry.model import GroupKind
+from kvferry.integrations.vllm.checked_planes import layers_of
 from kvferry.integrations.vllm.shards import RankPlace, holding
 from kvferry.planner import Path
 from tests.support.vllm_caches import CachedEngine, configuration, engine, move, places
@@ -291,6 +292,18 @@ def test_layers_that_prefill_lacks_are_named(described: Callable[[str], Folder])
         plan_read(plain.geometry, drafting.geometry, 0)
     # The other way round it is fine: decode reads what it has.
     plan_read(drafting.geometry, plain.geometry, 0)
+
+
+def test_a_layer_that_shares_the_cache_of_another_is_moved_with_it(described: Callable[[str], Folder]) -> None:
+    """vLLM hands over its tensor under both names, and lists one of them in the groups."""
+    config = configuration(described("attention"))
+    spec = FullAttentionSpec(block_size=32, num_kv_heads=4, head_size=16, dtype=torch.float32)
+    own = names(4, 0, 1)
+    found = engine("p", lambda _: dict.fromkeys(own, spec), config, [RankPlace()], num_blocks=NUM_BLOCKS)
+    [caches] = found.caches
+    shared = {**caches, "model.layers.9.self_attn.attn": caches[own[-1]]}
+    layers = layers_of(config, found.planned[0], found.tables, shared, RankPlace())
+    assert sorted(layer.name for layer in layers) == sorted(own)
 
 
 def test_states_beside_attention_in_one_allocation(described: Callable[[str], Folder]) -> None:
