@@ -144,8 +144,11 @@ proto: ## Generate client/kvferry/v1 from protos/
 proto-check: ## Check that client/kvferry/v1 is what protos/ generates
 	@scripts/generate_protos.sh --check
 
-bench: setup ## Run the benchmarks
-	@.venv/bin/python -m benchmarks
+# matplotlib draws the curves.
+bench: setup ## Run the benchmarks, and write docs/performance.md from them (TOPICS=)
+	@.venv/bin/python -c 'import matplotlib' 2>/dev/null || $(PIP) install -e '.[bench]'
+	@.venv/bin/python -m benchmarks $(TOPICS)
+	@.venv/bin/python -m benchmarks.report
 
 bench-vllm: $(VLLM_VENV) ## Compare with vLLM's own connector, in a real vLLM
 	@$(VLLM_FOLDER)/bin/python -m benchmarks.vllm_pd

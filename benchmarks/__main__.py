@@ -1,40 +1,35 @@
-"""Run the suite and write its table: `python -m benchmarks`."""
+"""Run the benchmarks: `python -m benchmarks` all of them, `python -m benchmarks TOPIC …` some.
+
+Each topic runs in a process of its own. Its results replace those in results.json, from which `make bench` writes
+docs/performance.md and RESULTS.md.
+"""
 
 from __future__ import annotations
 
-import platform
-from pathlib import Path
+import argparse
 
-import numpy as np
-
-from benchmarks import control, engines, expand, integrity, paths, transfer
-
-RESULTS = Path(__file__).parent / "RESULTS.md"
-
-HEADER = """# Benchmarks
-
-Written by `make bench`. Ratios from one run on one machine; on a shared machine they move by some tens of percent from
-run to run.
-
-"""
+from benchmarks.measures import FULL, SMOKE
+from benchmarks.results import RESULTS, Results, machine
+from benchmarks.topics import TOPICS, measured
 
 
 def main() -> None:
-    """Every benchmark, one after the other."""
-    tables = [
-        transfer.run(),
-        transfer.run("tcp"),
-        paths.run(),
-        paths.run("tcp"),
-        control.run(),
-        integrity.run(),
-        *engines.run(),
-        *expand.run(),
-    ]
-    text = HEADER + f"Python {platform.python_version()}, numpy {np.__version__}, {platform.machine()}.\n\n"
-    text += "\n".join(table.markdown() for table in tables)
-    RESULTS.write_text(text)
-    print(text)
+    """Run what the command line names."""
+    parser = argparse.ArgumentParser("python -m benchmarks", description=__doc__)
+    parser.add_argument("topics", nargs="*", metavar="TOPIC", help=f"of {', '.join(TOPICS)}; none: all")
+    parser.add_argument("--smoke", action="store_true", help="only whether they run; writes nothing")
+    given = parser.parse_args()
+    unknown = sorted(set(given.topics) - set(TOPICS))
+    if unknown:
+        parser.error(f"no such topics: {', '.join(unknown)}")
+    found = {}
+    for name in given.topics or TOPICS:
+        found[name] = measured(name, SMOKE if given.smoke else FULL)
+        print(f"{found[name].table().markdown()}\n{name}: {found[name].took} s, load {found[name].load}\n", flush=True)
+    if given.smoke:
+        return
+    known = Results.parse(RESULTS.read_text()) if RESULTS.exists() else Results(machine(), {})
+    RESULTS.write_text(known.with_topics(found).dump())
 
 
 if __name__ == "__main__":

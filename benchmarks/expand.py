@@ -1,8 +1,5 @@
 """What turning a request's block ids into descriptors costs: against the number of pieces, against a copy of the same
-arrays, and against NIXL's own making of a transfer from them.
-
-`python -m benchmarks.expand` prints the tables.
-"""
+arrays, and against NIXL's own making of a transfer from them."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from benchmarks.tables import Table, seconds
+from benchmarks.measures import FULL, Action, Effort, Measure, Topic, interleaved
 from kvferry import Blocks, EngineGeometry, Group, Interval, MemoryKind, Plane, RankGeometry
 from kvferry.planner import Path, PathRule, ReadPlan, plan_read
 from kvferry.planner.descriptors import Descriptors, DescriptorTable, PreparedDescriptors
@@ -122,27 +119,27 @@ def copy_of(lists: Sequence[Descriptors]) -> Callable[[], object]:
     return lambda: [array.copy() for array in arrays]
 
 
-def linear() -> Table:
+def linear(effort: Effort) -> list[Measure]:
     """Time against the number of pieces, 10² to 10⁶."""
-    rows = []
-    for blocks in (2, 16, 160, 1600, 16_000):
+    measures = []
+    for blocks in (2, 16, 160, 1600, 16_000)[: effort.size(5, 1)]:
         plan = plan_of(engine("p", num_blocks=2 * blocks), engine("d", num_blocks=2 * blocks))
         run = consecutive(blocks)
-        one_run = seconds(Case("", plan, run, run).expand, REPEATS)
         case = Case("", plan, scattered(blocks, 2 * blocks, 1), scattered(blocks, 2 * blocks, 2))
-        found = case.expand()
-        taken, copied = seconds(case.expand, REPEATS), seconds(copy_of(case.lists()), REPEATS)
-        rows.append(
-            [
-                f"{found.pieces:,}",
-                f"{1e3 * one_run:.3f}",
-                f"{1e3 * taken:.3f}",
-                f"{1e9 * taken / found.pieces:.1f}",
-                f"{taken / copied:.1f}",
-            ]
-        )
-    columns = ["pieces", "one run, ms", "scattered, ms", "scattered, ns per piece", "scattered against a copy"]
-    return Table("Expanding a request, 64 planes, against a numpy copy of the arrays it returns", columns, rows)
+        label = f"{case.expand().pieces:,} pieces"
+        actions = {
+            f"copying the arrays, {label}": Action(copy_of(case.lists())),
+            f"expanding, {label}, one run": Action(Case("", plan, run, run).expand),
+            f"expanding, {label}, scattered": Action(case.expand),
+        }
+        times = interleaved(actions, effort.repeats(REPEATS))
+        copied, in_a_run, in_pieces = times
+        measures += [
+            Measure(copied, "s", times[copied]),
+            Measure(in_a_run, "s", times[in_a_run]),
+            Measure(in_pieces, "s", times[in_pieces], copied),
+        ]
+    return measures
 
 
 def cases() -> list[Case]:
@@ -175,24 +172,15 @@ def cases() -> list[Case]:
     ]
 
 
-def aims() -> Table:
+def aims(effort: Effort) -> list[Measure]:
     """8,192 blocks."""
-    rows = []
-    for case in cases():
-        found = case.expand()
-        taken, copied = seconds(case.lists, REPEATS), seconds(copy_of(case.lists()), REPEATS)
-        rows.append(
-            [
-                case.label,
-                f"{found.pieces:,}",
-                f"{found.descriptors:,}",
-                f"{1e3 * taken:.2f}",
-                f"{1e9 * taken / found.descriptors:.1f}",
-                f"{taken / copied:.1f}",
-            ]
-        )
-    columns = ["8,192 blocks", "pieces", "descriptors", "ms", "ns per descriptor", "against a copy"]
-    return Table("Expanding long requests, checks included", columns, rows)
+    measures = []
+    for case in cases()[: effort.size(7, 2)]:
+        copied, expanded = f"copying the arrays, {case.label}", f"expanding, {case.label}"
+        actions = {copied: Action(copy_of(case.lists())), expanded: Action(case.lists)}
+        times = interleaved(actions, effort.repeats(REPEATS))
+        measures += [Measure(copied, "s", times[copied]), Measure(expanded, "s", times[expanded], copied)]
+    return measures
 
 
 class _Nixl:
@@ -237,7 +225,7 @@ class _Nixl:
         return found
 
 
-def against_nixl() -> Table:
+def against_nixl(effort: Effort) -> list[Measure]:
     """Expanding and making, against making alone."""
     num_blocks = 2 * BLOCKS
     nixl = _Nixl(PLANES * num_blocks * HEADS * 16 * STATE_BYTES)
@@ -254,7 +242,7 @@ def against_nixl() -> Table:
         ("scattered", scattered(BLOCKS, num_blocks, 1), scattered(BLOCKS, num_blocks, 2)),
     ]
     (table,) = plan.tables.tables
-    rows = []
+    measures = []
     for label, source, destination in ids:
         case = Case(label, plan, source, destination)
         # What one would hand to NIXL without a planner: every plane's row times every block.
@@ -263,26 +251,17 @@ def against_nixl() -> Table:
             np.add.outer(table.source_first.astype(np.int32), source).ravel(),
             np.add.outer(table.destination_first.astype(np.int32), destination).ravel(),
         )
-        bare = seconds(partial(nixl.make, [plain]), REPEATS)
-        both = seconds(lambda case=case: nixl.make(case.lists()), REPEATS)  # type: ignore[misc]
-        rows.append(
-            [label, f"{case.expand().descriptors:,}", f"{1e3 * bare:.2f}", f"{1e3 * both:.2f}", f"{both / bare:.2f}"]
-        )
-    columns = ["64 planes, 8,192 blocks", "descriptors", "make, ms", "expand and make, ms", "ratio"]
-    title = "Expanding and making a transfer, against NIXL's making of all 524,288 pieces (aim: 1.15)"
-    return Table(title, columns, rows)
+        made, both = f"NIXL's making, 8,192 blocks, {label}", f"expanding and making, 8,192 blocks, {label}"
+        actions = {
+            made: Action(partial(nixl.make, [plain])),
+            both: Action(lambda case=case: nixl.make(case.lists())),  # type: ignore[misc]
+        }
+        times = interleaved(actions, effort.repeats(REPEATS))
+        measures += [Measure(made, "s", times[made]), Measure(both, "s", times[both], made)]
+    return measures
 
 
-def run() -> list[Table]:
-    """The tables; those that need NIXL only where it is installed."""
-    tables = [linear(), aims()]
-    try:
-        import nixl  # noqa: F401
-    except ImportError:
-        return tables
-    return [*tables, against_nixl()]
-
-
-if __name__ == "__main__":
-    for table in run():
-        print(table.markdown())
+def run(effort: Effort = FULL) -> Topic:
+    """Measure."""
+    measures = [*linear(effort), *aims(effort), *against_nixl(effort)]
+    return Topic("expand", "Expanding requests into descriptors, 64 planes", tuple(measures))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import secrets
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,53 +11,57 @@ from multiprocessing.connection import Connection
 
 import numpy as np
 
-import kvferry
-from benchmarks.tables import Table, seconds
-from benchmarks.transfer import BLOCK, HEAD_DIM, HEADS, LAYERS, NUM_BLOCKS, group, memory, planes
-from kvferry import Blocks, Cache, Client, EngineSpec, IntegrityOptions, Interval
-from kvferry._clock import now
+from benchmarks.caches import CacheMemory, Ids, Layout
+from benchmarks.measures import FULL, Action, Effort, Measure, Topic, interleaved
+from benchmarks.node_server import node_server
+from kvferry import Blocks, Cache, Client, EngineSpec, IntegrityOptions
 
 REPEATS = 5
+LAYOUT = Layout()
 BLOCKS = 256
-FULL = IntegrityOptions("full", patience=30)
-SAMPLED = IntegrityOptions("sampled", rate=0.1, patience=30)
+MODES = {
+    "off": IntegrityOptions(),
+    "sampled, 10 %": IntegrityOptions("sampled", rate=0.1, patience=30),
+    "full": IntegrityOptions("full", patience=30),
+}
+TIMEOUT = 60.0
 
 
-def run_source(address: str, options: IntegrityOptions, pipe: Connection) -> None:
-    """The source engine. Publishes and sums, for one read, whenever it is told to; answers the seconds for the sums."""
+def _registered(client: Client, memory: CacheMemory, *, serve: bool) -> Cache:
+    spec = EngineSpec(f"integrity-{secrets.token_hex(4)}", (memory.layout.group(),))
+    return client.register_cache(spec, planes=memory.planes(), regions=[memory.region], keep=memory, serve=serve)
+
+
+def _run_source(address: str, layout: Layout, options: IntegrityOptions, pipe: Connection) -> None:
+    """The source engine: publishes and sums, for one read, whenever it is told to; answers the seconds for the sums."""
+    memory = CacheMemory(layout)
+    memory.fill()
     with Client(address, integrity=options) as client:
-        cache, _ = _cache(client, "source", serve=True)
+        cache = _registered(client, memory, serve=True)
         pipe.send("ready")
         while True:
             try:
-                pipe.recv()
+                count = pipe.recv()
             except EOFError:
                 return
-            blocks = {"full": Blocks(list(range(BLOCKS)))}
+            blocks = {"full": Blocks(range(count))}
             publication = cache.session.publish("benchmark", blocks, checksums=options.mode != "off")
-            began = now()
-            cache.checksum(publication.number, blocks).result(60)
-            pipe.send((publication.reference, now() - began))
-
-
-def _cache(client: Client, engine_id: str, *, serve: bool) -> tuple[Cache, np.ndarray]:
-    cells, region = memory(HEADS)
-    spec = EngineSpec(engine_id, (group(),))
-    held = planes(Interval(0, HEADS), region.base)
-    return client.register_cache(spec, planes=held, regions=[region], keep=cells, serve=serve), cells
+            began = time.perf_counter()
+            cache.checksum(publication.number, blocks).result(TIMEOUT)
+            pipe.send((publication.reference, time.perf_counter() - began))
 
 
 @contextmanager
-def _source(address: str, options: IntegrityOptions) -> Iterator[Callable[[], tuple[str, float]]]:
+def _source(address: str, layout: Layout, options: IntegrityOptions) -> Iterator[Callable[[int], tuple[str, float]]]:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=run_source, args=(address, options, theirs), daemon=True)
+    process = context.Process(target=_run_source, args=(address, layout, options, theirs), daemon=True)
     process.start()
     theirs.close()
     ours.recv()
 
-    def publish() -> tuple[str, float]:
-        ours.send("publish")
+    def publish(count: int) -> tuple[str, float]:
+        ours.send(count)
         reference, took = ours.recv()
         return str(reference), float(took)
 
@@ -65,30 +70,53 @@ def _source(address: str, options: IntegrityOptions) -> Iterator[Callable[[], tu
     process.join(20)
 
 
-def run() -> Table:
+def run(effort: Effort = FULL) -> Topic:
     """Measure."""
-    rows = []
-    size = 2 * LAYERS * BLOCKS * BLOCK * HEADS * HEAD_DIM * 2
-    cells = np.ones(2 * LAYERS * NUM_BLOCKS * BLOCK * HEADS * HEAD_DIM * 2, np.uint8)
-    into = np.ones(size, np.uint8)
-    copy = seconds(lambda: np.copyto(into, cells[:size]), REPEATS)
-    for label, options in (("off", IntegrityOptions()), ("sampled, 10 %", SAMPLED), ("full", FULL)):
-        reads, sums, verified = [], [], 0
-        with (
-            kvferry.serve("127.0.0.1:0", unix="") as server,
-            _source(server.address, options) as publish,
-            Client(server.address, integrity=options) as client,
-        ):
-            cache, _ = _cache(client, "destination", serve=False)
-            for _ in range(REPEATS + 1):
-                reference, took = publish()
-                began = time.perf_counter()
-                result = cache.read(reference, {"full": Blocks(list(range(BLOCKS)))}).result(60)
-                reads.append(time.perf_counter() - began)
-                sums.append(took)
-                verified = result.verification.verified if result.verification else 0
-        read, summed = sorted(reads[1:])[REPEATS // 2], sorted(sums[1:])[REPEATS // 2]
-        made = f"{summed / copy:.2f}" if options.mode != "off" else "-"
-        rows.append((label, f"{read / copy:.2f}", made, f"{verified:,}"))
-    title = f"Integrity mode: {size >> 20} MiB, times in memcpy of the same bytes"
-    return Table(title, ("mode", "a whole read", "sums at the source", "sums compared"), rows)
+    layout = LAYOUT if not effort.smoke else Layout(layers=1, num_blocks=32)
+    ids = np.arange(effort.size(BLOCKS, 8), dtype=np.int32)
+    measures: list[Measure] = []
+    with node_server() as server:
+        for mode in MODES if not effort.smoke else ("full",):
+            options = MODES[mode]
+            with (
+                _source(server.address, layout, options) as publish,
+                Client(server.address, integrity=options) as client,
+            ):
+                memory = CacheMemory(layout)
+                cache = _registered(client, memory, serve=False)
+                measures += _measured(mode, publish, cache, memory, ids, effort.repeats(REPEATS))
+    return Topic("integrity", "Integrity mode, 256 MiB", tuple(measures))
+
+
+def _measured(
+    mode: str, publish: Callable[[int], tuple[str, float]], cache: Cache, memory: CacheMemory, ids: Ids, repeats: int
+) -> list[Measure]:
+    size = len(ids) * memory.layout.block_bytes()
+    left, right = np.ones(size, np.uint8), np.ones(size, np.uint8)
+    references: list[str] = []
+    sums: list[float] = []
+    blocks = {"full": Blocks(ids)}
+
+    def prepare() -> None:
+        memory.poison(ids)
+        reference, took = publish(len(ids))
+        references.append(reference)
+        sums.append(took)
+
+    def read() -> None:
+        result = cache.read(references.pop(), blocks).result(TIMEOUT)
+        verified = 0 if result.verification is None else result.verification.verified
+        # Of few blocks, a sample may have none.
+        if (verified == 0) != (mode == "off") and not mode.startswith("sampled"):
+            raise AssertionError(f"{mode}: {verified} sums were compared")
+
+    actions = {
+        "memcpy": Action(lambda: np.copyto(right, left)),
+        "read": Action(read, prepare=prepare, verify=lambda: memory.check(ids, ids)),
+    }
+    times = interleaved(actions, repeats)
+    memcpy = f"memcpy, {mode}"
+    measures = [Measure(memcpy, "s", times["memcpy"]), Measure(f"whole read, {mode}", "s", times["read"], memcpy)]
+    if mode != "off":
+        measures.append(Measure.of(f"sums at the source, {mode}", "s", sums[-repeats:], memcpy))
+    return measures

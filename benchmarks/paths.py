@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import mmap
 import multiprocessing
 import secrets
-import statistics
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,9 +11,9 @@ from functools import partial
 from multiprocessing.connection import Connection
 
 import numpy as np
-import numpy.typing as npt
 
-from benchmarks.tables import Table, once
+from benchmarks.caches import FACTOR, POISON, Ids, Words, WrongBytes
+from benchmarks.measures import FULL, Action, Effort, Measure, Topic, interleaved, median
 from kvferry import (
     Blocks,
     Costs,
@@ -23,7 +21,6 @@ from kvferry import (
     Group,
     Interval,
     MemoryKind,
-    MemoryRegion,
     NixlOptions,
     PathRule,
     Plane,
@@ -33,13 +30,15 @@ from kvferry._transport.calibration import measure
 from kvferry._transport.nixl_agent import AgentInfo, ServingAgent
 from kvferry._transport.transport import TransferPart, Transport
 from kvferry.geometry import RankGeometry
+from kvferry.host_memory import HostMemory
 from kvferry.planner import Path, ReadPlan, plan_read
 
 TOKENS, HEADS = 8, 8
-SERVED = 64 << 20
+SERVED = 32 << 20
 """Bytes that the source serves; every case reads rows of half of them."""
 RUNS = (256, 512, 1 << 10, 2 << 10, 4 << 10, 8 << 10, 16 << 10, 32 << 10, 64 << 10)
-REPEATS = 9
+HEADS_READ = (8, 4, 1)
+REPEATS = 5
 
 
 @dataclass(frozen=True)
@@ -53,6 +52,11 @@ class Case:
     def blocks(self) -> int:
         """Blocks on either side."""
         return SERVED // (TOKENS * HEADS * self.run)
+
+    @property
+    def label(self) -> str:
+        """In a measure's name."""
+        return f"pieces of {self.run:,} B, {self.heads} of {HEADS} heads"
 
     def plane(self, base: int, heads: int, *, heads_first: bool) -> Plane:
         """One plane of `heads` heads."""
@@ -86,20 +90,49 @@ class Case:
         return plan_read(EngineGeometry("p", groups, (theirs,)), EngineGeometry("d", groups, (mine,)), 0, rule=rule)
 
 
-def mapped(size: int) -> tuple[npt.NDArray[np.uint8], MemoryRegion]:
-    """Touched memory, in huge pages where the system has them."""
-    memory = mmap.mmap(-1, size)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    cells = np.frombuffer(memory, np.uint8)
-    cells[:] = 1
-    return cells, MemoryRegion(MemoryKind.DRAM, 0, cells.ctypes.data, size)
+class Pieces:
+    """The memory of one side, in huge pages.
+
+    Attributes:
+        cells: the bytes.
+        region: for NIXL.
+    """
+
+    def __init__(self) -> None:
+        memory = HostMemory(SERVED)
+        self.cells, self.region = memory.array, memory.region
+        self._keep = memory
+
+    def fill(self) -> None:
+        """Write what the source holds: words that say where they lie."""
+        self.cells.view(np.uint64)[:] = _content()
+
+    def poison(self) -> None:
+        """Write what no source holds."""
+        self.cells.view(np.uint64)[:] = POISON
+
+    def check(self, case: Case, theirs: Ids, mine: Ids) -> None:
+        """Compare what was read, head by head, with the source, token by token.
+
+        Raises:
+            WrongBytes: they differ.
+        """
+        source = _content().reshape(case.blocks, TOKENS, HEADS, case.run // 8)
+        size = case.blocks * case.heads * TOKENS * case.run
+        found = self.cells[:size].view(np.uint64).reshape(case.blocks, case.heads, TOKENS, case.run // 8)
+        if not np.array_equal(found[mine], source[theirs][:, :, : case.heads].transpose(0, 2, 1, 3)):
+            raise WrongBytes(f"{case}: the bytes read are not those of the source")
+
+
+def _content() -> Words:
+    return np.arange(1, 1 + SERVED // 8, dtype=np.uint64) * FACTOR
 
 
 def serve(ucx_tls: str, pipe: Connection) -> None:
     """The source, in a process of its own, until the pipe is closed."""
-    _cells, region = mapped(SERVED)
-    agent = ServingAgent(f"benchmark/{secrets.token_hex(6)}", [region], NixlOptions(ucx_tls=ucx_tls))
+    memory = Pieces()
+    memory.fill()
+    agent = ServingAgent(f"benchmark/{secrets.token_hex(6)}", [memory.region], NixlOptions(ucx_tls=ucx_tls))
     pipe.send(agent.info)
     try:
         pipe.recv()
@@ -121,51 +154,57 @@ def source(ucx_tls: str) -> Iterator[AgentInfo]:
 
 
 def move(transport: Transport, parts: list[TransferPart]) -> None:
-    """One read."""
-    transport.start(parts, deadline=None, label="benchmark").wait(60)
+    """One read; raises the error that it ended with."""
+    transfer = transport.start(parts, deadline=None, label="benchmark")
+    if not transfer.wait(60):
+        raise TimeoutError("a read takes more than a minute")
+    if transfer.error is not None:
+        raise transfer.error
 
 
-def measure_case(case: Case, info: AgentInfo, region: MemoryRegion, transport: Transport, costs: Costs) -> list[str]:
-    """One line of the table."""
+def measure_case(
+    case: Case, info: AgentInfo, memory: Pieces, transport: Transport, costs: Costs, repeats: int
+) -> list[Measure]:
+    """One cell: both paths, and the chosen one in the faster one's time."""
     random = np.random.default_rng(1)
-    theirs, mine = (random.permutation(case.blocks)[: max(1, case.blocks // 2)] for _ in range(2))
+    theirs, mine = (random.permutation(case.blocks)[: max(1, case.blocks // 2)].astype(np.int32) for _ in range(2))
     actions = {}
-    plans = {path: case.plan(info.regions[0].base, region.base, PathRule(path, costs)) for path in (*Path, None)}
+    plans = {path: case.plan(info.regions[0].base, memory.region.base, PathRule(path, costs)) for path in (*Path, None)}
     for path in Path:
         expansion = plans[path].expand({"full": Blocks(theirs)}, {"full": Blocks(mine)})
         parts = [TransferPart.of(info, of) for of in expansion.sources]
-        actions[path] = partial(move, transport, parts)
-    # In turn, so that whatever else the machine does hits both.
-    rounds = [{path: once(action) for path, action in actions.items()} for _ in range(1 + REPEATS)][1:]
-    times = {path: statistics.median(found[path] for found in rounds) for path in Path}
+        actions[path.value] = Action(
+            partial(move, transport, parts), prepare=memory.poison, verify=partial(memory.check, case, theirs, mine)
+        )
+    times = interleaved(actions, repeats)
     (chosen,) = plans[None].paths
-    best = min(times.values())
+    faster = min(times, key=lambda path: median(times[path]))
+    names = {path: f"{path}, {case.label}" for path in times}
     return [
-        f"{case.run:,} B",
-        f"{case.heads} of {HEADS}",
-        f"{times[Path.DIRECT] / best:.2f}",
-        f"{times[Path.STAGED] / best:.2f}",
-        chosen.path.value,
-        f"{times[chosen.path] / best:.2f}",
-        f"{chosen.staged / chosen.direct * times[Path.DIRECT] / times[Path.STAGED]:.2f}" if chosen.direct else "",
+        *(Measure(names[path], "s", times[path]) for path in times),
+        Measure(f"chosen, {case.label}", "s", times[chosen.path.value], names[faster]),
     ]
 
 
-def run(ucx_tls: str = "") -> Table:
-    """Every run length over one UCX transport; empty: UCX's choice, CMA on one host."""
-    cells, region = mapped(SERVED)
-    rows = []
-    transport = Transport([region], NixlOptions(ucx_tls=ucx_tls), keep=cells)
+def measured(name: str, title: str, ucx_tls: str, effort: Effort) -> Topic:
+    """Every run length over one UCX transport; empty: UCX's choice."""
+    memory = Pieces()
+    measures: list[Measure] = []
+    transport = Transport([memory.region], NixlOptions(ucx_tls=ucx_tls), keep=memory)
     with source(ucx_tls) as info:
         pool = transport.pool(MemoryKind.DRAM, 0)
         costs = measure(transport, info, pool, now() + 10) or Costs()
-        for heads in (8, 4, 1):
-            rows += [measure_case(Case(size, heads), info, region, transport, costs) for size in RUNS]
+        measures += [
+            Measure.of("measured cost of a descriptor", "s", costs.descriptor),
+            Measure.of("measured cost of a run copied", "s", costs.cell),
+        ]
+        for heads in HEADS_READ[: effort.size(len(HEADS_READ), 1)]:
+            for size in RUNS if not effort.smoke else RUNS[5:6]:
+                measures += measure_case(Case(size, heads), info, memory, transport, costs, effort.repeats(REPEATS))
         transport.close()
-    name = f"UCX over {ucx_tls}" if ucx_tls else "UCX's choice (CMA on one host)"
-    constants = f"{costs.descriptor * 1e6:.1f} µs a descriptor, {costs.cell * 1e9:.0f} ns a run copied"
-    return Table(
-        f"Paths, {name}: times as multiples of the faster path's (constants as measured: {constants})",
-        ("pieces", "heads", "direct", "staged", "chosen", "chosen / faster", "estimate / measured"),
-        rows,
-    )
+    return Topic(name, title, tuple(measures))
+
+
+def run(effort: Effort = FULL) -> Topic:
+    """Measure over CMA."""
+    return measured("paths", "Short pieces on one host: read directly, and through staging memory", "", effort)

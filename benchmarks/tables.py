@@ -23,9 +23,12 @@ class Table:
     rows: Sequence[Sequence[str]]
 
     def markdown(self) -> str:
-        """The table as Markdown."""
-        lines = [f"### {self.title}", "", "| " + " | ".join(self.columns) + " |"]
-        lines.append("|---|" + "---:|" * (len(self.columns) - 1))
+        """The table as Markdown, below its title."""
+        return f"### {self.title}\n\n{self.lines()}"
+
+    def lines(self) -> str:
+        """The table as Markdown, without its title."""
+        lines = ["| " + " | ".join(self.columns) + " |", "|---|" + "---:|" * (len(self.columns) - 1)]
         lines += ["| " + " | ".join(row) + " |" for row in self.rows]
         return "\n".join(lines) + "\n"
 

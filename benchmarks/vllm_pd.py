@@ -1,120 +1,178 @@
-"""vLLM's own NixlConnector and ours, side by side: the time from prefill's answer to decode's first token, and the
-calls that it takes. In vLLM's environment: `make bench-vllm`."""
+"""vLLM's own NixlConnector and ours, side by side: the time from prefill's answer to decode's first token.
+
+In vLLM's environment: `make bench-vllm`. The engines of both connectors live at the same time, and requests alternate
+between them. While one pair is measured, the processes of the other are stopped: an idle NixlConnector keeps a core
+busy.
+"""
 
 from __future__ import annotations
 
+import argparse
+import json
+import os
+import signal
 import statistics
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-import kvferry
 from benchmarks.tables import Table
-from kvferry_server.node.guard import Guard
-from tests.support.node_servers import free_port
+from tests.support.node_servers import NodeServerProcess, free_port
 from tests.support.vllm_engines import PREFILL, Node, make_model, prompt, request
 from tests.support.vllm_engines import kvferry as our_connector
 
 LENGTHS = (64, 512, 1536)
-REPEATS = 8
-ROUNDS = 2
+REPEATS = 12
+STARTS = 3
+TOKEN_BYTES = 2 * 16 * 4 * 64 * 4
+"""Bytes of a token in the cache of the model: K and V, layers, heads, their size, float32."""
+
+THEIRS, OURS = "NixlConnector", "kvferry"
 RESULTS = Path(__file__).parent / "RESULTS-vllm.md"
-
-CALLS: Counter[str] = Counter()
-
-
-@contextmanager
-def counted() -> Iterator[None]:
-    """Count the calls that node servers of this process get, by method."""
-    original = Guard.intercept_service
-
-    async def counting(self: Any, continuation: Any, details: Any) -> Any:
-        CALLS[str(details.method).rpartition("/")[2]] += 1
-        return await original(self, continuation, details)
-
-    Guard.intercept_service = counting  # type: ignore[method-assign, assignment]
-    yield
-    Guard.intercept_service = original  # type: ignore[method-assign]
 
 
 class Pair:
-    """A prefill and a decode engine of one rank with one of the connectors."""
+    """A prefill and a decode engine with one of the connectors.
 
-    def __init__(self, name: str, model: Path, folder: Path, address: str, round_: int) -> None:
+    Args:
+        name: of the connector.
+        model: folder of the model.
+        folder: for the engines' logs.
+        address: of kvferry's node server.
+        tp: the prefill engine's tensor-parallel size; that of decode is 1.
+    """
+
+    def __init__(self, name: str, model: Path, folder: Path, address: str, tp: int) -> None:
         settings: dict[str, Any] = {"kv_cache_memory_bytes": 256 << 20, "max_num_batched_tokens": 2048}
-        environments = [{"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())} for _ in range(2)]
+        self.name = name
         self.nodes = []
-        for role, environment in zip(("kv_producer", "kv_consumer"), environments, strict=True):
-            ours = our_connector(role, address)
-            connector = ours if name == "kvferry" else {"kv_connector": "NixlConnector", "kv_role": role}
-            log = folder / f"{name}-{role}-{round_}.log"
-            self.nodes.append(Node(model, log, connector=connector, environment=environment, **settings))
-        self.prefill, self.decode = (node.ready() for node in self.nodes)
+        for role, size in (("kv_producer", tp), ("kv_consumer", 1)):
+            connector = our_connector(role, address)
+            if name == THEIRS:
+                connector = {"kv_connector": THEIRS, "kv_role": role}
+            log = folder / f"{name}-{role}.log"
+            port = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())}
+            self.nodes.append(Node(model, log, tp=size, connector=connector, environment=port, **settings))
+        self.prefill, self.decode = self.nodes
+
+    def ready(self) -> None:
+        """Wait until both serve, and have computed something."""
+        for node in self.nodes:
+            node.ready()
         # An offline engine steps only while it generates, and our ranks register beside its first steps; one that
         # serves does so when it starts.
         for seed in range(2):
             for node in self.nodes:
                 node.generate(request(prompt(seed, 32), 2))
-            time.sleep(3)
+            time.sleep(1)
 
-    def first_token(self, seed: int, length: int) -> tuple[float, int]:
-        """Seconds from prefill's answer to decode's first token, and the token."""
+    def first_token(self, seed: int, length: int) -> float:
+        """Return the seconds from prefill's answer to decode's first token; raises `RuntimeError` if that is not the
+        one that prefill has computed."""
         tokens = prompt(seed, length)
         [answer] = self.prefill.generate(request(tokens, 1, PREFILL))
         began = time.perf_counter()
         [first] = self.decode.generate(request(tokens, 1, answer["params"]))
         took = time.perf_counter() - began
         if first["tokens"] != answer["tokens"]:
-            raise RuntimeError(f"decode said {first['tokens']}, prefill {answer['tokens']}")
-        return took, first["tokens"][0]
+            raise RuntimeError(f"{self.name}: decode said {first['tokens']}, prefill {answer['tokens']}")
+        return took
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal to all processes of both engines."""
+        for node in self.nodes:
+            os.killpg(node.process.pid, number)
+
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        """Stop all processes of both engines for the block."""
+        self.signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            self.signal(signal.SIGCONT)
 
     def close(self) -> None:
         for node in self.nodes:
             node.close()
 
 
+class Times:
+    """What was measured, by connector and what was asked."""
+
+    def __init__(self) -> None:
+        self.all: dict[str, dict[str, list[float]]] = {}
+
+    def add(self, what: str, name: str, seconds: float) -> None:
+        """Add a measurement."""
+        self.all.setdefault(what, {}).setdefault(name, []).append(seconds)
+
+    def rows(self) -> list[tuple[str, str, str, str, str]]:
+        """Return the ratios of ours to theirs: of medians, of the fastest, and the quartiles of both in theirs."""
+        rows = []
+        for what, found in self.all.items():
+            theirs, ours = found[THEIRS], found[OURS]
+            unit = statistics.median(theirs)
+            cells = [f"{statistics.median(ours) / unit:.2f}", f"{min(ours) / min(theirs):.2f}"]
+            for times in (ours, theirs):
+                low, _, high = statistics.quantiles(times, n=4) if len(times) > 1 else (times[0],) * 3
+                cells.append(f"{low / unit:.2f} to {high / unit:.2f}")
+            rows.append((what, cells[0], cells[1], cells[2], cells[3]))
+        return rows
+
+
+def measure(times: Times, pairs: list[Pair], tp: int, lengths: tuple[int, ...], repeats: int) -> None:
+    """Measure the first request of both pairs, then requests in turns."""
+    one, other = pairs
+    turns = ((one, other), (other, one))
+
+    def take(what: str, seed: int, length: int) -> None:
+        for pair, idle in turns:
+            with idle.stopped():
+                times.add(what, pair.name, pair.first_token(seed, length))
+
+    take(f"TP {tp} to 1, first request, {lengths[0]} tokens", 99, lengths[0])
+    for repeat in range(repeats):
+        for length in lengths:
+            what = f"TP {tp} to 1, {length} tokens, {length * TOKEN_BYTES >> 20} MiB"
+            take(what, 1000 * length + repeat, length)
+
+
 def main() -> None:
-    """Measure, in turns, and write the table."""
+    """Measure, and write the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tp", type=int, nargs="*", default=[1, 2], help="tensor-parallel sizes of prefill")
+    parser.add_argument("--repeats", type=int, default=REPEATS, help="requests of each length and start")
+    parser.add_argument("--starts", type=int, default=STARTS, help="how often engines are started, for first requests")
+    parser.add_argument("--json", type=Path, help="where to write every time")
+    arguments = parser.parse_args()
     folder = Path(tempfile.mkdtemp())
     model = make_model(folder / "model", kv_heads=4, layers=16, head_dim=64)
-    times: dict[tuple[str, int], list[float]] = {}
-    first: dict[str, list[float]] = {}
-    requests, calls = 0, Counter[str]()
-    with counted(), kvferry.serve("127.0.0.1:0", unix="") as server:
-        for round_ in range(ROUNDS):
-            for name in ("NixlConnector", "kvferry"):
-                pair = Pair(name, model, folder, server.address, round_)
-                try:
-                    first.setdefault(name, []).append(pair.first_token(99, LENGTHS[0])[0])
-                    before = Counter(CALLS)
-                    for length in LENGTHS:
-                        for repeat in range(REPEATS):
-                            took, _ = pair.first_token(1000 * length + repeat, length)
-                            times.setdefault((name, length), []).append(took)
-                    if name == "kvferry":
-                        requests = REPEATS * len(LENGTHS)
-                        calls = CALLS - before
-                finally:
-                    pair.close()
-    rows = []
-    size = 2 * 16 * 4 * 64 * 4
-    for length in LENGTHS:
-        theirs, ours = (times[name, length] for name in ("NixlConnector", "kvferry"))
-        ratio = statistics.median(ours) / statistics.median(theirs)
-        spread = f"{min(ours) / min(theirs):.2f}"
-        rows.append((f"{length} tokens, {length * size >> 20} MiB", f"{ratio:.2f}", spread))
-    ratio = statistics.median(first["kvferry"]) / statistics.median(first["NixlConnector"])
-    rows.append((f"the first request, {LENGTHS[0]} tokens", f"{ratio:.2f}", "-"))
-    title = "vLLM on CPU, TP1 to TP1: prefill's answer to decode's first token, kvferry's time in NixlConnector's"
-    table = Table(title, ("prompt", "median", "fastest"), rows)
-    said = ", ".join(f"{count / requests:.2f} {method}" for method, count in sorted(calls.items()))
-    text = f"# vLLM side by side\n\nWritten by `make bench-vllm`.\n\n{table.markdown()}\n"
-    text += f"Calls per request at the node server, both engines', over {requests} requests: {said}.\n"
+    times = Times()
+    load = os.getloadavg()[0]
+    for tp in arguments.tp:
+        for start in range(arguments.starts):
+            logs = folder / f"{tp}-{start}"
+            logs.mkdir()
+            with NodeServerProcess(logs) as server, ExitStack() as stack:
+                pairs = []
+                for name in (THEIRS, OURS):
+                    pair = Pair(name, model, logs, server.address, tp)
+                    stack.callback(pair.close)
+                    pair.ready()
+                    pairs.append(pair)
+                measure(times, pairs, tp, LENGTHS, arguments.repeats)
+    columns = ("request", "median", "fastest", "quartiles", "quartiles of theirs")
+    title = "vLLM on CPU: prefill's answer to decode's first token, in NixlConnector's median (fastest: in its fastest)"
+    text = f"# vLLM side by side\n\nWritten by `make bench-vllm`. {arguments.starts} starts of the engines, "
+    text += f"{arguments.repeats} requests of each length after each; load before: {load:.1f}.\n\n"
+    text += Table(title, columns, times.rows()).markdown()
     RESULTS.write_text(text)
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(times.all))
     print(text)
 
 

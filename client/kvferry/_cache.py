@@ -194,8 +194,8 @@ class Cache(OneProcess):
         rank that this rank reads from. Returns at once. Optional: it only makes the first read faster.
 
         Args:
-            engine_reference: the source engine's `Cache.engine_reference` or `SchedulerPort.engine_reference`. It
-                changes whenever that engine restarts.
+            engine_reference: the source engine's `Cache.engine_reference` or `SchedulerPort.engine_reference`, which
+                changes whenever that engine restarts; or the reference of one of its publications, while that lives.
             timeout: seconds to wait until the source engine is complete.
 
         Returns:

@@ -13,6 +13,7 @@ from kvferry._clock import now
 from kvferry._control.connection import CALL_TIMEOUT
 from kvferry._control.home_session import HomeSession
 from kvferry._control.homes import Homes
+from kvferry._control.judgement import Confirm, confirmed
 from kvferry._control.rank_watch import rank_watcher
 from kvferry._control.renewals import Renewals
 from kvferry._control.watcher import Watcher
@@ -57,6 +58,10 @@ class Client(OneProcess):
         integrity: whether published blocks are summed, and blocks that were read are compared with the sums; off by
             default.
         max_reads: how many reads of one cache may run at once; `Cache.read` refuses more.
+        confirm: when a read ends whose bytes have all arrived within its lease. "before": after the home has confirmed
+            the lease, which costs one round trip. "after": at once, on the reader's own clock. If the home says later
+            that the lease had ended, the read is disputed: `Read.disputed`, `Finished.disputed`, and an error in the
+            log. See docs/guarantees.md for what "after" gives up.
 
     Raises:
         InvalidField: an argument has the wrong type, or the address has another form, e.g. ``http://host:port``.
@@ -72,6 +77,7 @@ class Client(OneProcess):
         staging: StagingOptions | None = None,
         integrity: IntegrityOptions | None = None,
         max_reads: int = MAX_READS,
+        confirm: str = Confirm.BEFORE.value,
     ) -> None:
         max_reads = arguments.integer("max_reads", max_reads, 1)
         for name, given, kind in (
@@ -94,6 +100,7 @@ class Client(OneProcess):
             staging=replace(staging, costs=staging.costs or network.costs),
             integrity=integrity or IntegrityOptions(),
             max_reads=max_reads,
+            confirm=confirmed(confirm),
         )
         self._lock = threading.Lock()
         self._sessions: dict[str, EngineSession] = {}

@@ -45,6 +45,7 @@ class AsyncClient(OneProcess):
         staging: StagingOptions | None = None,
         integrity: IntegrityOptions | None = None,
         max_reads: int = MAX_READS,
+        confirm: str = "before",
     ) -> None:
         self._client = Client(
             address,
@@ -54,6 +55,7 @@ class AsyncClient(OneProcess):
             staging=staging,
             integrity=integrity,
             max_reads=max_reads,
+            confirm=confirm,
         )
 
     async def open_engine(self, spec: EngineSpec, *, timeout: float = OPEN_TIMEOUT) -> AsyncSession:

@@ -296,7 +296,6 @@ def constructors() -> Iterator[Case]:
             NixlOptions,
             (
                 "tcp_segment",
-                "reading_agents",
                 "chunk_bytes",
                 "chunk_descriptors",
                 "bytes_in_flight",
@@ -307,6 +306,7 @@ def constructors() -> Iterator[Case]:
         (StagingOptions, ("slot_bytes", "slots")),
     ):
         yield Case(options.__name__, options, {}, {name: [*NOT_AN_INTEGER, *NEGATIVE] for name in fields})
+    yield Case("NixlOptions agents", NixlOptions, {}, {"reading_agents": [*NOT_AN_INTEGER[1:], *NEGATIVE, 0]})
     yield Case(
         "NixlOptions times",
         NixlOptions,
@@ -388,6 +388,7 @@ def methods(node: str, client: Client, ports: ExitStack) -> Iterator[Case]:
             "staging": [{}],
             "integrity": ["full"],
             "max_reads": [*NOT_AN_INTEGER, *NEGATIVE, 0],
+            "confirm": [None, True, 1, "", "never", "BEFORE", ["after"], {}],
         },
     )
     yield Case("open_engine", client.open_engine, {}, {"spec": [None, "engine", GROUP]})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, TypeAlias
@@ -16,10 +16,10 @@ from kvferry._control.acquisition import Acquired
 from kvferry._control.cancellation import Cancellation
 from kvferry._control.connection import Control
 from kvferry._control.homes import Homes
-from kvferry._control.lease_holder import DECLINE_PATIENCE, LeaseHolder
+from kvferry._control.lease_holder import DECLINE_PATIENCE, LeaseHolder, ReadReport
 from kvferry._control.reader_lease import ReaderLease
 from kvferry._control.renewals import Renewals
-from kvferry._control.teller import Teller
+from kvferry._control.teller import Message, Teller
 from kvferry._wire.status import to_notification_error
 from kvferry._wire.token import engine_ref
 from kvferry.errors import BadReference, HomeNotAllowed, InvalidField, KvferryError, LeaseEnded
@@ -55,7 +55,7 @@ class Holding:
         verdicts: SimpleQueue[Verdict] = SimpleQueue()
         self.server.notify = lambda _: [result]
         report = pb.RankReport(rank=0, outcome=pb.RANK_OUTCOME_DONE, bytes=7)
-        self.holder.report(self.control, self.lease, [report], verdicts.put)
+        self.holder.report(self.control, [ReadReport(self.lease, [report], verdicts.put)])
         return verdicts.get(timeout=30)
 
 
@@ -154,9 +154,9 @@ def test_a_decline_ends_the_leases_first(holding: Holding, monkeypatch: pytest.M
     untils: list[float] = []
     tell = Teller.tell
 
-    def told(teller: Teller, home: Control, what: Any, until: float, *more: Any, **options: Any) -> None:
-        untils.append(until)
-        tell(teller, home, what, until, *more, **options)
+    def told(teller: Teller, home: Control, messages: Sequence[Message], **options: Any) -> None:
+        untils.extend(message.until for message in messages)
+        tell(teller, home, messages, **options)
 
     monkeypatch.setattr(Teller, "tell", told)
     monkeypatch.setattr(lease_holder, "now", lambda: 1e9)
@@ -165,7 +165,7 @@ def test_a_decline_ends_the_leases_first(holding: Holding, monkeypatch: pytest.M
     cancel, decline = holding.told(2)
     assert cancel == pb.Notification(cancel=pb.CancelRead(lease_id=LEASE))
     assert decline == pb.Notification(decline=pb.Decline(reference=text))
-    assert untils == [1e9 + DECLINE_PATIENCE]
+    assert untils == [1e9 + DECLINE_PATIENCE] * 2
 
 
 @pytest.mark.parametrize(("share", "left"), [(0.0, 8.0), (0.5, 4.0), (1.0, 0.0), (1.25, 0.0)])

@@ -14,6 +14,7 @@ from kvferry._control.acquirer import Acquirer
 from kvferry._control.acquisition import Acquired
 from kvferry._control.cancellation import Cancellation
 from kvferry._control.connection import retrying
+from kvferry._control.lease_holder import ReadReport
 from kvferry._control.reader_lease import ReaderLease
 from kvferry._control.renewals import Renewals
 from kvferry._wire.status import to_notification_error
@@ -93,11 +94,11 @@ def test_a_report_is_told_until_it_is_answered(tmp_path: Path, ranks: int) -> No
         server.notify = notify
         verdicts: list[pb.Verdict.ValueType | None] = []
         reports = [pb.RankReport(rank=rank, outcome=pb.RANK_OUTCOME_DONE, bytes=1 << 60) for rank in range(ranks)]
-        holder.report(control, ReaderLease(LEASE, now(), 60.0, 20.0), reports, verdicts.append)
+        holder.report(control, [ReadReport(ReaderLease(LEASE, now(), 60.0, 20.0), reports, verdicts.append)])
         # A home that answers with less than was asked has answered nothing, and is not asked again.
         until(lambda: bool(verdicts))
         assert verdicts[0] is None
-        holder.report(control, ReaderLease(LEASE, now(), 60.0, 20.0), reports, verdicts.append)
+        holder.report(control, [ReadReport(ReaderLease(LEASE, now(), 60.0, 20.0), reports, verdicts.append)])
         until(lambda: pb.VERDICT_VALID in verdicts)
         said = [told.read_done for told in server.notified[-1].notifications]
         assert [report.rank for done in said for report in done.reports] == list(range(ranks))
@@ -215,3 +216,43 @@ def test_a_connection_that_was_closed_says_so(tmp_path: Path) -> None:
         for call in calls:
             with pytest.raises(Closed):
                 call()
+
+
+def test_the_reports_of_several_reads_go_in_one_call_and_each_gets_its_verdict(tmp_path: Path) -> None:
+    with scripted(tmp_path) as (server, control), holding(control) as holder:
+        said = {1: pb.VERDICT_VALID, 2: pb.VERDICT_EXPIRED, 3: pb.VERDICT_UNKNOWN}
+
+        def notify(request: pb.NotifyRequest) -> list[pb.NotificationResult]:
+            leases = [told.read_done.lease_id[0] for told in request.notifications]
+            return [pb.NotificationResult(read_ended=pb.ReadEnded(verdict=said[lease])) for lease in leases]
+
+        server.notify = notify
+        verdicts: dict[int, list[pb.Verdict.ValueType | None]] = {number: [] for number in said}
+        share = pb.RankReport(rank=0, outcome=pb.RANK_OUTCOME_DONE)
+        reports = [
+            ReadReport(ReaderLease(bytes([number]) * 16, now(), 60.0, 20.0), [share], verdicts[number].append)
+            for number in said
+        ]
+        holder.report(control, reports)
+        until(lambda: all(verdicts.values()))
+        assert verdicts == {number: [verdict] for number, verdict in said.items()}
+        assert len(server.notified) == 1
+
+
+def test_what_a_home_refuses_of_a_call_is_repeated_without_the_rest(tmp_path: Path) -> None:
+    with scripted(tmp_path) as (server, control), holding(control) as holder:
+        again = pb.NotificationResult(error=to_notification_error(HomeRecovering("not now", retry_after=0.01)))
+        valid = pb.NotificationResult(read_ended=pb.ReadEnded(verdict=pb.VERDICT_VALID))
+        server.notify = lambda request: [valid, again] if len(request.notifications) == 2 else [valid]
+        verdicts: list[list[pb.Verdict.ValueType | None]] = [[], []]
+        share = pb.RankReport(rank=0, outcome=pb.RANK_OUTCOME_DONE)
+        holder.report(
+            control,
+            [
+                ReadReport(ReaderLease(bytes([number]) * 16, now(), 60.0, 20.0), [share], verdicts[number].append)
+                for number in (0, 1)
+            ],
+        )
+        until(lambda: len(verdicts[1]) == 2)
+        assert verdicts == [[pb.VERDICT_VALID], [None, pb.VERDICT_VALID]]
+        assert [told.read_done.lease_id[0] for told in server.notified[1].notifications] == [1]

@@ -144,6 +144,21 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
     return World()
 
 
+def test_a_worker_that_waits_is_woken_by_the_end_of_a_share_and_by_quiet(world: World) -> None:
+    assert not world.port.wait_news(0.0)
+    world.port.start(grant())
+    assert not world.port.wait_news(0.0)
+    read = world.end("one", TransferFailed("lost", quiet=False), quiet=False)
+    assert world.port.wait_news(30.0)
+    assert world.port.finished().failed
+    assert not world.port.wait_news(0.0)
+    world.quiesce(read)
+    assert world.port.wait_news(30.0)
+    assert world.port.finished().quiesced == ("one",)
+    with pytest.raises(InvalidField):
+        world.port.wait_news(-1.0)
+
+
 def test_a_rank_is_one_that_the_engine_has(world: World) -> None:
     client = Clients(world.below)
     assert [WorkerPort(client, SPEC, rank).rank for rank in (0, 1)] == [0, 1]
@@ -425,7 +440,7 @@ def test_a_scheduler_hands_on_what_it_is_told(scheduler: Scheduler) -> None:
 
 def test_a_scheduler_counts(scheduler: Scheduler) -> None:
     port = scheduler.port()
-    counts = {"done": 1, "failed": 2, "cancelled": 3, "expired": 4, "refused": 5}
+    counts = {"done": 1, "failed": 2, "cancelled": 3, "expired": 4, "refused": 5, "disputed": 7}
     vars(scheduler.reads).update(counts=counts, bytes=6)
     scheduler.reads.answers["stages"] = {
         stage: 10 + place
@@ -436,6 +451,7 @@ def test_a_scheduler_counts(scheduler: Scheduler) -> None:
     vars(scheduler.publishing).update(published=20, released=21, refused=22)
     found = port.stats()
     assert (found.done, found.failed, found.cancelled, found.expired, found.not_granted, found.bytes) == (*range(1, 7),)
+    assert found.disputed == 7
     stages = (found.waiting, found.granted, found.reading, found.judging, found.uncertain)
     assert stages == (10, 11, 12, 13, 14)
     assert (found.published, found.released, found.refused) == (20, 21, 22)

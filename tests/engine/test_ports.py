@@ -462,6 +462,10 @@ def test_warmed_up(homes: tuple[str, str], pair: Pair, port_engine: Callable[...
     destination = port_engine(homes[1], source.model, shards(6, 3)).ready()
     ranks = [worker.call("warm", source.scheduler.engine_reference) for worker in destination.workers]
     assert ranks == [(0,), (0, 1), (1,)]
+    # While a publication lives, its reference does as well.
+    late = port_engine(homes[1], source.model, shards(6, 3)).ready()
+    published, _ = publish(source, "published")
+    assert [worker.call("warm", published.reference) for worker in late.workers] == ranks
 
 
 def test_a_reference_that_is_gone_fails_no_other_read_of_its_source(

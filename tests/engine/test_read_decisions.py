@@ -6,7 +6,7 @@ The clock and the home answer as a test says, since no test can have a rank's re
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import pytest
@@ -14,7 +14,9 @@ import pytest
 from kvferry import Blocks, EngineSpec, Group
 from kvferry._control.acquisition import Acquired
 from kvferry._control.block_use import BlockUse
-from kvferry._control.lease_holder import VERDICT_TIMEOUT, LeaseHolder
+from kvferry._control.connection import Control
+from kvferry._control.judgement import Confirm
+from kvferry._control.lease_holder import VERDICT_TIMEOUT, LeaseHolder, ReadReport
 from kvferry._control.reader_lease import ReaderLease
 from kvferry._reads.leased_read import ReadStage
 from kvferry._reads.leased_reads import ANSWER_GRACE, RANKS_GRACE
@@ -44,9 +46,11 @@ BEGAN, TIMEOUT, LEASE = 1000.0, 60.0, 30.0
 class World:
     """A scheduler's reads, and a clock that stands still."""
 
-    def __init__(self, *, hold_until_quiet: bool = False, max_waiting: int = 4) -> None:
+    def __init__(
+        self, *, hold_until_quiet: bool = False, max_waiting: int = 4, confirm: Confirm = Confirm.BEFORE
+    ) -> None:
         self.now = BEGAN
-        self.home = PlayedHome(lambda: self.now)
+        self.home = PlayedHome(lambda: self.now, confirm)
         self.use = BlockUse(SPEC.groups)
         holder = cast(LeaseHolder, self.home)
         self.reads = Reads(SPEC, holder, self.use.writes(), max_waiting, hold_until_quiet=hold_until_quiet)
@@ -75,6 +79,21 @@ class World:
         """A read that all ranks have begun; its id."""
         self.granted()
         return self.reads.attach("mine", {"full": Blocks([20, 7], end_token=32)}, None, allow_overlap=False).read_id
+
+    def three_reading(self) -> list[str]:
+        """Three reads that all ranks have begun; their ids."""
+        found = []
+        for number in range(3):
+            self.granted(f"request {number}")
+            blocks = {"full": Blocks([10 * number + 10, 10 * number + 11], end_token=32)}
+            found.append(self.reads.attach(f"request {number}", blocks, None, allow_overlap=False).read_id)
+        return found
+
+    def busy(self) -> threading.Event:
+        """The queue's thread does nothing else until the event is set."""
+        free = threading.Event()
+        self.reads._work.do(lambda: cast(None, free.wait(30)))
+        return free
 
     def ends(self, read_id: str, rank: int, error: str = "", *, quiet: bool = True, size: int = 10) -> None:
         end = RankEnd(read_id, "mine", not error, quiet, size, error_name=error, message=error)
@@ -159,6 +178,75 @@ def test_the_home_has_its_say(world: World, verdict: Verdict, *, good: bool, con
     assert world.finished() == []
 
 
+@pytest.mark.parametrize(
+    ("verdict", "disputed"), [(pb.VERDICT_VALID, False), (None, False), (pb.VERDICT_EXPIRED, True)]
+)
+def test_what_the_home_says_after_the_end_is_an_audit(
+    make: Callable[..., World], verdict: Verdict, *, disputed: bool
+) -> None:
+    world = make(confirm=Confirm.AFTER)
+    read_id = world.reading()
+    for rank in range(RANKS):
+        world.ends(read_id, rank)
+    (end,) = world.finished()
+    assert (end.error, end.confirmed, end.lost) == (None, False, {})
+    assert world.free()
+    assert world.home.heard("report", "drop")
+    world.reads.wait_news(0)
+    world.home.answered[0](verdict)
+    assert world.reads.wait_news(0) == disputed
+    found = world.reads.take_finished()
+    assert (bool(found), found.reads) == (disputed, ())
+    assert [(late.request_id, late.read_id, late.lost) for late in found.disputed] == (
+        [("mine", read_id, {"full": (20, 7)})] if disputed else []
+    )
+    assert all(isinstance(late.error, TransferExpired) for late in found.disputed)
+    assert dict(world.reads.counts) == {"done": 1, **({"disputed": 1} if disputed else {})}
+    world.home.answered[0](verdict)
+    assert not world.reads.take_finished()
+
+
+def test_a_read_that_ended_after_its_lease_counts_neither_before_nor_after(make: Callable[..., World]) -> None:
+    world = make(confirm=Confirm.AFTER)
+    read_id = world.reading()
+    world.ends(read_id, 0)
+    world.now = world.lease.deadline
+    world.ends(read_id, 1)
+    (end,) = world.finished()
+    assert isinstance(end.error, TransferExpired)
+
+
+def test_the_ends_of_several_reads_are_reported_in_one_call(world: World) -> None:
+    calls: list[int] = []
+    report = world.home.report
+
+    def counted(home: Control, reports: Sequence[ReadReport]) -> None:
+        calls.append(len(reports))
+        report(home, reports)
+
+    world.home.report = counted  # type: ignore[assignment, method-assign]
+    read_ids, free = world.three_reading(), world.busy()
+    for read_id in read_ids:
+        for rank in range(RANKS):
+            world.ends(read_id, rank)
+    free.set()
+    assert world.home.heard("report", "report", "report")
+    assert calls == [3]
+
+
+def test_an_end_that_no_report_can_tell_keeps_back_no_other(world: World) -> None:
+    read_ids, free = world.three_reading(), world.busy()
+    for number, read_id in enumerate(read_ids):
+        for rank in range(RANKS):
+            world.ends(read_id, rank, size=1 << 64 if number == 1 else 10)
+    free.set()
+    assert world.home.heard("report", "report", "drop")
+    assert [end.read_id for end in world.finished()] == [read_ids[1]]
+    for answered in world.home.answered:
+        answered(pb.VERDICT_VALID)
+    assert [end.read_id for end in world.finished()] == [read_ids[0], read_ids[2]]
+
+
 def test_a_home_that_says_nothing_is_waited_for_so_long_and_no_longer(world: World) -> None:
     read_id = world.reading()
     for rank in range(RANKS):
@@ -175,8 +263,7 @@ def test_a_home_that_says_nothing_is_waited_for_so_long_and_no_longer(world: Wor
 
 def test_the_time_for_the_verdict_runs_from_the_report(world: World) -> None:
     read_id = world.reading()
-    free = threading.Event()
-    world.reads._work.do(lambda: cast(None, free.wait(30)))
+    free = world.busy()
     for rank in range(RANKS):
         world.ends(read_id, rank)
     world.now += VERDICT_TIMEOUT + ANSWER_GRACE
@@ -412,6 +499,28 @@ def test_what_is_refused_is_told_once(world: World) -> None:
         world.reads.granted("mine")
     assert not world.reads.stages()
     assert not world.reads.cancel("mine")
+
+
+def test_a_scheduler_that_waits_is_woken_by_a_grant_an_end_a_refusal_and_quiet(world: World) -> None:
+    reads = world.reads
+    assert not reads.wait_news(0.0)
+    read_id = world.reading()
+    assert reads.wait_news(30.0)
+    assert not reads.wait_news(0.0)
+    world.ends(read_id, 0)
+    assert not reads.wait_news(0.0)
+    world.ends(read_id, 1, "TransferFailed", quiet=False)
+    assert reads.wait_news(30.0)
+    assert world.finished()
+    assert not reads.wait_news(0.0)
+    reads.collect(WorkerOutput(1, quiesced=(read_id,)))
+    assert reads.wait_news(30.0)
+    assert reads.take_finished().quiesced == ("mine",)
+    reads.acquire("other", "other", 0, TIMEOUT)
+    world.answer(PublicationStale("gone"), "other")
+    assert reads.wait_news(30.0)
+    with pytest.raises(PublicationStale):
+        reads.granted("other")
 
 
 def test_times_are_looked_at_again_and_again(world: World) -> None:

@@ -157,6 +157,8 @@ def test_vllm_cpu_pages_divide_by_head() -> None:
     check_rows(planes["l/value"], value.transpose(1, 2))
     column_major = planes["l/key"]
     assert (column_major.token_granule, column_major.units_divide) == (TOKENS, True)
+    # As K, so that both are read as one piece.
+    assert (planes["l/value"].token_granule, planes["l/value"].format) == (TOKENS, formats.PLAIN)
     whole = b"".join(cell(column_major, 1, 1, token) for token in range(TOKENS))
     assert whole == key[1, 1].T.contiguous().numpy().tobytes()
 

@@ -287,7 +287,7 @@ def test_formats_decide_what_may_be_cut() -> None:
         "vllm-cpu-column-major",
         32,
         "plain",
-        1,
+        32,
     )
     assert value.base - key.base == 32 * 64 * 4
 

@@ -100,6 +100,17 @@ def test_every_cell_goes_to_its_place(library: str, drawn: tuple[int, int, Copy]
     assert np.array_equal(memory.numpy(), expected)
 
 
+@pytest.mark.parametrize("size", [1, 4096, 3 << 20])
+def test_staging_memory_begins_at_a_huge_page(size: int) -> None:
+    # What the kernel copies to an odd address takes more than twice as long.
+    space = HostAccess().allocate(size)
+    assert space.region.base % (2 << 20) == 0
+    assert space.region.length == size
+    memory = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(space.region.base))
+    memory[:] = 0xA5
+    assert (np.asarray(space.owner) == 0xA5).all()
+
+
 def test_memory_of_no_tensor_is_refused() -> None:
     space = DeviceAccess("cpu", [torch.zeros(16)]).allocate(4096)
     elsewhere = np.zeros(4096, np.uint8)

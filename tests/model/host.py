@@ -148,7 +148,9 @@ class Host:
         wait = min(from_duration(request.wait) or TIMES.max_wait, TIMES.max_wait)
         return Pulled(
             read_blocks(home, asked, wait),
-            lambda message: encode.read_message(home.epoch, message, home.times, home.clock.now()),
+            lambda message: pb.ReadBlocksResponse.FromString(
+                encode.read_message(home.epoch, message, home.times, home.clock.now())
+            ),
         )
 
     def watch(self, request: pb.WatchRequest) -> Pulled[pb.WatchResponse]:

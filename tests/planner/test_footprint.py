@@ -3,6 +3,7 @@ another block (R7), and lets pass what the planner makes, descriptors that run o
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from random import Random
@@ -397,6 +398,73 @@ def test_block_ids_above_what_is_kept_in_a_table(block: int) -> None:
             footprint_of(read).check(indices(prepared, [(other, 7)]))
     with pytest.raises(InvalidField, match="of the request's blocks"):
         footprint_of(read).check(indices(prepared, [(block, 8)]))
+
+
+def lattices(descriptors: PreparedDescriptors, turns: Random) -> Iterator[PreparedDescriptors]:
+    """Two rows of two indices, that step alike on both sides: from plane to plane, from block to block, or both. Some
+    have one index moved."""
+    table = descriptors.table
+    sides = [
+        (column, rows[:, 4].astype(np.int64))
+        for column, rows in ((descriptors.source, table.source), (descriptors.destination, table.destination))
+    ]
+    steps = list(itertools.product((-1, 1, 2), (0, 1)))
+    for at in turns.sample(range(descriptors.count), min(descriptors.count, 8)):
+        for down, right in itertools.product(steps, steps):
+            found = []
+            for column, counts in sides:
+                step, other = (planes * int(counts[0]) + blocks for planes, blocks in (down, right))
+                lattice = int(column[at]) + np.array([0, other, step, step + other])
+                if turns.random() < 0.2:
+                    lattice[turns.randrange(4)] += turns.choice((-1, 1))
+                found.append(np.clip(lattice, 0, int(counts.sum()) - 1).astype(np.int32))
+            yield replace(descriptors, source=found[0], destination=found[1], grids=((2, 2),))
+
+
+@pytest.mark.usefixtures("prepared")
+@pytest.mark.parametrize("name", [name for name in PAIRS if "every" not in name])
+def test_how_indices_were_made_is_a_hint_and_changes_no_answer(name: str) -> None:
+    turns = Random(name)
+    answers = []
+    for _, _, read in small(name):
+        for descriptors in read.descriptors:
+            if not isinstance(descriptors, PreparedDescriptors):
+                continue
+            assert sum(rows * blocks for rows, blocks in descriptors.grids) == descriptors.count
+            for lattice in (descriptors, *lattices(descriptors, turns)):
+                wrong_hint = replace(lattice, grids=((1, 1), *lattice.grids))
+                refused = [_refuses(read, some) for some in (lattice, replace(lattice, grids=()), wrong_hint)]
+                assert refused in ([True] * 3, [False] * 3)
+                answers.append(refused[0])
+    # There is nothing wrong to go to where there is one block.
+    assert set(answers) == ({False} if name == "one block" else {True, False})
+
+
+@pytest.mark.usefixtures("prepared")
+def test_the_first_row_and_column_are_enough_only_for_one_row_of_the_table_and_one_block() -> None:
+    source, destination = (engine(name, MODEL, block_tokens=3, num_blocks=6, layout=HND).geometry() for name in "pd")
+    (read,) = plan_read(source, destination, 0).expand({"full": Blocks([1, 2])}, {"full": Blocks([3, 4])}).sources
+    (prepared,) = read.descriptors
+    assert isinstance(prepared, PreparedDescriptors)
+    grid = replace(indices(prepared, [(1, 3), (2, 4), (7, 9), (8, 10)]), grids=((2, 2),))
+    footprint_of(read).check(grid)
+    # The second row begins with block 2, and goes on to block 3.
+    with pytest.raises(InvalidField, match="index 9 to index 11',"):
+        footprint_of(read).check(replace(indices(prepared, [(1, 3), (2, 4), (8, 10), (9, 11)]), grids=((2, 2),)))
+    # The first row goes from row 0 of the table to row 1, and the second from 1 to 2, which is no plane's.
+    rows = prepared.table.source.copy()
+    rows[2, 0] += 1
+    elsewhere = replace(prepared, table=replace(prepared.table, source=rows))
+    with pytest.raises(InvalidField, match="index 13 to index 15',"):
+        footprint_of(read).check(replace(indices(elsewhere, [(1, 3), (7, 9), (7, 9), (13, 15)]), grids=((2, 2),)))
+
+
+def _refuses(read: SourceDescriptors, descriptors: Descriptors) -> bool:
+    try:
+        footprint_of(read).check(descriptors)
+    except InvalidField:
+        return True
+    return False
 
 
 # --- random worlds ----------------------------------------------------------------------------------------------------

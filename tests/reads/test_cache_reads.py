@@ -17,6 +17,7 @@ from kvferry._clock import now
 from kvferry._control.acquisition import Acquired, AcquireRequest
 from kvferry._control.cancellation import Cancellation
 from kvferry._control.connection import Control
+from kvferry._control.judgement import Confirm
 from kvferry._control.lease_holder import LeaseHolder
 from kvferry._control.reader_lease import ReaderLease
 from kvferry._memory.rank_memory import RankMemory
@@ -53,8 +54,8 @@ RANK = 4
 class RenewingHome(PlayedHome):
     """A home that also renews."""
 
-    def __init__(self) -> None:
-        super().__init__(now)
+    def __init__(self, confirm: Confirm) -> None:
+        super().__init__(now, confirm)
         self.renewed: dict[str, Callable[[float], None]] = {}
 
     def acquire(
@@ -71,9 +72,9 @@ class RenewingHome(PlayedHome):
 class Reading(PlayedRank):
     """The reads of one rank, its sources, and their home."""
 
-    def __init__(self, max_reads: int = 2) -> None:
+    def __init__(self, max_reads: int = 2, confirm: Confirm = Confirm.BEFORE) -> None:
         super().__init__()
-        self.home = RenewingHome()
+        self.home = RenewingHome(confirm)
         self.layers: list[object] = []
         self.gone_sources: list[tuple[object, ...]] = []
         self.known_sources[SOURCE] = self.peer()
@@ -102,7 +103,7 @@ class Reading(PlayedRank):
             self.changed.notify_all()
 
     def read(self, reference: str = "a", within: float = LONG) -> ReadTask:
-        home = cast(Control, SimpleNamespace(address=SOURCE[0]))
+        home = Control(SOURCE[0], None)
         parsed = pb.Reference(home=SOURCE[0], engine_id=SOURCE[1], incarnation=SOURCE[2], publication=7)
         request = AcquireRequest(home, parsed, reference, f"read-{reference}", 1, 0, now() + within)
         return self.cache.start(request, WANTED)
@@ -185,6 +186,54 @@ def test_a_good_read_tells_what_it_moved_and_whether_its_home_has_confirmed_it(w
     assert (report.rank, report.outcome, report.bytes) == (RANK, pb.RANK_OUTCOME_DONE, 10)
     # Nothing is kept of what has ended.
     assert not world.cache._by_share
+
+
+@pytest.mark.parametrize(
+    ("verdict", "disputed"),
+    [(pb.VERDICT_VALID, False), (pb.VERDICT_UNKNOWN, False), (None, False), (pb.VERDICT_EXPIRED, True)],
+    ids=["valid", "unknown", "silent", "expired"],
+)
+def test_a_read_that_is_confirmed_after_its_end_does_not_wait_for_its_home(
+    make: Callable[..., Reading], caplog: pytest.LogCaptureFixture, verdict: Any, *, disputed: bool
+) -> None:
+    world = make(confirm=Confirm.AFTER)
+    handle = world.reading()
+    world.transfers[0].landed(10)
+    assert handle.wait(30)
+    assert (handle.error, handle.quiet) == (None, True)
+    assert handle.result is not None
+    assert not handle.result.confirmed
+    # The home gets its report, and its verdict is an audit.
+    assert world.home.heard("drop", "report")
+    assert not handle.disputed
+    for _ in range(2):
+        world.home.answered[0](verdict)
+    assert (Read(handle).disputed, handle.error) == (disputed, None)
+    alarms = [record for record in caplog.records if record.levelname == "ERROR"]
+    assert len(alarms) == disputed
+
+
+def test_a_read_that_outlasts_its_lease_is_no_good_before_or_after(make: Callable[..., Reading]) -> None:
+    world = make(confirm=Confirm.AFTER)
+    handle = world.read()
+    world.lease = ReaderLease(b"l" * 16, now() - LEASE_SECONDS, LEASE_SECONDS, 20.0)
+    world.grant()
+    world.until(lambda: world.transfers)
+    world.transfers[0].landed(10)
+    assert handle.wait(30)
+    assert isinstance(handle.error, TransferExpired)
+    assert not handle.disputed
+
+
+def test_an_answer_that_comes_too_late_is_an_audit(make: Callable[..., Reading]) -> None:
+    world = make()
+    handle = world.reading()
+    world.transfers[0].landed(10)
+    world.judged(None)
+    assert handle.wait(30)
+    assert handle.error is None
+    world.home.answered[0](pb.VERDICT_EXPIRED)
+    assert handle.disputed
 
 
 def test_a_share_is_ordered_as_it_was_asked_for_and_ends_with_its_lease(world: Reading) -> None:

@@ -9,6 +9,8 @@ from typing import Any, TypeAlias, cast
 from kvferry._control.acquisition import Acquired, AcquireRequest
 from kvferry._control.cancellation import Cancellation
 from kvferry._control.connection import Control
+from kvferry._control.judgement import Confirm
+from kvferry._control.lease_holder import ReadReport
 from kvferry._control.reader_lease import ReaderLease
 from kvferry.errors import KvferryError, TransferCancelled
 from kvferry.v1 import kv_transfer_pb2 as pb
@@ -19,7 +21,8 @@ Verdict: TypeAlias = "pb.Verdict.ValueType | None"
 class PlayedHome:
     """What a scheduler says to homes, and what they answer. In place of `LeaseHolder`."""
 
-    def __init__(self, clock: Callable[[], float]) -> None:
+    def __init__(self, clock: Callable[[], float], confirm: Confirm = Confirm.BEFORE) -> None:
+        self.confirm = confirm
         self.clock = clock
         self.leases: dict[str, ReaderLease] = {}
         self.answers: dict[str, Acquired | KvferryError] = {}
@@ -52,13 +55,12 @@ class PlayedHome:
 
         threading.Thread(target=run, daemon=True).start()
 
-    def report(
-        self, _: Control, lease: ReaderLease, reports: Sequence[pb.RankReport], answered: Callable[[Verdict], None]
-    ) -> None:
+    def report(self, _: Control, reports: Sequence[ReadReport]) -> None:
         with self.changed:
-            self.reports.append(reports)
-            self.answered.append(answered)
-            self.say("report")
+            for report in reports:
+                self.reports.append(report.shares)
+                self.answered.append(report.answered)
+                self.say("report")
 
     def drop(self, granted: Acquired) -> None:
         self.say("drop")

@@ -6,7 +6,7 @@ here; what NIXL really does is in the tests of faults and of quiet.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import pytest
@@ -14,6 +14,7 @@ import pytest
 from kvferry._transport.nixl_agent import AgentInfo, HandleState, NixlError, ReadingAgent
 from kvferry._transport.nixl_options import NixlOptions
 from kvferry._transport.peer_link import (
+    CHECKS_AT_ONCE,
     POLL_ABANDONED,
     POLL_FIRST,
     POLL_LAST,
@@ -40,6 +41,7 @@ class Handle:
         self.state = state
         self.checks = 0
         self.posted = self.released = False
+        self.spend: Callable[[], None] = lambda: None
 
     def post(self) -> HandleState:
         self.posted = True
@@ -47,6 +49,7 @@ class Handle:
 
     def check(self) -> HandleState:
         self.checks += 1
+        self.spend()
         return self._said()
 
     def release(self) -> None:
@@ -63,12 +66,13 @@ class World:
 
     def __init__(self, warm: HandleState | str = DONE) -> None:
         self.now = 100.0
+        self.cpu = 0.0
         self.first = Handle(warm)
         self.handles: list[Handle] = []
         self.next: HandleState | str = MOVING
         self.removed: list[str] = []
         self.refusal: Exception | None = None
-        self.link = Link(INFO, cast(ReadingAgent, self), OPTIONS, self.clock)
+        self.link = Link(INFO, cast(ReadingAgent, self), OPTIONS, self.clock, lambda: self.cpu)
 
     def clock(self) -> float:
         return self.now
@@ -431,6 +435,31 @@ def test_polls_come_less_often_the_longer_nothing_comes_and_often_again_after_ne
     assert pauses(world, 10)[-1] == pytest.approx(POLL_ABANDONED)
     world.handles[0].state = DONE
     assert pauses(world, 1)[0] == pytest.approx(POLL_FIRST)
+
+
+def test_a_check_that_moved_bytes_is_followed_by_the_next_at_once(world: World) -> None:
+    """As over TCP, where checks copy. They end when nothing more is there, or others have to have their turn."""
+    transfer = world.posted(2)
+    costs = iter([3e-6] * 2 + [100e-6, 3e-6] * 3 + [3e-6] * 2)
+
+    def spend() -> None:
+        world.cpu += next(costs, 100e-6)
+
+    for handle in world.handles:
+        handle.spend = spend
+    world.now += POLL_FIRST
+    assert not world.link.poll(world.now)
+    assert (world.handles[0].checks, world.link.next_poll()) == (1, world.now + POLL_FIRST)
+    world.now += POLL_FIRST
+    assert not world.link.poll(world.now)
+    assert (world.handles[0].checks, world.link.next_poll()) == (5, world.now + POLL_FIRST)
+    world.now += POLL_FIRST
+    assert not world.link.poll(world.now)
+    assert (world.handles[0].checks, world.link.next_poll()) == (5 + CHECKS_AT_ONCE, world.now)
+    # What has arrived is told before anything else is asked.
+    world.handles[0].state = DONE
+    assert world.link.poll(world.now)
+    assert (world.handles[1].checks, transfer.progress().chunks) == (6 + CHECKS_AT_ONCE, 1)
 
 
 def test_a_stalled_peer_takes_no_room(world: World) -> None:

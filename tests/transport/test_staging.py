@@ -11,6 +11,7 @@ import pytest
 
 from kvferry._clock import now
 from kvferry._memory.host import HostAccess
+from kvferry._transport import calibration
 from kvferry._transport.calibration import measure
 from kvferry._transport.nixl_agent import NixlOptions
 from kvferry._transport.staging_pool import StagedWork, StagingOptions, StagingPool
@@ -142,17 +143,58 @@ def test_a_killed_source_fails_the_read_and_keeps_no_slot(
     wait_for(lambda: read.gauges().staging_slots == 0)
 
 
-def test_constants_are_measured_and_the_slot_given_back(ucx_tls: str, source: Source, staged: MakeStaged) -> None:
-    read = staged(ucx_tls, slots=1, slot_blocks=256)
+@pytest.mark.parametrize("slots", [1, 2, 4])
+def test_constants_are_measured_and_the_slots_given_back(
+    ucx_tls: str, new_source: MakeSource, staged: MakeStaged, slots: int
+) -> None:
+    source, read = new_source(ucx_tls, size=16 << 20), staged(ucx_tls, slots=slots, slot_blocks=256)
     costs = measure(read, source.info, read.pool(MemoryKind.DRAM, 0), now() + SOON)
     assert costs is not None
     # Neither the defaults nor nonsense: reads and copies of this machine take some time, and less than a millisecond.
-    assert all(0 < cost < 1e-3 for cost in (costs.descriptor, costs.byte, costs.cell))
+    assert all(0 < cost < 1e-3 for cost in (costs.descriptor, costs.byte, costs.staged_byte, costs.cell))
     assert costs.descriptor != Costs().descriptor
+    # What goes through staging memory cannot be measured where nothing is left to read it into.
+    assert slots > 1 or costs.staged_byte == costs.byte
+    assert read.gauges().staging_slots == 0
+
+
+def test_memory_too_small_to_be_measured_is_not_read(new_source: MakeSource, staged: MakeStaged) -> None:
+    source, read = new_source(size=3 << 20), staged(slots=4, slot_blocks=256)
+    assert measure(read, source.info, read.pool(MemoryKind.DRAM, 0), now() + SOON) is None
+    assert read.gauges().bytes_moved == 0
+
+
+def test_over_a_slow_network_one_turn_is_enough(
+    new_source: MakeSource, staged: MakeStaged, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, moved = new_source("tcp", size=16 << 20), []
+    for enough in (60.0, -1.0):
+        monkeypatch.setattr(calibration, "ENOUGH", enough)
+        read = staged("tcp", slots=4, slot_blocks=256)
+        assert measure(read, source.info, read.pool(MemoryKind.DRAM, 0), now() + SOON) is not None
+        moved.append(read.gauges().bytes_moved)
+    assert moved[0] == calibration.TIMES * moved[1]
+
+
+def test_a_source_that_stops_while_it_is_measured_keeps_one_slot(
+    new_source: MakeSource, memory: Memory, staged: MakeStaged
+) -> None:
+    stopped, other = new_source("tcp", size=16 << 20), new_source("tcp", size=4 << 20)
+    read = staged("tcp", slots=4, slot_blocks=256)
+    warm = read.start([part(stopped, memory, [0], [0])], deadline=now() + SOON, label="warm")
+    assert ended(warm) is TransferState.DONE
+    stopped.stop()
+    assert measure(read, stopped.info, read.pool(MemoryKind.DRAM, 0), now() + 0.3) is None
+    # It may still write to this one; the others are for everybody.
+    assert read.gauges().staging_slots == 1
+    transfer = read.start([part(other, memory, some(3), some(4))], deadline=now() + SOON, label="other")
+    assert ended(transfer) is TransferState.DONE
+    stopped.resume()
+    wait_for(lambda: read.gauges().staging_slots == 0)
 
 
 def test_constants_of_a_dead_source_are_not_waited_for(new_source: MakeSource, staged: MakeStaged) -> None:
-    source = new_source()
+    source = new_source(size=16 << 20)
     info = source.info
     source.kill()
     read = staged(fence_time=0.1, slot_blocks=256)

@@ -255,6 +255,30 @@ def test_what_cannot_be_read_gives_its_slot_back() -> None:
     assert staged_share(pool, asked).next(OPTIONS) is not None
 
 
+def test_every_batch_is_checked_before_it_is_read() -> None:
+    pool, memory = pool_of(2), Memory(SIZE)
+    everything = list(range(BLOCKS - 1))
+    asked = part(local_source(), memory, everything, everything)
+    (staged,) = asked.staged
+    # The last block alone is not the request's: it is reached only after several rounds of checks.
+    wrong = np.array([*everything[:-1], BLOCKS - 1])
+    share = staged_share(pool, replace(asked, staged=(replace(staged, blocks=wrong),)))
+    stranger = share.info.regions[0].base + (BLOCKS - 1) * BLOCK_BYTES
+
+    def read_all() -> None:
+        while chunk := share.next(OPTIONS):
+            assert isinstance(chunk.descriptors, RawDescriptors)
+            ends = chunk.descriptors.source + chunk.descriptors.length
+            assert not ((chunk.descriptors.source <= stranger) & (stranger < ends)).any()
+            assert chunk.owner.begin()
+            chunk.owner.landed(chunk.descriptors.total_bytes)
+
+    with pytest.raises(InvalidField, match="the request's blocks"):
+        read_all()
+    assert cast(Transfer, share.owner).progress().chunks
+    assert pool.in_use == 0
+
+
 class Device(HostAccess):
     """Memory whose copies do as a test says."""
 

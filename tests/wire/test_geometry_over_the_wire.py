@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry._wire.geometry_codec import (
+    PlaneDecoder,
     engine_from_proto,
     engine_to_proto,
     group_from_proto,
@@ -207,6 +208,46 @@ def test_planes_that_contradict_themselves_are_refused(changes: dict[str, object
         setattr(message, name, value)
     with pytest.raises(BadGeometry):
         plane_from_proto(message)
+
+
+@given(st.data())
+def test_planes_that_come_together_are_decoded_as_alone(data: st.DataObject) -> None:
+    group = data.draw(groups())
+    messages = []
+    for plane in data.draw(st.lists(planes(group), min_size=1, max_size=3)):
+        room = (1 << 63) - 1 - (plane.extent[1] - plane.base)
+        for _ in range(3):
+            moved = replace(plane, layer=data.draw(names), base=data.draw(st.integers(0, room)))
+            messages.append(plane_to_proto(moved))
+    decoder = PlaneDecoder()
+    assert [decoder.decode(message) for message in messages] == [plane_from_proto(message) for message in messages]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"layer": ""},
+        {"layer": "x" * 257},
+        {"base": 2**63},
+        {"base": 2**64 - 1},
+        {"base": 2**63 - 1},
+        {"token_granule": 3},
+        {"token_shard": pb.TokenShard(index=2, count=2)},
+    ],
+    ids=str,
+)
+def test_a_plane_is_refused_also_after_one_that_is_almost_the_same(changes: dict[str, object]) -> None:
+    decoder = PlaneDecoder()
+    assert decoder.decode(plane_to_proto(PLANE)) == PLANE
+    message = plane_to_proto(PLANE)
+    for name, value in changes.items():
+        if isinstance(value, Message):
+            getattr(message, name).CopyFrom(value)
+        else:
+            setattr(message, name, value)
+    with pytest.raises(BadGeometry):
+        decoder.decode(message)
+    assert decoder.decode(plane_to_proto(PLANE)) == PLANE
 
 
 @pytest.mark.parametrize(

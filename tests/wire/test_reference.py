@@ -13,6 +13,7 @@ from kvferry._wire.reference import (
     format_reference,
     parse_engine_reference,
     parse_reference,
+    parse_source_reference,
 )
 from kvferry._wire.token import EngineToken
 from kvferry.errors import BadReference
@@ -128,3 +129,12 @@ def test_a_token_makes_the_engine_reference_that_its_home_checks() -> None:
     assert (parsed.home, parsed.engine_id, parsed.incarnation) == (token.home, token.engine_id, token.incarnation)
     assert parsed.key == engine_key(token.session_secret)
     assert token.engine_reference not in repr(token)
+
+
+def test_a_source_is_named_by_an_engines_reference_or_a_publications() -> None:
+    assert parse_source_reference(format_engine_reference(engine_reference())) == engine_reference()
+    assert parse_source_reference(format_reference(reference())) == reference()
+    by_router = pb.Reference(home="home:1", engine_id="prefill", key=b"k" * 16, router_key="key")
+    for text in (format_reference(by_router), "kvf1.damaged", "neither"):
+        with pytest.raises(BadReference):
+            parse_source_reference(text)

@@ -54,8 +54,8 @@ class Acquirer:
             request: the publication to read.
             cancellation: interrupts the wait.
             extended: called with the new deadline after each acknowledged renewal.
-            ended: called once, after this has returned or on another thread, with the lease and its blocks or with an
-                error: `TransferCancelled`, `PublicationTimeout` (the publication was not complete in time),
+            ended: called once, perhaps on this thread and before this has returned, with the lease and its blocks or
+                with an error: `TransferCancelled`, `PublicationTimeout` (the publication was not complete in time),
                 `PublicationAborted` (the source withdrew it), or another error from the home.
 
         The callbacks must not block: they run on threads that other reads need.
@@ -84,7 +84,8 @@ class Acquirer:
             ended(outcome)
 
         acquisition = Acquisition(request, asked, cancellation, work, self._renewals, self._gave_up, extended, over)
-        work.do(acquisition.begin)
+        # On this thread: starting a call does not wait, and handing it to another thread would take longer.
+        acquisition.begin()
 
     def close(self, timeout: float) -> None:
         """Start no more acquisitions. Idempotent.

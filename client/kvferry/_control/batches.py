@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from google.protobuf.message import Message
 
 from kvferry._wire.channel import MAX_MESSAGE_BYTES
-from kvferry.errors import MessageTooLarge
+from kvferry.errors import InvalidField, MessageTooLarge
 from kvferry.v1 import kv_transfer_pb2 as pb
 
 SENT_BYTES = MAX_MESSAGE_BYTES - 256 * 1024
@@ -22,14 +22,24 @@ fits into one message."""
 ITEM_BYTES = 8
 """Upper bound for the framing of a notification in its batch: a tag, and a length below 4 MiB."""
 
+ADDED_BYTES = 512
+"""Upper bound for what is added to a step after its size was checked: its numbers, its request_id and its framing."""
 
-def check_size(what: str, message: Message) -> None:
-    """Raise `MessageTooLarge` for a message that is larger than `SENT_BYTES`."""
-    size = message.ByteSize()
+
+def check_size(what: str, message: Message, added: int = 0) -> None:
+    """Raise `MessageTooLarge` for a message that is larger than `SENT_BYTES`, or will be with `added` bytes more."""
+    size = message.ByteSize() + added
     if size > SENT_BYTES:
         raise MessageTooLarge(
             f"{what} takes {size} bytes; a message holds {SENT_BYTES}", what=what, size=size, limit=SENT_BYTES
         )
+
+
+def check_step(step: pb.Publish) -> None:
+    """Raise for a step that every home would refuse, or that no message holds, before its blocks are pinned."""
+    if step.payload and not step.last:
+        raise InvalidField("payload", f"{len(step.payload)} bytes", "none before the last step")
+    check_size("a step of a publication", step, ADDED_BYTES)
 
 
 def batches(

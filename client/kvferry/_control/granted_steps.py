@@ -59,8 +59,10 @@ def joined(steps: Iterable[pb.Blocks]) -> dict[str, Blocks]:
         raise InvalidField("number of blocks of all groups", count, f"at most {MAX_BLOCKS}")
     joined = {}
     for name, parts in pieces.items():
-        whole = pb.GroupBlocks()
-        whole.CopyFrom(parts[0])
+        whole = parts[0]
+        if len(parts) > 1:
+            whole = pb.GroupBlocks()
+            whole.CopyFrom(parts[0])
         for part in parts[1:]:
             if part.first_token != whole.end_token:
                 asked, available = f"tokens from {whole.end_token}", f"tokens from {part.first_token}"

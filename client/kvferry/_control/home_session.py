@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from kvferry import _arguments as arguments
 from kvferry._clock import LONGEST, from_duration, now
 from kvferry._control.acknowledger import Acknowledgements
-from kvferry._control.batches import batches, check_size
+from kvferry._control.batches import batches, check_step
 from kvferry._control.block_use import BlockUse
 from kvferry._control.connection import CALL_TIMEOUT, Control, retrying
 from kvferry._control.publications import Offers, Publication, Release, Step, leaves_open
@@ -19,7 +19,7 @@ from kvferry._wire.authority import incarnation_of, new_session_secret
 from kvferry._wire.blocks_codec import blocks_to_proto
 from kvferry._wire.status import from_notification_error
 from kvferry._wire.token import EngineToken
-from kvferry.errors import Closed, EngineUnknown, InvalidField, KvferryError, Unavailable, Unreachable
+from kvferry.errors import Closed, EngineUnknown, InternalError, InvalidField, KvferryError, Unavailable, Unreachable
 from kvferry.geometry.blocks import Blocks, blocks_by_group, check_ids
 from kvferry.v1 import kv_transfer_pb2 as pb
 
@@ -129,7 +129,7 @@ class HomeSession:
             payload=_payload(payload),
             checksums=arguments.flag("checksums", checksums),
         )
-        _check_step(step)
+        check_step(step)
         pin = self.block_use.pin({name: listed.ids for name, listed in given.items()})
         with self._lock:
             # Number and record under one lock: a snapshot in between would include the number but not the record.
@@ -146,7 +146,7 @@ class HomeSession:
         number = _number(publication)
         given = blocks_by_group("blocks", blocks)
         step = pb.Publish(groups=self._encode(given), last=arguments.flag("last", last), payload=_payload(payload))
-        _check_step(step)
+        check_step(step)
         pin = self.block_use.pin({name: listed.ids for name, listed in given.items()}, number)
         try:
             with self._lock:
@@ -210,49 +210,115 @@ class HomeSession:
         return groups
 
     def send(self, offered: Step, timeout: float = CALL_TIMEOUT) -> None:
-        """Send a step that `offer` or `offer_more` returned. Raises the errors of `publish`."""
-        step = offered.message
-        number = step.publication
-        request = self._request([pb.Notification(publish=step)])
+        """Send a step that `offer` or `offer_more` returned, until the home has answered. Raises the errors of
+        `publish`."""
+        told = pb.Notification(publish=offered.message)
+        number, failure = offered.message.publication, None
 
         def attempt(left: float) -> None:
-            try:
-                self._control.notify_one(request, left)
-            except KvferryError as error:
-                if leaves_open(error):
-                    with self._lock:
-                        self._offers.unanswered(step)
-                if isinstance(error, EngineUnknown) and self._watcher.failure is None:
-                    # The home has restarted, and this session's Watch is not open again yet.
-                    raise Unavailable(f"{error.message}; its Watch is being opened again") from error
-                raise
+            (error,), _ = self.attempt([told], left)
+            if error is not None:
+                raise error
 
         try:
             retrying(attempt, now() + timeout)
         except KvferryError as error:
-            with self._lock:
-                never_was = not error.retryable and self._offers.refused(step)
-            if never_was:
-                self.block_use.refused(number, step.step)
-                raise
-            self._disown(number)
-            if error.retryable:
-                raise
-            raise Unavailable(f"the home may or may not have publication {number}: {error}") from error
+            failure = error
         finally:
-            with self._news:
-                self._offers.sent(number, now())
-                self._news.notify_all()
-
-    def _disown(self, number: int) -> None:
-        """Abort a publication that the home may or may not have: try once to tell it; if that fails, the publication
-        ends by time."""
-        with self._lock:
-            self._offers.abort(number)
+            taken_back = self.ended(offered, failure)
+        if failure is None:
+            return
+        if taken_back:
+            raise failure
         try:
             self._notify_one(pb.Notification(abort=pb.Abort(publication=number)), 1.0)
         except KvferryError as error:
             logger.info("could not abort publication %d: %s", number, error)
+        if failure.retryable:
+            raise failure
+        raise Unavailable(f"the home may or may not have publication {number}: {failure}") from failure
+
+    def attempt(
+        self, notifications: Sequence[pb.Notification], timeout: float
+    ) -> tuple[list[KvferryError | None], KvferryError | None]:
+        """Send steps and aborts once: as many of the first ones as fit into one call.
+
+        Call `ended` when no more attempts will be made to send a step.
+
+        Returns:
+            For each notification that was sent its error, or None; shorter than `notifications` if not all were sent.
+            And the error of the call, if it failed as a whole.
+        """
+        sent, failure = notifications[:1], None
+        errors: list[KvferryError | None] = []
+        try:
+            request = next(batches(self._engine, notifications, session_secret=self._secret))
+            sent = request.notifications
+            with self._lock:
+                for told in sent:
+                    if told.HasField("abort"):
+                        self._offers.abort(told.abort.publication)
+            results = self._control.notify(request, timeout)
+            if len(results) != len(sent):
+                raise InternalError(f"{self._control.address} answered {len(sent)} notifications with {len(results)}")
+            errors = [
+                from_notification_error(result.error) if result.WhichOneof("kind") == "error" else None
+                for result in results
+            ]
+        except KvferryError as error:
+            failure = error
+        except Exception as error:
+            logger.exception("%d notifications to %s failed", len(sent), self._control.address)
+            failure = InternalError(f"sending to {self._control.address} failed: {error!r}")
+        if failure is not None:
+            errors = [failure] * len(sent)
+        # A home that ends a call with an error may have acted on the first notifications of several.
+        partly = failure is not None and len(sent) > 1
+        found = [
+            None if error is None else self._failed(told, error, partly)
+            for told, error in zip(sent, errors, strict=True)
+        ]
+        return found, failure
+
+    def ended(self, offered: Step, error: KvferryError | None) -> bool:
+        """Record that no more attempts will be made to send a step.
+
+        Args:
+            offered: the step.
+            error: the error of the last attempt; None: the home has accepted the step.
+
+        Returns:
+            Whether the step was taken back, because no home can have accepted it. If there is an error and it was not,
+            abort the publication: it stays pinned until its release.
+        """
+        step = offered.message
+        with self._news:
+            taken_back = error is not None and not error.retryable and self._offers.refused(step)
+            if error is not None and not taken_back:
+                self._offers.abort(step.publication)
+            self._offers.sent(step.publication, now())
+            self._news.notify_all()
+        if taken_back:
+            self.block_use.refused(step.publication, step.step)
+        return taken_back
+
+    def _failed(self, told: pb.Notification, error: KvferryError, partly: bool) -> KvferryError:
+        """Record that an attempt has failed; returns the error with which it has.
+
+        Args:
+            told: a step or an abort.
+            error: the home's error for it, or for the call.
+            partly: the home may have acted on it before it ended the call with the error.
+        """
+        if told.HasField("publish") and (partly or leaves_open(error)):
+            with self._lock:
+                self._offers.unanswered(told.publish)
+        if isinstance(error, EngineUnknown) and self._watcher.failure is None:
+            # The home has restarted, and this session's Watch is not open again yet.
+            unavailable = Unavailable(f"{error.message}; its Watch is being opened again")
+            unavailable.__cause__ = error
+            return unavailable
+        return error
 
     def _notify_one(self, notification: pb.Notification, timeout: float) -> pb.NotificationResult:
         request = self._request([notification])
@@ -321,13 +387,6 @@ class HomeSession:
                 if error.retryable:
                     raise error
                 logger.warning("%s refused a notification of the refill: %s", self._control.address, error)
-
-
-def _check_step(step: pb.Publish) -> None:
-    """Raise for a step that every home would refuse, before its blocks are pinned."""
-    if step.payload and not step.last:
-        raise InvalidField("payload", f"{len(step.payload)} bytes", "none before the last step")
-    check_size("a step of a publication", step)
 
 
 def _payload(payload: bytes) -> bytes:

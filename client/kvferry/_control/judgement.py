@@ -4,7 +4,27 @@ from __future__ import annotations
 
 import enum
 
+from kvferry._arguments import described
+from kvferry.errors import InvalidField
 from kvferry.v1 import kv_transfer_pb2 as pb
+
+
+class Confirm(enum.Enum):
+    """When the engine is told of a read whose shares have all succeeded within its lease."""
+
+    BEFORE = "before"
+    """After the home has confirmed the lease, or has not answered in time."""
+    AFTER = "after"
+    """At once. The home's answer comes afterwards, and is an audit: if it says that the lease had ended, the read is
+    disputed."""
+
+
+def confirmed(text: object) -> Confirm:
+    """Convert the argument `confirm` of a client; raises `InvalidField`."""
+    for each in Confirm:
+        if each.value == text:
+            return each
+    raise InvalidField("confirm", described(text), "'before' or 'after'")
 
 
 class Judgement(enum.Enum):

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 
 from kvferry._clock import LONGEST, now
 from kvferry._control.acquirer import Acquirer
@@ -13,9 +15,10 @@ from kvferry._control.batches import read_done
 from kvferry._control.cancellation import Cancellation
 from kvferry._control.connection import Control
 from kvferry._control.homes import Homes
+from kvferry._control.judgement import Confirm
 from kvferry._control.reader_lease import ReaderLease
 from kvferry._control.renewals import Renewals
-from kvferry._control.teller import Teller
+from kvferry._control.teller import Message, Teller
 from kvferry._forks import OneProcess
 from kvferry._wire.reference import parse_reference
 from kvferry._wire.token import EngineToken, engine_ref
@@ -31,6 +34,22 @@ DECLINE_PATIENCE = 120.0
 """Seconds for which a decline is repeated: after that, a publication that nobody reads is released by time."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class ReadReport:
+    """Reports the ends of all shares of a read.
+
+    Attributes:
+        lease: the lease of the read.
+        shares: the ends of the shares.
+        answered: called with the home's verdict, and with None for each attempt without one. Called on any thread; must
+            not block.
+    """
+
+    lease: ReaderLease
+    shares: Sequence[pb.RankReport]
+    answered: Callable[[pb.Verdict.ValueType | None], None]
+
+
 class LeaseHolder(OneProcess):
     """Holds the leases of one destination engine.
 
@@ -41,9 +60,18 @@ class LeaseHolder(OneProcess):
         renewals: renews the leases.
         token: token of the engine.
         rank: the rank that it acts for, if each rank has a holder of its own; None: all ranks.
+        confirm: whether the engine is told of a read before or after its home has confirmed the lease.
     """
 
-    def __init__(self, homes: Homes, renewals: Renewals, token: EngineToken, rank: int | None = None) -> None:
+    def __init__(
+        self,
+        homes: Homes,
+        renewals: Renewals,
+        token: EngineToken,
+        rank: int | None = None,
+        confirm: Confirm = Confirm.BEFORE,
+    ) -> None:
+        self.confirm = confirm
         self._homes = homes
         self._rank = rank
         self._renewals = renewals
@@ -99,32 +127,18 @@ class LeaseHolder(OneProcess):
         self.drop(granted)
         self._give_up(home, granted.lease, pb.RANK_OUTCOME_CANCELLED)
 
-    def report(
-        self,
-        home: Control,
-        lease: ReaderLease,
-        reports: Sequence[pb.RankReport],
-        answered: Callable[[pb.Verdict.ValueType | None], None],
-    ) -> None:
-        """Report the ends of all shares to the home. The report is repeated until the lease ends, if need be.
-
-        Args:
-            home: connection to the home.
-            lease: the lease of the read.
-            reports: the ends of the shares.
-            answered: called with the home's verdict, and with None for each attempt without one. Called on any thread;
-                must not block.
-        """
-
-        def on_result(result: pb.NotificationResult | None) -> None:
-            ended = result is not None and result.WhichOneof("kind") == "read_ended"
-            answered(result.read_ended.verdict if result is not None and ended else None)
-
-        self._teller.tell(home, read_done(lease.lease_id, reports), lease.deadline, on_result, timeout=VERDICT_TIMEOUT)
+    def report(self, home: Control, reports: Sequence[ReadReport]) -> None:
+        """Report the ends of reads to their home. Each report is repeated until its lease ends, if need be."""
+        messages = [
+            Message(notification, report.lease.deadline, partial(_verdict, report.answered))
+            for report in reports
+            for notification in read_done(report.lease.lease_id, report.shares)
+        ]
+        self._teller.tell(home, messages, timeout=VERDICT_TIMEOUT)
 
     def cancel(self, home: Control, lease: ReaderLease) -> None:
         """End a lease at its home. If the home cannot be reached, the lease ends by time (PROTOCOL, Leases 7)."""
-        self._teller.tell(home, [_cancelled(lease)], lease.deadline)
+        self._teller.tell(home, [Message(_cancelled(lease), lease.deadline)])
 
     def decline(self, reference: str, leases: Sequence[ReaderLease] = ()) -> None:
         """Tell the home that nobody will read a publication, and end the leases on it (PROTOCOL, Leases 8).
@@ -135,9 +149,9 @@ class LeaseHolder(OneProcess):
             BadReference, HomeNotAllowed: see `request`.
         """
         home = self._homes.get(parse_reference(reference).home)
-        cancels = [_cancelled(lease) for lease in leases]
         decline = pb.Notification(decline=pb.Decline(reference=reference))
-        self._teller.tell(home, [*cancels, decline], now() + DECLINE_PATIENCE)
+        until = now() + DECLINE_PATIENCE
+        self._teller.tell(home, [Message(told, until) for told in (*map(_cancelled, leases), decline)])
 
     def close(self, timeout: float) -> None:
         """Stop acquiring leases and repeating messages. Idempotent.
@@ -154,9 +168,14 @@ class LeaseHolder(OneProcess):
         if self._rank is None:
             self.cancel(home, lease)
         else:
-            report = pb.RankReport(rank=self._rank, outcome=outcome)
-            self._teller.tell(home, read_done(lease.lease_id, [report]), lease.deadline)
+            done = read_done(lease.lease_id, [pb.RankReport(rank=self._rank, outcome=outcome)])
+            self._teller.tell(home, [Message(notification, lease.deadline) for notification in done])
 
 
 def _cancelled(lease: ReaderLease) -> pb.Notification:
     return pb.Notification(cancel=pb.CancelRead(lease_id=lease.lease_id))
+
+
+def _verdict(answered: Callable[[pb.Verdict.ValueType | None], None], result: pb.NotificationResult | None) -> None:
+    ended = result is not None and result.WhichOneof("kind") == "read_ended"
+    answered(result.read_ended.verdict if result is not None and ended else None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -34,23 +34,35 @@ LONGEST_SLEEP = 1.0
 Answered = Callable[["pb.NotificationResult | None"], None]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Message:
+    """A notification for a home.
+
+    Attributes:
+        notification: the notification.
+        until: time on `kvferry._clock` after which it is useless.
+        answered: called with each result that is not an error, and with None after each failed attempt, on gRPC's
+            thread or the caller's. Must not block.
+    """
+
+    notification: pb.Notification
+    until: float
+    answered: Answered | None = None
+
+
 @dataclass(slots=True, eq=False)
 class _Pending:
     """A notification that the home has not answered yet.
 
     Attributes:
         home: connection to the home.
-        notification: the notification.
-        until: time on `kvferry._clock` after which it is useless.
-        answered: called with its result, and with None for each failed attempt.
+        message: the notification.
         again_at: time of the next attempt.
         backoff: the pauses between attempts.
     """
 
     home: Control
-    notification: pb.Notification
-    until: float
-    answered: Answered | None
+    message: Message
     again_at: float = 0.0
     backoff: Backoff = field(default_factory=Backoff)
 
@@ -73,30 +85,19 @@ class Teller:
         self._thread: threading.Thread | None = None
         self._closed = False
 
-    def tell(
-        self,
-        home: Control,
-        notifications: Sequence[pb.Notification],
-        until: float,
-        answered: Answered | None = None,
-        *,
-        timeout: float = TELL_TIMEOUT,
-    ) -> None:
-        """Send notifications to a home at once, and repeat them while their errors are retryable.
+    def tell(self, home: Control, messages: Iterable[Message], *, timeout: float = TELL_TIMEOUT) -> None:
+        """Send notifications to a home at once, in as few calls as possible, and repeat those whose errors are
+        retryable.
 
         Args:
             home: connection to the home.
-            notifications: the notifications.
-            until: time on `kvferry._clock` after which they are useless.
-            answered: called with each result that is not an error, and with None after each failed attempt, on gRPC's
-                thread or the caller's. Must not block.
+            messages: the notifications.
             timeout: seconds for the first attempt.
 
         Raises:
             MessageTooLarge: a notification does not fit into one message; nothing was sent.
         """
-        pending = [_Pending(home, notification, until, answered) for notification in notifications]
-        self._send(home, pending, timeout)
+        self._send(home, [_Pending(home, message) for message in messages], timeout)
 
     def close(self, timeout: float = 0.0) -> None:
         """Stop repeating notifications, and wait at most `timeout` seconds for the calls in progress and for the end of
@@ -114,7 +115,7 @@ class Teller:
 
     def _send(self, home: Control, pending: Sequence[_Pending], timeout: float) -> None:
         first = 0
-        for request in tuple(batches(self._sender, [each.notification for each in pending])):
+        for request in tuple(batches(self._sender, [each.message.notification for each in pending])):
             batch = pending[first : first + len(request.notifications)]
             first += len(batch)
             with self._changed:
@@ -149,8 +150,8 @@ class Teller:
         for pending, error in failed:
             _answer(pending, None)
             pause = pending.backoff.next(error.retry_after)
-            kind = pending.notification.WhichOneof("kind")
-            if not error.retryable or time + pause >= pending.until:
+            kind = pending.message.notification.WhichOneof("kind")
+            if not error.retryable or time + pause >= pending.message.until:
                 logger.log(
                     logging.WARNING if error.retryable else logging.INFO,
                     "%s did not accept a notification (%s): %s",
@@ -208,8 +209,8 @@ class Teller:
 
 
 def _answer(pending: _Pending, result: pb.NotificationResult | None) -> None:
-    if pending.answered is not None:
+    if pending.message.answered is not None:
         try:
-            pending.answered(result)
+            pending.message.answered(result)
         except Exception:
             logger.exception("a callback for the answer of %s failed", pending.home.address)

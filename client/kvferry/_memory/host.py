@@ -17,6 +17,9 @@ from kvferry.planner.checksum import Sums, padded, sums_of
 from kvferry.planner.staged_read import Copy
 from kvferry.planner.summed_blocks import AlikeBlocks
 
+ALIGNMENT = 2 << 20
+"""Of staging memory: a huge page's, so that it lies in as few as possible."""
+
 BYTES_AT_ONCE = 256 << 10
 """Bytes that are gathered at a time to be summed: small enough for a processor's cache."""
 
@@ -26,7 +29,9 @@ class HostAccess:
 
     def allocate(self, size: int) -> StagingSpace:
         """See `MemoryAccess`. It takes no room until it is used."""
-        array = np.empty(size, np.uint8)
+        # numpy's own alignment, 16 bytes, makes what the kernel copies into it (CMA) 2.4 times as slow.
+        array = np.empty(size + ALIGNMENT, np.uint8)
+        array = array[-array.ctypes.data % ALIGNMENT :][:size]
         return StagingSpace(MemoryRegion(MemoryKind.DRAM, 0, array.ctypes.data, size), self, array)
 
     def copy(self, copies: Iterable[Copy]) -> None:

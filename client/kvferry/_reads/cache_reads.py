@@ -9,7 +9,6 @@ from functools import partial
 
 from kvferry._clock import now
 from kvferry._control.acquisition import Acquired, AcquireRequest
-from kvferry._control.cancellation import Cancellation
 from kvferry._control.lease_holder import LeaseHolder
 from kvferry._memory.tails import Tails
 from kvferry._reads.callbacks import Callbacks
@@ -49,8 +48,9 @@ class Wanted:
 class _OwnRead(LeasedRead):
     """A read of a cache, and the rank's share of it once it is granted."""
 
-    def __init__(self, request: AcquireRequest, rank: int, cancellation: Cancellation, wanted: Wanted) -> None:
-        super().__init__(request, frozenset((rank,)), cancellation)
+    def __init__(self, request: AcquireRequest, rank: int, task: ReadTask, wanted: Wanted) -> None:
+        super().__init__(request, frozenset((rank,)), task.cancellation)
+        self.task = task
         self.wanted = wanted
         self.share: RankRead | None = None
 
@@ -87,7 +87,7 @@ class CacheReads:
         self._reads: LeasedReads[_OwnRead] = LeasedReads(holder, work, self)
         self._callbacks = Callbacks(f"kvferry-callbacks-{rank}")
         self._changed = threading.Condition(self._reads.lock)
-        self._tasks: dict[_OwnRead, ReadTask] = {}
+        self._running: set[_OwnRead] = set()
         """Reads that have not ended."""
         self._by_share: dict[RankRead, _OwnRead] = {}
         """Reads whose shares may still write to their blocks, by share."""
@@ -107,14 +107,14 @@ class CacheReads:
             Closed: the cache is closed.
         """
         task = ReadTask(request.read_id, request.text, self._callbacks)
-        read = _OwnRead(request, self._rank, task.cancellation, wanted)
+        read = _OwnRead(request, self._rank, task, wanted)
         with self._reads.lock:
             if self._closed:
                 raise Closed("the cache is closed")
-            if len(self._tasks) >= self._max_reads:
+            if len(self._running) >= self._max_reads:
                 limit = self._max_reads
                 raise LimitReached(f"{limit} reads are running", retry_after=0.1, limit="max_reads", value=limit)
-            self._tasks[read] = task
+            self._running.add(read)
             self._reads.acquire(read)
         return task
 
@@ -123,13 +123,13 @@ class CacheReads:
         until = now() + timeout
         with self._reads.lock:
             self._closed = True
-            tasks = tuple(self._tasks.values())
+            tasks = tuple(read.task for read in self._running)
         for task in tasks:
             task.cancel()
         self._shares.close(timeout)
         self._reads.wait_acquired(max(0.0, until - now()))
         with self._changed:
-            self._changed.wait_for(lambda: not self._tasks, max(0.0, until - now()))
+            self._changed.wait_for(lambda: not self._running, max(0.0, until - now()))
         for task in tasks:
             if task.share is not None:
                 task.share.wait_quiet(max(0.0, until - now()))
@@ -139,7 +139,6 @@ class CacheReads:
 
     def on_granted(self, read: _OwnRead) -> None:
         """See `leased_reads.Owner`."""
-        task = self._tasks[read]
         self._reads.begin(read)
         if read.acquired is None:
             return
@@ -147,7 +146,7 @@ class CacheReads:
         read.share = share
         self._by_share[share] = read
         # The task must have the share before it can begin: see `ReadTask.cancel`.
-        task.granted(share, partial(self._shares.cancel, share))
+        read.task.granted(share, partial(self._shares.cancel, share))
         try:
             self._shares.start(share)
         except KvferryError as error:
@@ -184,6 +183,10 @@ class CacheReads:
     def on_quiesced(self, read: _OwnRead) -> None:
         """See `leased_reads.Owner`."""
 
+    def on_disputed(self, read: _OwnRead) -> None:
+        """See `leased_reads.Owner`."""
+        read.task.disputed = True
+
     # `RankReads` calls these.
 
     def _share_ended(self, share: RankRead) -> None:
@@ -201,10 +204,10 @@ class CacheReads:
                 self._reads.share_quiet(read, self._rank)
 
     def _forget(self, read: _OwnRead, result: ReadResult | None, error: KvferryError | None) -> None:
-        task = self._tasks.pop(read, None)
-        self._changed.notify_all()
-        if task is not None:
-            task.end(result, error)
+        if read in self._running:
+            self._running.remove(read)
+            self._changed.notify_all()
+            read.task.end(result, error)
 
 
 def _order(read: _OwnRead, acquired: Acquired) -> RankOrder:

@@ -58,6 +58,7 @@ class LeasedRead:
         not_quiet: ranks whose share has ended, and whose blocks may still be written to.
         ended_at: when the last share ended, on `kvferry._clock`.
         confirmed: the home answered VALID. If False, the reader's own deadline decided.
+        disputed: it ended well on the reader's own deadline, and the home has said since that its lease had ended.
         stamps: when it reached its stages.
     """
 
@@ -71,6 +72,7 @@ class LeasedRead:
     not_quiet: set[int] = field(default_factory=set)
     ended_at: float = 0.0
     confirmed: bool = False
+    disputed: bool = False
     stamps: Stamps = field(default_factory=Stamps)
     _judging_since: float = 0.0
 

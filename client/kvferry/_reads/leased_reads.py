@@ -3,6 +3,9 @@
     acquire ──► WAITING ──► GRANTED ──(begin)──► READING ──(all shares have ended)──► JUDGING ──► ENDED
                    └───────────┴──► REFUSED
 
+With `Confirm.AFTER` there is no JUDGING: the reader's own deadline decides, and the home's verdict is compared with it
+when it comes.
+
 When a share fails, the lease ends, or the read is cancelled, the other ranks are stopped; the read ends when all ranks
 have reported. The reads of `Cache.read` have one rank, those of `SchedulerPort` all ranks of the engine.
 """
@@ -18,8 +21,9 @@ from typing import Generic, Protocol, TypeVar
 
 from kvferry._clock import now
 from kvferry._control.acquisition import Acquired
-from kvferry._control.judgement import Judgement, judge
-from kvferry._control.lease_holder import VERDICT_TIMEOUT, LeaseHolder
+from kvferry._control.connection import Control
+from kvferry._control.judgement import Confirm, Judgement, judge
+from kvferry._control.lease_holder import VERDICT_TIMEOUT, LeaseHolder, ReadReport
 from kvferry._reads.leased_read import LeasedRead, ReadStage, ShareEnd
 from kvferry._threads import start_thread
 from kvferry._work_queue import WorkQueue
@@ -76,6 +80,9 @@ class Owner(Protocol[AnyRead]):
     def on_quiesced(self, read: AnyRead) -> None:
         """Called when a read that had ended without being quiet is quiet."""
 
+    def on_disputed(self, read: AnyRead) -> None:
+        """Called when the home says that the lease of a read had ended, after the read ended well without its word."""
+
 
 class LeasedReads(Generic[SomeRead]):
     """The reads of one owner.
@@ -96,6 +103,8 @@ class LeasedReads(Generic[SomeRead]):
         self._work = work
         self._owner = owner
         self._under_way: set[SomeRead] = set()
+        self._unreported: list[tuple[SomeRead, Acquired]] = []
+        """Reads whose ends wait to be reported: those of one home in one call."""
         self._looking = False
         self._acquiring = 0
         """Number of acquisitions that have not ended, those of withdrawn reads included."""
@@ -198,26 +207,47 @@ class LeasedReads(Generic[SomeRead]):
                 self._judge_time(read)
             self._look_later()
 
-    def _report(self, read: SomeRead, acquired: Acquired) -> None:
+    def _report_all(self) -> None:
+        with self.lock:
+            ended, self._unreported = self._unreported, []
+            for read, _ in ended:
+                read._judging_since = now()
+        by_home: dict[Control, list[ReadReport]] = {}
+        unreported: list[Callable[[None], None]] = []
+        for read, acquired in ended:
+            try:
+                by_home.setdefault(read.request.home, []).append(self._report(read, acquired))
+            except Exception:
+                logger.exception("the end of read %s could not be reported", read.read_id)
+                unreported.append(partial(self._answered, read))
+        for home, reports in by_home.items():
+            try:
+                self._holder.report(home, reports)
+            except Exception:
+                logger.exception("the ends of %d reads could not be reported", len(reports))
+                unreported += [report.answered for report in reports]
+        for answered in unreported:
+            answered(None)
+
+    def _report(self, read: SomeRead, acquired: Acquired) -> ReadReport:
+        with self.lock:
+            error, ends = read.error, dict(read.ends)
         # If the read failed although no share did, for example because it was cancelled or its lease ended, its good
         # shares are reported with the error of the read: the source then keeps the blocks for another reader.
-        of_share = any(end.error is read.error for end in read.ends.values())
-        error = None if of_share else read.error
-        reports = [
+        if any(end.error is error for end in ends.values()):
+            error = None
+        shares = [
             pb.RankReport(rank=rank, outcome=_outcome(end.error or error), bytes=end.bytes)
-            for rank, end in sorted(read.ends.items())
+            for rank, end in sorted(ends.items())
         ]
-        with self.lock:
-            read._judging_since = now()
-        try:
-            self._holder.report(read.request.home, acquired.lease, reports, partial(self._answered, read))
-        except Exception:
-            logger.exception("the end of read %s could not be reported", read.read_id)
-            self._answered(read, None)
+        return ReadReport(acquired.lease, shares, partial(self._answered, read))
 
     def _answered(self, read: SomeRead, verdict: pb.Verdict.ValueType | None) -> None:
         with self.lock:
-            self._judged(read, verdict)
+            if read.stage is ReadStage.ENDED:
+                self._audit(read, verdict)
+            else:
+                self._judged(read, verdict)
 
     # Call these with the lock held.
 
@@ -235,6 +265,14 @@ class LeasedReads(Generic[SomeRead]):
             logger.warning("the end of a read cannot be reported to its home: %s", error.message)
             return False
         return True
+
+    def _report_later(self, read: SomeRead, acquired: Acquired) -> bool:
+        """Report the end of a read on the work queue; returns whether that will be done."""
+        self._unreported.append((read, acquired))
+        if len(self._unreported) > 1 or self._do(self._report_all):
+            return True
+        self._unreported.clear()
+        return False
 
     def _look_later(self) -> None:
         if self._under_way and not self._looking:
@@ -276,8 +314,8 @@ class LeasedReads(Generic[SomeRead]):
         read.stamps.ended = now()
         if read.error is None and not read.acquired.lease.live(read.ended_at):
             read.error = TransferExpired(f"read {read.read_id} ended after its lease", read_id=read.read_id)
-        reporting = self._do(partial(self._report, read, read.acquired))
-        if read.error is None:
+        reporting = self._report_later(read, read.acquired)
+        if read.error is None and self._holder.confirm is Confirm.BEFORE:
             # The time for the verdict starts with the report, which may wait behind other work.
             read.stage, read._judging_since = ReadStage.JUDGING, math.inf
             if not reporting:
@@ -296,6 +334,20 @@ class LeasedReads(Generic[SomeRead]):
             read.error = TransferExpired(f"read {read_id}: the home says that its lease ended", read_id=read_id)
         read.confirmed = judgement is Judgement.CONFIRMED
         self._end(read)
+
+    def _audit(self, read: SomeRead, verdict: pb.Verdict.ValueType | None) -> None:
+        """Compare the home's verdict with the end of a read that did not wait for it."""
+        if verdict == pb.VERDICT_EXPIRED and read.error is None and not (read.confirmed or read.disputed):
+            read.disputed = True
+            reference = read.request.reference
+            logger.error(
+                "read %s of publication %d of engine %s ended well by its own deadline, but its home says that its "
+                "lease had ended: its bytes may be wrong. Was this machine paused?",
+                read.read_id,
+                reference.publication,
+                reference.engine_id,
+            )
+            self._owner.on_disputed(read)
 
     def _end(self, read: SomeRead) -> None:
         read.stage = ReadStage.ENDED

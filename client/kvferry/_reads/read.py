@@ -91,6 +91,7 @@ class ReadTask:
         cancellation: the cancellation of the read.
         share: the rank's share; None until the read is granted.
         result, error: its result or error, once it has ended.
+        disputed: see `Read.disputed`.
     """
 
     def __init__(self, read_id: str, reference: str, callbacks: Callbacks) -> None:
@@ -100,6 +101,7 @@ class ReadTask:
         self.share: RankRead | None = None
         self.result: ReadResult | None = None
         self.error: KvferryError | None = None
+        self.disputed = False
         self.callbacks = callbacks
         self._changed = threading.Condition()
         self._final: ReadState | None = None
@@ -202,6 +204,14 @@ class Read(OneProcess):
     def quiet(self) -> bool:
         """Whether the read has ended and nothing can write to its blocks any more. Reuse them only then (R4)."""
         return self._task.quiet
+
+    @property
+    def disputed(self) -> bool:
+        """Whether the read ended well without its home's word, and the home has said since that its lease had ended.
+
+        Its bytes may be wrong then. Only with a client's ``confirm="after"``, or if the home did not answer in time.
+        """
+        return self._task.disputed
 
     def result(self, timeout: float | None = None) -> ReadResult:
         """Wait for the end of the read, and return its result.

@@ -13,6 +13,7 @@ from kvferry._clock import from_duration, now
 from kvferry._control.batches import check_size
 from kvferry._control.connection import retrying
 from kvferry._control.homes import Homes
+from kvferry._control.judgement import Confirm
 from kvferry._control.lease_holder import LeaseHolder
 from kvferry._control.renewals import Renewals
 from kvferry._reads.cache_reads import CacheReads
@@ -30,7 +31,7 @@ from kvferry._transport.nixl_options import NixlOptions
 from kvferry._transport.staging_pool import StagingOptions
 from kvferry._transport.transport import Transport
 from kvferry._wire.geometry_codec import group_to_proto, rank_to_proto, region_to_proto
-from kvferry._wire.reference import parse_engine_reference
+from kvferry._wire.reference import parse_source_reference
 from kvferry._wire.token import EngineToken, engine_ref
 from kvferry._work_queue import WorkQueue
 from kvferry.errors import EngineUnknown, KvferryError
@@ -58,7 +59,7 @@ class ClientRuntime:
         homes: connections to node servers.
         renewals: renews the leases of all reads.
         agents: makes the NIXL agents of all caches.
-        options, staging, integrity, max_reads: see `Client`.
+        options, staging, integrity, max_reads, confirm: see `Client`.
     """
 
     homes: Homes
@@ -68,6 +69,7 @@ class ClientRuntime:
     staging: StagingOptions
     integrity: IntegrityOptions
     max_reads: int
+    confirm: Confirm
 
     def lease_holder(self, token: EngineToken, rank: int | None = None) -> LeaseHolder:
         """Make the lease holder of one process of an engine.
@@ -76,7 +78,7 @@ class ClientRuntime:
             token: token of the engine.
             rank: the rank that it acts for; None: all ranks.
         """
-        return LeaseHolder(self.homes, self.renewals, token, rank)
+        return LeaseHolder(self.homes, self.renewals, token, rank, self.confirm)
 
 
 class RankRuntime:
@@ -170,7 +172,7 @@ class RankRuntime:
 
     def warm(self, engine_reference: str, deadline: float) -> Future[tuple[int, ...]]:
         """See `Cache.warm`."""
-        engine = parse_engine_reference(engine_reference)
+        engine = parse_source_reference(engine_reference)
         home = self.homes.get(engine.home)
         done: Future[tuple[int, ...]] = Future()
         # Mark the future as running, so that callers cannot cancel it.

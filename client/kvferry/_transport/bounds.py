@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -25,6 +26,13 @@ REGIONS_LIMIT = 1 << 16
 NAME_LIMIT = 512
 METADATA_HEADER = b"nixlSerDes|Agent"
 """NIXL's metadata begin with this; the length of the agent's name and the name follow."""
+
+FEW = 32
+"""Ranges up to which a loop is faster than numpy: after a copy of megabytes, each of its functions has to be loaded
+from memory again."""
+
+# Methods of arrays find these by way of Python, which takes longer than the search of a short array.
+_least, _most = np.minimum.reduce, np.maximum.reduce
 
 INDEX_LIMIT = 1 << 31
 """NIXL takes int32 indices, and truncates larger ones silently."""
@@ -48,17 +56,32 @@ class RegionMap:
         for key, ranges in spaces.items():
             both = np.array(sorted(ranges), np.uint64)
             self._bases[key] = both[:, 0].copy()
-            # The furthest end of all regions that begin here or before, which is right also where regions overlap.
-            self._ends[key] = np.maximum.accumulate(both[:, 1])
+            # The furthest end of all regions that begin here or before, which is right also where regions overlap. The
+            # first is for addresses below every region.
+            self._ends[key] = np.concatenate((np.zeros(1, np.uint64), np.maximum.accumulate(both[:, 1])))
+        self._lists = {key: (self._bases[key].tolist(), self._ends[key].tolist()) for key in spaces}
 
     def check_ranges(self, field: str, kind: MemoryKind, device: int, address: Addresses, length: Addresses) -> None:
         """Raise `InvalidField` unless every ``[address, address + length)`` lies inside a region."""
+        if len(address) <= FEW and self._hold_few(kind, device, address, length):
+            return
         end = self._ends_at(field, kind, device, address)
-        if int(length.min()) < 1:
+        if int(_least(length)) < 1:
             raise InvalidField(f"{field} length", 0, "at least 1")
-        # Both sides are below 2**63, and the end of an address in no region is 0: nothing wraps.
-        room = np.maximum(end, address) - address
-        self._refuse(field, room < length, address, length)
+        if int(_most(length)) >= ADDRESS_LIMIT:
+            self._refuse(field, length >= ADDRESS_LIMIT, address, length)
+        # Both are below 2**63: their sum does not wrap.
+        outside = address + length > end
+        if outside.any():
+            self._refuse(field, outside, address, length)
+
+    def _hold_few(self, kind: MemoryKind, device: int, address: Addresses, length: Addresses) -> bool:
+        """Whether every range lies inside a region; in Python's integers, which do not wrap."""
+        bases, ends = self._lists.get((kind, device), ([], [0]))
+        return all(
+            count >= 1 and begin + count <= ends[bisect_right(bases, begin)]
+            for begin, count in zip(address.tolist(), length.tolist(), strict=True)
+        )
 
     def check_rows(self, field: str, kind: MemoryKind, device: int, rows: Addresses) -> None:
         """Raise `InvalidField` unless every entry of every strided row lies inside one region per row."""
@@ -81,12 +104,13 @@ class RegionMap:
         if key not in self._bases:
             raise InvalidField(f"{field} memory", f"{kind.name} {device}", f"memory registered by {self.owner}")
         bases, ends = self._bases[key], self._ends[key]
-        if int(address.max()) >= ADDRESS_LIMIT:
-            raise InvalidField(f"{field} address", hex(int(address.max())), "below 2**63")
-        if len(bases) == 1:
-            return np.where(address >= bases[0], ends[0], np.uint64(0))
-        place = np.searchsorted(bases, address, side="right")
-        return np.where(place > 0, ends[np.maximum(place, 1) - 1], np.uint64(0))
+        highest = int(_most(address))
+        if highest >= ADDRESS_LIMIT:
+            raise InvalidField(f"{field} address", hex(highest), "below 2**63")
+        if len(bases) == 1 and int(_least(address)) >= int(bases[0]):
+            return ends[1:]
+        found: Addresses = ends[np.searchsorted(bases, address, side="right")]
+        return found
 
     def _refuse(self, field: str, outside: npt.NDArray[np.bool_], address: Addresses, length: Addresses) -> None:
         if bool(outside.any()):

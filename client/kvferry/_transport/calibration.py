@@ -1,135 +1,279 @@
 """Measures the constants of the cost model (`kvferry.planner.path_choice`).
 
-It takes some milliseconds, once for each host that small pieces are read from: a few short and long reads of the peer's
-memory into staging memory, and a few copies within staging memory.
+It takes some tens of milliseconds, once for each home that small pieces are read from. It makes small reads of the
+kinds that the constants are to predict, through all that a read goes through: pieces of two lengths read directly, and
+pieces read through staging memory. Their destination is staging memory. No byte is read or written twice in a row:
+bytes in a processor's cache would seem faster than those of an engine.
 """
 
 from __future__ import annotations
 
 import logging
+from collections import deque
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
 from kvferry._clock import now
-from kvferry._memory.access import StillCopying
+from kvferry._memory.access import StagingSpace, StillCopying
 from kvferry._transport.nixl_agent import AgentInfo
 from kvferry._transport.staging_pool import StagingPool
-from kvferry._transport.transport import TransferPart, Transport
-from kvferry.geometry.model import MemoryRegion
-from kvferry.planner.descriptors import MemoryPair, RawDescriptors
-from kvferry.planner.path_choice import Costs
+from kvferry._transport.transport import Transfer, TransferPart, Transport
+from kvferry.geometry.blocks import Blocks
+from kvferry.geometry.model import EngineGeometry, Group, Interval, MemoryRegion, Plane, RankGeometry
+from kvferry.planner.path_choice import Costs, Path, PathRule
+from kvferry.planner.plan import plan_read
+from kvferry.planner.rows import Int64s
 from kvferry.planner.staged_read import Copy
 
 logger = logging.getLogger(__name__)
 
-TIMES = 5
-"""Measurements of each kind; the fastest counts, since any disturbance makes one slower."""
+TIMES = 3
+"""Measurements of each kind, in turns. The fastest counts, since any disturbance makes one slower."""
 
-SHORT_BYTES = 256
-SHORT_COUNT = 512
-CLUSTER = 16
-LONG_BYTES = 64 << 10
-CELLS = (64, 1024)
+ENOUGH = 0.2
+"""Seconds after which no other turn begins: over a slow network one takes longer, and the first read waits."""
+
+REPEATS = 4
+"""Measurements of the smallest kinds in each turn."""
+
+SHORT_BYTES = 4 << 10
+LONG_BYTES = 16 << 10
+"""Lengths of the pieces that are read: mostly it is around these that one path becomes cheaper than the other."""
+
+TOKENS, UNITS = 4, 2
+"""Pieces of a block: by token at the source, by unit at the destination, so that none touch on both sides."""
+
+SHARE = 2 * LONG_BYTES * TOKENS * UNITS
+"""Bytes. What is read is a multiple of this."""
+
+SHORT, LONG, STAGED = 1, 6, 6
+"""The proportions of what a turn reads in short pieces, in long ones, and in long ones through staging memory. The last
+two are equal: the shorter a measurement, the less disturbed is its fastest, and the more of what it wrote reaches the
+memory only in the course of the next."""
+
+MOST = 8
+"""Shares of short pieces. More would take longer and tell no more. So many are, through staging memory, three slots of
+the default size: what a slot costs after the first is what counts."""
+
+SLOTS = 4
+"""Slots that are borrowed, to be read into and copied into. Two more at least are left for what the measurement itself
+reads through staging memory, and for other reads."""
+
+CELLS = (64, SHORT_BYTES)
 COLUMNS = 32
+"""Runs that are copied within staging memory: bytes, and how many of them become neighbours."""
 
 
 def measure(transport: Transport, peer: AgentInfo, pool: StagingPool, deadline: float) -> Costs | None:
     """Measure the constants for reads from one peer; None if that is not possible now. Waits; called on the thread of a
-    read."""
-    slot = pool.borrow()
-    if slot is None:
-        return None
+    read.
+
+    Raises:
+        BadAgentMetadata: the peer is not what it announced.
+        Closed: the transport was closed.
+    """
     region = max(peer.regions, key=lambda region: region.length)
-    # Bytes that were read before are in a processor's cache, and would seem faster: no byte is read twice.
-    count = min(pool.slot_bytes, region.length // (2 * TIMES)) // LONG_BYTES
-    if count == 0:
-        pool.release(slot)
+    # No byte is read twice in a turn.
+    shares = min(MOST, (region.length // SHARE - 2 * REPEATS) // (SHORT + LONG + STAGED))
+    if shares < 1 or pool.slot_bytes < SHARE:
         return None
+    measurement = _Measurement(transport, peer, region, pool, shares)
     try:
-        copied = _copies(pool, slot)
-    except Exception as error:
-        logger.exception("copies in staging memory were not measured")
-        if not isinstance(error, StillCopying):
-            pool.release(slot)
+        return measurement.run(deadline)
+    except _Failed:
         return None
-    kinds = [(1, 64), (min(SHORT_COUNT, count * LONG_BYTES // (2 * SHORT_BYTES)), SHORT_BYTES), (count, LONG_BYTES)]
-    times: dict[tuple[int, int], list[float]] = {kind: [] for kind in kinds}
-    for turn in range(TIMES):
-        for kind in kinds:
-            part = TransferPart(peer, (_reads(region, pool, slot, *kind, turn),), spaces=(pool.space,))
-            try:
-                transfer = transport.start([part], deadline=deadline, label="measuring")
-            except Exception:
-                # Nothing was posted.
-                pool.release(slot)
-                raise
-            began = now()
-            if not transfer.wait(max(0.0, deadline - began)) or transfer.error is not None:
-                transfer.cancel()
-                # The read that follows will meet the same error, and report it.
-                transfer.add_quiet_callback(lambda _: pool.release(slot))
-                return None
-            times[kind].append((transfer.ended_at or now()) - began)
-    pool.release(slot)
-    empty, short, long = (min(times[kind]) for kind in kinds)
-    # Both kinds of read cost by number and by bytes: two equations.
-    (_, _), (many, few_bytes), (few, many_bytes) = kinds
-    short, long = max(0.0, short - empty), max(0.0, long - empty)
-    byte = max(1e-12, (long / few - short / many) / (many_bytes - few_bytes))
-    descriptor = max(1e-8, short / many - few_bytes * byte)
-    return replace(copied, descriptor=descriptor, byte=byte)
-
-
-def _reads(region: MemoryRegion, pool: StagingPool, slot: int, count: int, size: int, turn: int) -> RawDescriptors:
-    """`count` reads of `size` bytes each, spread over a region; of other bytes each turn."""
-    here = pool.space.region
-    # Short pieces come in clusters, as those of one block do.
-    cluster = CLUSTER if size == SHORT_BYTES else 1
-    group, within = np.divmod(np.arange(count, dtype=np.int64), cluster)
-    step = region.length // (TIMES * (int(group[-1]) + 1))
-    source = (region.base + (group * TIMES + turn) * step + within * 2 * size).astype(np.uint64)
-    destination = slot + np.arange(count, dtype=np.uint64) * np.uint64(size)
-    memory = MemoryPair(region.memory_kind, region.device, here.memory_kind, here.device)
-    return RawDescriptors(memory, source, destination, np.full(count, size, np.uint64))
-
-
-def _copies(pool: StagingPool, slot: int) -> Costs:
-    """The cost of a permutation, measured with runs of two lengths."""
-    half = pool.slot_bytes // 2
-    others = []
-    while (other := pool.borrow()) is not None:
-        others.append(other)
-    try:
-        # Into as many other slots as are free, in turn, because an engine's blocks are in no processor's cache either.
-        found = [
-            (cell, min(_copied(pool, slot, others or [slot + half], cell) for _ in range(TIMES))) for cell in CELLS
-        ]
     finally:
-        for other in others:
-            pool.release(other)
-    (short, per_run), (long, per_long_run) = found
-    copied_byte = max(0.0, (per_long_run - per_run) / (long - short))
-    return Costs(cell=max(1e-10, per_run - short * copied_byte), copied_byte=copied_byte)
+        measurement.give_back()
 
 
-def _copied(pool: StagingPool, slot: int, targets: list[int], cell: int) -> float:
-    """Seconds per run of `cell` bytes, copied from a slot to the beginning of each target."""
-    rows = max(1, pool.slot_bytes // 2 // (cell * COLUMNS))
-    copies = [
-        # Columns of `rows` runs each become rows of `COLUMNS`: no two runs stay together.
-        Copy(
-            source=slot,
-            source_stride=cell,
-            places=np.arange(rows, dtype=np.int64),
-            destination=target,
-            destination_stride=COLUMNS * cell,
-            ids=np.arange(rows, dtype=np.int64),
-            axes=((COLUMNS, rows * cell, cell),),
-            cell=cell,
+class _Failed(Exception):
+    """A read or a copy failed. The read that follows will meet the same error, and report it."""
+
+
+class _Reads:
+    """Small reads of one kind.
+
+    Args:
+        path: how they are read.
+        run: bytes of a piece.
+        shares: how much is read; 0: one block.
+        region, space: what they read from, and into.
+        slot_bytes: bytes of a slot.
+
+    Attributes:
+        descriptors, bytes, runs: of the last read: descriptors, bytes, and runs to copy.
+        seconds: of the fastest.
+    """
+
+    def __init__(
+        self, path: Path, run: int, shares: int, region: MemoryRegion, space: MemoryRegion, slot_bytes: int
+    ) -> None:
+        self.block = run * TOKENS * UNITS
+        self.size = shares * SHARE or self.block
+        self.descriptors = 0
+        self.bytes = 0
+        self.runs = 0
+        self.seconds = float("inf")
+        rule = PathRule(path, slot_bytes=slot_bytes, device_memory=frozenset((space.device,)))
+        by_token, by_unit = (run * UNITS, run), (run, run * TOKENS)
+        self._plan = plan_read(self._engine(region, *by_token), self._engine(space, *by_unit), 0, rule=rule)
+
+    def _engine(self, memory: MemoryRegion, token_stride: int, unit_stride: int) -> EngineGeometry:
+        """An engine with one plane, which takes all of a region."""
+        blocks = memory.length // self.block
+        plane = Plane(
+            layer="0",
+            component="key",
+            group="full",
+            format="plain",
+            dtype="uint8",
+            memory_kind=memory.memory_kind,
+            device=memory.device,
+            base=memory.base,
+            num_blocks=blocks,
+            block_stride=self.block,
+            page_tokens=TOKENS,
+            page_stride=0,
+            block_states=TOKENS,
+            unit_stride=unit_stride,
+            token_stride=token_stride,
+            state_bytes=min(token_stride, unit_stride),
+            axis_size=UNITS,
+            units=Interval(0, UNITS),
         )
-        for target in targets
-    ]
-    began = now()
-    pool.space.copy(copies)
-    return (now() - began) / (len(copies) * rows * COLUMNS)
+        group = Group("full", block_tokens=TOKENS, num_blocks=blocks)
+        return EngineGeometry("measured", (group,), (RankGeometry(0, (plane,)),))
+
+    def part(self, peer: AgentInfo, shares: Int64s, places: Int64s, spaces: tuple[StagingSpace, ...]) -> TransferPart:
+        """A read of these shares of the source into these blocks of staging memory; of as many as there are places."""
+        within = np.arange(SHARE // self.block, dtype=np.int64)
+        blocks = (shares[:, None] * len(within) + within).ravel()
+        count = min(self.size // self.block, len(places))
+        (planned,) = self._plan.expand({"full": Blocks(blocks[:count])}, {"full": Blocks(places[:count])}).sources
+        self.descriptors = sum(some.count for some in (*planned.descriptors, *planned.staged))
+        self.bytes = planned.total_bytes
+        self.runs = count * TOKENS * UNITS
+        return replace(TransferPart.of(peer, planned), spaces=spaces)
+
+
+class _Measurement:
+    """One measurement, and the slots that it borrows."""
+
+    def __init__(
+        self, transport: Transport, peer: AgentInfo, region: MemoryRegion, pool: StagingPool, shares: int
+    ) -> None:
+        self._transport = transport
+        self._peer = peer
+        self._pool = pool
+        space = pool.space.region
+        kinds = [(Path.DIRECT, SHORT_BYTES, 0), (Path.DIRECT, SHORT_BYTES, SHORT), (Path.DIRECT, LONG_BYTES, LONG)]
+        if pool.slots > 1:
+            kinds += [(Path.STAGED, LONG_BYTES, 0), (Path.STAGED, LONG_BYTES, STAGED)]
+        self._kinds = [_Reads(path, run, part * shares, region, space, pool.slot_bytes) for path, run, part in kinds]
+        there, every = region.length // SHARE, ((SHORT + LONG + STAGED) * shares + 2 * REPEATS) * TIMES
+        self._shares = np.arange(every, dtype=np.int64) * max(1, there // every) % there
+        self._taken = 0
+        self._copies = dict.fromkeys(CELLS, float("inf"))
+        self._slots: deque[int] = deque()
+        while len(self._slots) < min(SLOTS, max(1, pool.slots - 2)) and (slot := pool.borrow()) is not None:
+            self._slots.append(slot)
+
+    def give_back(self) -> None:
+        """Give back the slots, but for those that something may still write to."""
+        for slot in self._slots:
+            self._pool.release(slot)
+
+    def run(self, deadline: float) -> Costs | None:
+        """Measure; None if no slot is free."""
+        if not self._slots:
+            return None
+        # Memory that was never touched is several times as slow.
+        for _ in range(len(self._slots)):
+            self._copied(LONG_BYTES)
+        until = now() + ENOUGH
+        for turn in range(TIMES):
+            if turn and now() > until:
+                break
+            for reads in self._kinds:
+                # Of one block only, a read is mostly waking threads, which varies; and it costs little to repeat.
+                for _ in range(REPEATS if reads.size == reads.block else 1):
+                    reads.seconds = min(reads.seconds, self._read(reads, deadline))
+            for cell, fastest in self._copies.items():
+                self._copies[cell] = min(fastest, self._copied(cell))
+        return self._costs()
+
+    def _costs(self) -> Costs:
+        """The constants by which all that was measured takes as long as it did. What a read costs however little it
+        reads is the same on both paths, nearly, and left out."""
+        few, short, long, *staged = self._kinds
+        per_run, per_long_run = self._copies.values()
+        copied_byte = max(0.0, (per_long_run - per_run) / (CELLS[1] - CELLS[0]))
+        cell = max(1e-10, per_run - CELLS[0] * copied_byte)
+        # Both kinds of direct read cost by number and by bytes: two equations.
+        per_short = max(0.0, short.seconds - few.seconds) / max(1, short.descriptors - few.descriptors)
+        per_long = max(0.0, long.seconds - few.seconds + few.descriptors * per_short) / long.descriptors
+        byte = max(1e-12, (per_long - per_short) / (LONG_BYTES - SHORT_BYTES))
+        descriptor = max(1e-8, per_short - SHORT_BYTES * byte)
+        staged_byte = byte
+        if staged:
+            few, many = staged
+            rest = many.seconds - few.seconds
+            rest -= (many.descriptors - few.descriptors) * descriptor + (many.runs - few.runs) * cell
+            staged_byte = max(1e-12, rest / max(1, many.bytes - few.bytes) - copied_byte)
+        return Costs(descriptor, byte, staged_byte, cell, copied_byte)
+
+    def _read(self, reads: _Reads, deadline: float) -> float:
+        """Seconds of one read."""
+        base, size, block = self._pool.space.region.base, self._pool.slot_bytes, reads.block
+        slots = min(-(-reads.size // size), len(self._slots))
+        self._slots.rotate(slots)
+        places = [
+            np.arange(-((base - slot) // block), (slot + size - base) // block, dtype=np.int64)
+            for slot in list(self._slots)[:slots]
+        ]
+        shares = self._shares[self._taken : self._taken + max(1, reads.size // SHARE)]
+        self._taken += len(shares)
+        part = reads.part(self._peer, shares, np.concatenate(places), (self._pool.space,))
+        return self._timed(part, deadline, slots)
+
+    def _timed(self, part: TransferPart, deadline: float, slots: int) -> float:
+        """Seconds of a transfer that writes to the first `slots` of the borrowed slots."""
+        began = now()
+        transfer = self._transport.start([part], deadline=deadline, label="measuring")
+        if not transfer.wait(max(0.0, deadline - began)) or transfer.error is not None:
+            transfer.cancel()
+            for slot in [self._slots.popleft() for _ in range(slots)]:
+                transfer.add_quiet_callback(partial(_release, self._pool, slot))
+            raise _Failed
+        return (transfer.ended_at or now()) - began
+
+    def _copied(self, cell: int) -> float:
+        """Seconds per run of `cell` bytes, copied from the slot that was written to last into the one that was not for
+        the longest time."""
+        size = self._pool.slot_bytes
+        source, target = self._slots[0], self._slots[-1]
+        if len(self._slots) == 1:
+            size //= 2
+            target += size
+        rows = max(1, size // (cell * COLUMNS))
+        places = np.arange(rows, dtype=np.int64)
+        # Columns of `rows` runs each become rows of `COLUMNS`: no two runs stay together.
+        copy = Copy(source, cell, places, target, COLUMNS * cell, places, ((COLUMNS, rows * cell, cell),), cell)
+        began = now()
+        try:
+            self._pool.space.copy([copy])
+        except Exception as error:
+            logger.exception("copies in staging memory were not measured")
+            if isinstance(error, StillCopying):
+                # The device may write to it at any time.
+                self._slots.pop()
+            raise _Failed from error
+        took = now() - began
+        self._slots.rotate(1)
+        return took / (rows * COLUMNS)
+
+
+def _release(pool: StagingPool, slot: int, _: Transfer) -> None:
+    pool.release(slot)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import suppress
 from typing import TypeAlias
 
 from kvferry._transport.nixl_agent import AgentInfo
@@ -13,13 +14,20 @@ Message: TypeAlias = "PeerWork | AgentInfo | str"
 
 
 class Inbox:
-    """The messages for one reading thread, in the order they came. Thread-safe; only `wait` waits."""
+    """The messages for one reading thread, in the order they came. Thread-safe; only `wait` waits.
+
+    The thread sleeps on a lock and not on a condition: whoever is woken by a condition first has to wait for the
+    condition's own lock, which the thread that woke it still holds.
+    """
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
         self._messages: list[Message] = []
         self._woken = False
         self._open = True
+        self._bell = threading.Lock()
+        """Released when something has come, and taken by `wait` and `take`."""
+        self._bell.acquire()
 
     @property
     def open(self) -> bool:
@@ -38,37 +46,46 @@ class Inbox:
 
     def put(self, message: Message) -> bool:
         """Add a message. False: it is closed, and takes none."""
-        with self._changed:
-            if self._open:
-                self._messages.append(message)
-                self._changed.notify()
-            return self._open
+        with self._lock:
+            if not self._open:
+                return False
+            self._messages.append(message)
+        self._ring()
+        return True
 
     def wake(self) -> None:
         """End the thread's `wait`, now or the next time."""
-        with self._changed:
-            self._woken = True
-            self._changed.notify()
+        self._woken = True
+        self._ring()
 
     def close(self) -> None:
         """Take no more messages; those that wait can still be taken. Idempotent."""
-        with self._changed:
+        with self._lock:
             self._open = False
 
     def take(self) -> list[Message]:
         """The messages that wait."""
-        with self._changed:
+        # What comes after this rings again, so that nothing is left behind.
+        self._bell.acquire(blocking=False)
+        if not self._messages:
+            return []
+        with self._lock:
             messages, self._messages = self._messages, []
             return messages
 
     def take_wake(self) -> bool:
         """Whether `wake` was called since the last time."""
-        with self._changed:
-            woken, self._woken = self._woken, False
-            return woken
+        if not self._woken:
+            return False
+        self._woken = False
+        return True
 
     def wait(self, seconds: float | None) -> None:
         """Wait for a message or `wake`, at most so many seconds; None: for ever."""
-        with self._changed:
-            if not self._messages and not self._woken:
-                self._changed.wait(seconds)
+        if not self._messages and not self._woken:
+            self._bell.acquire(timeout=-1 if seconds is None else min(seconds, threading.TIMEOUT_MAX))
+
+    def _ring(self) -> None:
+        # A lock that is free already raises: the bell was rung before.
+        with suppress(RuntimeError):
+            self._bell.release()

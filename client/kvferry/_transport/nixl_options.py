@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -11,6 +12,9 @@ from kvferry.errors import InvalidField
 PROGRESS_DELAY_US = 100_000
 """The serving agent's progress thread sleeps this long unless the event of an arriving message wakes it, which it does:
 1 microsecond and 100 ms measure the same."""
+
+CORES_FOR_TWO = 4
+"""Cores from which two agents read at once if nothing else is said: an engine's own threads need the others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,10 +35,12 @@ class NixlOptions:
         tcp_user_timeout: seconds until a cut TCP connection is reported; 0: the kernel decides, after minutes. The
             transfer's deadline ends the wait in any case. Not on by default: an agent on either side of a cut that
             heals was seen to abort its process when both had set it.
-        reading_agents: agents that read at once, each with a thread; peers are spread over them. One is enough where
-            posts are asynchronous; where they copy synchronously (CMA, same host) two are 1.8 times as fast on idle
-            cores.
-        chunk_bytes: bytes per NIXL handle. Deadlines, cancelling and fairness act between chunks. 16 MiB cost 3 %.
+        reading_agents: agents that read at once, each with a thread and a core while bytes move. Peers are spread over
+            them; where posts copy synchronously (CMA, same host) they also share each large read, and two are up to 1.8
+            times as fast as one on idle cores. None: one, and a second for such reads where the process may run on
+            `CORES_FOR_TWO` cores.
+        chunk_bytes: bytes per NIXL handle. Deadlines, cancelling and fairness act between chunks. Where posts copy
+            synchronously a chunk has up to four times as many bytes, but no more than take about 10 ms.
         chunk_descriptors: descriptors per NIXL handle; each costs 3 microseconds, on TCP 10.
         bytes_in_flight: posted and unfinished bytes per peer; at least two chunks are always allowed.
         bytes_in_flight_total: the same over all peers, so that many sources do not flood one destination. It is divided
@@ -53,7 +59,7 @@ class NixlOptions:
     ucx_tls: str = ""
     tcp_segment: int = 256 << 10
     tcp_user_timeout: float = 0.0
-    reading_agents: int = 1
+    reading_agents: int | None = None
     chunk_bytes: int = 16 << 20
     chunk_descriptors: int = 8192
     bytes_in_flight: int = 64 << 20
@@ -74,7 +80,9 @@ class NixlOptions:
         object.__setattr__(self, "backend_parameters", dict(self.backend_parameters))
         if {",", "="} & set(text("ucx_tls", self.ucx_tls)):
             raise InvalidField("ucx_tls", self.ucx_tls, "one UCX transport; set UCX_TLS for a list")
-        at_least_one = ("tcp_segment", "reading_agents", "chunk_bytes", "chunk_descriptors")
+        if self.reading_agents is not None:
+            object.__setattr__(self, "reading_agents", integer("reading_agents", self.reading_agents, 1))
+        at_least_one = ("tcp_segment", "chunk_bytes", "chunk_descriptors")
         for name in (*at_least_one, "bytes_in_flight", "bytes_in_flight_total"):
             object.__setattr__(self, name, integer(name, getattr(self, name), 1))
         object.__setattr__(self, "retired_agents", integer("retired_agents", self.retired_agents, 0))
@@ -82,6 +90,13 @@ class NixlOptions:
             object.__setattr__(self, name, seconds(name, getattr(self, name), zero=True))
         if self.cuda_device is not None:
             object.__setattr__(self, "cuda_device", integer("cuda_device", self.cuda_device, 0))
+
+    @property
+    def most_reading_agents(self) -> int:
+        """How many agents read at once at most."""
+        if self.reading_agents is not None:
+            return self.reading_agents
+        return 2 if len(os.sched_getaffinity(0)) >= CORES_FOR_TWO else 1
 
     def parameters(self) -> dict[str, str]:
         """The parameters of NIXL's backend. UCX's error handling mode stays "peer": the other one hangs for ever when a

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -12,6 +14,23 @@ from kvferry._transport.nixl_options import NixlOptions
 from kvferry.errors import KvferryError
 from kvferry.planner.descriptors import Descriptors, chunks
 from kvferry.planner.footprint import Footprint
+
+COPY_TIME = 10e-3
+"""Seconds that a chunk takes, about, where its post copies it. After such a post the thread's code and data have to
+come from memory again, which takes 0.3 ms."""
+
+COPY_RATE = 8e9
+DESCRIPTOR_TIME = 3e-6
+"""Bytes per second of such a copy, and seconds for each descriptor (measured over CMA)."""
+
+COPIED_CHUNKS = 4
+"""How many times `NixlOptions.chunk_bytes` such a chunk has at most."""
+
+SHARED_CHUNK = 1 << 20
+"""Bytes of a chunk, at least, where several threads share a transfer: each is some tens of microseconds of Python."""
+
+SHARED_CHUNKS = 4
+"""Chunks per thread, at least, where several threads share a transfer, so that they end together."""
 
 
 class ChunkOwner(Protocol):
@@ -63,6 +82,8 @@ class PeerWork:
         since: when it began to wait for the peer's first answer.
         spaces: staging memory that it is read into, beside the rank's own memory.
         footprint: the blocks that may be touched, checked chunk by chunk; None: that was checked before.
+        copies: whether posts to the peer copy.
+        threads: how many reading threads take chunks of it, each with work of its own (`shared`).
     """
 
     def __init__(
@@ -73,14 +94,21 @@ class PeerWork:
         since: float,
         spaces: Sequence[StagingSpace] = (),
         footprint: Footprint | None = None,
+        *,
+        copies: bool = False,
+        threads: int = 1,
     ) -> None:
         self.owner = owner
         self.info = info
         self.since = since
         self.spaces = tuple(spaces)
-        self._footprint = footprint
-        self._descriptors = descriptors
-        self._chunks: Iterator[Descriptors] | None = None
+        self._undivided = _Undivided(descriptors, footprint, copies, threads)
+
+    def shared(self) -> PeerWork:
+        """Work of the same transfer for another thread: each chunk goes to the thread that asks for it first."""
+        work = PeerWork(self.owner, self.info, (), self.since, self.spaces)
+        work._undivided = self._undivided
+        return work
 
     @property
     def blocked(self) -> bool:
@@ -92,22 +120,52 @@ class PeerWork:
 
     def next(self, options: NixlOptions) -> Chunk | None:
         """The next chunk, to be posted now; None if there is none, at least for now."""
-        if self._chunks is None:
-            self._chunks = self._divided(options)
-        chunk = next(self._chunks, None)
+        chunk = self._undivided.next(options)
         return None if chunk is None else Chunk(chunk, self.owner)
 
-    def _divided(self, options: NixlOptions) -> Iterator[Descriptors]:
-        for descriptors in self._descriptors:
-            for chunk in divide(descriptors, options):
-                if self._footprint is not None:
-                    self._footprint.check(chunk)
-                yield chunk
+
+class _Undivided:
+    """What has not been given out yet of a transfer's descriptors at one peer. Thread-safe."""
+
+    def __init__(
+        self, descriptors: Sequence[Descriptors], footprint: Footprint | None, copies: bool, threads: int
+    ) -> None:
+        self._descriptors = descriptors
+        self._footprint = footprint
+        self._copies = copies
+        self._threads = threads
+        self._lock = threading.Lock()
+        self._chunks: deque[Descriptors] | None = None
+
+    def next(self, options: NixlOptions) -> Descriptors | None:
+        """The next chunk; None: all were given out."""
+        with self._lock:
+            if self._chunks is None:
+                # All at once: between two copies of megabytes, each step takes ten times as long.
+                self._chunks = deque(
+                    chunk
+                    for some in self._descriptors
+                    for chunk in divide(some, options, copies=self._copies, threads=self._threads)
+                )
+            chunk = self._chunks.popleft() if self._chunks else None
+        if chunk is not None and self._footprint is not None:
+            self._footprint.check(chunk)
+        return chunk
 
 
-def divide(descriptors: Descriptors, options: NixlOptions) -> Iterator[Descriptors]:
-    """Descriptors in chunks that suit the transport."""
-    if descriptors.count:
+def divide(
+    descriptors: Descriptors, options: NixlOptions, *, copies: bool = False, threads: int = 1
+) -> Iterator[Descriptors]:
+    """Descriptors in chunks that suit the transport, and are small enough to keep so many threads busy."""
+    if not descriptors.count:
+        return
+    total = descriptors.total_bytes
+    mean = max(1, total // descriptors.count)
+    if copies:
+        most = min(COPIED_CHUNKS * options.chunk_bytes, int(COPY_TIME / (DESCRIPTOR_TIME / mean + 1 / COPY_RATE)))
+    else:
         # Short descriptors cost by number, so that a chunk of a given size would hold up everything else.
-        mean = max(1, descriptors.total_bytes // descriptors.count)
-        yield from chunks(descriptors, min(options.chunk_bytes, mean * options.chunk_descriptors))
+        most = min(options.chunk_bytes, mean * options.chunk_descriptors)
+    if threads > 1:
+        most = min(most, max(SHARED_CHUNK, total // (SHARED_CHUNKS * threads)))
+    yield from chunks(descriptors, most)

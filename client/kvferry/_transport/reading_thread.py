@@ -155,6 +155,16 @@ class ReadingThread:
         """Whether it takes new work."""
         return self._inbox.open
 
+    def copies(self, info: AgentInfo) -> bool:
+        """Whether posts to this peer were seen to return only when their bytes had arrived."""
+        link = self._links.get(info.name)
+        return link is not None and link.copies and link.info.sha256 == info.sha256
+
+    def ready(self, info: AgentInfo) -> bool:
+        """Whether this peer is added and has answered."""
+        link = self._links.get(info.name)
+        return link is not None and link.state is LinkState.READY and link.info.sha256 == info.sha256
+
     @property
     def peer_count(self) -> int:
         """Peers that are added, or being added."""
@@ -245,7 +255,8 @@ class ReadingThread:
         """Whether one more chunk keeps within this agent's part of what may be in flight to this destination."""
         now = self._clock()
         flying = sum(link.flowing(now) for link in self._links.values())
-        most = self._options.bytes_in_flight_total // self._options.reading_agents
+        # An agent beside the one that is there by default has nothing in flight: it reads where posts copy.
+        most = self._options.bytes_in_flight_total // (self._options.reading_agents or 1)
         return flying == 0 or flying + self._options.chunk_bytes <= most
 
     def _take_inbox(self, agent: ReadingAgent) -> bool:

@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
+
 from kvferry._arguments import coerce_integers
 from kvferry._memory.access import StagingSpace, StillCopying
 from kvferry._transport.nixl_agent import AgentInfo
@@ -23,7 +25,7 @@ from kvferry._transport.nixl_options import NixlOptions
 from kvferry._transport.peer_work import Chunk, PeerWork, divide
 from kvferry._transport.transfer import Transfer
 from kvferry.errors import InvalidField, KvferryError, TransferFailed
-from kvferry.planner.descriptors import MemoryPair
+from kvferry.planner.descriptors import MemoryPair, RawDescriptors
 from kvferry.planner.footprint import Footprint
 from kvferry.planner.path_choice import Costs, Path
 from kvferry.planner.staged_read import Batch, StagedRead
@@ -32,6 +34,10 @@ logger = logging.getLogger(__name__)
 
 SLOTS_AT_ONCE = 2
 """Slots that one piece of work holds at most: one is read into while the other is permuted."""
+
+BATCHES_AHEAD = 8
+DESCRIPTORS_AHEAD = 4096
+"""How much one piece of work checks at once, at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +79,9 @@ class StagingPool:
         space: its memory.
         slot_bytes: bytes of a slot.
         freed: called when a slot has become free for which some work waits.
+
+    Attributes:
+        slots: how many there are, free or not.
     """
 
     def __init__(self, space: StagingSpace, slot_bytes: int, freed: Callable[[], None]) -> None:
@@ -82,7 +91,7 @@ class StagingPool:
         self._lock = threading.Lock()
         base = space.region.base
         self._free = [base + at for at in range(0, space.region.length - slot_bytes + 1, slot_bytes)]
-        self._slots = len(self._free)
+        self.slots = len(self._free)
         self._holders: dict[int, str] = {}
         """The source that each slot in use is read from."""
         self._waiting: deque[StagedWork] = deque()
@@ -120,7 +129,7 @@ class StagingPool:
         held = sum(holder == source for holder in self._holders.values())
         if held == 0:
             return bool(self._free)
-        return held < self._slots // 4 and 2 * len(self._free) > self._slots
+        return held < self.slots // 4 and 2 * len(self._free) > self.slots
 
     def release(self, slot: int) -> None:
         """Give back a slot to which nothing writes any more."""
@@ -149,7 +158,7 @@ class StagingPool:
     def in_use(self) -> int:
         """Slots that are read into or permuted, or to which something may still write."""
         with self._lock:
-            return self._slots - len(self._free)
+            return self.slots - len(self._free)
 
 
 class StagedWork(PeerWork):
@@ -169,7 +178,8 @@ class StagedWork(PeerWork):
         self._pool = pool
         self._footprint = footprint
         self._batches = (batch for read in reads for batch in read.batches(pool.slot_bytes))
-        self._batch: Batch | None = None
+        self._checked: deque[Batch] = deque()
+        """Batches whose descriptors were checked."""
         self._parts: deque[Chunk] = deque()
         self._blocked = False
         self._lock = threading.Lock()
@@ -186,9 +196,9 @@ class StagedWork(PeerWork):
         self._blocked = False
         if self._parts:
             return self._parts.popleft()
-        if self._batch is None:
-            self._batch = next(self._batches, None)
-            if self._batch is None:
+        if not self._checked:
+            self._check_some()
+            if not self._checked:
                 return None
         with self._lock:
             self._blocked = len(self._arrivals) >= SLOTS_AT_ONCE
@@ -196,12 +206,11 @@ class StagedWork(PeerWork):
         if slot is None:
             self._blocked = True
             return None
-        batch, self._batch = self._batch, None
+        batch = self._checked.popleft()
         try:
             descriptors = batch.descriptors(slot, self._pool.pair(batch))
-            if self._footprint is not None:
-                self._footprint.check_source(descriptors)
-            parts = list(divide(descriptors, options))
+            whole = batch.staged_bytes <= options.chunk_bytes and descriptors.count <= options.chunk_descriptors
+            parts = [descriptors] if whole else list(divide(descriptors, options))
         except BaseException:
             self._pool.release(slot)
             raise
@@ -215,6 +224,22 @@ class StagedWork(PeerWork):
         """See `PeerWork`."""
         if self._blocked:
             self._pool.leave(self)
+
+    def _check_some(self) -> None:
+        """Check the next batches: several, since a check costs about as much for a thousand descriptors as for one."""
+        batches: list[Batch] = []
+        by_memory: dict[MemoryPair, list[Batch]] = {}
+        count = 0
+        while count < DESCRIPTORS_AHEAD and len(batches) < BATCHES_AHEAD and (batch := next(self._batches, None)):
+            batches.append(batch)
+            by_memory.setdefault(self._pool.pair(batch), []).append(batch)
+            count += len(batch.length)
+        if self._footprint is not None:
+            for memory, alike in by_memory.items():
+                columns = zip(*((batch.source, batch.offset, batch.length) for batch in alike), strict=True)
+                joined = (np.concatenate(column).view(np.uint64) for column in columns)
+                self._footprint.check_source(RawDescriptors(memory, *joined))
+        self._checked.extend(batches)
 
     def _left(self, arrival: _Arrival) -> None:
         with self._lock:

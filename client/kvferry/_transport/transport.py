@@ -37,6 +37,12 @@ __all__ = ["Transfer", "TransferPart", "TransferProgress", "TransferState", "Tra
 
 logger = logging.getLogger(__name__)
 
+SHARED_READ = 8 << 20
+"""Bytes that are read from one peer from which several threads share them, where posts copy."""
+
+PEERS_KEPT = 1024
+"""Peers whose check is remembered. Their metadata never change, and reads come from few peers at a time."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TransferPart:
@@ -127,8 +133,12 @@ class Transport:
         self._clock = clock
         self._lock = threading.Lock()
         self._closed = False
-        self._threads: list[ReadingThread | None] = [None] * self._options.reading_agents
+        self._threads: list[ReadingThread | None] = [None] * self._options.most_reading_agents
+        self._spread = self._options.reading_agents or 1
+        """Threads over which peers are spread. The others only take part in large reads."""
         self._living: set[ReadingThread] = set()
+        self._peers: dict[str, tuple[AgentInfo, RegionMap]] = {}
+        """The peers that were checked last, by name."""
         self._transfers: set[Transfer] = set()
         self._uncertain: set[Transfer] = set()
         self._moved_before = 0
@@ -152,7 +162,6 @@ class Transport:
         is no staging memory or no thread, for example. So is a descriptor outside of the read's blocks, where there are
         so many descriptors that each chunk is checked just before it is posted.
         """
-        maps: dict[str, RegionMap] = {}
         infos: dict[str, AgentInfo] = {}
         late: set[int] = set()
         effort = 0
@@ -160,14 +169,11 @@ class Transport:
             info = infos.setdefault(part.peer.name, part.peer)
             if info is not part.peer and info != part.peer:
                 raise InvalidField("parts", info.name, "one agent of a name")
-            if info.name not in maps:
-                info.check()
-                maps[info.name] = RegionMap(f"agent {info.name!r}", info.regions)
-            local = self._map
+            local, remote = self._map, self._checked(info)
             if part.spaces:
                 local = RegionMap("this rank", (*self._regions, *(space.region for space in part.spaces)))
             for some in part.descriptors:
-                check_descriptors(some, local, maps[info.name])
+                check_descriptors(some, local, remote)
             if part.footprint is not None:
                 effort += sum(map(part.footprint.effort, part.descriptors))
                 if effort > AT_ONCE:
@@ -223,7 +229,7 @@ class Transport:
             BadAgentMetadata: the peer is not what it announced.
             Closed: the transport was closed.
         """
-        peer.check()
+        self._checked(peer)
         while not self._thread_of(peer.name).warm(peer):
             pass
 
@@ -237,7 +243,7 @@ class Transport:
             NixlError, NixlMissing: they could not be made within the time.
             Closed: the transport was closed.
         """
-        threads = [self._thread_at(place) for place in range(len(self._threads))]
+        threads = [self._thread_at(place) for place in range(self._spread)]
         until = self._clock() + timeout
         for thread in threads if timeout else ():
             thread.wait_made(max(0.0, until - self._clock()))
@@ -246,6 +252,7 @@ class Transport:
         """Drop a peer as soon as all reads from it have ended and are quiet. Another read adds it again."""
         with self._lock:
             threads = tuple(self._living)
+            self._peers.pop(peer_name, None)
         for thread in threads:
             thread.retire_peer(peer_name)
 
@@ -290,13 +297,44 @@ class Transport:
         ended = [thread.join(max(0.0, until - self._clock())) for thread in threads]
         return all(ended)
 
+    def _checked(self, peer: AgentInfo) -> RegionMap:
+        """Where a peer may be read; raises `BadAgentMetadata` if it is not what it announced."""
+        known = self._peers.get(peer.name)
+        if known is not None and known[0] is peer:
+            return known[1]
+        peer.check()
+        regions = RegionMap(f"agent {peer.name!r}", peer.regions)
+        with self._lock:
+            self._peers[peer.name] = peer, regions
+            if len(self._peers) > PEERS_KEPT:
+                del self._peers[next(iter(self._peers))]
+        return regions
+
     def _check_open(self) -> None:
         if self._closed:
             raise Closed("the transport was closed")
 
     def _submit_part(self, transfer: Transfer, part: TransferPart, unchecked: Footprint | None) -> None:
-        if any(some.count for some in part.descriptors):
-            self._submit(PeerWork(transfer, part.peer, part.descriptors, self._clock(), part.spaces, unchecked))
+        size = sum(some.total_bytes for some in part.descriptors)
+        if size:
+            home = self._threads[self._place_of(part.peer.name)]
+            copies = home is not None and home.copies(part.peer)
+            # Chunks that are still to be checked are not shared: the check would hold up both threads.
+            helpers = self._helpers(part.peer) if copies and size >= SHARED_READ and unchecked is None else []
+            work = PeerWork(
+                transfer,
+                part.peer,
+                part.descriptors,
+                self._clock(),
+                part.spaces,
+                unchecked,
+                copies=copies,
+                threads=1 + len(helpers),
+            )
+            self._submit(work)
+            for helper in helpers:
+                # If it takes nothing any more, the others read all.
+                helper.submit(work.shared())
         by_space: dict[tuple[MemoryKind, int], list[StagedRead]] = {}
         for read in part.staged:
             memory = read.lane.memory
@@ -312,9 +350,23 @@ class Transport:
             # Not raised: a retired reading thread calls this for its unposted work, and has to go on.
             work.owner.fail(_begin_failed(work.owner.label, error))
 
+    def _place_of(self, peer_name: str) -> int:
+        return zlib.crc32(peer_name.encode()) % self._spread
+
     def _thread_of(self, peer_name: str) -> ReadingThread:
         """The thread that reads from a peer; a fresh one where the last was retired."""
-        return self._thread_at(zlib.crc32(peer_name.encode()) % len(self._threads))
+        return self._thread_at(self._place_of(peer_name))
+
+    def _helpers(self, peer: AgentInfo) -> list[ReadingThread]:
+        """The other threads that take part in a large read from a peer: those that are connected to it. The others
+        connect meanwhile, for the next."""
+        home = self._place_of(peer.name)
+        others = [self._thread_at(place) for place in range(len(self._threads)) if place != home]
+        ready = [thread for thread in others if thread.ready(peer)]
+        for thread in others:
+            if thread not in ready:
+                thread.warm(peer)
+        return ready
 
     def _thread_at(self, place: int) -> ReadingThread:
         with self._lock:

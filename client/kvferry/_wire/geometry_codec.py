@@ -83,6 +83,29 @@ def plane_to_proto(plane: Plane) -> pb.Plane:
     )
 
 
+class PlaneDecoder:
+    """Decodes planes that come together. Most of them differ from another one in their layer and address only: those
+    are made from it, and share its values."""
+
+    def __init__(self) -> None:
+        self._known: dict[bytes, Plane] = {}
+        self._rest = pb.Plane()
+
+    def decode(self, message: pb.Plane) -> Plane:
+        """Decode a plane; raises `BadGeometry`."""
+        layer, base = message.layer, message.base
+        rest = self._rest
+        rest.CopyFrom(message)
+        rest.ClearField("layer")
+        rest.ClearField("base")
+        key = rest.SerializeToString()
+        like = self._known.get(key)
+        if like is not None:
+            return like.moved(layer, base)
+        self._known[key] = plane = plane_from_proto(message)
+        return plane
+
+
 def plane_from_proto(message: pb.Plane) -> Plane:
     """Decode a plane; raises `BadGeometry`."""
     where = f"plane {message.layer}/{message.component}"
@@ -123,9 +146,10 @@ def rank_to_proto(rank: RankGeometry) -> pb.RankGeometry:
     return pb.RankGeometry(rank=rank.rank, labels=rank.labels, planes=[plane_to_proto(plane) for plane in rank.planes])
 
 
-def rank_from_proto(message: pb.RankGeometry) -> RankGeometry:
-    """Decode the geometry of a rank; raises `BadGeometry`."""
-    planes = tuple(plane_from_proto(plane) for plane in message.planes)
+def rank_from_proto(message: pb.RankGeometry, planes_of: PlaneDecoder | None = None) -> RankGeometry:
+    """Decode the geometry of a rank; raises `BadGeometry`. Ranks that come together share a decoder of planes."""
+    decode = (planes_of or PlaneDecoder()).decode
+    planes = tuple(decode(plane) for plane in message.planes)
     return RankGeometry(rank=message.rank, planes=planes, labels=dict(message.labels))
 
 
@@ -147,10 +171,11 @@ def engine_to_proto(engine: EngineGeometry) -> pb.EngineGeometry:
 
 def engine_from_proto(message: pb.EngineGeometry) -> EngineGeometry:
     """Decode an engine; raises `BadGeometry`."""
+    planes_of = PlaneDecoder()
     return EngineGeometry(
         engine_id=message.engine_id,
         groups=groups_from_proto(message.groups),
-        ranks=tuple(rank_from_proto(rank) for rank in message.ranks),
+        ranks=tuple(rank_from_proto(rank, planes_of) for rank in message.ranks),
         identity=dict(message.identity),
         incarnation=message.incarnation,
     )

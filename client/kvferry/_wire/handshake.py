@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from kvferry._wire.geometry_codec import groups_from_proto, rank_from_proto
+from kvferry._wire.geometry_codec import PlaneDecoder, groups_from_proto, rank_from_proto
 from kvferry.errors import BadGeometry, LimitReached
 from kvferry.geometry.model import EngineGeometry, RankGeometry
 from kvferry.v1 import geometry_pb2
@@ -44,6 +44,7 @@ def put_together(messages: Iterable[pb.HandshakeResponse]) -> Handshaken:
     ranks: list[RankGeometry] = []
     agents: dict[int, geometry_pb2.Agent] = {}
     size = num_agents = planes = 0
+    planes_of = PlaneDecoder()
     for message in messages:
         size += message.ByteSize()
         if first is None:
@@ -60,7 +61,7 @@ def put_together(messages: Iterable[pb.HandshakeResponse]) -> Handshaken:
             raise BadGeometry("handshake", f"more than {first.num_ranks} ranks, or {MAX_PLANES} planes")
         if len(message.agents) not in (0, len(message.ranks)):
             raise BadGeometry("handshake", f"a page of {len(message.ranks)} ranks has {len(message.agents)} agents")
-        ranks += map(rank_from_proto, message.ranks)
+        ranks += (rank_from_proto(rank, planes_of) for rank in message.ranks)
         num_agents += len(message.agents)
         for rank, agent in zip(message.ranks, message.agents, strict=False):
             if agent.name:

@@ -68,6 +68,20 @@ def parse_engine_reference(text: str) -> pb.EngineReference:
     return reference
 
 
+def parse_source_reference(text: str) -> pb.EngineReference | pb.Reference:
+    """Decode an engine's reference, or a publication's that names the incarnation of its engine.
+
+    Raises:
+        BadReference: the string is neither.
+    """
+    if not isinstance(text, str) or not text.startswith(PREFIX):
+        return parse_engine_reference(text)
+    reference = parse_reference(text)
+    if reference.router_key:
+        raise BadReference("it names a router's key, and not yet an engine's incarnation")
+    return reference
+
+
 def _encoded(reference: Message) -> str:
     return base64.urlsafe_b64encode(reference.SerializeToString(deterministic=True)).decode().rstrip("=")
 

@@ -1,20 +1,14 @@
-"""The source side of a scheduler: sends publications to the home, in order, on a thread of its own."""
+"""The source side of a scheduler: publishes requests without waiting, and tells of their releases."""
 
 from __future__ import annotations
 
-import logging
-import threading
 from collections import deque
 from collections.abc import Mapping
-from functools import partial
 
 from kvferry._control.home_session import HomeSession
-from kvferry._control.publications import Publication, Release, ReleaseOutcome, Step
-from kvferry._work_queue import WorkQueue
-from kvferry.errors import KvferryError
+from kvferry._control.publication_sender import PublicationSender
+from kvferry._control.publications import Publication, Release, ReleaseOutcome
 from kvferry.geometry.blocks import Blocks
-
-logger = logging.getLogger(__name__)
 
 
 class Publishing:
@@ -23,14 +17,16 @@ class Publishing:
     Attributes:
         published, released: numbers of publications since the start. ``published - released`` are pinned.
         refused: number of released publications that the home did not accept.
+
+    Raises:
+        LimitReached: the system refused another thread.
     """
 
     def __init__(self, session: HomeSession) -> None:
         self._session = session
-        self._lock = threading.Lock()
         self._refused: deque[Release] = deque()
         self.published = self.released = self.refused = 0
-        self._work = WorkQueue(f"kvferry-publish-{session.spec.engine_id}")
+        self._sender = PublicationSender(session, self._on_refused)
 
     def publish(
         self,
@@ -43,31 +39,31 @@ class Publishing:
         checksums: bool,
     ) -> Publication:
         """See `SchedulerPort.publish`."""
-        with self._lock:
-            # Number and queue the publication under one lock: the home rejects a number below the highest it has seen.
+        with self._sender.lock:
             publication, step = self._session.offer(
                 request_id, blocks, last=last, expected_reads=expected_reads, payload=payload, checksums=checksums
             )
             self.published += 1
-            self._work.do(partial(self._send, publication, step))
+            self._sender.put(publication, step)
         return publication
 
     def publish_more(
         self, publication: Publication, blocks: Mapping[str, Blocks], *, last: bool, payload: bytes
     ) -> None:
         """See `SchedulerPort.publish_more`."""
-        with self._lock:
+        with self._sender.lock:
             step = self._session.offer_more(publication, blocks, last=last, payload=payload)
-            self._work.do(partial(self._send, publication, step))
+            self._sender.put(publication, step)
 
     def abort(self, publication: Publication) -> None:
         """See `SchedulerPort.abort`."""
-        self._work.do(partial(self._abort, publication))
+        with self._sender.lock:
+            self._sender.put(publication)
 
     def take_released(self) -> list[Release]:
         """Return the publications released since the last call; each appears exactly once."""
         found = self._session.released()
-        with self._lock:
+        with self._sender.lock:
             found += self._refused
             self._refused.clear()
             self.released += len(found)
@@ -79,30 +75,9 @@ class Publishing:
         Args:
             timeout: seconds to wait for it.
         """
-        self._work.close(timeout)
+        self._sender.close(timeout)
 
-    # The methods below run on the work queue's thread.
-
-    def _send(self, publication: Publication, offered: Step) -> None:
-        step = offered.message
-        try:
-            self._session.send(offered)
-        except KvferryError as error:
-            logger.warning("could not send step %d of publication %d: %s", step.step, publication.number, error)
-            if error.retryable:
-                # The home may have accepted it: it stays pinned until it is released.
-                return
-            if step.step > 0:
-                self._abort(publication)
-                return
-            with self._lock:
-                self.refused += 1
-                self._refused.append(
-                    Release(publication.number, publication.request_id, ReleaseOutcome.ABORTED, local=True)
-                )
-
-    def _abort(self, publication: Publication) -> None:
-        try:
-            self._session.abort(publication)
-        except KvferryError as error:
-            logger.warning("could not abort publication %d: %s", publication.number, error)
+    def _on_refused(self, publication: Publication) -> None:
+        """Release a publication that the home did not accept; called with the sender's lock held."""
+        self.refused += 1
+        self._refused.append(Release(publication.number, publication.request_id, ReleaseOutcome.ABORTED, local=True))

@@ -33,6 +33,7 @@ class SchedulerStats:
         published, released, refused: publications of this engine; `refused` is the part of `released` that the home did
             not accept. ``published - released`` are pinned.
         done, failed, cancelled, expired, not_granted: ended reads, by outcome.
+        disputed: reads counted as done, of which the home has said since that their leases had ended.
         bytes: bytes read by all ranks.
         waiting, granted, reading, judging: reads in progress, by stage.
         uncertain: ended reads whose blocks may still be written to.
@@ -46,6 +47,7 @@ class SchedulerStats:
     cancelled: int
     expired: int
     not_granted: int
+    disputed: int
     bytes: int
     waiting: int
     granted: int
@@ -60,8 +62,8 @@ class SchedulerPort(OneProcess):
     An engine has one. It opens the engine's session and decides whether the bytes of each read count (PROTOCOL,
     Leases 4). The engine passes reports of its workers on to it: `WorkerPort.finished` → `collect`.
 
-    Threading: every method may be called from any thread. All but the constructor and `close` return at once; RPCs and
-    NIXL run on other threads (R11).
+    Threading: every method may be called from any thread. All but the constructor, `wait_news` and `close` return at
+    once; RPCs and NIXL run on other threads (R11).
 
     Args:
         client: the client of this process. The port does not close it.
@@ -288,6 +290,20 @@ class SchedulerPort(OneProcess):
         """
         return self._reads.take_finished()
 
+    def wait_news(self, timeout: float) -> bool:
+        """Wait until a request was granted or refused, or a read has ended, become quiet, or is disputed.
+
+        For engines that would otherwise run steps with nothing to compute: such a loop takes the processor, and
+        Python's lock, from the threads that the reads wait for. Look at `granted` and `finished` after it.
+
+        Args:
+            timeout: seconds.
+
+        Returns:
+            Whether there may be something new.
+        """
+        return self._reads.wait_news(arguments.seconds("timeout", timeout, zero=True))
+
     def stats(self) -> SchedulerStats:
         """Return the counts of this engine's publications and reads."""
         stages, counts = self._reads.stages(), self._reads.counts
@@ -300,6 +316,7 @@ class SchedulerPort(OneProcess):
             cancelled=counts["cancelled"],
             expired=counts["expired"],
             not_granted=counts["refused"],
+            disputed=counts["disputed"],
             bytes=self._reads.bytes,
             waiting=stages[ReadStage.WAITING],
             granted=stages[ReadStage.GRANTED],

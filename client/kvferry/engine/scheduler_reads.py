@@ -4,25 +4,24 @@ read once. See `kvferry._reads.leased_reads` for the stages of a read."""
 from __future__ import annotations
 
 import secrets
+import threading
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 
 from kvferry._clock import now
-from kvferry._control.acquisition import Acquired, AcquireRequest
 from kvferry._control.block_use import Writes
-from kvferry._control.cancellation import Cancellation
 from kvferry._control.lease_holder import LeaseHolder
 from kvferry._engine_spec import EngineSpec
-from kvferry._reads.leased_read import UNDER_WAY, LeasedRead, ReadStage, ShareEnd
+from kvferry._reads.leased_read import UNDER_WAY, ReadStage, ShareEnd
 from kvferry._reads.leased_reads import LeasedReads
 from kvferry._work_queue import WorkQueue
-from kvferry.engine.values import BlockRuns, Finished, Grant, Offer, ReadEnd, ReadSource, WorkerOutput
+from kvferry.engine.scheduler_read import SchedulerRead, end_of, kind_of, offer_of
+from kvferry.engine.values import BlockRuns, Finished, Grant, Offer, ReadEnd, WorkerOutput
 from kvferry.errors import (
     Closed,
     InvalidField,
-    KvferryError,
     LimitReached,
     TransferCancelled,
     TransferExpired,
@@ -31,26 +30,6 @@ from kvferry.errors import (
 )
 from kvferry.geometry.blocks import Blocks
 from kvferry.planner.request_blocks import written
-
-
-class _Read(LeasedRead):
-    """One read of the engine.
-
-    Attributes:
-        request_id: the engine's name for the request.
-        offer: the offer that the engine gets once the read is granted.
-        lost: ids of the blocks that it writes to, by group.
-        withheld: its end, kept back until it is quiet.
-        written: the key of its claim on the blocks, see `Writes`.
-    """
-
-    def __init__(self, request: AcquireRequest, request_id: str, ranks: frozenset[int]) -> None:
-        super().__init__(request, ranks, Cancellation(request.read_id))
-        self.request_id = request_id
-        self.offer: Offer | None = None
-        self.lost: dict[str, tuple[int, ...]] = {}
-        self.withheld: ReadEnd | None = None
-        self.written: object = None
 
 
 class Reads:
@@ -64,7 +43,8 @@ class Reads:
         hold_until_quiet: `finished` withholds failed reads until nothing can write to their blocks any more.
 
     Attributes:
-        counts: ended reads since the start, by kind: "done", "failed", "cancelled", "expired", "refused".
+        counts: ended reads since the start, by kind: "done", "failed", "cancelled", "expired", "refused"; "disputed"
+            is a part of "done".
         bytes: bytes read by all ranks since the start.
     """
 
@@ -77,17 +57,20 @@ class Reads:
         self._holder = holder
         self._max_waiting = max_waiting
         self._hold_until_quiet = hold_until_quiet
-        self._by_request: dict[str, _Read] = {}
-        self._by_id: dict[str, _Read] = {}
+        self._by_request: dict[str, SchedulerRead] = {}
+        self._by_id: dict[str, SchedulerRead] = {}
         self._waiting = 0
         self._ended: list[ReadEnd] = []
         self._quiesced: list[str] = []
+        self._disputed: list[ReadEnd] = []
         self._cancels: list[str] = []
+        self._news = threading.Event()
+        """Set when `granted` or `take_finished` has something new."""
         self.counts: Counter[str] = Counter()
         self.bytes = 0
         self._closed = False
         self._work = WorkQueue(f"kvferry-leases-{spec.engine_id}")
-        self._reads: LeasedReads[_Read] = LeasedReads(holder, self._work, self)
+        self._reads: LeasedReads[SchedulerRead] = LeasedReads(holder, self._work, self)
         self._lock = self._reads.lock
 
     def acquire(self, request_id: str, reference: str, expected_reads: int, timeout: float) -> None:
@@ -96,7 +79,7 @@ class Reads:
         request = self._holder.request(
             reference, read_id, parties=self._spec.num_ranks, expected_reads=expected_reads, timeout=timeout
         )
-        read = _Read(request, request_id, self._ranks)
+        read = SchedulerRead(request, request_id, self._ranks)
         with self._lock:
             self._check_open()
             if request_id in self._by_request:
@@ -195,8 +178,15 @@ class Reads:
     def take_finished(self) -> Finished:
         """See `SchedulerPort.finished`."""
         with self._lock:
-            found = Finished(tuple(self._ended), tuple(self._quiesced))
-            self._ended, self._quiesced = [], []
+            found = Finished(tuple(self._ended), tuple(self._quiesced), tuple(self._disputed))
+            self._ended, self._quiesced, self._disputed = [], [], []
+        return found
+
+    def wait_news(self, timeout: float) -> bool:
+        """See `SchedulerPort.wait_news`."""
+        found = self._news.wait(timeout)
+        # The caller looks for what is new afterwards, so that nothing is lost.
+        self._news.clear()
         return found
 
     def stages(self) -> Counter[ReadStage]:
@@ -228,27 +218,29 @@ class Reads:
 
     # `LeasedReads` calls these with the lock held.
 
-    def on_granted(self, read: _Read) -> None:
+    def on_granted(self, read: SchedulerRead) -> None:
         """See `leased_reads.Owner`."""
         self._waiting -= 1
         if read.acquired is not None:
-            read.offer = _offer(read, read.acquired)
+            read.offer = offer_of(read, read.acquired)
+        self._news.set()
 
-    def on_renewed(self, read: _Read) -> None:
+    def on_renewed(self, read: SchedulerRead) -> None:
         """See `leased_reads.Owner`. Does nothing: deadlines are looked up when they are needed."""
 
-    def on_refused(self, read: _Read) -> None:
+    def on_refused(self, read: SchedulerRead) -> None:
         """See `leased_reads.Owner`."""
         if read.offer is None:
             self._waiting -= 1
         read.offer = None
         self.counts["refused"] += 1
+        self._news.set()
 
-    def on_stop(self, read: _Read) -> None:
+    def on_stop(self, read: SchedulerRead) -> None:
         """See `leased_reads.Owner`."""
         self._cancels.append(read.read_id)
 
-    def overdue(self, read: _Read) -> TransferStuck:
+    def overdue(self, read: SchedulerRead) -> TransferStuck:
         """See `leased_reads.Owner`."""
         read_id = read.read_id
         if read.stage is ReadStage.GRANTED:
@@ -261,44 +253,38 @@ class Reads:
         )
         return TransferStuck(message, quiet=False, read_id=read_id, ranks=silent)
 
-    def on_ended(self, read: _Read) -> None:
+    def on_ended(self, read: SchedulerRead) -> None:
         """See `leased_reads.Owner`."""
-        self.counts[_kind(read.error)] += 1
+        self.counts[kind_of(read.error)] += 1
         self.bytes += read.bytes
-        shares = [share.work for share in read.ends.values()]
-        end = ReadEnd(
-            request_id=read.request_id,
-            read_id=read.read_id,
-            error=read.error,
-            quiet=not read.not_quiet,
-            ranks=len(read.ends),
-            bytes=read.bytes,
-            lost=read.lost if read.error is not None else {},
-            confirmed=read.confirmed,
-            payload=b"" if read.offer is None else read.offer.payload,
-            source=None if read.acquired is None else _source(read, read.acquired),
-            times=read.stamps.times(shares),
-            descriptors=sum(share.descriptors for share in shares),
-            staged_bytes=sum(share.staged_bytes for share in shares),
-            verified=sum(share.verified for share in shares),
-            unverified=sum(share.unverified for share in shares),
-        )
+        end = end_of(read)
         if read.not_quiet and self._hold_until_quiet:
             read.withheld = end
             return
         self._ended.append(end)
+        self._news.set()
         if self._by_request.get(read.request_id) is read:
             del self._by_request[read.request_id]
         if not read.not_quiet:
             self._forget(read)
 
-    def on_quiesced(self, read: _Read) -> None:
+    def on_quiesced(self, read: SchedulerRead) -> None:
         """See `leased_reads.Owner`."""
         if read.withheld is not None:
             self._ended.append(replace(read.withheld, quiet=True))
         else:
             self._quiesced.append(read.request_id)
+        self._news.set()
         self._forget(read)
+
+    def on_disputed(self, read: SchedulerRead) -> None:
+        """See `leased_reads.Owner`."""
+        self.counts["disputed"] += 1
+        problem = f"read {read.read_id}: the home says that its lease had ended"
+        self._disputed.append(
+            replace(end_of(read), error=TransferExpired(problem, read_id=read.read_id), lost=read.lost)
+        )
+        self._news.set()
 
     # Call these with the lock held.
 
@@ -306,7 +292,7 @@ class Reads:
         if self._closed:
             raise Closed(f"the port of engine {self._spec.engine_id!r} is closed")
 
-    def _find(self, request_id: str) -> _Read:
+    def _find(self, request_id: str) -> SchedulerRead:
         read = self._by_request.get(request_id)
         if read is None:
             raise WrongState(
@@ -316,16 +302,16 @@ class Reads:
             )
         return read
 
-    def _left(self, read: _Read) -> float:
+    def _left(self, read: SchedulerRead) -> float:
         return max(0.0, read.request.deadline - now())
 
-    def _forget(self, read: _Read) -> None:
+    def _forget(self, read: SchedulerRead) -> None:
         self._writes.end(read.written)
         self._by_id.pop(read.read_id, None)
         if self._by_request.get(read.request_id) is read:
             del self._by_request[read.request_id]
 
-    def _withdraw(self, read: _Read) -> None:
+    def _withdraw(self, read: SchedulerRead) -> None:
         """Forget a read that the engine no longer wants and that no worker has started."""
         if read.stage is ReadStage.WAITING:
             self._waiting -= 1
@@ -340,34 +326,3 @@ def _not_attachable(request_id: str, stage: ReadStage) -> WrongState:
     else:
         message = f"request {request_id!r} has its blocks already: attach each request once"
     return WrongState(message, request_id=request_id, stage=stage.value)
-
-
-def _offer(read: _Read, acquired: Acquired) -> Offer:
-    reference = read.request.reference
-    return Offer(
-        request_id=read.request_id,
-        read_id=read.read_id,
-        home=reference.home,
-        engine_id=acquired.source.engine_id,
-        incarnation=acquired.source.incarnation,
-        publication=reference.publication,
-        reference=read.request.text,
-        source_request_id=acquired.request_id,
-        lease_id=acquired.lease.lease_id,
-        timeout=0.0,
-        granted=tuple(BlockRuns.of_blocks(name, blocks) for name, blocks in acquired.blocks.items()),
-        payload=acquired.payload,
-    )
-
-
-def _source(read: _Read, acquired: Acquired) -> ReadSource:
-    reference, source = read.request.reference, acquired.source
-    return ReadSource(reference.home, source.engine_id, source.incarnation, reference.publication, acquired.request_id)
-
-
-def _kind(error: KvferryError | None) -> str:
-    if error is None:
-        return "done"
-    if isinstance(error, TransferExpired):
-        return "expired"
-    return "cancelled" if isinstance(error, TransferCancelled) else "failed"

@@ -281,14 +281,18 @@ class Finished:
     Attributes:
         reads: ends of reads; each read of the engine appears exactly once.
         quiesced: request_ids of reads that had ended without being quiet, and are quiet now.
+        disputed: reads that `reads` named as good before, and of which the home has said since that their leases had
+            ended: their bytes may be wrong. `ReadEnd.error` says so, and `ReadEnd.lost` has their blocks. Only with a
+            client's ``confirm="after"``, or if the home did not answer in time.
     """
 
     reads: tuple[ReadEnd, ...] = ()
     quiesced: tuple[str, ...] = ()
+    disputed: tuple[ReadEnd, ...] = ()
 
     def __bool__(self) -> bool:
-        """Whether any read has ended or become quiet."""
-        return bool(self.reads or self.quiesced)
+        """Whether any read has ended, become quiet, or is disputed."""
+        return bool(self.reads or self.quiesced or self.disputed)
 
 
 def _made(cls: type[Value], plain: object) -> Value:

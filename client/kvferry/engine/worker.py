@@ -34,8 +34,9 @@ class WorkerPort(OneProcess):
     An engine that knows its token when its workers get their memory calls `register`. One that does not calls
     `register_memory` with the memory, and `announce` when the token comes.
 
-    Threading: every method may be called from any thread. All but `register`, `register_memory`, `announce` and `close`
-    return at once, and `prepare` unless it is given a time; RPCs and NIXL run on other threads (R11).
+    Threading: every method may be called from any thread. All but `register`, `register_memory`, `announce`,
+    `wait_news` and `close` return at once, and `prepare` unless it is given a time; RPCs and NIXL run on other threads
+    (R11).
 
     Args:
         client: the client of this process, made after any fork. The port does not close it.
@@ -59,6 +60,8 @@ class WorkerPort(OneProcess):
         self._ended: dict[str, RankEnd] = {}
         self._failed: dict[str, RankEnd] = {}
         self._quiesced: dict[str, None] = {}
+        self._news = threading.Event()
+        """Set when `poll` has something new."""
         self._done: dict[str, None] = {}
         """read_ids of acknowledged reads, the latest last: a grant that is delivered twice must not be read twice."""
 
@@ -295,6 +298,20 @@ class WorkerPort(OneProcess):
         self.acknowledge(output)
         return output
 
+    def wait_news(self, timeout: float) -> bool:
+        """Wait until a share has ended or become quiet; see `SchedulerPort.wait_news`.
+
+        Args:
+            timeout: seconds.
+
+        Returns:
+            Whether `finished` may have something new.
+        """
+        found = self._news.wait(arguments.seconds("timeout", timeout, zero=True))
+        # The caller asks `finished` afterwards, so that nothing is lost.
+        self._news.clear()
+        return found
+
     def running(self) -> int:
         """Return the number of shares that have not ended."""
         with self._lock:
@@ -353,7 +370,9 @@ class WorkerPort(OneProcess):
         )
         with self._lock:
             (self._ended if error is None else self._failed)[order.read_id] = end
+        self._news.set()
 
     def _share_quiesced(self, read: RankRead) -> None:
         with self._lock:
             self._quiesced[read.order.read_id] = None
+        self._news.set()

@@ -17,8 +17,9 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from fractions import Fraction
+from operator import attrgetter
 
 from kvferry._arguments import coerce_integers, flag, instance, integer, integer_map, several, string_map, text
 from kvferry.errors import BadGeometry
@@ -208,6 +209,26 @@ class Plane:
         if problem:
             raise BadGeometry(f"plane {self.name}", problem)
 
+    def moved(self, layer: str, base: int) -> Plane:
+        """The same plane of another layer, at another address.
+
+        Only what differs is checked: the planes of a model differ in nothing else, and an engine of a hundred ranks has
+        tens of thousands.
+
+        Raises:
+            InvalidField, BadGeometry: as the constructor.
+        """
+        found = object.__new__(Plane)
+        for assign, value in zip(_ASSIGN, _values(self), strict=True):
+            assign(found, value)
+        object.__setattr__(found, "layer", text("layer", layer))
+        object.__setattr__(found, "base", base)
+        coerce_integers(found, ("base",))
+        problem = found._place_problem()
+        if problem:
+            raise BadGeometry(f"plane {found.name}", problem)
+        return found
+
     @property
     def name(self) -> str:
         """``layer/component``, unique on a rank."""
@@ -239,8 +260,8 @@ class Plane:
         return self.block_states * len(self.units) * self.state_bytes
 
     def _problem(self) -> str:
-        if not 1 <= len(self.layer.encode()) <= 256 or not 1 <= len(self.component.encode()) <= 64:
-            return "layer has 1 to 256 bytes, component 1 to 64"
+        if not 1 <= len(self.component.encode()) <= 64:
+            return "component has 1 to 64 bytes"
         if not self.format:
             return "format is empty"
         at_least_one = ("num_blocks", "page_tokens", "block_states", "state_bytes", "axis_size", "token_granule")
@@ -249,7 +270,7 @@ class Plane:
                 return f"{attribute} is {getattr(self, attribute)}, not at least 1"
         # Also strides of axes of one element: every declared number fits numpy's int64, and the length of an interval
         # fits what `len` may return.
-        bounded = ("axis_size", "device", "base", "block_stride", "page_stride", "unit_stride", "token_stride")
+        bounded = ("axis_size", "device", "block_stride", "page_stride", "unit_stride", "token_stride")
         for attribute in bounded:
             if not 0 <= getattr(self, attribute) < ADDRESS_LIMIT:
                 return f"{attribute} is {getattr(self, attribute)}, not in 0 ... 2**63 - 1"
@@ -265,9 +286,17 @@ class Plane:
             return f"tokens_per_state is {self.tokens_per_state}"
         if self.token_shard.count > 1 and self.token_shard.interleave % self.tokens_per_state:
             return f"a state of {self.tokens_per_state} tokens is torn apart by {self.token_shard}"
+        return self._place_problem() or self._overlap() or self._scattered_cell()
+
+    def _place_problem(self) -> str:
+        """What is wrong with its layer or its address; else empty."""
+        if not 1 <= len(self.layer.encode()) <= 256:
+            return "layer has 1 to 256 bytes"
+        if not 0 <= self.base < ADDRESS_LIMIT:
+            return f"base is {self.base}, not in 0 ... 2**63 - 1"
         if self.extent[1] >= ADDRESS_LIMIT:
             return f"its last address {self.extent[1]:#x} is not below 2**63"
-        return self._overlap() or self._scattered_cell()
+        return ""
 
     def _overlap(self) -> str:
         """What is wrong if two different (block, page, unit, state) share a byte; else empty.
@@ -307,6 +336,10 @@ class Plane:
             return "" if heads_first or tokens_first else "an undivided page is not contiguous"
         contiguous = token_inner and (held == 1 or self.unit_stride == self.state_bytes)
         return "" if contiguous else f"{held} undivided units of a granule are not contiguous"
+
+
+_ASSIGN = tuple(getattr(Plane, attribute.name).__set__ for attribute in fields(Plane))
+_values = attrgetter(*(attribute.name for attribute in fields(Plane)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -390,7 +423,13 @@ class EngineGeometry:
 def check_rank(groups: Iterable[Group], rank: RankGeometry) -> None:
     """Raise `BadGeometry` if the planes of a rank contradict the groups of its engine."""
     by_name = {group.name: group for group in groups}
+    # Planes that share their values, as decoded ones do, are checked once: fractions are slow.
+    checked: set[tuple[str, int, int, int, int]] = set()
     for plane in rank.planes:
+        alike = plane.group, plane.num_blocks, plane.block_states, id(plane.token_shard), id(plane.tokens_per_state)
+        if alike in checked:
+            continue
+        checked.add(alike)
         where = f"rank {rank.rank}, plane {plane.name}"
         group = by_name.get(plane.group)
         if group is None:

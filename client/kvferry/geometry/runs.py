@@ -24,6 +24,6 @@ def split_runs(
         return np.empty(0, np.int64), np.empty(0, np.int64)
     ends = np.zeros(count - 1, np.bool_)
     for column in columns:
-        ends |= np.diff(column) != 1
+        ends |= column[1:] - column[:-1] != 1
     starts = np.concatenate((np.zeros(1, np.int64), np.flatnonzero(ends) + 1))
-    return starts, np.diff(starts, append=count)
+    return starts, np.concatenate((starts[1:], [count])) - starts

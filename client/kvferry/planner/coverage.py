@@ -73,9 +73,19 @@ class Covering:
 
 
 _signature = attrgetter(
-    *COMPARED, "block_states", "unit_stride", "token_stride", "token_shard.count", "token_shard.interleave", "units"
+    *(field for field in COMPARED if field != "tokens_per_state"),
+    "tokens_per_state.numerator",
+    "tokens_per_state.denominator",
+    "block_states",
+    "unit_stride",
+    "token_stride",
+    "token_shard.count",
+    "token_shard.interleave",
+    "units.begin",
+    "units.end",
 )
-"""All fields of a plane that `_mismatches` compares."""
+"""All fields of a plane that `_mismatches` compares, as strings and integers: fractions and intervals take long to
+hash."""
 
 
 class _Named:
@@ -94,12 +104,16 @@ class _Named:
         for rank, plane in planes.items():
             kinds.setdefault(_signature(plane), (rank, plane))
         self.kinds = tuple(kinds.values())
-        # One object for all names that are held alike, because comparing many ranks' holdings plane by plane takes
-        # longer than dividing them.
-        holdings = tuple(RankHolding(rank, plane.units, plane.token_shard) for rank, plane in planes.items())
-        self.holdings: tuple[RankHolding, ...] = known.setdefault(holdings, holdings)
         signatures = tuple(kinds)
         self.signatures: tuple[object, ...] = known.setdefault(signatures, signatures)
+        # One object for all names that are held alike, because comparing many ranks' holdings plane by plane takes
+        # longer than dividing them. Found by the identity of what decoded planes share, because its hash is slow.
+        alike = tuple((rank, id(plane.units), id(plane.token_shard)) for rank, plane in planes.items())
+        found = known.get(alike)
+        if found is None:
+            found = tuple(RankHolding(rank, plane.units, plane.token_shard) for rank, plane in planes.items())
+            found = known[alike] = known.setdefault(found, found)
+        self.holdings: tuple[RankHolding, ...] = found
 
 
 class Indexed:
@@ -271,10 +285,11 @@ def _field_mismatch(wanted: Plane, name: str, rank: int, theirs: str, ours: str)
 def _shard_mismatch(source: Plane, wanted: Plane) -> list[Mismatch]:
     """What is wrong if token shards differ and cut through a granule or a state; else empty."""
     mine, theirs = wanted.token_shard, source.token_shard
-    same = (mine.count, mine.interleave) == (theirs.count, theirs.interleave)
+    if (mine.count, mine.interleave) == (theirs.count, theirs.interleave):
+        return []
     granule_tokens = wanted.token_granule * wanted.tokens_per_state
     turns = [shard.interleave for shard in (mine, theirs) if shard.count > 1]
-    if same or all(turn % granule_tokens == 0 for turn in turns):
+    if all(turn % granule_tokens == 0 for turn in turns):
         return []
     message = (
         f"{wanted.name}: the source holds {theirs}, the destination {mine}, but {granule_tokens} tokens are one piece"

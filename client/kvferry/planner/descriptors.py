@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TypeAlias
 
 import numpy as np
@@ -34,7 +35,7 @@ class MemoryPair:
     destination_device: int
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class RawDescriptors:
     """Descriptors by address.
 
@@ -54,7 +55,7 @@ class RawDescriptors:
         """Number of descriptors."""
         return len(self.length)
 
-    @property
+    @cached_property
     def total_bytes(self) -> int:
         """Bytes over all descriptors."""
         return int(self.length.sum())
@@ -88,11 +89,14 @@ class PreparedDescriptors:
     Attributes:
         table: the rows.
         source, destination: flat indices, ``int32[n]``.
+        grids: how they were made, stretch after stretch: (rows, blocks of each), every row with the same blocks; empty:
+            not known. Only a hint, by which they are checked faster.
     """
 
     table: DescriptorTable
     source: Indices
     destination: Indices
+    grids: tuple[tuple[int, int], ...] = ()
 
     @property
     def count(self) -> int:
@@ -113,6 +117,9 @@ def chunks(descriptors: Descriptors, chunk_bytes: int) -> Iterator[Descriptors]:
 
     A raw descriptor longer than a chunk is split; a prepared entry is not (entries are pieces of a block).
     """
+    if 0 < descriptors.total_bytes <= chunk_bytes:
+        yield descriptors
+        return
     if isinstance(descriptors, PreparedDescriptors):
         step = max(1, chunk_bytes // descriptors.table.entry_bytes)
         for begin in range(0, descriptors.count, step):

@@ -104,6 +104,7 @@ class _Collector:
         self._tables = tables
         self._raw: dict[tuple[int, MemoryPair], list[tuple[Int64s, Int64s, Int64s]]] = {}
         self._prepared: dict[tuple[int, int], list[tuple[Indices, Indices]]] = {}
+        self._grids: dict[tuple[int, int], list[tuple[int, int]]] = {}
         self._staged: dict[int, list[StagedRead]] = {}
         self.pieces = 0
         self.descriptors = 0
@@ -186,10 +187,12 @@ class _Collector:
             if not bool(wanted.any()):
                 continue
             # Neither sum can wrap: tables have fewer than 2**31 entries.
-            source = (place.source[wanted][:, None] + segment.source.astype(np.int32)).ravel()
-            destination = (place.destination[wanted][:, None] + segment.destination.astype(np.int32)).ravel()
-            self._prepared.setdefault((lane.source_rank, place.table), []).append((source, destination))
-            self.descriptors += len(source)
+            source = place.source[wanted][:, None] + segment.source.astype(np.int32)
+            destination = place.destination[wanted][:, None] + segment.destination.astype(np.int32)
+            key = lane.source_rank, place.table
+            self._prepared.setdefault(key, []).append((source.ravel(), destination.ravel()))
+            self._grids.setdefault(key, []).append((source.shape[0], source.shape[1]))
+            self.descriptors += source.size
             rest[place.rows[wanted]] = False
         return rest
 
@@ -221,7 +224,10 @@ class _Collector:
             found.setdefault(rank, []).append(RawDescriptors(memory, *columns))
         for (rank, table), pairs in self._prepared.items():
             source, destination = (np.concatenate(c) if len(c) > 1 else c[0] for c in zip(*pairs, strict=True))
-            found.setdefault(rank, []).append(PreparedDescriptors(self._tables.tables[table], source, destination))
+            prepared = PreparedDescriptors(
+                self._tables.tables[table], source, destination, tuple(self._grids[rank, table])
+            )
+            found.setdefault(rank, []).append(prepared)
         sources = tuple(
             SourceDescriptors(rank, tuple(found.get(rank, ())), tuple(self._staged.get(rank, ())))
             for rank in sorted({*found, *self._staged})
@@ -231,5 +237,5 @@ class _Collector:
 
 def _jumps(ids: Int64s, first: int, step: int, begin: int, end: int) -> Int64s:
     """Places on a line, within ``(begin, end)``, where the next block is not the next in memory."""
-    breaks = (np.flatnonzero(np.diff(ids) != 1) + (1 + first)) * step
+    breaks = (np.flatnonzero(ids[1:] - ids[:-1] != 1) + (1 + first)) * step
     return breaks[(breaks > begin) & (breaks < end)]

@@ -142,17 +142,20 @@ class _Places:
     """The blocks of a request on one side: from block ids to their places in the request, counted in blocks."""
 
     def __init__(self, blocks: NeededBlocks, block_tokens: int) -> None:
-        steps = np.diff(blocks.ids)
-        if bool((steps > 0).all()):
-            # As most requests have them. Sorting costs more than all else here.
-            self._ids, self._place = blocks.ids, np.arange(len(blocks.ids))
-        else:
-            self._ids, self._place = np.unique(blocks.ids, return_index=True)
+        self._ids = blocks.ids
+        self._place: npt.NDArray[np.intp] | None = None
+        """The places of `_ids` in the request; None: they stand there in this order."""
+        steps = self._ids[1:] - self._ids[:-1]
+        if not bool((steps > 0).all()):
+            # Most requests have rising ids. Sorting costs more than all else here.
+            self._ids, self._place = np.unique(self._ids, return_index=True)
         self._first = blocks.first
         self.block_tokens = block_tokens
         self.unambiguous = len(self._ids) == len(blocks.ids)
         """Whether no id stands at two places. A source may publish one twice."""
-        self._run = np.cumsum(np.concatenate((np.zeros(1, np.int64), steps != 1)))
+        breaks = steps != 1
+        self._run = np.cumsum(np.concatenate((np.zeros(1, np.int64), breaks))) if breaks.any() else None
+        """The number of the run in memory that each place of the request belongs to; None: there is one."""
 
     def find(self, first: Int64s, last: Int64s) -> tuple[Bools, Int64s, Int64s]:
         """Whether all ids from `first` to `last` are the request's, and the indices of those two in `_ids`."""
@@ -166,12 +169,17 @@ class _Places:
 
     def one_run(self, low: Int64s, high: Int64s) -> Bools:
         """Whether the blocks from one to the other follow each other in the request as they do in memory."""
-        same: Bools = np.equal(self._run[self._place[low]], self._run[self._place[high]])
+        if self._run is None:
+            return np.ones(len(low), np.bool_)
+        same: Bools = np.equal(self._run[self._places(low)], self._run[self._places(high)])
         return same
+
+    def _places(self, at: Int64s) -> npt.NDArray[np.signedinteger[Any]]:
+        return at if self._place is None else self._place[at]
 
     def token(self, at: Int64s) -> Int64s:
         """The first tokens of the blocks at these indices of `_ids`."""
-        tokens: Int64s = (self._place[at].astype(np.int64) + self._first) * self.block_tokens
+        tokens: Int64s = (self._places(at).astype(np.int64) + self._first) * self.block_tokens
         return tokens
 
     def tokens_of(self, ids: npt.NDArray[np.signedinteger[Any]]) -> Int64s:
@@ -292,25 +300,44 @@ class Footprint:
 
     def _check_prepared(self, prepared: PreparedDescriptors) -> None:
         table = self._map.table(prepared.table)
-        source, destination = prepared.source, prepared.destination
-        for name, (theirs, mine) in self._places.items():
+        grids = prepared.grids
+        if sum(rows * blocks for rows, blocks in grids) != prepared.count:
+            # Not known, or not true.
+            grids = ((1, prepared.count),)
+        begin = 0
+        for rows, blocks in grids:
+            source, destination = (
+                side[begin : begin + rows * blocks] for side in (prepared.source, prepared.destination)
+            )
+            begin += rows * blocks
+            if not self._right_by_edges(table, source, destination, rows):
+                self._check_each(table, source, destination)
+
+    def _right_by_edges(self, table: _TableMap, source: Indices, destination: Indices, rows: int) -> bool:
+        """Whether indices are right because their first row and first column are, and every other row has the blocks of
+        the first one. False: that is not known."""
+        if rows < 2 or len(source) < rows or not (table.source.count and table.destination.count):
+            return False
+        edges = []
+        for entries, flat in ((table.source, source), (table.destination, destination)):
+            grid = flat.reshape(rows, -1)
+            # The first row lies in one row of the table, the first column in one block, and rows of the table are
+            # equally long. So an index that is as far behind its row's first one as another, of the first row, is
+            # behind that row's first one lies in the same row of the table as the first of its own, and in the same
+            # block as the other.
+            firsts, places = entries.ids(grid[:, 0]), entries.rows(grid[0])
+            if not ((firsts == firsts[0]).all() and (places == places[0]).all()):
+                return False
+            if not np.equal(grid - grid[:, :1], grid[0] - grid[0, 0]).all():
+                return False
+            edges.append(np.concatenate((grid[0], grid[:, 0])))
+        return any(self._right(name, table, *edges).all() for name in self._places if name in table.rows)
+
+    def _check_each(self, table: _TableMap, source: Indices, destination: Indices) -> None:
+        for name in self._places:
             if name not in table.rows:
                 continue
-            of_source, of_destination = table.rows[name]
-            there = theirs.tokens_of(table.source.ids(source))
-            here = mine.tokens_of(table.destination.ids(destination))
-            right = here > NOWHERE
-            if theirs.unambiguous:
-                right &= np.less(here, there + theirs.block_tokens)
-                right &= np.less(there, here + mine.block_tokens)
-            else:
-                right &= there > NOWHERE
-            for entries, flat, rows in (
-                (table.source, source, of_source),
-                (table.destination, destination, of_destination),
-            ):
-                if not bool(rows.all()):
-                    right &= rows[entries.rows(flat)]
+            right = self._right(name, table, source, destination)
             if bool(right.all()):
                 return
             # Descriptors that are not of this group may be of another.
@@ -319,6 +346,26 @@ class Footprint:
         if len(source):
             value = f"index {int(source[0])} to index {int(destination[0])}"
             raise InvalidField("descriptors", value, EXPECTED)
+
+    def _right(self, group: str, table: _TableMap, source: Indices, destination: Indices) -> Bools:
+        """Which indices go from blocks of the request, in a group, to the blocks of the same tokens."""
+        theirs, mine = self._places[group]
+        of_source, of_destination = table.rows[group]
+        there = theirs.tokens_of(table.source.ids(source))
+        here = mine.tokens_of(table.destination.ids(destination))
+        right: Bools = here > NOWHERE
+        if theirs.unambiguous:
+            right &= np.less(here, there + theirs.block_tokens)
+            right &= np.less(there, here + mine.block_tokens)
+        else:
+            right &= there > NOWHERE
+        for entries, flat, rows in (
+            (table.source, source, of_source),
+            (table.destination, destination, of_destination),
+        ):
+            if not bool(rows.all()):
+                right &= rows[entries.rows(flat)]
+        return right
 
     def check_source(self, descriptors: RawDescriptors) -> None:
         """Raise `InvalidField` unless both ends of every descriptor lie in source blocks of the request: for reads into

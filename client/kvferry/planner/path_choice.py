@@ -2,7 +2,7 @@
 
 Every descriptor costs some microseconds, however short it is. Where a change of layout leaves short pieces, it is often
 cheaper to read whole rows of the source's blocks into staging memory and to permute them on the cache's own device:
-that moves more bytes with far fewer descriptors. The costs are estimated with four constants, which are measured
+that moves more bytes with far fewer descriptors. The costs are estimated with five constants, which are measured
 (`kvferry._transport.calibration`) or configured. Pure.
 """
 
@@ -34,18 +34,20 @@ class Costs:
 
     Attributes:
         descriptor: per NIXL descriptor, whatever its length.
-        byte: per byte that NIXL reads.
+        byte: per byte that NIXL reads into the destination's blocks.
+        staged_byte: per byte that it reads into staging memory, with what each batch costs.
         cell: per contiguous run that the permutation copies.
         copied_byte: per byte that it copies.
     """
 
     descriptor: float = 2.5e-6
     byte: float = 2e-10
+    staged_byte: float = 2e-10
     cell: float = 6e-9
     copied_byte: float = 1e-10
 
     def __post_init__(self) -> None:
-        for field in ("descriptor", "byte", "cell", "copied_byte"):
+        for field in ("descriptor", "byte", "staged_byte", "cell", "copied_byte"):
             if not 0 <= getattr(self, field) < 1:
                 raise InvalidField(field, getattr(self, field), "seconds from 0 to below 1")
 
@@ -121,7 +123,7 @@ def choose_path(lane: Lane, rule: PathRule) -> PathChoice:
     direct = work.descriptors * costs.descriptor + work.bytes * costs.byte
     staged = (
         work.staged_descriptors * costs.descriptor
-        + work.staged_bytes * costs.byte
+        + work.staged_bytes * costs.staged_byte
         + work.runs * costs.cell
         + work.bytes * costs.copied_byte
     )

@@ -78,37 +78,50 @@ class StagedRead:
     @property
     def count(self) -> int:
         """Descriptors, merged."""
-        return sum(len(_runs(self.blocks, self.lane, extent)[0]) for extent in self.lane.extents)
+        runs, stride = len(split_runs(self.blocks)[0]), self.lane.source.block_stride
+        return sum(runs if extent.length == stride else len(self.blocks) for extent in self.lane.extents)
 
     def batches(self, slot_bytes: int) -> Iterator[Batch]:
         """Everything in batches of at most `slot_bytes`; a row is never longer (`kvferry.planner.path_choice`)."""
+        stride = self.lane.source.block_stride
+        blocks = self.blocks * stride
+        runs, every = split_runs(self.blocks)[0], np.arange(len(blocks), dtype=np.int64)
         rows: list[_Rows] = []
         filled = 0
         for extent in self.lane.extents:
+            starts = runs if extent.length == stride else every
             first = 0
             while first < len(self.blocks):
                 fitting = (slot_bytes - filled) // extent.length
                 if fitting == 0:
-                    yield Batch(self, tuple(rows), filled)
+                    yield Batch.of(self, rows, filled)
                     rows, filled = [], 0
                     continue
                 end = min(len(self.blocks), first + fitting)
-                rows.append(_Rows(extent, first, end, filled))
+                within = _from(starts, first, end)
+                rows.append(_Rows(extent, first, end, filled, extent.source + blocks[within], within))
                 # Rows of the next plane begin at a cache line.
                 filled = min(slot_bytes, -(-(filled + (end - first) * extent.length) // 64) * 64)
                 first = end
         if rows:
-            yield Batch(self, tuple(rows), filled)
+            yield Batch.of(self, rows, filled)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class _Rows:
-    """Rows of one extent: of the blocks ``[first, end)`` of a read, `offset` bytes into the slot."""
+    """Rows of one extent: of the blocks ``[first, end)`` of a read, `offset` bytes into the slot.
+
+    Attributes:
+        source: addresses of the merged rows, ``int64[n]``.
+        starts: the block that each of them begins with, ``int64[n]``.
+    """
 
     extent: RowExtent
     first: int
     end: int
     offset: int
+    source: Int64s
+    starts: Int64s
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -119,11 +132,27 @@ class Batch:
         read: what it is a part of.
         rows: its rows.
         staged_bytes: bytes of the slot that it uses.
+        source, offset, length: its descriptors, consecutive blocks merged: address, bytes into the slot, bytes;
+            ``int64[n]``.
     """
 
     read: StagedRead
     rows: tuple[_Rows, ...]
     staged_bytes: int
+    source: Int64s
+    offset: Int64s
+    length: Int64s
+
+    @classmethod
+    def of(cls, read: StagedRead, rows: Sequence[_Rows], staged_bytes: int) -> Batch:
+        """The batch of these rows."""
+        columns: list[tuple[Int64s, Int64s, Int64s]] = []
+        for some in rows:
+            size = some.extent.length
+            edges = np.concatenate((some.starts, (some.end,))) * size
+            columns.append((some.source, edges[:-1] + (some.offset - some.first * size), edges[1:] - edges[:-1]))
+        source, offset, length = (np.concatenate(column) for column in zip(*columns, strict=True))
+        return cls(read, tuple(rows), staged_bytes, source, offset, length)
 
     @property
     def total_bytes(self) -> int:
@@ -136,16 +165,9 @@ class Batch:
         )
 
     def descriptors(self, slot: int, memory: MemoryPair) -> RawDescriptors:
-        """The rows, read to the address `slot`; consecutive blocks merged."""
-        lane = self.read.lane
-        parts = []
-        for rows in self.rows:
-            blocks = self.read.blocks[rows.first : rows.end]
-            starts, counts = _runs(blocks, lane, rows.extent)
-            source = rows.extent.source + blocks[starts] * lane.source.block_stride
-            parts.append((source, slot + rows.offset + starts * rows.extent.length, counts * rows.extent.length))
-        columns = [np.concatenate(column).astype(np.uint64) for column in zip(*parts, strict=True)]
-        return RawDescriptors(memory, *columns)
+        """The rows, read to the address `slot`."""
+        columns = (self.source, self.offset + slot, self.length)
+        return RawDescriptors(memory, *(column.view(np.uint64) for column in columns))
 
     def copies(self, slot: int) -> Iterator[Copy]:
         """From the address `slot` into the destination's blocks."""
@@ -197,8 +219,10 @@ def _within(places: Places, rows: _Rows) -> range:
     return range(int(begin), int(end))
 
 
-def _runs(blocks: Int64s, lane: Lane, extent: RowExtent) -> tuple[Int64s, Int64s]:
-    """First positions and lengths of the runs of blocks whose rows are contiguous."""
-    if extent.length != lane.source.block_stride:
-        return np.arange(len(blocks), dtype=np.int64), np.ones(len(blocks), np.int64)
-    return split_runs(blocks)
+def _from(starts: Int64s, first: int, end: int) -> Int64s:
+    """Where runs begin among the blocks ``[first, end)``, if they begin at `starts` among all."""
+    begin, behind = np.searchsorted(starts, (first, end))
+    within = starts[begin:behind]
+    if begin < behind and within[0] == first:
+        return within
+    return np.concatenate((np.array((first,), np.int64), within))

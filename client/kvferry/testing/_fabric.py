@@ -93,20 +93,23 @@ class Fabric(OneProcess):
         staging: StagingOptions | None = None,
         integrity: IntegrityOptions | None = None,
         max_reads: int = 256,
+        confirm: str = "before",
     ) -> Client:
         """Make a client on this fabric. The fabric closes it.
 
         Each client stands for a process of its own; `kill` simulates the death of that process.
 
         Args:
-            options, staging, integrity, max_reads: see `kvferry.Client`.
+            options, staging, integrity, max_reads, confirm: see `kvferry.Client`.
 
         Raises:
             InvalidField: an argument has the wrong type.
             Closed: the fabric is closed.
         """
         self._check_open()
-        made = Client(self.address, options=options, staging=staging, integrity=integrity, max_reads=max_reads)
+        made = Client(
+            self.address, options=options, staging=staging, integrity=integrity, max_reads=max_reads, confirm=confirm
+        )
         with self._lock:
             self._clients.append(made)
         return made

@@ -90,8 +90,11 @@ class InProcessHome:
         )
         context = _Context(call, handler.response_serializer)
         try:
-            # The guard turns every handler into a streaming one.
-            await cast(Any, handler.stream_stream)(context.requests(), context)
+            # The guard makes the requests of every handler a stream, and answers bytes where there is one answer.
+            if handler.response_streaming:
+                await cast(Any, handler.stream_stream)(context.requests(), context)
+            else:
+                call.answered(await cast(Any, handler.stream_unary)(context.requests(), context))
         except grpc.aio.AbortError:
             code, details, trailing = context.status
             call.end(code, details, trailing)
@@ -101,6 +104,8 @@ class InProcessHome:
             call.end(grpc.StatusCode.UNKNOWN, f"the handler failed: {error!r}")
         else:
             call.end(grpc.StatusCode.OK, "")
+        finally:
+            context.end()
 
     async def _handler(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[Any, Any] | None:
         found = (generic.service(details) for generic in self._generic)
@@ -122,6 +127,7 @@ class _Context:
         self._call = call
         self._encode = encode
         self._read = False
+        self._at_end: list[Callable[[object], None]] = []
         self.status: tuple[grpc.StatusCode, str, tuple[tuple[str, str | bytes], ...]] = (grpc.StatusCode.OK, "", ())
 
     def peer(self) -> str:
@@ -132,6 +138,13 @@ class _Context:
 
     def time_remaining(self) -> float | None:
         return None if self._call.deadline is None else max(0.0, self._call.deadline - now())
+
+    def add_done_callback(self, callback: Callable[[object], None]) -> None:
+        self._at_end.append(callback)
+
+    def end(self) -> None:
+        for callback in self._at_end:
+            callback(self)
 
     async def read(self) -> object:
         read, self._read = self._read, True

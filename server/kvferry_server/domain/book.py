@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import enum
 import hmac
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from kvferry._wire.authority import engine_key, publication_key
+from kvferry._wire.authority import PublicationKeys, engine_key
 from kvferry.errors import HomeRecovering, PublicationStale, WrongKey
 from kvferry.geometry.model import Group
 from kvferry_server.domain.budgets import Budget
 from kvferry_server.domain.identity import EngineRef
 from kvferry_server.domain.limits import MAX_SKIPPED
+from kvferry_server.domain.ordered import Ordered
 from kvferry_server.domain.publications import PublicationRecord
 
 NUMBER_BYTES = 128
@@ -46,8 +47,8 @@ class Book:
         standing: whether its leases are renewed and its releases acknowledged.
         groups: the engine's groups by name; None until a rank has registered.
         publications: by number, until their release is acknowledged.
+        listed: those of them that have arrived, in order.
         declined: those of them that were declined before they arrived.
-        num_arrived: how many of them have arrived.
         num_released: how many of those are released.
         live_leases: how many live leases there are on them.
         high_water: the highest number seen.
@@ -65,8 +66,8 @@ class Book:
     standing: Standing = Standing.LIVE
     groups: Mapping[str, Group] | None = None
     publications: dict[int, PublicationRecord] = field(default_factory=dict)
+    listed: Ordered[PublicationRecord] = field(default_factory=Ordered)
     declined: set[PublicationRecord] = field(default_factory=set)
-    num_arrived: int = 0
     num_released: int = 0
     live_leases: int = 0
     high_water: int = 0
@@ -75,10 +76,23 @@ class Book:
     snapshot_name: bytes = b""
     gone: set[int] = field(default_factory=set)
     checksum_bytes: int = 0
+    _keys: PublicationKeys = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self._keys = PublicationKeys(self.secret)
+
+    @property
+    def num_arrived(self) -> int:
+        """How many publications have arrived."""
+        return len(self.listed)
+
+    def arrived(self) -> Iterator[PublicationRecord]:
+        """Yield the publications that have arrived, in order."""
+        return (publication for _, publication in self.listed.after(None))
 
     def key(self, number: int) -> bytes:
         """Return the key in the reference of a publication, arrived or not."""
-        return publication_key(self.secret, number)
+        return self._keys.key(number)
 
     def check_key(self, number: int, key: bytes) -> None:
         """Raise `WrongKey` unless this is the key of the publication, arrived or not."""
@@ -127,7 +141,6 @@ class Book:
 
     def see(self, number: int, now: float) -> None:
         """Record that a publication arrived: from now on its number is in use, and afterwards stale for ever."""
-        self.num_arrived += 1
         if number <= self.high_water:
             self.skipped.pop(number, None)
             return

@@ -6,7 +6,7 @@ capacity; three that take all they can get a quarter each, and the last quarter 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -136,7 +136,15 @@ class MemoryBudget:
 
     @contextmanager
     def answering(self, caller: Hashable, host: str, size: int) -> Iterator[None]:
-        """Hold the bytes of an answer until the caller has taken it.
+        """Hold the bytes of an answer while the context lasts; see `answer`."""
+        taken = self.answer(caller, host, size)
+        try:
+            yield
+        finally:
+            taken()
+
+    def answer(self, caller: Hashable, host: str, size: int) -> Callable[[], None]:
+        """Hold the bytes of an answer until the caller has taken it, which is to be told by calling the result.
 
         They are counted against the caller, not against the engine it asks about: a caller that takes no answers costs
         that engine and its other readers nothing.
@@ -154,11 +162,12 @@ class MemoryBudget:
             self._check(caller, host, size)
         self._by_engine.take(caller, size)
         self._by_host.take(host, size)
-        try:
-            yield
-        finally:
+
+        def taken() -> None:
             self._by_engine.give(caller, size)
             self._by_host.give(host, size)
+
+        return taken
 
     @contextmanager
     def holding(self, engine: EngineRef, size: int) -> Iterator[None]:

@@ -17,7 +17,7 @@ from kvferry.planner.coverage import Indexed
 from kvferry.v1 import geometry_pb2
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry_server.domain.identity import EngineRef
-from kvferry_server.domain.limits import RANK_PAGE_BYTES
+from kvferry_server.domain.limits import MAX_NOTED_READERS, RANK_PAGE_BYTES
 from kvferry_server.domain.registrations import Agent, Registration
 
 
@@ -36,6 +36,7 @@ class EngineDescription:
         self._ref = ref
         self._registrations = registrations
         self._pages: dict[bool, tuple[bytes, ...]] = {}
+        self._readers: set[bytes] = set()
 
     @cached_property
     def geometry(self) -> EngineGeometry:
@@ -48,6 +49,17 @@ class EngineDescription:
         mismatches = diff_indexed(self._indexed, reader)
         if mismatches:
             raise Incompatible(mismatches)
+
+    def note_reader(self, digest: bytes) -> None:
+        """Note the digest of a reader's geometry that was found compatible."""
+        if len(self._readers) >= MAX_NOTED_READERS:
+            self._readers.clear()
+        self._readers.add(digest)
+
+    def made_pages(self, digest: bytes, *, agents: bool) -> tuple[bytes, ...] | None:
+        """Return what `pages` returns if it was made before, for a reader with the digest of a geometry that was found
+        compatible; otherwise None. Any thread may call this."""
+        return self._pages.get(agents) if digest in self._readers else None
 
     def pages(self, epoch: bytes, times: pb.Times, *, agents: bool) -> tuple[bytes, ...]:
         """Return the engine as encoded `HandshakeResponse` messages.

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ipaddress
+from functools import lru_cache
 
 
+@lru_cache(maxsize=4096)
 def host_of(peer: str) -> str:
     """Return the host of a gRPC peer, such as ``ipv4:10.0.0.1:4711``.
 

@@ -70,6 +70,9 @@ MAX_NAMED_RANKS = 64
 MAX_NAMED_NODES = 16
 """Node servers of missing ranks that an error lists."""
 
+MAX_NOTED_READERS = 1024
+"""Digests of geometries that were found compatible with an engine's; beyond, all are forgotten and compared again."""
+
 RANK_PAGE_BYTES = 1 << 20
 """Bytes of ranks in one Handshake message. Far below the message limit, so that sending one takes little time."""
 

@@ -8,7 +8,7 @@ and R3 hold in one place:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from kvferry.errors import EngineUnknown
@@ -18,6 +18,7 @@ from kvferry_server.domain.budgets import Budget, MemoryBudget
 from kvferry_server.domain.clock import Clock
 from kvferry_server.domain.identity import EngineRef
 from kvferry_server.domain.limits import Limits
+from kvferry_server.domain.ordered import Ordered
 from kvferry_server.domain.publications import (
     PUBLICATION_BYTES,
     Lease,
@@ -60,7 +61,7 @@ class Records:
         leases_by_id: by lease_id, the live leases, and the ended ones whose outcome is kept. Looking one up reveals
             nothing about the others by its duration: a dictionary compares a keyed hash of the whole id first.
         leases_by_read: the same leases by what makes two calls one read.
-        leases_by_source: the same leases by incarnation, then by the numbers of publication and lease.
+        leases_by_source: the same leases by incarnation, in the order of the numbers of publication and lease.
         lease_budget: budget of the number of leases, by source.
         draining: nothing more is granted or renewed, and no new publication accepted.
         effects: what others must be told; see `take_effects`.
@@ -73,7 +74,7 @@ class Records:
         self.books: dict[EngineRef, Book] = {}
         self.leases_by_id: dict[bytes, Lease] = {}
         self.leases_by_read: dict[ReadKey, Lease] = {}
-        self.leases_by_source: dict[EngineRef, dict[tuple[int, int], Lease]] = {}
+        self.leases_by_source: dict[EngineRef, Ordered[Lease]] = {}
         self.lease_budget = Budget(limits.leases)
         self.draining = False
         self.effects: list[Changed | Released] = []
@@ -95,6 +96,10 @@ class Records:
         self._lease_agenda.advance(now, self._on_lease_due, most)
         self._publication_agenda.advance(now, self._on_publication_due, most)
         return now
+
+    def settled(self, now: float) -> bool:
+        """Whether nothing is due and there are no effects since `take_effects`."""
+        return not self.effects and self.next_deadline() > now
 
     def next_deadline(self) -> float:
         """Return when to call `advance` next."""
@@ -144,19 +149,19 @@ class Records:
     def publications(self) -> Iterator[PublicationRecord]:
         """Yield all publications that have arrived and whose release is not acknowledged."""
         for book in self.books.values():
-            yield from (publication for _, publication in _arrived(book))
+            yield from book.arrived()
 
     def leases(self) -> Iterator[Lease]:
         """Yield all leases, including ended ones whose outcome is kept."""
         return iter(self.leases_by_id.values())
 
-    def listed_publications(self) -> dict[EngineRef, Iterable[tuple[tuple[int, ...], PublicationRecord]]]:
-        """Return `publications` by incarnation, each with its number, for listings that need only a few of them."""
-        return {source: _arrived(book) for source, book in self.books.items()}
+    def listed_publications(self) -> Mapping[EngineRef, Ordered[PublicationRecord]]:
+        """Return `publications` by incarnation and number, for listings that need only a few of them."""
+        return {source: book.listed for source, book in self.books.items()}
 
-    def listed_leases(self) -> dict[EngineRef, Iterable[tuple[tuple[int, ...], Lease]]]:
-        """Return `leases` by incarnation of the source, each with the numbers of its publication and of itself."""
-        return {source: found.items() for source, found in self.leases_by_source.items()}
+    def listed_leases(self) -> Mapping[EngineRef, Ordered[Lease]]:
+        """Return `leases` by incarnation of the source, and by the numbers of publication and lease."""
+        return self.leases_by_source
 
     def counts(self, source: EngineRef) -> tuple[int, int]:
         """Return how many publications of an incarnation are not released, and how many live leases they have."""
@@ -181,7 +186,10 @@ class Records:
         publication = lease.publication
         book = self.books[publication.source]
         self.leases_by_id[lease.lease_id] = self.leases_by_read[lease.request.read] = lease
-        self.leases_by_source.setdefault(publication.source, {})[publication.number, lease.number] = lease
+        of_source = self.leases_by_source.get(publication.source)
+        if of_source is None:
+            of_source = self.leases_by_source[publication.source] = Ordered()
+        of_source.add((publication.number, lease.number), lease)
         book.live_leases += 1
         publication.leases.add(lease)
         publication.reads.append(lease)
@@ -201,6 +209,7 @@ class Records:
         """Note that an awaited publication has arrived: from now on its number is in use, and then stale for ever."""
         numbers = book.numbers_size
         book.see(publication.number, now)
+        book.listed.add((publication.number,), publication)
         self.memory.take(book.source, book.numbers_size - numbers)
         book.declined.discard(publication)
         for lease in publication.leases:
@@ -269,7 +278,7 @@ class Records:
         forgotten = (lease for lease in publication.reads if lease.lease_id not in self.leases_by_id)
         size = PUBLICATION_BYTES + sum(lease.size for lease in forgotten)
         if publication.stage is not PublicationStage.AWAITED:
-            book.num_arrived -= 1
+            book.listed.remove((publication.number,))
             book.num_released -= publication.stage is PublicationStage.RELEASED
             if book.recovering:
                 book.gone.add(publication.number)
@@ -341,7 +350,7 @@ class Records:
             source = lease.publication.source
             self.lease_budget.give(source)
             found = self.leases_by_source[source]
-            del found[lease.publication.number, lease.number]
+            found.remove((lease.publication.number, lease.number))
             if not found:
                 del self.leases_by_source[source]
             if lease.publication.stage is PublicationStage.FORGOTTEN:
@@ -359,11 +368,3 @@ class Records:
             publication.declined = False
             self.books[publication.source].declined.discard(publication)
             self._settle(publication, now)
-
-
-def _arrived(book: Book) -> Iterator[tuple[tuple[int, ...], PublicationRecord]]:
-    """Yield the publications of a book that have arrived, each with its number."""
-    found = book.publications.items()
-    return (
-        ((number,), publication) for number, publication in found if publication.stage is not PublicationStage.AWAITED
-    )

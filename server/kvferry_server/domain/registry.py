@@ -90,6 +90,10 @@ class Registry:
         self._agenda.advance(now, self._on_due)
         return now
 
+    def settled(self, now: float) -> bool:
+        """Whether nothing is due and nothing has happened since `take_effects`."""
+        return not self._effects and self._agenda.next_deadline() > now
+
     def next_deadline(self) -> float:
         """Return when to call `advance` next."""
         return self._agenda.next_deadline()

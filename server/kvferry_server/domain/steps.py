@@ -9,6 +9,7 @@ import numpy as np
 
 from kvferry.errors import BadBlock, InvalidField
 from kvferry.geometry.model import Group, GroupKind
+from kvferry.v1 import kv_transfer_pb2 as pb
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +21,7 @@ class GroupBlocks:
         first_token, end_token: the tokens held, half-open; 0 for state groups.
         state_token: the token that the state stands at; 0 except for state groups.
         starts, counts: first ids and lengths of the runs, equally many of each.
+        blocks: number of block ids.
     """
 
     group: str
@@ -28,11 +30,10 @@ class GroupBlocks:
     state_token: int = 0
     starts: tuple[int, ...] = ()
     counts: tuple[int, ...] = ()
+    blocks: int = field(init=False, repr=False, compare=False)
 
-    @property
-    def blocks(self) -> int:
-        """Number of block ids."""
-        return sum(self.counts)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "blocks", sum(self.counts))
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +49,7 @@ class PublicationStep:
         expected_reads: reads that will be made.
         payload: opaque bytes for the readers; with the last step only.
         checksums: every rank will send the checksums of its blocks.
+        encoded: the `Blocks` message of the step, as every reader gets it; empty: made from the rest.
     """
 
     number: int
@@ -58,12 +60,17 @@ class PublicationStep:
     expected_reads: int = 1
     payload: bytes = field(default=b"", repr=False)
     checksums: bool = False
+    encoded: bytes = field(default=b"", repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if not self.encoded:
+            object.__setattr__(self, "encoded", _encoded(self))
 
     @property
     def size(self) -> int:
         """Estimated bytes that it takes in memory."""
         runs = sum(len(blocks.starts) for blocks in self.groups)
-        return 512 + len(self.payload) + 512 * len(self.groups) + 80 * runs
+        return 512 + len(self.payload) + len(self.encoded) + 512 * len(self.groups) + 80 * runs
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +80,21 @@ class PublishedExtent:
     first_token: int
     end_token: int
     blocks: int
+
+
+def _encoded(step: PublicationStep) -> bytes:
+    groups = [
+        pb.GroupBlocks(
+            group=blocks.group,
+            first_token=blocks.first_token,
+            end_token=blocks.end_token,
+            state_token=blocks.state_token,
+            run_starts=blocks.starts,
+            run_counts=blocks.counts,
+        )
+        for blocks in step.groups
+    ]
+    return pb.Blocks(step=step.index, groups=groups).SerializeToString()
 
 
 def check_step(groups: Mapping[str, Group], step: PublicationStep) -> None:
@@ -124,11 +146,15 @@ def _check_ids(group: Group, blocks: GroupBlocks) -> None:
     """Check block ids as `kvferry.geometry.blocks.check_ids` does, but as runs: a few bytes from a peer must not be
     expanded into a million ids."""
     null = group.null_block
-    # Vectorised: there may be many runs, and the event loop waits meanwhile.
+    # The first test is enough for most steps. There may be many runs, and the event loop waits meanwhile.
+    if max(blocks.starts, default=0) + max(blocks.counts, default=0) > group.num_blocks:
+        runs = zip(blocks.starts, blocks.counts, strict=True)
+        beyond = next((start for start, count in runs if start + count > group.num_blocks), None)
+        if beyond is not None:
+            block = max(beyond, group.num_blocks)
+            raise BadBlock(group.name, "source", block, group.num_blocks, "out of range")
+    if null is None:
+        return
     starts, counts = np.array(blocks.starts, np.int64), np.array(blocks.counts, np.int64)
-    beyond = starts[starts + counts > group.num_blocks]
-    if len(beyond):
-        block = max(int(beyond[0]), group.num_blocks)
-        raise BadBlock(group.name, "source", block, group.num_blocks, "out of range")
-    if null is not None and bool(((starts <= null) & (null < starts + counts)).any()):
+    if bool(((starts <= null) & (null < starts + counts)).any()):
         raise BadBlock(group.name, "source", null, group.num_blocks, "it is the null block, which holds no tokens")

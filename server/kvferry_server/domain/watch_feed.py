@@ -6,9 +6,9 @@ The kept events serve a Watch that keeps up, one that resumes and one that lagge
 from __future__ import annotations
 
 import enum
-from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import TypeAlias
 
 from kvferry_server.domain.identity import EngineRef
@@ -92,22 +92,26 @@ class Feed:
         self.full_states = 0
         self._kept = kept
         self._dropped = 0
-        self._events: deque[Numbered] = deque()
+        # By number, in order.
+        self._events: dict[int, Numbered] = {}
+        # By publication, the numbers of the events that it was released: several if its source was told again.
+        self._releases: dict[int, list[int]] = {}
 
     def push(self, event: Event) -> None:
         """Add an event. If the feed is full, the oldest event is dropped."""
         self.sequence += 1
         if len(self._events) == self._kept:
-            self._dropped = self._events.popleft().sequence
-        self._events.append(Numbered(self.sequence, event))
+            self._dropped = next(iter(self._events))
+            self._remove(self._dropped)
+        self._events[self.sequence] = Numbered(self.sequence, event)
+        if isinstance(event, ReleaseEvent):
+            self._releases.setdefault(event.publication.number, []).append(self.sequence)
 
     def acknowledged(self, numbers: Collection[int]) -> None:
         """Remove the releases of these publications: the process knows of them."""
-        self._events = deque(
-            numbered
-            for numbered in self._events
-            if not isinstance(numbered.event, ReleaseEvent) or numbered.event.publication.number not in numbers
-        )
+        for number in numbers:
+            for sequence in self._releases.pop(number, ()):
+                del self._events[sequence]
 
     def take_over(self) -> int:
         """Serve a newer Watch from now on. Returns its number."""
@@ -122,4 +126,15 @@ class Feed:
 
     def after(self, sequence: int) -> list[Numbered]:
         """Return the kept events after this one, in order."""
-        return [numbered for numbered in self._events if numbered.sequence > sequence]
+        # From the end: a process that keeps up has all but the last ones, of maybe a thousand.
+        found = list(takewhile(lambda numbered: numbered.sequence > sequence, reversed(self._events.values())))
+        found.reverse()
+        return found
+
+    def _remove(self, sequence: int) -> None:
+        event = self._events.pop(sequence).event
+        if isinstance(event, ReleaseEvent):
+            number = event.publication.number
+            self._releases[number].remove(sequence)
+            if not self._releases[number]:
+                del self._releases[number]

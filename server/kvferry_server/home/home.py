@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection
+from contextlib import AbstractContextManager
 
 from kvferry._wire.reference import format_reference
 from kvferry.errors import ServerDraining
@@ -77,18 +77,12 @@ class Home:
         self._feed_sizes: dict[EngineRef, int] = {}
         self._driver = Waker()
         self._sleeps_until = -math.inf
+        self._turn = _Turn(self)
 
-    @contextmanager
-    def turn(self) -> Iterator[float]:
+    def turn(self) -> AbstractContextManager[float]:
         """Act on deadlines, then give the present in seconds on the home's clock. What is done within takes effect
         when the context ends, also by an error."""
-        self._settle()
-        try:
-            yield self.clock.now()
-        finally:
-            self._settle()
-            if self.next_deadline() < self._sleeps_until:
-                self._driver.ring()
+        return self._turn
 
     def next_deadline(self) -> float:
         """Return when the next turn is due, in seconds on the home's clock."""
@@ -142,7 +136,7 @@ class Home:
         if process.role is Role.SCHEDULER:
             engine = self.engines.open_engine(process.engine, secret, host)
             # A replaced incarnation ends before its successor opens.
-            self._settle()
+            self.settle()
             self.sources.open(engine.ref, secret)
         else:
             self.engines.open_rank(process.engine, secret, process.rank, process.node)
@@ -221,8 +215,11 @@ class Home:
             )
         )
 
-    # Helpers.
-    def _settle(self) -> None:
+    def settle(self) -> None:
+        """Act on deadlines that have passed and pass on effects: begin or end a turn."""
+        now = self.clock.now()
+        if self.engines.settled(now) and self.records.settled(now):
+            return
         self.engines.advance()
         for happened in self.engines.take_effects():
             if isinstance(happened, EngineDied):
@@ -241,6 +238,13 @@ class Home:
             else:
                 self.wakeups.wake(effect.publication)
 
+    def wake_driver(self) -> None:
+        """Wake the loop that acts on deadlines if it would sleep past the next one."""
+        if self.next_deadline() < self._sleeps_until:
+            self._driver.ring()
+
+    # Helpers.
+
     def _push(self, process: Process, event: Event) -> None:
         feed = self._feeds.get(process)
         if feed is not None:
@@ -251,3 +255,18 @@ class Home:
         for process in [process for process in self._feeds if process.engine == engine]:
             del self._feeds[process]
         self.memory.give(engine, self._feed_sizes.pop(engine, 0))
+
+
+class _Turn(AbstractContextManager[float]):
+    """The context of a turn; the same object for all, because they have no state and each call makes several."""
+
+    def __init__(self, home: Home) -> None:
+        self._home = home
+
+    def __enter__(self) -> float:
+        self._home.settle()
+        return self._home.clock.now()
+
+    def __exit__(self, *_: object) -> None:
+        self._home.settle()
+        self._home.wake_driver()

@@ -4,7 +4,7 @@ reader its blocks, `watch` sends a process of an engine its events."""
 from __future__ import annotations
 
 import secrets
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -16,7 +16,6 @@ from kvferry_server.domain.reads import LeaseRequest, RevokeReason
 from kvferry_server.domain.steps import PublicationStep
 from kvferry_server.domain.watch_feed import Feed, Numbered, Process
 from kvferry_server.home.home import EVENT_BYTES, Home
-from kvferry_server.home.wakeups import Waker
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -83,7 +82,8 @@ async def read_blocks(home: Home, request: LeaseRequest, wait: float) -> AsyncGe
         KvferryError: all that `Lessor.grant` and `Engine.check_readable` raise.
     """
     waits_until = home.clock.now() + wait
-    with _reading(home, request) as (lease, waker):
+    lease = _granted(home, request)
+    with _streaming(home, lease), home.wakeups.watching(lease.publication) as waker:
         yield Accepted(lease)
         untold = _Untold(lease)
         while True:
@@ -99,9 +99,9 @@ async def read_blocks(home: Home, request: LeaseRequest, wait: float) -> AsyncGe
 
 async def poll_blocks(
     home: Home, request: LeaseRequest, wait: float, lease_id: bytes, next_step: int
-) -> AsyncGenerator[ReadMessage, None]:
-    """Yield what `read_blocks` yields to a reader that has some of it already. End as soon as something was yielded, or
-    when the wait is over. Closing the generator early does not end the lease.
+) -> Sequence[ReadMessage]:
+    """Return what `read_blocks` yields to a reader that has some of it already, as soon as there is something; nothing
+    when the wait is over. Cancelling it does not end the lease.
 
     Args:
         home: the source's home.
@@ -119,29 +119,28 @@ async def poll_blocks(
         KvferryError: all that `Lessor.grant` and `Engine.check_readable` raise.
     """
     waits_until = home.clock.now() + wait
-    with _reading(home, request, lease_id) as (lease, waker):
-        told = not secrets.compare_digest(lease_id, lease.lease_id)
-        if told:
-            next_step = 0
-            yield Accepted(lease)
-        there = len(lease.publication.steps)
-        if next_step > there:
-            raise InvalidField("next_step", next_step, f"at most {there}, the steps there are")
-        untold = _Untold(lease, next_step)
+    lease = _granted(home, request, lease_id)
+    if not secrets.compare_digest(lease_id, lease.lease_id):
+        return Accepted(lease), *_Untold(lease).take()
+    publication = lease.publication
+    there = len(publication.steps)
+    if next_step > there:
+        raise InvalidField("next_step", next_step, f"at most {there}, the steps there are")
+    untold = _Untold(lease, next_step)
+    if news := tuple(untold.take()):
+        return news
+    with _streaming(home, lease), home.wakeups.watching(publication) as waker:
         while True:
-            waker.clear()
-            for message in untold.take():
-                told = True
-                yield message
-            if told:
-                return
-            if not lease.live and not lease.publication.step_count:
-                raise _timeout(lease.publication, wait)
+            if not lease.live and not publication.step_count:
+                raise _timeout(publication, wait)
             lease.check_replay(request)
             left = _left(home, lease, waits_until, wait)
             if left <= 0:
-                return
+                return ()
             await waker.wait(left)
+            waker.clear()
+            if news := tuple(untold.take()):
+                return news
 
 
 async def watch(
@@ -224,17 +223,14 @@ async def _full_state(home: Home, feed: Feed, number: int) -> AsyncGenerator[Wat
     yield Synced(home.need_resync(process))
 
 
-@contextmanager
-def _reading(home: Home, request: LeaseRequest, lease_id: bytes = b"") -> Iterator[tuple[Lease, Waker]]:
-    """Grant a lease and wait for news of it. A reader that shows the lease's id goes on whatever has become of the
-    source, as on an open stream. Raises what `Lessor.grant` and `Engine.check_readable` do."""
+def _granted(home: Home, request: LeaseRequest, lease_id: bytes = b"") -> Lease:
+    """Grant a lease. A reader that shows the lease's id goes on whatever has become of the source, as on an open
+    stream. Raises what `Lessor.grant` and `Engine.check_readable` do."""
     source = request.read.source
     with home.turn():
-        if not home.lessor.has_lease(request.read, lease_id):
+        if not (lease_id and home.lessor.has_lease(request.read, lease_id)):
             home.engines.find_live(source.engine_id, source.incarnation).check_readable()
-        lease = home.lessor.grant(request)
-    with _streaming(home, lease), home.wakeups.watching(lease.publication) as waker:
-        yield lease, waker
+        return home.lessor.grant(request)
 
 
 class _Untold:

@@ -8,26 +8,31 @@ a slot, fails with `LimitReached` and a retry delay.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, cast
 
+import grpc.aio
+
 from kvferry.errors import InvalidField, KvferryError, LimitReached
+from kvferry_server.node.limits import LARGE_MESSAGE
 from kvferry_server.node.times import REQUEST_TIMEOUT, RETRY_AFTER, SLOW_PEER_TIMEOUT
 
 
 @dataclass(eq=False, slots=True)
 class _Idle:
-    """A call that has a slot and waits for its peer."""
+    """A call that has a slot and waits for its peer; `reads` if it waits for its request."""
 
     since: float
     task: asyncio.Task[Any]
-    ended: bool = False
+    reads: bool
+    why_ended: Callable[[], KvferryError] | None = None
 
 
 class Arrivals:
     """The slots of one host. Belongs to one event loop.
+
+    One timer serves all calls: a timer for each call would cost more than everything else here.
 
     Args:
         most: how many slots there are.
@@ -37,120 +42,132 @@ class Arrivals:
         self._most = most
         self._slots = asyncio.Semaphore(most)
         self._wanted = 0
+        # Calls that were ended and have not freed their slots yet.
+        self._ending = 0
         # In the order in which they began to wait.
         self._idle: dict[_Idle, None] = {}
         self._timer: asyncio.TimerHandle | None = None
+        self._timer_at = 0.0
 
-    @contextlib.asynccontextmanager
-    async def slot(self) -> AsyncIterator[RequestSlot]:
-        """Wait for a slot, first come first served. It is free again when the context ends, or after
-        `RequestSlot.free`."""
+    async def read(self, context: Any) -> tuple[bytes, RequestSlot | None]:
+        """Wait for a slot, first come first served, and read a call's one request.
+
+        Returns:
+            The undecoded request. If it is large, also its slot, which its owner frees; that of a small one is free.
+
+        Raises:
+            InvalidField: the call has no request, or it did not arrive within `REQUEST_TIMEOUT`.
+            LimitReached: others needed the slot meanwhile.
+        """
         self._wanted += 1
         try:
-            self._schedule()
+            if self._slots.locked():
+                self._schedule()
             await self._slots.acquire()
         finally:
             self._wanted -= 1
-        slot = RequestSlot(self)
+        large = False
         try:
-            yield slot
+            raw = await self.wait_for_peer(context.read(), reads=True)
+            if raw is grpc.aio.EOF:
+                raise InvalidField("request", "nothing", "one message")
+            large = len(raw) >= LARGE_MESSAGE
         finally:
-            slot.free()
+            if not large:
+                self._slots.release()
+        return raw, RequestSlot(self) if large else None
 
-    @contextlib.contextmanager
-    def waits_for_peer(self) -> Iterator[None]:
-        """Mark the current task as waiting for its peer while it has a slot; raises `LimitReached` if others needed the
-        slot meanwhile."""
+    async def wait_for_peer(self, what: Awaitable[Any], *, reads: bool = False) -> Any:
+        """Wait for what depends on a call's peer, while the call has a slot, and return its result.
+
+        Args:
+            what: what to wait for.
+            reads: it is the call's request, which has to arrive within `REQUEST_TIMEOUT`.
+
+        Raises:
+            InvalidField: the request did not arrive in time.
+            LimitReached: others needed the slot meanwhile.
+        """
         task = cast("asyncio.Task[Any]", asyncio.current_task())
-        idle = _Idle(asyncio.get_running_loop().time(), task)
+        idle = _Idle(asyncio.get_running_loop().time(), task, reads)
         self._idle[idle] = None
-        self._schedule()
+        if self._timer is None or self._wanted:
+            self._schedule()
         try:
-            yield
+            return await what
         except asyncio.CancelledError:
-            if not idle.ended:
+            if idle.why_ended is None:
                 raise
-            raise LimitReached(
-                f"requests: this host has all {self._most} requests that are read at once, others of it wait, and this "
-                "call's peer was slow",
-                retry_after=RETRY_AFTER,
-                limit="requests",
-                value=self._most,
-            ) from None
+            raise idle.why_ended() from None
         finally:
             self._idle.pop(idle, None)
+            self._ending -= idle.why_ended is not None
 
     def give_back(self) -> None:
         """Free one slot."""
         self._slots.release()
 
-    def _schedule(self) -> None:
-        """Set the timer that makes room, if calls wait for slots."""
-        if self._timer is None and self._wanted and self._slots.locked():
-            oldest = next(iter(self._idle), None)
-            if oldest is not None:
-                loop = asyncio.get_running_loop()
-                self._timer = loop.call_at(oldest.since + SLOW_PEER_TIMEOUT, self._make_room)
+    @property
+    def _crowded(self) -> int:
+        """How many calls wait for a slot for which no other call was ended yet."""
+        return max(0, self._wanted - self._ending) if self._slots.locked() else 0
 
-    def _make_room(self) -> None:
-        """End as many calls that have waited too long for their peers as other calls wait for slots."""
+    def _schedule(self) -> None:
+        """Set the timer for the next call that may be ended. There are no more of them than slots."""
+        first = next((idle for idle in self._idle if idle.reads or self._crowded), None)
+        if first is None:
+            return
+        at = first.since + (SLOW_PEER_TIMEOUT if self._crowded else REQUEST_TIMEOUT)
+        if self._timer is not None:
+            if self._timer_at <= at:
+                return
+            self._timer.cancel()
+        self._timer_at = at
+        self._timer = asyncio.get_running_loop().call_at(at, self._end_overdue)
+
+    def _end_overdue(self) -> None:
+        """End requests that are late, and as many calls that have waited too long for their peers as other calls wait
+        for slots."""
         self._timer = None
-        overdue = asyncio.get_running_loop().time() - SLOW_PEER_TIMEOUT
-        for idle in tuple(self._idle)[: self._wanted]:
-            if idle.since <= overdue:
-                idle.ended = True
-                del self._idle[idle]
-                idle.task.cancel()
+        now = asyncio.get_running_loop().time()
+        for idle in tuple(self._idle):
+            waited = now - idle.since
+            if idle.reads and waited >= REQUEST_TIMEOUT:
+                self._end(idle, _late_request)
+            elif self._crowded and waited >= SLOW_PEER_TIMEOUT:
+                self._end(idle, self._slow_peer)
         self._schedule()
+
+    def _end(self, idle: _Idle, why: Callable[[], KvferryError]) -> None:
+        idle.why_ended = why
+        del self._idle[idle]
+        self._ending += 1
+        idle.task.cancel()
+
+    def _slow_peer(self) -> KvferryError:
+        return LimitReached(
+            f"requests: this host has all {self._most} requests that are read at once, others of it wait, and this "
+            "call's peer was slow",
+            retry_after=RETRY_AFTER,
+            limit="requests",
+            value=self._most,
+        )
 
 
 class RequestSlot:
-    """A slot among the requests of one host that are read, or worked on if they are large."""
+    """The slot of a large request, which is worked on."""
 
     def __init__(self, arrivals: Arrivals) -> None:
-        self._arrivals: Arrivals | None = arrivals
+        self._arrivals = arrivals
 
     def free(self) -> None:
-        """Free the slot for the next request. Idempotent."""
-        arrivals, self._arrivals = self._arrivals, None
-        if arrivals is not None:
-            arrivals.give_back()
+        """Free the slot for the next request. Call it once."""
+        self._arrivals.give_back()
 
-    def waits_for_peer(self) -> contextlib.AbstractContextManager[None]:
-        """Do as `Arrivals.waits_for_peer`; nothing, once the slot is free."""
-        return contextlib.nullcontext() if self._arrivals is None else self._arrivals.waits_for_peer()
-
-    async def read(self, context: Any) -> Any:
-        """Return a call's next message, undecoded.
-
-        Raises:
-            InvalidField: it did not arrive within `REQUEST_TIMEOUT`.
-            LimitReached: others needed the slot meanwhile.
-        """
-        with self.waits_for_peer():
-            return await within(REQUEST_TIMEOUT, context.read(), _late_request)
+    async def wait_for_peer(self, what: Awaitable[Any]) -> None:
+        """Do as `Arrivals.wait_for_peer`."""
+        await self._arrivals.wait_for_peer(what)
 
 
 def _late_request() -> KvferryError:
     return InvalidField("request", "unfinished", f"a request that arrives within {REQUEST_TIMEOUT:g} s")
-
-
-async def within(seconds: float, what: Awaitable[Any], late_error: Callable[[], KvferryError]) -> Any:
-    """Wait for `what` at most `seconds`, and return its result; after that, raise the error that `late_error` makes."""
-    # A timer instead of `asyncio.wait_for`, whose extra task would make a call cost a sixth more.
-    loop, task, late = asyncio.get_running_loop(), cast("asyncio.Task[Any]", asyncio.current_task()), False
-
-    def end() -> None:
-        nonlocal late
-        late = True
-        task.cancel()
-
-    timer = loop.call_later(seconds, end)
-    try:
-        return await what
-    except asyncio.CancelledError:
-        if not late:
-            raise
-        raise late_error() from None
-    finally:
-        timer.cancel()

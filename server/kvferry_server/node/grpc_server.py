@@ -1,9 +1,12 @@
-"""grpcio's asyncio server, with a workaround for a bug by which any client can end it.
+"""grpcio's asyncio server, with a workaround for a bug by which any client can end it, and a shorter way for each call.
 
 grpcio 1.84 and 1.85 decode a call's path in the task that accepts all calls. A path that is not UTF-8 raises there, and
 the server shuts down with all its connections. For methods that were registered beforehand nothing is decoded. So all
 methods of this server are registered, and calls with any other path are accepted by a task here that never decodes the
 path: they are refused as not offered, without naming it.
+
+Calls of registered methods are accepted by tasks here, too. grpcio waits for the next call of all methods together,
+anew for each call, and looks up the handler and runs the interceptors each time.
 
 This is the only file that uses private parts of grpcio. Versions 1.80 to 1.82 do not have the bug and need no
 workaround, but all their methods share one queue. `kvferry_server.node.serving` replaces a server that ends anyway.
@@ -13,7 +16,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import grpc
@@ -23,49 +27,52 @@ from grpc._cython import cygrpc
 from grpc.aio import _server as aio_server
 
 from kvferry._wire.channel import ONE_QUEUE_OPTIONS
-from kvferry_server.node.guard import UNKNOWN_METHOD
+from kvferry_server.node.guard import UNKNOWN_METHOD, Guard, Handler, is_gone
 
 logger = logging.getLogger(__name__)
 
-_NEEDED = ("_schedule_rpc_coro", "_handle_rpc")
+_NEEDED = ("_schedule_rpc_coro", "_handle_stream_unary_rpc", "_handle_stream_stream_rpc")
 _CAN_MEND = hasattr(cygrpc.AioServer, "_make_request_call_future") and all(hasattr(cygrpc, name) for name in _NEEDED)
 """Whether this version of grpcio has the parts that the workaround replaces."""
 
 
-class _NoHandlers:
-    """A handler table in which no method is found."""
-
-    def resolve_handler(self, _: object) -> None:
-        return None
-
-
 class _AioServer(cygrpc.AioServer):  # type: ignore[misc]
-    """grpcio's server. If `mended`, it accepts calls of unregistered methods itself. The future `ended` gets the reason
-    if the server ends without being stopped."""
+    """grpcio's server. If it has `handlers` by path, already guarded, it accepts all calls itself: of each method in a
+    task of its own, and those of unregistered methods in another one, which has the handler of `UNKNOWN_METHOD`.
+    grpcio's own loop waits for all methods together, anew for each call. The future `ended` gets the reason if the
+    server ends without being stopped."""
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, interceptors: tuple[Any, ...], options: Any, *, mended: bool
+        self,
+        loop: asyncio.AbstractEventLoop,
+        interceptors: tuple[Any, ...],
+        options: Any,
+        handlers: Mapping[str, Handler] | None,
     ) -> None:
         super().__init__(loop, None, (), interceptors, options, None)
         self.ended: asyncio.Future[BaseException] = loop.create_future()
         # Kept here because grpcio's own attributes cannot be read from Python.
-        self._known = (loop, interceptors, mended)
+        self._known = (loop, handlers)
         self._calls: set[asyncio.Task[None]] = set()
 
     def _make_request_call_future(self, method: bytes | None) -> Any:
-        loop, _, mended = self._known
-        if method is not None or not mended:
+        loop, handlers = self._known
+        if handlers is None:
             return super()._make_request_call_future(method)
-        return loop.create_task(self._accept_unregistered())
+        if method is None:
+            return loop.create_task(self._accept(self._request_call, UNKNOWN_METHOD, handlers[UNKNOWN_METHOD]))
+        path = method.decode()
+        return loop.create_task(self._accept(partial(self._request_registered_call, method), path, handlers[path]))
 
-    async def _accept_unregistered(self) -> None:
-        """Accept calls of unregistered methods until the server stops. Ends with the same error as grpcio's own task
-        that accepts one call."""
-        loop, interceptors, _ = self._known
+    async def _accept(self, next_call: Callable[[], Awaitable[Any]], path: str, handler: Handler) -> None:
+        """Accept calls of one method until the server stops. Ends with the same error as grpcio's own task that accepts
+        one call."""
+        loop, _ = self._known
+        handle = cygrpc._handle_stream_stream_rpc if handler.response_streaming else cygrpc._handle_stream_unary_rpc
         while True:
-            state = await self._request_call()
-            handling = cygrpc._handle_rpc(UNKNOWN_METHOD, _NoHandlers(), interceptors, state, loop, False)
-            call = loop.create_task(cygrpc._schedule_rpc_coro(handling, state, loop, UNKNOWN_METHOD))
+            state = await next_call()
+            handling = _quietly(handle(handler, state, loop))
+            call = loop.create_task(cygrpc._schedule_rpc_coro(handling, state, loop, path))
             self._calls.add(call)
             call.add_done_callback(self._calls.discard)
 
@@ -80,9 +87,14 @@ class _AioServer(cygrpc.AioServer):  # type: ignore[misc]
 class Server(aio_server.Server):
     """`grpc.aio.Server` around `_AioServer`."""
 
-    def __init__(self, interceptor: grpc.aio.ServerInterceptor, options: Sequence[tuple[str, Any]], *, mended: bool):
+    def __init__(
+        self,
+        interceptors: tuple[grpc.aio.ServerInterceptor, ...],
+        options: Sequence[tuple[str, Any]],
+        handlers: Mapping[str, Handler] | None = None,
+    ) -> None:
         self._loop = cygrpc.get_working_loop()
-        self._server = _AioServer(self._loop, (interceptor,), tuple(options), mended=mended)
+        self._server = _AioServer(self._loop, interceptors, tuple(options), handlers)
 
     async def stop(self, grace: float | None) -> None:
         """Stop the server as `grpc.aio.Server.stop` does, also one that has ended by itself."""
@@ -121,8 +133,18 @@ class _Details:
         self.invocation_metadata = ()
 
 
+async def _quietly(handling: Awaitable[None]) -> None:
+    """Handle a call whose client may leave while its answer is sent: gRPC would log an error for each such call."""
+    try:
+        await handling
+    except grpc.aio.BaseError as error:
+        if is_gone(error):
+            raise asyncio.CancelledError("the call has ended") from None
+        raise
+
+
 def make_server(
-    interceptor: grpc.aio.ServerInterceptor,
+    guard: Guard,
     options: Sequence[tuple[str, Any]],
     services: Sequence[str],
     add: Callable[[Any], None],
@@ -132,7 +154,7 @@ def make_server(
     """Make a server for the running event loop, without an address yet.
 
     Args:
-        interceptor: wraps every call, including those of unknown methods.
+        guard: wraps every call, including those of unknown methods.
         options: gRPC channel arguments.
         services: full names of all services that `add` adds.
         add: passes its argument to the generated ``add_…_to_server`` functions.
@@ -140,20 +162,24 @@ def make_server(
     """
     if not _CAN_MEND:
         options = tuple({**dict(options), **dict(ONE_QUEUE_OPTIONS)}.items())
-    mended = mended and _CAN_MEND
-    server = Server(interceptor, options, mended=mended)
-    if not mended:
+    if not (mended and _CAN_MEND):
+        server = Server((guard,), options)
         add(server)
         return server
     collected = _Collected()
     add(collected)
+    handlers = {UNKNOWN_METHOD: guard.guarded(UNKNOWN_METHOD, None)}
+    registered: dict[str, dict[str, Handler]] = {}
     for service in services:
-        found: dict[str, Any] = {}
         for method in descriptor_pool.Default().FindServiceByName(service).methods:
-            path: Any = _Details(f"/{service}/{method.name}")
+            path = f"/{service}/{method.name}"
+            details: Any = _Details(path)
             for generic in collected.generic:
-                handler = generic.service(path)
+                handler = generic.service(details)
                 if handler is not None:
-                    found[method.name] = handler
+                    handlers[path] = guard.guarded(path, handler)
+                    registered.setdefault(service, {})[method.name] = handlers[path]
+    server = Server((), options, handlers)
+    for service, found in registered.items():
         server.add_registered_method_handlers(service, found)
     return server

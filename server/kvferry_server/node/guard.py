@@ -15,10 +15,9 @@ import asyncio
 import contextlib
 import logging
 import secrets
-from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable
 from functools import partial
-from typing import Any, TypeAlias, cast
+from typing import Any, NoReturn, TypeAlias, cast
 from weakref import WeakValueDictionary
 
 import grpc
@@ -47,6 +46,7 @@ from kvferry_server.node.limits import (
     CallLimits,
 )
 from kvferry_server.node.times import ANSWER_TIMEOUT, RETRY_AFTER
+from kvferry_server.servicers.callers import Context, on_end
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +60,6 @@ WITHOUT_DEADLINE = frozenset({KV_TRANSFER + "Watch"})
 
 UNKNOWN_METHOD = "the called method"
 """Stands in messages for the path of a call to an unknown method, which is never decoded."""
-Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 Behaviour: TypeAlias = Callable[[Any, Any], Any]
 Decode: TypeAlias = Callable[[bytes], Any]
@@ -75,8 +74,7 @@ PAGED_ANSWERS = frozenset({KV_TRANSFER + "Handshake"})
 """Streams that are one answer in several messages. Their requests may be as large as those of unary calls."""
 
 WAITING = frozenset({KV_TRANSFER + "PollBlocks"})
-"""Unary calls that wait for news as streams do. They count as streams, and end with them. Their handlers yield the
-answer."""
+"""Unary calls that wait for news as streams do. They count as streams, and end with them."""
 
 
 class CallBudget:
@@ -92,13 +90,12 @@ class CallBudget:
 
     def __init__(self, limit: str, most: int) -> None:
         self._limit, self._most = limit, most
-        self._hosts: Counter[str] = Counter()
+        self._hosts: dict[str, int] = {}
         self._all = 0
 
-    @contextlib.contextmanager
-    def one(self, host: str) -> Iterator[None]:
-        """Count one call of a host while the context lasts; raises `LimitReached` if it may not start."""
-        mine, left = self._hosts[host], self._most - self._all
+    def start(self, host: str) -> None:
+        """Count one call of a host, until `end`; raises `LimitReached` if it may not start."""
+        mine, left = self._hosts.get(host, 0), self._most - self._all
         if left <= 0 or (host and mine >= left):
             who = f"{mine} of them from {host}" if host else "over the UNIX socket"
             raise LimitReached(
@@ -107,15 +104,17 @@ class CallBudget:
                 limit=self._limit,
                 value=self._most,
             )
-        self._hosts[host] += 1
+        self._hosts[host] = mine + 1
         self._all += 1
-        try:
-            yield
-        finally:
-            self._all -= 1
-            self._hosts[host] -= 1
-            if not self._hosts[host]:
-                del self._hosts[host]
+
+    def end(self, host: str) -> None:
+        """Note the end of a call that has started."""
+        self._all -= 1
+        mine = self._hosts[host] - 1
+        if mine:
+            self._hosts[host] = mine
+        else:
+            del self._hosts[host]
 
 
 class Guard(grpc.aio.ServerInterceptor):
@@ -134,26 +133,25 @@ class Guard(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Handler:
-        """Return the guarded handler of a call. gRPC calls this for each call, before its request is read."""
-        method = handler_call_details.method
-        handler = await continuation(handler_call_details)
-        # All are made stream handlers: for any other kind, gRPC reads the request before it calls the handler.
-        if handler is not None:
-            decode, encode = handler.request_deserializer, partial(_encoded, handler.response_serializer)
-            if handler.stream_stream is not None:
-                guarded = self._guarded_stream(method, handler.stream_stream, decode, one_request=False)
-                return grpc.stream_stream_rpc_method_handler(guarded, None, encode)
-            if handler.unary_stream is not None:
-                guarded = self._guarded_stream(method, handler.unary_stream, decode, one_request=True)
-                return grpc.stream_stream_rpc_method_handler(guarded, None, encode)
-            if handler.unary_unary is not None and method in WAITING:
-                guarded = self._guarded_stream(method, handler.unary_unary, decode, one_request=True)
-                return grpc.stream_stream_rpc_method_handler(guarded, None, encode)
-            if handler.unary_unary is not None:
-                guarded = self._guarded_call(method, handler.unary_unary, decode, encode)
-                return grpc.stream_stream_rpc_method_handler(guarded, None, None)
-        refusing = self._guarded_call(method, _not_offered(method), None, partial(_encoded, None))
-        return grpc.stream_stream_rpc_method_handler(refusing, None, None)
+        """Return the guarded handler of a call, for servers that look up their handlers call by call."""
+        return self.guarded(handler_call_details.method, await continuation(handler_call_details))
+
+    def guarded(self, method: str, handler: Handler | None) -> Handler:
+        """Return the guarded handler of a method; one that refuses calls if there is none.
+
+        Its requests are streams, whatever the method's are: otherwise gRPC reads the request before it calls the
+        handler. Its answer is one if the method's is: then gRPC sends it in one piece with the status.
+        """
+        if handler is None:
+            return grpc.stream_unary_rpc_method_handler(
+                self._guarded_call(method, _not_offered(method), None, _encoder(None))
+            )
+        decode, encode = handler.request_deserializer, _encoder(handler.response_serializer)
+        if handler.unary_unary is not None:
+            return grpc.stream_unary_rpc_method_handler(self._guarded_call(method, handler.unary_unary, decode, encode))
+        behaviour: Any = handler.unary_stream or handler.stream_stream
+        guarded = self._guarded_stream(method, behaviour, decode, one_request=handler.unary_stream is not None)
+        return grpc.stream_stream_rpc_method_handler(guarded, None, encode)
 
     @property
     def open_streams(self) -> int:
@@ -173,60 +171,88 @@ class Guard(grpc.aio.ServerInterceptor):
         return not self._streams
 
     def _guarded_call(self, method: str, behaviour: Behaviour, decode: Decode | None, encode: Encode) -> Behaviour:
-        async def call(_: object, context: Context) -> None:
+        """Guard a method with one answer."""
+        waits, geometries, deadline = method in WAITING, method in GEOMETRIES, _needs_deadline(method)
+        budget = self._stream_budget if waits else self._call_budget
+
+        async def call(_: object, context: Context) -> bytes:
             try:
-                host = host_of(context.peer())
-                with self._call_budget.one(host):
-                    _check_deadline(method, context)
-                    async with self._request(host, method, context) as (raw, _):
-                        request = _decoded(decode, raw)
-                        del raw
-                        answer = encode(await behaviour(request, context))
-                with self._answering(host, len(answer)):
-                    # Sent here and not by gRPC after the handler: gRPC would keep answers that are never taken.
-                    await _taken(context, context.write(answer))
+                peer = context.peer()
+                host = host_of(peer)
+                if waits:
+                    self._open_stream()
+                budget.start(host)
+                slot = None
+                try:
+                    if deadline:
+                        _check_deadline(method, context)
+                    raw, slot = await self._arrivals(host, geometries).read(context)
+                    request = _decoded(decode, _short(raw) if waits else raw)
+                    del raw
+                    answer = encode(await behaviour(request, context))
+                finally:
+                    if slot is not None:
+                        slot.free()
+                    budget.end(host)
+                self._send(context, peer, host, len(answer))
+                return answer
+            except asyncio.CancelledError:
+                # Either the client has left, or the server ends what waits.
+                if not (waits and self._ending):
+                    raise
+                await _abort(context, method, _draining())
             except Exception as error:
                 await _abort(context, method, error)
+            finally:
+                if waits:
+                    self._close_stream()
 
         return call
 
-    @contextlib.contextmanager
-    def _answering(self, host: str, size: int) -> Iterator[None]:
-        """Count a large answer until it is taken; raises `LimitReached` if too many bytes wait already."""
-        if size < LARGE_MESSAGE:
-            yield
-            return
-        check_budget("answers", self._answer_budget, host, RETRY_AFTER, size)
-        self._answer_budget.take(host, size)
-        try:
-            yield
-        finally:
-            self._answer_budget.give(host, size)
+    def _send(self, context: Context, peer: str, host: str, size: int) -> None:
+        """Count a large answer, which gRPC sends next, until it is taken. A client that takes nothing for
+        `ANSWER_TIMEOUT` loses its connection. Raises `LimitReached` if too many bytes wait already."""
+        size = size if size >= LARGE_MESSAGE else 0
+        if size:
+            check_budget("answers", self._answer_budget, host, RETRY_AFTER, size)
+            self._answer_budget.take(host, size)
+        timer = asyncio.get_running_loop().call_later(ANSWER_TIMEOUT, end_connection, peer)
+
+        def sent() -> None:
+            timer.cancel()
+            if size:
+                self._answer_budget.give(host, size)
+
+        on_end(context, sent)
 
     def _guarded_stream(
         self, method: str, behaviour: Behaviour, decode: Decode | None, *, one_request: bool
     ) -> Behaviour:
+        """Guard a method with any number of answers."""
+        deadline = _needs_deadline(method)
+
         async def stream(raws: AsyncIterable[bytes], context: Context) -> None:
-            task = cast("asyncio.Task[Any]", asyncio.current_task())
-            self._streams.add(task)
             try:
-                if self._ending:
-                    raise _draining()
+                self._open_stream()
                 host = host_of(context.peer())
-                with self._stream_budget.one(host):
-                    _check_deadline(method, context)
+                self._stream_budget.start(host)
+                slot = None
+                try:
+                    if deadline:
+                        _check_deadline(method, context)
+                    write = context.write
                     request: Any = _decoded_each(decode, raws)
-                    if method in PAGED_ANSWERS:
-                        async with self._request(host, method, context) as (raw, slot):
-                            request = _decoded(decode, raw)
-                            del raw
-                            await _drive(behaviour(request, context), partial(_write_page, context, slot))
-                        return
                     if one_request:
-                        async with self._request(host, method, context) as (raw, _):
-                            request = _decoded(decode, _short(raw))
-                    write = partial(_write_answer, context) if method in WAITING else context.write
+                        raw, slot = await self._arrivals(host, method in GEOMETRIES).read(context)
+                        if method in PAGED_ANSWERS:
+                            write = partial(_write_page, context, slot)
+                        request = _decoded(decode, raw if method in PAGED_ANSWERS else _short(raw))
+                        del raw
                     await _drive(behaviour(request, context), write)
+                finally:
+                    if slot is not None:
+                        slot.free()
+                    self._stream_budget.end(host)
             except asyncio.CancelledError:
                 # Either the client has left, or the server ends its streams.
                 if not self._ending:
@@ -235,30 +261,37 @@ class Guard(grpc.aio.ServerInterceptor):
             except Exception as error:
                 await _abort(context, method, error)
             finally:
-                self._streams.discard(task)
+                self._close_stream()
 
         return stream
 
-    @contextlib.asynccontextmanager
-    async def _request(self, host: str, method: str, context: Context) -> AsyncIterator[tuple[bytes, RequestSlot]]:
-        """Give the bytes of a call's one request, and its slot. The slot of a small request is freed at once, that of a
-        large one when the context ends."""
-        key = host, method in GEOMETRIES
-        arrivals = self._arriving.get(key)
+    def _open_stream(self) -> None:
+        """Count the current task's call among the streams; raises `ServerDraining` if they are ended."""
+        self._streams.add(_this_task())
+        if self._ending:
+            raise _draining()
+
+    def _close_stream(self) -> None:
+        self._streams.discard(_this_task())
+
+    def _arrivals(self, host: str, geometries: bool) -> Arrivals:
+        arrivals = self._arriving.get((host, geometries))
         if arrivals is None:
-            arrivals = self._arriving[key] = Arrivals(MAX_REQUESTS if host else MAX_LOCAL_REQUESTS)
-        async with arrivals.slot() as slot:
-            raw = await slot.read(context)
-            if raw is grpc.aio.EOF:
-                raise InvalidField("request", "nothing", "one message")
-            if len(raw) < LARGE_MESSAGE:
-                slot.free()
-            yield raw, slot
+            arrivals = Arrivals(MAX_REQUESTS if host else MAX_LOCAL_REQUESTS)
+            self._arriving[host, geometries] = arrivals
+        return arrivals
+
+
+def _this_task() -> asyncio.Task[Any]:
+    return cast("asyncio.Task[Any]", asyncio.current_task())
+
+
+def _needs_deadline(method: str) -> bool:
+    return method.startswith(KV_TRANSFER) and method not in WITHOUT_DEADLINE
 
 
 def _check_deadline(method: str, context: Context) -> None:
-    needed = method.startswith(KV_TRANSFER) and method not in WITHOUT_DEADLINE
-    if needed and context.time_remaining() is None:
+    if context.time_remaining() is None:
         raise DeadlineRequired(f"{method} needs a deadline: set a timeout for the call")
 
 
@@ -282,13 +315,9 @@ async def _drive(answer: AsyncGenerator[Any, None] | Awaitable[None], write: Cal
             await write(message)
 
 
-async def _write_page(context: Context, slot: RequestSlot, page: Any) -> None:
-    with slot.waits_for_peer():
-        await _taken(context, context.write(page))
-
-
-async def _write_answer(context: Context, answer: Any) -> None:
-    await _taken(context, context.write(answer))
+async def _write_page(context: Context, slot: RequestSlot | None, page: Any) -> None:
+    sending = _taken(context, context.write(page))
+    await (sending if slot is None else slot.wait_for_peer(sending))
 
 
 async def _taken(context: Context, sending: Awaitable[None]) -> None:
@@ -312,9 +341,13 @@ def _decoded(decode: Decode | None, raw: Any) -> Any:
         raise InvalidField("request", f"{len(raw)} bytes", f"an encoded {name}") from error
 
 
-def _encoded(encode: Encode | None, message: Any) -> bytes:
-    """Encode a message. Bytes, encoded before because many clients get the same, are returned as they are."""
-    encoded: bytes = message if isinstance(message, bytes) or encode is None else encode(message)
+def _encoder(encode: Encode | None) -> Encode:
+    """Return what encodes a method's messages. Bytes, encoded before because many clients get the same, stay as they
+    are."""
+
+    def encoded(message: Any) -> bytes:
+        return message if isinstance(message, bytes) or encode is None else encode(message)
+
     return encoded
 
 
@@ -323,11 +356,12 @@ async def _decoded_each(decode: Decode | None, raws: AsyncIterable[Any]) -> Asyn
         yield _decoded(decode, raw)
 
 
-async def _abort(context: Context, method: str, error: Exception) -> None:
+async def _abort(context: Context, method: str, error: Exception) -> NoReturn:
+    """End a call with the status of an error."""
     if isinstance(error, grpc.aio.AbortError):
         # The handler has aborted the call itself, as the health servicer does.
         raise error
-    if _is_gone(error):
+    if is_gone(error):
         raise _left() from None
     if isinstance(error, NotImplementedError):
         # Raised by a servicer's generated base class for a method that is not implemented.
@@ -342,12 +376,13 @@ async def _abort(context: Context, method: str, error: Exception) -> None:
         await _taken(context, context.abort(status.code, status.message, status.metadata))
     except grpc.aio.BaseError as failed:
         # AbortError is the normal case.
-        if _is_gone(failed):
+        if is_gone(failed):
             raise _left() from None
         raise
+    raise InternalError(f"{method} goes on after it was aborted")
 
 
-def _is_gone(error: Exception) -> bool:
+def is_gone(error: Exception) -> bool:
     """Whether the client has left, or gRPC's server has stopped."""
     wrong_use = grpc.aio.AbortError | grpc.aio.UsageError
     return isinstance(error, grpc.aio.BaseError) and not isinstance(error, wrong_use)

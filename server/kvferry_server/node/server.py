@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from functools import partial
 from typing import Any
 
 from grpc_health.v1 import health_pb2
@@ -30,6 +31,7 @@ from kvferry_server.node.listen import Listener, TcpListener, UnixListener, adve
 from kvferry_server.node.serving import Serving
 from kvferry_server.node.times import DRAIN_STREAMS, LEASE_POLL
 from kvferry_server.servicers import add_servicers
+from kvferry_server.servicers.callers import NamesOf, names_of, nobody
 from kvferry_server.servicers.relay import Relays
 from kvferry_server.servicers.worker import Worker
 
@@ -192,15 +194,17 @@ class NodeServer:
     async def _serve(self, listener: Listener, connections: int) -> None:
         guard = Guard(self._config.call_limits)
         options = (*SERVER_OPTIONS, (MAX_CONNECTIONS, connections))
-        serving = Serving(listener, lambda: make_server(guard, options, OFFERED, self._add_services))
+        with_tls = isinstance(listener, TcpListener) and self._config.tls is not None
+        add_services = partial(self._add_services, names_of if with_tls else nobody)
+        serving = Serving(listener, lambda: make_server(guard, options, OFFERED, add_services))
         self._guards.append(guard)
         self._servings.append(serving)
         await serving.start()
 
-    def _add_services(self, server: Any) -> None:
+    def _add_services(self, names_of: NamesOf, server: Any) -> None:
         if self._relays is None:
             raise InternalError("the server was not started")
-        add_servicers(server, self.home, self._relays, self._worker)
+        add_servicers(server, self.home, self._relays, self._worker, names_of)
         add_HealthServicer_to_server(self._health, server)
         # grpc_reflection ships no types.
         add_reflection: Any = add_ServerReflectionServicer_to_server

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import grpc.aio
@@ -14,6 +15,22 @@ Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 LOOPBACK_6 = "::/64"
 """The network of ::1, as `host_of` writes it."""
+
+
+def on_end(context: Context, act: Callable[[], None]) -> None:
+    """Call `act` when a call has ended: its answer was sent, or nobody waits for it any more."""
+    # The stubs want a callback without arguments, but gRPC passes the context.
+    added: Any = context
+    added.add_done_callback(lambda _: act())
+
+
+NamesOf: TypeAlias = Callable[[Context], Names]
+"""A function that returns a caller's names: `names_of` where callers may have certificates, else `nobody`."""
+
+
+def nobody(_: Context) -> Names:
+    """Return no names: for addresses without TLS. To ask gRPC costs as much as a small request."""
+    return NOBODY
 
 
 def names_of(context: Context) -> Names:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 
 from kvferry._wire.authority import proves_agent
@@ -68,6 +69,16 @@ def reader_geometry(request: pb.HandshakeRequest) -> EngineGeometry:
         identity=_identity(request.identity),
         incarnation=request.reader.incarnation,
     )
+
+
+def reader_digest(request: pb.HandshakeRequest) -> bytes:
+    """Return a digest of all that `reader_geometry` decodes, but for the reader's name. Fields that this server does
+    not know count as well."""
+    geometry = pb.HandshakeRequest()
+    geometry.CopyFrom(request)
+    for field in ("engine_id", "incarnation", "reader", "reference"):
+        geometry.ClearField(field)
+    return hashlib.sha256(geometry.SerializeToString(deterministic=True)).digest()
 
 
 def lease_request(request: pb.ReadBlocksRequest, max_parties: int, names: Names, host: str = "") -> LeaseRequest:
@@ -162,7 +173,15 @@ def publication_step(message: pb.Publish, max_reads: int) -> PublicationStep:
         expected_reads=message.expected_reads or 1,
         payload=message.payload,
         checksums=message.checksums,
+        encoded=_blocks(message),
     )
+
+
+def _blocks(message: pb.Publish) -> bytes:
+    """Return the step as readers get it: what the source sent, without fields that this server does not know."""
+    blocks = pb.Blocks(step=message.step, groups=message.groups)
+    blocks.DiscardUnknownFields()
+    return blocks.SerializeToString()
 
 
 def reports(message: pb.ReadDone, max_parties: int) -> tuple[RankReport, ...]:
@@ -206,10 +225,11 @@ def _agent(message: geometry_pb2.Agent, key: bytes) -> Agent:
 
 def _group_blocks(message: pb.GroupBlocks) -> GroupBlocks:
     where = f"publish.groups[{message.group}]"
-    starts, counts = tuple(message.run_starts), tuple(message.run_counts)
+    # Slices, because protobuf iterates over single numbers slowly.
+    starts, counts = tuple(message.run_starts[:]), tuple(message.run_counts[:])
     if len(starts) != len(counts):
         raise InvalidField(where, f"{len(starts)} starts, {len(counts)} counts", "as many run_starts as run_counts")
-    if starts and (min(counts) < 1 or sum(counts) > MAX_BLOCKS or max(starts) >= 1 << 31):
+    if starts and (0 in counts or sum(counts) > MAX_BLOCKS or max(starts) >= 1 << 31):
         expected = f"counts of at least 1, in total at most {MAX_BLOCKS}, and block ids below 2**31"
         raise InvalidField(where, f"{len(starts)} runs", expected)
     if not message.first_token <= message.end_token < TOKEN_LIMIT:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from kvferry._clock import to_duration
 from kvferry.v1 import introspection_pb2 as ipb
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry_server.domain.engine import Engine
+from kvferry_server.domain.engine_description import embedded
 from kvferry_server.domain.identity import EngineRef
 from kvferry_server.domain.limits import MAX_NAMED_RANKS
 from kvferry_server.domain.publications import Lease, PublicationRecord, PublicationStage
 from kvferry_server.domain.reads import LeaseState, RankReport, RevokeReason
-from kvferry_server.domain.steps import GroupBlocks, PublicationStep
+from kvferry_server.domain.steps import PublicationStep
 from kvferry_server.domain.times import Times
 from kvferry_server.domain.watch_feed import Event, RankLost, ReleaseEvent
 from kvferry_server.home.streams import (
@@ -49,48 +52,39 @@ def times(values: Times) -> pb.Times:
     )
 
 
-def read_message(epoch: bytes, message: ReadMessage, values: Times, now: float) -> pb.ReadBlocksResponse:
+def read_message(epoch: bytes, message: ReadMessage, values: Times, now: float) -> bytes:
     """Encode a message to a reader; `now` is when it is sent, in seconds on the home's clock."""
     response = pb.ReadBlocksResponse(home_epoch=epoch)
     if isinstance(message, Accepted):
         response.accepted.CopyFrom(_accepted(message.lease, values, now))
     elif isinstance(message, PublicationStep):
-        response.blocks.CopyFrom(_blocks(message))
+        blocks = embedded(pb.ReadBlocksResponse.BLOCKS_FIELD_NUMBER, message.encoded)
+        return response.SerializeToString() + blocks
     elif isinstance(message, Completed):
         response.complete.CopyFrom(_complete(message))
     elif isinstance(message, Revoked):
         response.revoked.CopyFrom(pb.Revoked(reason=revoke_reason(message.reason)))
-    return response
+    return response.SerializeToString()
 
 
-class PollAnswer:
-    """An answer to PollBlocks under construction.
-
-    Attributes:
-        message: the answer.
-    """
-
-    def __init__(self, epoch: bytes) -> None:
-        self.message = pb.PollBlocksResponse(home_epoch=epoch)
-        self._room = POLL_BYTES
-
-    @property
-    def full(self) -> bool:
-        """Whether the rest has to go into the next answer. One more step, or the payload, still fits a message."""
-        return self._room <= 0 or len(self.message.blocks) >= POLL_STEPS
-
-    def add(self, message: ReadMessage, values: Times, now: float) -> None:
-        """Add one message of the stream; `now` is on the home's clock."""
-        if isinstance(message, Accepted):
-            self.message.accepted.CopyFrom(_accepted(message.lease, values, now))
-        elif isinstance(message, PublicationStep):
-            blocks = _blocks(message)
-            self.message.blocks.append(blocks)
-            self._room -= blocks.ByteSize()
+def poll_answer(epoch: bytes, messages: Iterable[ReadMessage], values: Times, now: float) -> bytes:
+    """Encode messages to a reader as one answer to PollBlocks: as many of them as fit. One more step, or the payload,
+    still fits a message when the limits are reached. `now` is when it is sent, on the home's clock."""
+    answer = pb.PollBlocksResponse(home_epoch=epoch)
+    steps, room = list[bytes](), POLL_BYTES
+    for message in messages:
+        if room <= 0 or len(steps) >= POLL_STEPS:
+            break
+        if isinstance(message, PublicationStep):
+            steps.append(embedded(pb.PollBlocksResponse.BLOCKS_FIELD_NUMBER, message.encoded))
+            room -= len(message.encoded)
+        elif isinstance(message, Accepted):
+            answer.accepted.MergeFrom(_accepted(message.lease, values, now))
         elif isinstance(message, Completed):
-            self.message.complete.CopyFrom(_complete(message))
-        elif isinstance(message, Revoked):
-            self.message.revoked.CopyFrom(pb.Revoked(reason=revoke_reason(message.reason)))
+            answer.complete.MergeFrom(_complete(message))
+        else:
+            answer.revoked.reason = revoke_reason(message.reason)
+    return b"".join((answer.SerializeToString(), *steps))
 
 
 def watch_message(epoch: bytes, message: WatchMessage, values: Times, advertise: str) -> pb.WatchResponse:
@@ -175,23 +169,8 @@ def _accepted(lease: Lease, values: Times, now: float) -> pb.Accepted:
     )
 
 
-def _blocks(step: PublicationStep) -> pb.Blocks:
-    return pb.Blocks(step=step.index, groups=[_group_blocks(blocks) for blocks in step.groups])
-
-
 def _complete(completed: Completed) -> pb.Complete:
     return pb.Complete(payload=completed.payload, steps=completed.steps)
-
-
-def _group_blocks(blocks: GroupBlocks) -> pb.GroupBlocks:
-    return pb.GroupBlocks(
-        group=blocks.group,
-        first_token=blocks.first_token,
-        end_token=blocks.end_token,
-        state_token=blocks.state_token,
-        run_starts=blocks.starts,
-        run_counts=blocks.counts,
-    )
 
 
 def _event(response: pb.WatchResponse, event: Event) -> None:

@@ -21,6 +21,7 @@ from kvferry.v1.introspection_pb2_grpc import IntrospectionServicer
 from kvferry_server.domain.engine import Engine
 from kvferry_server.domain.engine_description import engine_header
 from kvferry_server.domain.identity import EngineRef
+from kvferry_server.domain.ordered import Ordered
 from kvferry_server.home.home import Home
 from kvferry_server.servicers import checks, encode
 from kvferry_server.servicers.callers import Context, remote_host
@@ -45,7 +46,9 @@ class Introspection(IntrospectionServicer):
         """List the engines that are not dead, in pages."""
         home = self._home
         with home.turn():
-            engines = {engine.ref: [((), engine)] for engine in home.engines.engines()}
+            engines = {engine.ref: Ordered[Engine]() for engine in home.engines.engines()}
+            for engine in home.engines.engines():
+                engines[engine.ref].add((), engine)
             summaries, token = page(engines, self._summary, request.page_size, request.page_token)
         return ipb.ListEnginesResponse(home_epoch=home.epoch, engines=summaries, next_page_token=token)
 

@@ -15,8 +15,9 @@ from kvferry_server.domain.reads import LeaseRequest
 from kvferry_server.home.home import Home
 from kvferry_server.home.streams import poll_blocks, read_blocks, watch
 from kvferry_server.servicers import checks, decode, encode
-from kvferry_server.servicers.callers import Context, names_of, remote_host
+from kvferry_server.servicers.callers import Context, NamesOf, names_of, on_end, remote_host
 from kvferry_server.servicers.checksums import read_checksums
+from kvferry_server.servicers.limits import MAX_DIGESTED_BYTES
 from kvferry_server.servicers.notify import notify
 from kvferry_server.servicers.relay import Relays
 from kvferry_server.servicers.times import ANSWER_FRACTION, ANSWER_MOST
@@ -26,8 +27,9 @@ from kvferry_server.servicers.worker import Worker
 class KVTransfer(KVTransferServicer):
     """The service of one home. Runs on the home's event loop."""
 
-    def __init__(self, home: Home, relays: Relays, worker: Worker) -> None:
+    def __init__(self, home: Home, relays: Relays, worker: Worker, names_of: NamesOf = names_of) -> None:
         self._home = home
+        self._names_of = names_of
         self._relays = relays
         self._worker = worker
 
@@ -72,54 +74,57 @@ class KVTransfer(KVTransferServicer):
             if reader.engine_id == engine_id:
                 engine = home.engines.find(reader)
             description = engine.check_readable()
-        own = engine.ref == reader
+        own, host, size = engine.ref == reader, remote_host(context), request.ByteSize()
+        agents = reference is not None and not own
+        digest = decode.reader_digest(request) if size <= MAX_DIGESTED_BYTES and not own else b""
 
         def answer() -> tuple[bytes, ...]:
             if not own:
                 # Checked before any metadata is returned (R8).
                 description.check_readable_by(decode.reader_geometry(request))
-            return description.pages(home.epoch, encode.times(home.times), agents=reference is not None and not own)
+                if digest:
+                    description.note_reader(digest)
+            return description.pages(home.epoch, encode.times(home.times), agents=agents)
 
-        host = remote_host(context)
-        for page in await self._worker.run(host, request.ByteSize(), answer):
+        pages = description.made_pages(digest, agents=agents)
+        if pages is None:
+            pages = await self._worker.run(host, size, answer)
+        for page in pages:
             with home.memory.answering(host or reader, host, len(page)):
                 yield page
 
-    async def ReadBlocks(
+    async def ReadBlocks(  # type: ignore[override]  # It yields encoded messages.
         self, request: pb.ReadBlocksRequest, context: Context
-    ) -> AsyncGenerator[pb.ReadBlocksResponse, None]:
+    ) -> AsyncGenerator[bytes, None]:
         """Grant a lease on a publication and send its blocks as they are published."""
         home = self._home
         lease_request, wait = self._asked(request, context)
         async with aclosing(read_blocks(home, lease_request, wait)) as messages:
             async for message in messages:
                 answer = encode.read_message(home.epoch, message, home.times, home.clock.now())
-                with home.memory.answering(lease_request.holder, lease_request.host, answer.ByteSize()):
+                with home.memory.answering(lease_request.holder, lease_request.host, len(answer)):
                     yield answer
 
-    async def PollBlocks(  # type: ignore[override]  # One answer, whose bytes are counted until it is taken.
+    async def PollBlocks(  # type: ignore[override]  # It returns an encoded message.
         self, request: pb.PollBlocksRequest, context: Context
-    ) -> AsyncGenerator[pb.PollBlocksResponse, None]:
+    ) -> bytes:
         """Answer what ReadBlocks would send, as far as the reader has not got it."""
         home = self._home
         lease_request, wait = self._asked(request.read, context)
         lease_id = checks.random_bytes("lease_id", request.lease_id, optional=True)
-        answer = encode.PollAnswer(home.epoch)
-        async with aclosing(poll_blocks(home, lease_request, wait, lease_id, request.next_step)) as messages:
-            async for message in messages:
-                answer.add(message, home.times, home.clock.now())
-                if answer.full:
-                    break
-            with home.memory.answering(lease_request.holder, lease_request.host, answer.message.ByteSize()):
-                yield answer.message
+        messages = await poll_blocks(home, lease_request, wait, lease_id, request.next_step)
+        answer = encode.poll_answer(home.epoch, messages, home.times, home.clock.now())
+        taken = home.memory.answer(lease_request.holder, lease_request.host, len(answer))
+        on_end(context, taken)
+        return answer
 
     async def Notify(self, request: pb.NotifyRequest, context: Context) -> pb.NotifyResponse:
         """Act on a batch of notifications; see `notify`."""
-        return await notify(self._home, request, names_of(context))
+        return await notify(self._home, request, self._names_of(context))
 
     async def ReadChecksums(self, request: pb.ReadChecksumsRequest, context: Context) -> pb.ReadChecksumsResponse:
         """Send the checksums of a leased publication's blocks; see `read_checksums`."""
-        return await read_checksums(self._home, self._worker, request, names_of(context), remote_host(context))
+        return await read_checksums(self._home, self._worker, request, self._names_of(context), remote_host(context))
 
     async def Watch(self, request: pb.WatchRequest, context: Context) -> AsyncGenerator[pb.WatchResponse, None]:
         """Send a process its engine's events, from this home or relayed from the engine's home."""
@@ -140,7 +145,9 @@ class KVTransfer(KVTransferServicer):
 
     def _asked(self, request: pb.ReadBlocksRequest, context: Context) -> tuple[LeaseRequest, float]:
         """Return what a reader asks for, and the seconds that it waits."""
-        lease_request = decode.lease_request(request, self._home.limits.ranks, names_of(context), remote_host(context))
+        lease_request = decode.lease_request(
+            request, self._home.limits.ranks, self._names_of(context), remote_host(context)
+        )
         wait = min(_time_to_wait(context), self._home.times.max_wait)
         if request.HasField("wait"):
             wait = min(wait, checks.seconds("wait", request.wait) or wait)

@@ -79,6 +79,10 @@ MAX_PLAN_BYTES = 3 << 20
 MAX_INLINE_BYTES = 16 * 1024
 """Bytes of a message that is decoded on the event loop. Larger ones go to the worker thread."""
 
+MAX_DIGESTED_BYTES = 64 * 1024
+"""Bytes of a handshake's request up to which its geometry is looked up by its digest. That takes a tenth of a
+millisecond on the event loop; larger ones are always compared."""
+
 MAX_WAITING_BYTES = 256 << 20
 """Bytes of the messages that wait for the worker thread or are on it. Hosts share them."""
 

@@ -49,7 +49,8 @@ async def notify(home: Home, request: pb.NotifyRequest, names: Names) -> pb.Noti
     check()
     results, time_slice = list[pb.NotificationResult](), TimeSlice(check)
     for notification in request.notifications:
-        await time_slice.pause_if_over()
+        if time_slice.over:
+            await time_slice.pause()
         results.append(await _result(home, sender, names, notification, time_slice))
     return pb.NotifyResponse(home_epoch=home.epoch, results=results)
 

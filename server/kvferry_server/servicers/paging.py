@@ -1,34 +1,32 @@
 """Pages of a listing (AIP-158). A token is the key of the last entry of the page before, so a listing may change
 between pages.
 
-The entries of a listing are grouped by incarnation. Only the groups whose entries are on the page are looked at, since
-listings are long and pages are made on the event loop.
+The entries of a listing are grouped by incarnation. Only those that are on the page are looked at, since listings are
+long and pages are made on the event loop.
 """
 
 from __future__ import annotations
 
 import base64
 import binascii
-from collections.abc import Callable, Iterable, Mapping
-from heapq import nsmallest
-from operator import itemgetter
+from collections.abc import Callable, Mapping
 from typing import TypeAlias, TypeVar
 
 from google.protobuf.message import Message
 
 from kvferry.errors import InvalidField
 from kvferry_server.domain.identity import EngineRef
+from kvferry_server.domain.ordered import Ordered
 from kvferry_server.servicers.checks import entry_size
 from kvferry_server.servicers.limits import DEFAULT_PAGE_SIZE, LISTING_PAGE_BYTES, MAX_PAGE_SIZE, MAX_PAGE_TOKEN
 
-Numbers: TypeAlias = "tuple[int, ...]"
 Key: TypeAlias = "tuple[bytes, ...]"
 Entry = TypeVar("Entry")
 Summary = TypeVar("Summary", bound=Message)
 
 
 def page(
-    listed: Mapping[EngineRef, Iterable[tuple[Numbers, Entry]]],
+    listed: Mapping[EngineRef, Ordered[Entry]],
     encode: Callable[[Entry], Summary],
     page_size: int,
     page_token: str,
@@ -37,8 +35,7 @@ def page(
     `LISTING_PAGE_BYTES`.
 
     Args:
-        listed: by incarnation, entries in any order, each with numbers (below 2**64) that are unique within the
-            incarnation and order its entries.
+        listed: by incarnation, entries by numbers below 2**64.
         encode: encodes an entry.
         page_size: at most 1000; 0 means 100.
         page_token: from the page before; empty: the first page.
@@ -55,8 +52,7 @@ def page(
             continue
         # Only the incarnation at which the page before ended has entries that were on it.
         begun = tuple(int.from_bytes(part, "big") for part in after[2:]) if engine_key == after[:2] else None
-        entries = (entry for entry in listed[ref] if begun is None or entry[0] > begun)
-        for numbers, entry in nsmallest(size + 1 - len(found), entries, itemgetter(0)):
+        for numbers, entry in listed[ref].after(begun):
             summary = encode(entry)
             room -= entry_size(summary)
             if found and (room < 0 or len(found) == size):

@@ -21,9 +21,18 @@ class TimeSlice:
         self._recheck = recheck
         self._until = time.monotonic() + TIME_SLICE
 
+    @property
+    def over(self) -> bool:
+        """Whether this call has used up its slice."""
+        return time.monotonic() > self._until
+
+    async def pause(self) -> None:
+        """Let other calls run; then start the next slice."""
+        await asyncio.sleep(0)
+        self._recheck()
+        self._until = time.monotonic() + TIME_SLICE
+
     async def pause_if_over(self) -> None:
-        """Let other calls run if this call has used up its slice; then start the next slice."""
-        if time.monotonic() > self._until:
-            await asyncio.sleep(0)
-            self._recheck()
-            self._until = time.monotonic() + TIME_SLICE
+        """Pause if the slice is over."""
+        if self.over:
+            await self.pause()

@@ -16,7 +16,7 @@ import torch
 from vllm.v1.request import RequestStatus
 
 from kvferry import Blocks, EngineSpec, Group, GroupKind, Interval
-from kvferry.engine import Tails
+from kvferry.engine import RankEnd, Tails, WorkerOutput
 from kvferry.geometry.formats import vllm_attention
 from kvferry.geometry.tensors import Holding
 from kvferry.integrations.vllm import worker as worker_module
@@ -75,6 +75,7 @@ def setup_of(fabric: Fabric, spec: EngineSpec, *, serves: bool) -> Setup:
         tails=Tails.KEEP,
         serves=serves,
         reads=False,
+        depth=1,
     )
 
 
@@ -349,8 +350,13 @@ def test_states_that_arrived_on_rocm_are_waited_for_before_vllm_uses_them(
     setup = setup_of(fabric, EngineSpec("decode", (GROUP,)), serves=False)
     worker = ConnectorWorker(setup, 0)
     worker._fence = fence
+    reports = [WorkerOutput(0), WorkerOutput(0, ended=(RankEnd("read", "r", True, True, 1),))]
+    monkeypatch.setattr(worker._port, "finished", lambda: reports.pop(0))
     worker.step(StepMetadata(step=1))
+    worker.news()
     assert synchronized == []
-    worker.step(StepMetadata(step=2, received={"r"}))
+    news = worker.news()
+    assert news is not None
+    assert [output.ended[0].request_id for output in news.outputs] == ["r"]
     assert len(synchronized) == waits
     worker.close()

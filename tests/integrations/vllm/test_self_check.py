@@ -140,8 +140,12 @@ def test_planes_of_tritons_kernel_pass_in_every_layout(
 
 def test_per_tensor_fp8_passes_by_its_footprint(tmp_path: Path) -> None:
     config = config_of(tmp_path, dtype="bfloat16", cache_dtype="fp8")
-    modules = attention(config, width=64)
-    rank = bound(config, modules)
+    try:
+        modules = attention(config, width=64)
+        rank = bound(config, modules)
+    except NotImplementedError as error:
+        # vLLM 0.31 and older on processors without AVX-512.
+        pytest.skip(str(error))
     planes = [
         plane
         for layer in rank.layers

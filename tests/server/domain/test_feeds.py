@@ -49,3 +49,23 @@ def test_a_release_that_is_acknowledged_is_held_no_longer_and_leaves_no_gap() ->
     assert sys.getrefcount(publication) == held - 1
     assert [numbered.sequence for numbered in feed.after(0)] == [1, 3]
     assert feed.dropped_after(0) == 0
+
+
+def test_a_release_that_was_told_again_goes_with_one_acknowledgement() -> None:
+    feed, publication = feed_with(0), PublicationRecord(P, 7)
+    for event in (ReleaseEvent(publication), RankLost(0), ReleaseEvent(publication)):
+        feed.push(event)
+    feed.acknowledged({7, 8})
+    feed.acknowledged({7})
+    assert [numbered.sequence for numbered in feed.after(0)] == [2]
+
+
+def test_a_release_that_was_dropped_can_be_acknowledged() -> None:
+    feed, publication = feed_with(0, kept=2), PublicationRecord(P, 7)
+    for event in (ReleaseEvent(publication), ReleaseEvent(publication), RankLost(0), RankLost(1)):
+        feed.push(event)
+    assert feed.dropped_after(0) == 2
+    feed.acknowledged({7})
+    assert [numbered.sequence for numbered in feed.after(2)] == [3, 4]
+    feed.push(RankLost(2))
+    assert (feed.dropped_after(3), [numbered.sequence for numbered in feed.after(3)]) == (0, [4, 5])

@@ -27,6 +27,7 @@ from kvferry.errors import (
 )
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry.v1.kv_transfer_pb2_grpc import KVTransferServicer, KVTransferStub, add_KVTransferServicer_to_server
+from kvferry_server.node.arrivals import Arrivals
 from kvferry_server.node.guard import CallBudget, Guard
 from kvferry_server.node.limits import CallLimits
 
@@ -54,12 +55,9 @@ class Servicer(KVTransferServicer):
         yield pb.ReadBlocksResponse(home_epoch=b"epoch")
         await self._behave(request.reference)
 
-    async def PollBlocks(  # type: ignore[override]
-        self, request: pb.PollBlocksRequest, context: Any
-    ) -> AsyncIterator[pb.PollBlocksResponse]:
-        # A unary call that waits yields its answer.
+    async def PollBlocks(self, request: pb.PollBlocksRequest, context: Any) -> pb.PollBlocksResponse:
         await self._behave(request.read.reference)
-        yield pb.PollBlocksResponse(home_epoch=b"epoch")
+        return pb.PollBlocksResponse(home_epoch=b"epoch")
 
     async def Watch(self, request: pb.WatchRequest, context: Any) -> None:  # type: ignore[override]
         # The other kind of streaming handler: it writes.
@@ -242,31 +240,25 @@ async def test_a_client_that_leaves_ends_its_stream() -> None:
         assert await guard.streams_ended(10)
 
 
-def room(budget: CallBudget, host: str) -> contextlib.ExitStack:
-    """Have room for a call until closed."""
-    stack = contextlib.ExitStack()
-    stack.enter_context(budget.one(host))
-    return stack
-
-
 def test_hosts_share_the_calls_and_the_socket_has_all() -> None:
-    def fill(budget: CallBudget, host: str) -> list[contextlib.ExitStack]:
-        held = []
+    def fill(budget: CallBudget, host: str) -> int:
+        started = 0
         with contextlib.suppress(LimitReached):
             while True:
-                held.append(room(budget, host))
-        return held
+                budget.start(host)
+                started += 1
+        return started
 
     budget = CallBudget("max_calls", 100)
     first = fill(budget, "a")
     second = fill(budget, "b")
     third = fill(budget, "c")
-    assert (len(first), len(second), len(third)) == (50, 25, 13)
-    for call in first:
-        call.close()
+    assert (first, second, third) == (50, 25, 13)
+    for _ in range(first):
+        budget.end("a")
     # What one gives back the others may have.
-    assert len(fill(budget, "b")) > 0
-    assert len(fill(CallBudget("max_calls", 100), "")) == 100
+    assert fill(budget, "b") > 0
+    assert fill(CallBudget("max_calls", 100), "") == 100
 
 
 async def unfinished(channel: Any, count: int) -> list[Any]:
@@ -347,3 +339,47 @@ async def test_geometries_that_are_worked_on_keep_no_renewal_out() -> None:
         assert await stub.Notify(pb.NotifyRequest(), timeout=10) == pb.NotifyResponse()
         servicer.go_on.set()
         await asyncio.gather(*busy)
+
+
+async def test_a_client_that_takes_nothing_keeps_no_late_request_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call that waits to be taken is not a late request, and does not hide those that began after it."""
+    monkeypatch.setattr("kvferry_server.node.arrivals.REQUEST_TIMEOUT", 0.2)
+    arrivals, loop = Arrivals(2), asyncio.get_running_loop()
+    untaken = asyncio.ensure_future(arrivals.wait_for_peer(loop.create_future()))
+    await asyncio.sleep(0)
+
+    class Silent:
+        async def read(self) -> bytes:
+            await loop.create_future()
+            return b""
+
+    with pytest.raises(InvalidField):
+        await asyncio.wait_for(arrivals.read(Silent()), 10)
+    assert not untaken.done()
+    # Nothing is left that could be late, so nothing is looked at again and again.
+    assert arrivals._timer is None
+    untaken.cancel()
+
+
+async def test_slots_come_back_whatever_becomes_of_a_request() -> None:
+    class Peer:
+        def __init__(self, answer: Any) -> None:
+            self.answer = answer
+
+        async def read(self) -> Any:
+            if isinstance(self.answer, BaseException):
+                raise self.answer
+            return self.answer
+
+    arrivals = Arrivals(1)
+    for failing in (grpc.aio.EOF, RuntimeError("gone"), asyncio.CancelledError()):
+        with pytest.raises((InvalidField, RuntimeError, asyncio.CancelledError)):
+            await asyncio.wait_for(arrivals.read(Peer(failing)), 10)
+    assert await asyncio.wait_for(arrivals.read(Peer(b"small")), 10) == (b"small", None)
+    _, slot = await asyncio.wait_for(arrivals.read(Peer(LARGE_REQUEST)), 10)
+    assert slot is not None
+    waiting = asyncio.ensure_future(arrivals.read(Peer(b"next")))
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    slot.free()
+    assert await asyncio.wait_for(waiting, 10) == (b"next", None)

@@ -23,7 +23,7 @@ from kvferry.geometry import Interval, RankGeometry
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry.v1.kv_transfer_pb2_grpc import KVTransferStub
 from kvferry_server.domain.engine_description import EngineDescription
-from kvferry_server.domain.limits import MAX_HEADER_BYTES, MAX_RANK_BYTES, RANK_PAGE_BYTES
+from kvferry_server.domain.limits import MAX_HEADER_BYTES, MAX_NOTED_READERS, MAX_RANK_BYTES, RANK_PAGE_BYTES
 from kvferry_server.servicers import decode, encode
 from tests.server.servicers.registrations import of_size, size_of
 from tests.support.node_in_process import (
@@ -157,6 +157,35 @@ def test_pages_that_do_not_fit_each_other_are_refused() -> None:
     page.agents.pop()
     with pytest.raises(BadGeometry):
         put_together([first, page])
+
+
+async def test_a_geometry_that_was_accepted_says_nothing_about_another(ready: Node) -> None:
+    first = await ready.handshake(handshake_request())
+    assert (await ready.handshake(handshake_request())) == first
+    wrong = handshake_request()
+    wrong.rank.planes[0].dtype = "other"
+    for _ in range(2):
+        assert isinstance(await raised(ready.handshake(wrong)), Incompatible)
+    other = handshake_request()
+    other.identity["model"] = "other"
+    assert isinstance(await raised(ready.handshake(other)), Incompatible)
+    none = handshake_request()
+    none.ClearField("rank")
+    assert isinstance(await raised(ready.handshake(none)), InvalidField)
+    assert (await ready.handshake(handshake_request())) == first
+
+
+def test_the_digests_of_readers_are_bounded() -> None:
+    source = source_of([of_size(2000, 0, 1)])
+    source.pages(EPOCH, encode.times(TIMES), agents=False)
+    for number in range(MAX_NOTED_READERS):
+        source.note_reader(number.to_bytes(32, "big"))
+    assert source.made_pages(bytes(32), agents=False) is not None
+    source.note_reader(b"one more".ljust(32))
+    assert source.made_pages(bytes(32), agents=False) is None
+    assert source.made_pages(b"one more".ljust(32), agents=False) is not None
+    # What was not made for anybody is not told.
+    assert source.made_pages(b"one more".ljust(32), agents=True) is None
 
 
 # While others renew.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kvferry.v1 import introspection_pb2 as ipb
+from kvferry_server.domain.ordered import Ordered
 from kvferry_server.servicers.limits import LISTING_PAGE_BYTES
 from kvferry_server.servicers.paging import page
 from tests.support.parties import P
@@ -14,9 +15,11 @@ def listed(sizes: dict[int, int], page_size: int) -> list[list[int]]:
     def encode(number: int) -> ipb.RequestSummary:
         return ipb.RequestSummary(publication=number, request_id="x" * sizes[number])
 
-    pages, token = [], ""
+    entries, pages, token = Ordered[int](), [], ""
+    for number in reversed(sizes):
+        entries.add((number,), number)
     while True:
-        found, token = page({P: [((number,), number) for number in sizes]}, encode, page_size, token)
+        found, token = page({P: entries}, encode, page_size, token)
         assert sum(message.ByteSize() for message in found) <= LISTING_PAGE_BYTES or len(found) == 1
         pages.append([message.publication for message in found])
         if not token:

@@ -35,8 +35,12 @@ def vllm_cpu(kv_caches: Layers, group: Group, isa: str, holding: Holding | None 
     own = f"vllm-cpu-{isa}"
     parts = [Part("key", kv=0, format=own, token_granule=0), Part("value", kv=1, format=own, token_granule=0)]
     if isa in _CPU_NATURAL_VALUES:
-        # The kernels differ in their tiles only, so their pages are the same.
-        parts = [Part("key", kv=0, format="vllm-cpu-column-major", token_granule=0), Part("value", kv=1)]
+        # The kernels differ in their tiles only, so their pages are the same. V could be cut by token. But K cannot,
+        # and what is cut alike is read together: the page of K and that of V, of every head, as one piece.
+        parts = [
+            Part("key", kv=0, format="vllm-cpu-column-major", token_granule=0),
+            Part("value", kv=1, token_granule=0),
+        ]
     found: list[Plane] = []
     for layer, tensor in named_tensors(kv_caches).items():
         view = with_axes(layer, tensor, 4)

@@ -104,7 +104,13 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Take what the workers reported in a step."""
         scheduler = self._in_scheduler
         scheduler.collect(connector_output.kv_connector_worker_meta)
-        scheduler.told(connector_output.finished_recving or ())
+        told = connector_output.finished_recving or set()
+        scheduler.told(told)
+        # vLLM looks at the set after this call. It has counted the workers' reports, and does not count these: the port
+        # has heard from all ranks.
+        received = scheduler.take_received()
+        if received:
+            connector_output.finished_recving = {*told, *received}
 
     def has_pending_push_work(self) -> bool:
         """Return whether vLLM has to run steps even without a request."""

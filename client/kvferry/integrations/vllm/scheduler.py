@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -11,13 +10,15 @@ from typing import Any
 from vllm.v1.request import RequestStatus
 
 from kvferry._control.publications import ReleaseOutcome
-from kvferry._wire.reference import parse_reference
 from kvferry.engine import Grant, ReadEnd, SchedulerPort
 from kvferry.errors import KvferryError
+from kvferry.integrations.vllm.failures import log_failure
+from kvferry.integrations.vllm.idle_steps import IdleSteps
 from kvferry.integrations.vllm.prompts import shorten
 from kvferry.integrations.vllm.publishing import ComputedPublishing
 from kvferry.integrations.vllm.setup import Setup
 from kvferry.integrations.vllm.siblings import Published, Siblings
+from kvferry.integrations.vllm.sources import NewSources
 from kvferry.integrations.vllm.stats import KvferryStats
 from kvferry.integrations.vllm.values import StepMetadata, WorkerNews
 
@@ -25,9 +26,6 @@ logger = logging.getLogger(__name__)
 
 REFERENCE = "kvferry_reference"
 """The field of ``kv_transfer_params`` that holds kvferry's reference."""
-
-YIELD = 0.0001
-"""Seconds of sleep in an idle step; see `ConnectorScheduler.step`."""
 
 _SERVED = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
 
@@ -83,6 +81,7 @@ class ConnectorScheduler:
             timeout=settings.start_timeout,
         )
         self._publishing = ComputedPublishing(self._port, setup.spec.num_ranks, checksums=setup.sums)
+        self._idle = IdleSteps(self._port, setup.depth)
         self._loads: dict[str, _Load] = {}
         self._sending: set[str] = set()
         self._published = Siblings()
@@ -90,6 +89,7 @@ class ConnectorScheduler:
         """The request that is read, or that vLLM will find in its prefix cache soon, by its reference."""
         self._registered: set[int] = set()
         self._starts: list[Grant] = []
+        self._sources = NewSources()
         self._ends: list[ReadEnd] = []
         self._stats = KvferryStats()
 
@@ -227,24 +227,43 @@ class ConnectorScheduler:
             scheduled: the requests of which tokens are computed in this step.
             idle: nothing is computed in this step.
         """
-        if idle and (self._loads or self._publishing.waiting):
-            # vLLM runs idle steps in a loop that does not release the interpreter: every other thread would wait for
-            # Python's switch interval of 5 ms.
-            time.sleep(YIELD)
+        reads, publishes, ready = bool(self._loads), self._publishing.waiting, bool(self._starts or self._ends)
+        waits = self._idle.begin(idle=idle, reads=reads, publishes=publishes, ready=ready)
         metadata = StepMetadata(
             self._publishing.begin(scheduled),
+            warms=self._sources.take(),
             starts=self._starts,
             cancels=self._port.cancels(),
             sums=self._publishing.take_computed() if self._setup.sums else [],
             sent=self._released(),
+            waits=waits,
         )
         self._starts = []
         if not self._all_registered():
             metadata.token = str(self._port.token)
-        ends, self._ends = [*self._ends, *self._port.finished().reads], []
+        ends, self._ends = [*self._ends, *self._finished()], []
         for end in ends:
             self._read_ended(end, metadata)
         return metadata
+
+    def take_received(self) -> set[str]:
+        """Return the requests whose reads have ended well since the step was begun. Failures wait for the next step,
+        because workers have to name the blocks."""
+        received = set()
+        for end in self._finished():
+            if end.error is not None:
+                self._ends.append(end)
+                continue
+            received.add(end.request_id)
+            self._read(end)
+        return received
+
+    def _finished(self) -> tuple[ReadEnd, ...]:
+        """Return the reads that have ended; count those that are disputed, of which the port's log tells."""
+        finished = self._port.finished()
+        if finished.disputed:
+            self._stats.count("disputed", len(finished.disputed))
+        return finished.reads
 
     def told(self, received: Iterable[str]) -> None:
         """Handle that vLLM knows the ends of these reads, and has failed requests that it wanted to fail."""
@@ -310,6 +329,8 @@ class ConnectorScheduler:
             self._port.acquire(request_id, load.reference, timeout=self._setup.settings.read_timeout)
         except KvferryError as error:
             self._refuse(request_id, error)
+        else:
+            self._sources.see(load.reference)
 
     def _led(self, request_id: str, *, found: bool = False) -> None:
         """Let the followers of a request go on.
@@ -358,13 +379,12 @@ class ConnectorScheduler:
         request_id = end.request_id
         load = self._loads[request_id]
         metadata.received.add(request_id)
-        self._stats.read_ended(end, granted=load.refused is None)
         if end.error is None:
-            # Its followers wait until vLLM has put it into its prefix cache, see `allocated`.
-            del self._loads[request_id]
+            self._read(end)
             return
+        self._stats.read_ended(end, granted=load.refused is None)
         self._led(request_id)
-        self._log_failure(end, load)
+        log_failure(end, load.reference, self._setup.spec.engine_id, aborted=load.aborted)
         load.failed = True
         if load.aborted:
             return
@@ -373,23 +393,11 @@ class ConnectorScheduler:
         else:
             metadata.failed.add(request_id)
 
-    def _log_failure(self, end: ReadEnd, load: _Load) -> None:
-        """Log a failed read in one line, with the names by which the source's log calls it and no secret."""
-        read = f"read {end.read_id} of request {end.request_id}" if end.read_id else f"request {end.request_id}"
-        try:
-            reference = parse_reference(load.reference)
-        except KvferryError:
-            source = "a source that its reference does not name"
-        else:
-            theirs = reference.request_id if end.source is None else end.source.request_id
-            source = (
-                f"publication {reference.publication} of request {theirs!r}, engine {reference.engine_id} at "
-                f"{reference.home}"
-            )
-        how = "was cancelled" if load.aborted else "failed" if end.read_id else "will not be read"
-        log = logger.info if load.aborted else logger.warning
-        engine_id, error = self._setup.spec.engine_id, f"{type(end.error).__name__}: {end.error}"
-        log("%s, engine %s, %s: %s; source: %s", read, engine_id, how, error, source)
+    def _read(self, end: ReadEnd) -> None:
+        """Forget a request that was read."""
+        self._stats.read_ended(end, granted=True)
+        # Its followers wait until vLLM has put it into its prefix cache, see `allocated`.
+        del self._loads[end.request_id]
 
 
 def _params(reference: str) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 from kvferry import _arguments as arguments
 from kvferry._cache import OPEN_TIMEOUT, READ_TIMEOUT
 from kvferry._client import Client
+from kvferry._control.judgement import confirmed
 from kvferry._transport.nixl_options import NixlOptions
 from kvferry._transport.staging_pool import StagingOptions
 from kvferry._wire.channel import TlsConfig, parse_address
@@ -57,6 +58,7 @@ class ConnectorSettings:
         nixl: how bytes move.
         staging: when and how small pieces go through staging memory.
         integrity: whether published blocks are summed, and blocks that were read are compared with the sums.
+        confirm: "before" or "after": see `Client`.
         self_check: whether each rank checks at its start that vLLM writes where the planes say. If False, only layouts
             that the tests have shown are served.
     """
@@ -70,6 +72,7 @@ class ConnectorSettings:
     nixl: NixlOptions = field(default_factory=NixlOptions)
     staging: StagingOptions = field(default_factory=StagingOptions)
     integrity: IntegrityOptions = field(default_factory=IntegrityOptions)
+    confirm: str = "before"
     self_check: bool = True
 
     def __post_init__(self) -> None:
@@ -83,6 +86,7 @@ class ConnectorSettings:
             ("read_timeout", arguments.seconds("read_timeout", self.read_timeout)),
             ("start_timeout", arguments.seconds("start_timeout", self.start_timeout)),
             ("max_waiting", arguments.integer("max_waiting", self.max_waiting, 1)),
+            ("confirm", confirmed(self.confirm).value),
             ("self_check", arguments.flag("self_check", self.self_check)),
         ):
             object.__setattr__(self, name, value)
@@ -108,6 +112,7 @@ class ConnectorSettings:
             options=self.nixl,
             staging=self.staging,
             integrity=self.integrity,
+            confirm=self.confirm,
         )
 
 

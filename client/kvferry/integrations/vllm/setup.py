@@ -33,6 +33,7 @@ class Setup:
         tails: what becomes of the tokens behind the last one read. vLLM clears the blocks that it gives out, where
             kernels need it, except those that a connector fills.
         serves, reads: whether other engines read from it, and whether it reads from others.
+        depth: how many steps vLLM has under way at once; None: it runs them together with other data-parallel ranks.
     """
 
     spec: EngineSpec
@@ -43,6 +44,7 @@ class Setup:
     tails: Tails
     serves: bool
     reads: bool
+    depth: int | None
 
     @classmethod
     def of(cls, vllm_config: Any, kv_cache_config: Any) -> Setup:
@@ -66,6 +68,7 @@ class Setup:
             tails=Tails.ZERO if kv_cache_config.needs_kv_cache_zeroing else Tails.KEEP,
             serves=transfer.is_kv_producer,
             reads=transfer.is_kv_consumer,
+            depth=vllm_config.max_concurrent_batches if parallel.data_parallel_size == 1 else None,
         )
 
     @property

@@ -17,6 +17,7 @@ COUNTERS = {
     "read": "Requests read from prefill instances.",
     "bytes": "Bytes read from prefill instances, by all ranks.",
     "failed": "Reads that failed.",
+    "disputed": "Good reads whose lease had ended, as their home has said since (confirm: after).",
     "not_granted": "Reads that were refused, or whose publication never came.",
     "cancelled": "Reads of requests that were aborted.",
     "verified_blocks": "Heads of blocks that were compared with the source's sums, and equal.",

@@ -19,6 +19,7 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
     Attributes:
         step: number of the step, from 1.
         token: the engine's token, until all workers have registered; then empty.
+        warms: references of sources to connect to, ahead of the first read from each.
         starts: grants of the reads to start.
         cancels: read_ids of the reads to cancel.
         sums: number and blocks of publications that integrity mode sums.
@@ -26,10 +27,12 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
         received: requests whose reads have ended, with or without an error.
         lost: ids of the blocks of failed reads, in an engine of one group.
         failed: requests whose reads have failed, in an engine of several groups.
+        waits: the engine computes nothing, and workers may wait for the ends of their reads.
     """
 
     step: int = 0
     token: str = field(default="", repr=False)
+    warms: list[str] = field(default_factory=list, repr=False)
     starts: list[Grant] = field(default_factory=list)
     cancels: list[str] = field(default_factory=list)
     sums: list[tuple[int, Mapping[str, Blocks]]] = field(default_factory=list)
@@ -37,10 +40,11 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
     received: set[str] = field(default_factory=set)
     lost: set[int] = field(default_factory=set)
     failed: set[str] = field(default_factory=set)
+    waits: bool = False
 
     def __bool__(self) -> bool:
         """Whether the message has any content."""
-        return bool(self.token or self.starts or self.cancels or self.sums or self.sent or self.received)
+        return bool(self.token or self.warms or self.starts or self.cancels or self.sums or self.sent or self.received)
 
 
 @dataclass

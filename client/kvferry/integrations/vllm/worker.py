@@ -15,6 +15,7 @@ from kvferry.errors import KvferryError
 from kvferry.geometry.model import Plane
 from kvferry.geometry.tensors import Tensor
 from kvferry.integrations.vllm.device import EVERY_STEP, DeviceSteps, arrival_fence, steps_of
+from kvferry.integrations.vllm.idle_steps import PATIENCE
 from kvferry.integrations.vllm.setup import Setup
 from kvferry.integrations.vllm.values import StepMetadata, WorkerNews
 
@@ -22,6 +23,9 @@ logger = logging.getLogger(__name__)
 
 AGAIN = 1.0
 """Shortest seconds until a failed announcement is repeated."""
+
+WARM_TIMEOUT = 10.0
+"""Seconds for which a new source is waited for ahead of the first read from it."""
 
 AGENT_TIMEOUT = 120.0
 """Seconds for making the reading agents: to pin the memory of a large device takes a few."""
@@ -49,6 +53,7 @@ class ConnectorWorker:
         self._told = 0
         """The last computed step that the scheduler was told of, at least."""
         self._early: list[StepMetadata] = []
+        self._waits = False
 
     def register(self, kv_caches: Mapping[str, Tensor], planes: Sequence[Plane]) -> None:
         """Register the caches of this rank with NIXL, and make its agents. Waits; raises `KvferryError`.
@@ -65,10 +70,9 @@ class ConnectorWorker:
         self._fence = arrival_fence(self._setup.spec.groups, kv_caches.values())
 
     def step(self, metadata: StepMetadata) -> None:
-        """Start and cancel reads as the scheduler's message says. Returns at once, but see `arrival_fence`."""
+        """Start and cancel reads as the scheduler's message says. Returns at once."""
         self._steps.begun(metadata.step)
-        if metadata.received and self._fence is not None:
-            self._fence()
+        self._waits = metadata.waits
         with self._lock:
             if metadata.token and not self._announcing:
                 try:
@@ -78,7 +82,7 @@ class ConnectorWorker:
                     # The token comes again with the next step.
                     logger.warning("rank %d is not announced yet: %s", self._rank, error)
             if not self._announced:
-                if metadata.starts or metadata.cancels or metadata.sums:
+                if metadata.warms or metadata.starts or metadata.cancels or metadata.sums:
                     self._early.append(metadata)
                 return
             self._do(metadata)
@@ -88,11 +92,16 @@ class ConnectorWorker:
         self._steps.queued(step)
 
     def news(self) -> WorkerNews | None:
-        """Return what has happened since the last call; None: nothing."""
+        """Return what has happened since the last call; None: nothing. Waits in an engine that computes nothing, and
+        for the device after some reads, see `arrival_fence`."""
+        if self._waits and self._port.running():
+            self._port.wait_news(PATIENCE)
         with self._lock:
             news, self._news = self._news, WorkerNews()
             output = self._port.finished()
             if output:
+                if output.ended and self._fence is not None:
+                    self._fence()
                 news.outputs.append(output)
         if self._told < EVERY_STEP:
             # Asked again when the message is sent, so it may then say more than it does now.
@@ -106,6 +115,11 @@ class ConnectorWorker:
         self._client.close()
 
     def _do(self, metadata: StepMetadata) -> None:
+        for reference in metadata.warms:
+            try:
+                self._port.warm(reference, timeout=WARM_TIMEOUT).add_done_callback(_warmed)
+            except KvferryError as error:
+                logger.info("a source is not connected to ahead of its first read: %s", error)
         for grant in metadata.starts:
             try:
                 self._port.start(grant, tails=self._setup.tails)
@@ -154,6 +168,13 @@ class ConnectorWorker:
             for metadata in self._early:
                 self._do(metadata)
             self._early.clear()
+
+
+def _warmed(ranks: Future[tuple[int, ...]]) -> None:
+    """Log why a source was not connected to; the read will meet the error, and report it."""
+    error = ranks.exception()
+    if error is not None:
+        logger.info("a source is not connected to ahead of its first read: %s", error)
 
 
 def _summed(publication: int, sums: Future[int]) -> None:

@@ -23,7 +23,6 @@ from vllm.v1.attention.backends import (
     rocm_aiter_fa,
     rocm_aiter_unified_attn,
     rocm_attn,
-    rocm_segmented_attn,
     triton_attn,
     triton_attn_diffkv,
 )
@@ -102,8 +101,9 @@ def rocm_tiles() -> Model:
 
 
 def rocm_slots(cache_dtype: str = "auto") -> Model:
-    """vLLM's segmented ROCm backend."""
-    found = rocm_segmented_attn.RocmSegmentedAttentionBackend, rocm_segmented_attn.RocmSegmentedAttentionImpl
+    """vLLM's segmented ROCm backend, which it has from 0.32 on."""
+    module = pytest.importorskip("vllm.v1.attention.backends.rocm_segmented_attn", exc_type=ImportError)
+    found = module.RocmSegmentedAttentionBackend, module.RocmSegmentedAttentionImpl
     return backend(*found, cache_dtype, tokens=FEW)
 
 

@@ -1,0 +1,74 @@
+"""How many bytes the messages of a request have, so that a bare server can be called with as many."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass
+
+import grpc
+import numpy as np
+
+from benchmarks.caches import Layout
+from benchmarks.parties import TIMEOUT, Party, sent
+from kvferry.v1 import kv_transfer_pb2 as pb
+
+Sizes = tuple[int, int]
+"""Bytes of a request and of its answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class CallSizes:
+    """Of a publication of some blocks.
+
+    Attributes:
+        publish: Notify(publish).
+        poll: PollBlocks, with the lease and all blocks in the answer.
+        report: Notify(read done).
+        renew: Notify(renew).
+        read: the request of ReadBlocks.
+        read_answers: its messages up to Complete.
+    """
+
+    publish: Sizes
+    poll: Sizes
+    report: Sizes
+    renew: Sizes
+    read: int
+    read_answers: tuple[int, ...]
+
+
+def sizes_of(channel: grpc.Channel, layout: Layout, blocks: int) -> CallSizes:
+    """The sizes for a publication of so many scattered blocks, from real calls."""
+    name = f"sizes-{secrets.token_hex(4)}"
+    party = Party(channel, name, layout)
+    party.open()
+    try:
+        ids = np.random.default_rng(0).permutation(layout.num_blocks)[:blocks].astype(np.int32)
+        request = party.publish_request(ids, reads=2)
+        answer = party.stub.Notify(request, timeout=TIMEOUT)
+        publish = (request.ByteSize(), answer.ByteSize())
+        read = party.read_request(party.reference(), secrets.token_bytes(16))
+        stream = party.stub.ReadBlocks(read, timeout=TIMEOUT)
+        answers = []
+        for message in stream:
+            answers.append(message.ByteSize())
+            if message.WhichOneof("message") == "complete":
+                break
+        stream.cancel()
+        polled = pb.PollBlocksRequest(read=party.read_request(party.reference(), secrets.token_bytes(16)))
+        found = party.stub.PollBlocks(polled, timeout=TIMEOUT)
+        renewal = party.as_reader(pb.Notification(renew=pb.Renew(lease_id=found.accepted.lease_id)))
+        renewed = party.stub.Notify(renewal, timeout=TIMEOUT)
+        report = party.done_request(found.accepted.lease_id)
+        reported = party.stub.Notify(report, timeout=TIMEOUT)
+        sent(party.stub, party.as_source(pb.Notification(abort=pb.Abort(publication=party.published))))
+    finally:
+        party.close()
+    return CallSizes(
+        publish=publish,
+        poll=(polled.ByteSize(), found.ByteSize()),
+        report=(report.ByteSize(), reported.ByteSize()),
+        renew=(renewal.ByteSize(), renewed.ByteSize()),
+        read=read.ByteSize(),
+        read_answers=tuple(answers),
+    )

@@ -1,0 +1,145 @@
+"""Writes docs/performance.md, its curves, and RESULTS.md from results.json: `python -m benchmarks.report`.
+
+The prose of docs/performance.md is in performance.template, the reasons for missed goals are in `benchmarks.remarks`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from benchmarks import model
+from benchmarks.goals import GOALS
+from benchmarks.handshakes import RANKS
+from benchmarks.pages import HUGE, SMALL
+from benchmarks.remarks import REMARKS
+from benchmarks.results import RESULTS, Results, shown
+from benchmarks.tables import Table
+
+FOLDER = Path(__file__).parent
+ROOT = FOLDER.parent
+TEMPLATE = FOLDER / "performance.template"
+PERFORMANCE = ROOT / "docs" / "performance.md"
+TABLES = FOLDER / "RESULTS.md"
+
+VLLM = (
+    "vLLM: prefill's answer to decode's first token",
+    "NixlConnector",
+    "median ≤ 0.8, fastest ≤ 1, first ≤ 1",
+    "[in a real vLLM](../benchmarks/RESULTS-vllm.md)",
+    "",
+)
+
+
+def goals(results: Results) -> str:
+    """The table of goals."""
+    rows = [(goal.what, goal.against, goal.wanted(), goal.found(results), goal.missed_by(results)) for goal in GOALS]
+    return Table("", ("what", "against", "goal", "measured", "missed by"), [*rows, VLLM]).lines()
+
+
+def reasons(results: Results) -> str:
+    """Why the goals that are missed are missed.
+
+    Raises:
+        KeyError: one has no remark.
+    """
+    missed = [goal for goal in GOALS if not goal.met(results)]
+    return "\n".join(f"- **{goal.what}** ({goal.found(results)}): {REMARKS[goal.key]}" for goal in missed)
+
+
+def machine(results: Results) -> str:
+    """What was measured on, in one sentence, with the load."""
+    said = results.machine
+    loads = [value for topic in results.topics.values() for value in topic.load]
+    return (
+        f"{said['cores']} cores ({said['processor']}), Linux {said['kernel']}, Python {said['Python']}, grpcio "
+        f"{said['grpcio']}, numpy {said['numpy']}; load averages, the measurements included, "
+        f"of {min(loads):.1f} to {max(loads):.1f}"
+    )
+
+
+def reservations(results: Results) -> str:
+    """What keeps these results from being those of one run on an idle machine, if anything does."""
+    topics = results.topics.values()
+    said = []
+    busy = [name for name, topic in results.topics.items() if topic.load[0] > 2 * int(results.machine["cores"])]
+    if busy:
+        said.append(
+            f"The goals ask for idle cores, and **these were not idle**: other work ran beside {len(busy)} of "
+            f"{len(topics)} topics, at lower priority. Ratios within a topic hold better "
+            "than times, and neither as well as on a quiet machine."
+        )
+    revisions = sorted({topic.revision for topic in topics})
+    if len(revisions) > 1:
+        said.append(
+            f"Not all topics were measured at one revision ({', '.join(revisions)}; + means with changes that "
+            "were not committed): do not compare times across topics."
+        )
+    return " ".join(said)
+
+
+def performance(results: Results) -> str:
+    """docs/performance.md."""
+    costs = model.Costs.of(results)
+    text = TEMPLATE.read_text()
+    for name, value in {
+        "machine": machine(results),
+        "reservations": reservations(results),
+        "goals": goals(results),
+        "reasons": reasons(results),
+        "wall": _time(results, "handshakes", f"all handshakes of {RANKS} ranks with {RANKS} ranks"),
+        "decode": _time(results, "handshakes", "decoding one of their answers and planning with it"),
+        "huge": pages(results),
+        "trips": f"{results.measure('small_reads', 'calls per read').median:.2g}",
+        "line rate": model.at_line_rate(costs).lines(),
+        "fleet": model.fleet(costs).lines(),
+        "check": model.check(costs, results).lines(),
+        "bottleneck": model.bottleneck(costs),
+    }.items():
+        text = text.replace(f"{{{{ {name} }}}}", value.strip())
+    return text
+
+
+def pages(results: Results) -> str:
+    """Huge pages against small ones, with both spreads, and whether they decide anything."""
+    huge, small = results.measure("pages", HUGE), results.measure("pages", SMALL)
+    spreads = " against ".join(
+        f"{shown(found.p10, found.unit)} to {shown(found.p90, found.unit)}" for found in (huge, small)
+    )
+    overlap = max(huge.p10, small.p10) <= min(huge.p90, small.p90)
+    verdict = "; these overlap, so that this run does not decide it" if overlap else ""
+    return f"{results.ratio('pages', HUGE):.2f} of the time (median; 10 % to 90 %: {spreads}{verdict})"
+
+
+def _time(results: Results, topic: str, name: str) -> str:
+    found = results.measure(topic, name)
+    return shown(found.median, found.unit)
+
+
+def tables(results: Results) -> str:
+    """RESULTS.md."""
+    text = (
+        "# Benchmarks\n\nWritten by `make bench` from [results.json](results.json). Each topic ran in a process "
+        "of its own, with kvferryd in another. Ratios are of medians of one run; every timed run was verified. "
+        "[Performance](../docs/performance.md) says what they mean.\n\n"
+        f"{machine(results)[0].upper()}{machine(results)[1:]}.\n\n"
+    )
+    parts = []
+    for topic in results.topics.values():
+        said = f"{topic.when} UTC, revision {topic.revision}, load {topic.load[0]} before and {topic.load[1]} "
+        f"after, {topic.took} s."
+        parts.append(f"{topic.table().markdown()}\n{said}\n")
+    return text + "\n".join(parts)
+
+
+def main() -> None:
+    """Write all."""
+    from benchmarks import plots
+
+    results = Results.parse(RESULTS.read_text())
+    PERFORMANCE.write_text(performance(results))
+    TABLES.write_text(tables(results))
+    plots.draw(results, PERFORMANCE.parent)
+
+
+if __name__ == "__main__":
+    main()

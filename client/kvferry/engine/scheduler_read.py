@@ -1,0 +1,84 @@
+"""One read of an engine, as its scheduler's port keeps it, and what the engine is told of it."""
+
+from __future__ import annotations
+
+from kvferry._control.acquisition import Acquired, AcquireRequest
+from kvferry._control.cancellation import Cancellation
+from kvferry._reads.leased_read import LeasedRead
+from kvferry.engine.values import BlockRuns, Offer, ReadEnd, ReadSource
+from kvferry.errors import KvferryError, TransferCancelled, TransferExpired
+
+
+class SchedulerRead(LeasedRead):
+    """One read of the engine.
+
+    Attributes:
+        request_id: the engine's name for the request.
+        offer: the offer that the engine gets once the read is granted.
+        lost: ids of the blocks that it writes to, by group.
+        withheld: its end, kept back until it is quiet.
+        written: the key of its claim on the blocks, see `Writes`.
+    """
+
+    def __init__(self, request: AcquireRequest, request_id: str, ranks: frozenset[int]) -> None:
+        super().__init__(request, ranks, Cancellation(request.read_id))
+        self.request_id = request_id
+        self.offer: Offer | None = None
+        self.lost: dict[str, tuple[int, ...]] = {}
+        self.withheld: ReadEnd | None = None
+        self.written: object = None
+
+
+def offer_of(read: SchedulerRead, acquired: Acquired) -> Offer:
+    """Return what the engine gets of a granted read; its timeout is set when it is asked for."""
+    reference = read.request.reference
+    return Offer(
+        request_id=read.request_id,
+        read_id=read.read_id,
+        home=reference.home,
+        engine_id=acquired.source.engine_id,
+        incarnation=acquired.source.incarnation,
+        publication=reference.publication,
+        reference=read.request.text,
+        source_request_id=acquired.request_id,
+        lease_id=acquired.lease.lease_id,
+        timeout=0.0,
+        granted=tuple(BlockRuns.of_blocks(name, blocks) for name, blocks in acquired.blocks.items()),
+        payload=acquired.payload,
+    )
+
+
+def end_of(read: SchedulerRead) -> ReadEnd:
+    """Return how a read has ended on all ranks together."""
+    shares = [share.work for share in read.ends.values()]
+    return ReadEnd(
+        request_id=read.request_id,
+        read_id=read.read_id,
+        error=read.error,
+        quiet=not read.not_quiet,
+        ranks=len(read.ends),
+        bytes=read.bytes,
+        lost=read.lost if read.error is not None else {},
+        confirmed=read.confirmed,
+        payload=b"" if read.offer is None else read.offer.payload,
+        source=None if read.acquired is None else _source(read, read.acquired),
+        times=read.stamps.times(shares),
+        descriptors=sum(share.descriptors for share in shares),
+        staged_bytes=sum(share.staged_bytes for share in shares),
+        verified=sum(share.verified for share in shares),
+        unverified=sum(share.unverified for share in shares),
+    )
+
+
+def kind_of(error: KvferryError | None) -> str:
+    """Return under which kind the end of a read is counted."""
+    if error is None:
+        return "done"
+    if isinstance(error, TransferExpired):
+        return "expired"
+    return "cancelled" if isinstance(error, TransferCancelled) else "failed"
+
+
+def _source(read: SchedulerRead, acquired: Acquired) -> ReadSource:
+    reference, source = read.request.reference, acquired.source
+    return ReadSource(reference.home, source.engine_id, source.incarnation, reference.publication, acquired.request_id)

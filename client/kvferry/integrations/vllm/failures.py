@@ -1,0 +1,33 @@
+"""What vLLM's log says of a failed read."""
+
+from __future__ import annotations
+
+import logging
+
+from kvferry._wire.reference import parse_reference
+from kvferry.engine import ReadEnd
+from kvferry.errors import KvferryError
+
+logger = logging.getLogger(__name__)
+
+
+def log_failure(end: ReadEnd, reference: str, engine_id: str, *, aborted: bool) -> None:
+    """Log a failed read in one line, with the names by which the source's log calls it and no secret.
+
+    Args:
+        end: how it ended.
+        reference: the reference of its publication.
+        engine_id: the engine that reads.
+        aborted: vLLM has aborted the request.
+    """
+    read = f"read {end.read_id} of request {end.request_id}" if end.read_id else f"request {end.request_id}"
+    try:
+        parsed = parse_reference(reference)
+    except KvferryError:
+        source = "a source that its reference does not name"
+    else:
+        theirs = parsed.request_id if end.source is None else end.source.request_id
+        source = f"publication {parsed.publication} of request {theirs!r}, engine {parsed.engine_id} at {parsed.home}"
+    how = "was cancelled" if aborted else "failed" if end.read_id else "will not be read"
+    log = logger.info if aborted else logger.warning
+    log("%s, engine %s, %s: %s: %s; source: %s", read, engine_id, how, type(end.error).__name__, end.error, source)

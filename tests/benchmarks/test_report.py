@@ -1,0 +1,89 @@
+"""docs/performance.md and RESULTS.md are what the committed results make of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from benchmarks.goals import GOALS, Goal
+from benchmarks.pages import HUGE, SMALL
+from benchmarks.remarks import REMARKS
+from benchmarks.report import PERFORMANCE, TABLES, pages, performance, reasons, tables
+from benchmarks.results import RESULTS, Results, Summary
+from benchmarks.topics import TOPICS
+
+
+@pytest.fixture(scope="module")
+def results() -> Results:
+    return Results.parse(RESULTS.read_text())
+
+
+def test_the_documents_are_current(results: Results) -> None:
+    assert performance(results) == PERFORMANCE.read_text(), "run: python -m benchmarks.report"
+    assert tables(results) == TABLES.read_text(), "run: python -m benchmarks.report"
+
+
+def test_no_placeholder_is_left(results: Results) -> None:
+    assert "{{" not in performance(results)
+
+
+def test_the_results_have_every_topic_and_survive_being_written(results: Results) -> None:
+    assert set(results.topics) == set(TOPICS)
+    assert Results.parse(results.dump()) == results
+
+
+def test_every_goal_that_is_missed_is_explained(results: Results) -> None:
+    """Whatever a run finds: each goal has its remark."""
+    assert set(REMARKS) == {goal.key for goal in GOALS}
+    for goal in GOALS:
+        assert (f"({goal.found(results)})" in reasons(results)) or goal.met(results)
+
+
+@pytest.mark.parametrize(
+    ("value", "at_most", "met", "missed"),
+    [
+        (4.0, True, True, ""),
+        (4.004, True, True, ""),
+        (5.0, True, False, "1.25 ×"),
+        (4.0, False, True, ""),
+        (2.0, False, False, "2.00 ×"),
+    ],
+)
+def test_a_goal_is_judged_by_the_number_that_is_shown(
+    results: Results, value: float, at_most: bool, met: bool, missed: str
+) -> None:
+    goal = Goal("read", "a read", "an echo", 4, at_most, lambda _: value)
+    assert (goal.met(results), goal.missed_by(results)) == (met, missed)
+
+
+def test_the_worst_cell_counts(results: Results) -> None:
+    topic = results.topics["paths"]
+    cell = next(found for name, found in topic.measures.items() if name.startswith("chosen, "))
+    slow: Summary = replace(cell, median=100 * topic.measures[cell.against].median)
+    worse = results.with_topics({"paths": replace(topic, measures={**topic.measures, cell.name: slow})})
+    [goal] = [goal for goal in GOALS if goal.key == "choice"]
+    assert goal.value(worse) == pytest.approx(100)
+
+
+def test_a_busy_machine_and_several_revisions_are_said(results: Results) -> None:
+    quiet = replace(
+        results, topics={name: replace(topic, load=(1.0, 1.5), revision="a") for name, topic in results.topics.items()}
+    )
+    assert "not idle" not in performance(quiet)
+    assert "one revision" not in performance(quiet)
+    topic = quiet.topics["paths"]
+    assert "not idle" in performance(quiet.with_topics({"paths": replace(topic, load=(50.0, 50.0))}))
+    assert "one revision" in performance(quiet.with_topics({"paths": replace(topic, revision="b")}))
+
+
+def test_spreads_that_overlap_decide_nothing(results: Results) -> None:
+    topic = results.topics["pages"]
+
+    def with_huge(p10: float, p90: float) -> str:
+        faster = replace(topic.measures[HUGE], p10=p10, median=p10, p90=p90)
+        return pages(results.with_topics({"pages": replace(topic, measures={**topic.measures, HUGE: faster})}))
+
+    slow = topic.measures[SMALL]
+    assert "does not decide" in with_huge(slow.p10 / 2, slow.p10)
+    assert "does not decide" not in with_huge(slow.p10 / 4, slow.p10 / 2)

@@ -1,0 +1,20 @@
+"""Every topic runs and verifies its bytes, once and on small sizes; its times mean nothing."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from benchmarks.measures import SMOKE
+from benchmarks.results import TopicResult
+from benchmarks.topics import TOPICS, run_topic
+
+
+@pytest.mark.parametrize("name", TOPICS)
+def test_a_topic_runs_and_its_reads_are_right(name: str) -> None:
+    topic = run_topic(name, SMOKE)
+    assert topic.name == name
+    assert all(math.isfinite(sample) and sample >= 0 for measure in topic.measures for sample in measure.samples)
+    # Raises if two measures have one name, or one is compared with another that is not there.
+    assert TopicResult.of(topic, (0.0, 0.0), 1.0).table().lines().count("\n") == 2 + len(topic.measures)

@@ -1,0 +1,150 @@
+"""Steps in which vLLM computes nothing: who waits in them, and when vLLM hears of a read that has ended."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from kvferry.engine import ReadEnd, SchedulerPort
+from kvferry.errors import TransferFailed
+from kvferry.integrations.vllm.connector import KvferryConnector
+from kvferry.integrations.vllm.idle_steps import PATIENCE, YIELD, IdleSteps
+from kvferry.integrations.vllm.scheduler import ConnectorScheduler, _Load
+from kvferry.integrations.vllm.stats import KvferryStats
+from kvferry.integrations.vllm.values import StepMetadata
+from kvferry.integrations.vllm.worker import ConnectorWorker
+
+
+class Port:
+    """A scheduler's port with so many reads on the workers, and what it was asked."""
+
+    def __init__(self, reading: int = 0) -> None:
+        self.reading = reading
+        self.waits: list[float] = []
+
+    def stats(self) -> Any:
+        return SimpleNamespace(reading=self.reading)
+
+    def wait_news(self, timeout: float) -> bool:
+        self.waits.append(timeout)
+        return False
+
+
+def idle_steps(port: Port, depth: int | None = 1) -> IdleSteps:
+    return IdleSteps(cast(SchedulerPort, port), depth)
+
+
+def test_the_scheduler_waits_for_a_grant_or_a_verdict() -> None:
+    port = Port()
+    assert not idle_steps(port).begin(idle=True, reads=True, publishes=False, ready=False)
+    assert port.waits == [PATIENCE]
+
+
+def test_workers_wait_while_they_read() -> None:
+    port = Port(reading=1)
+    assert idle_steps(port).begin(idle=True, reads=True, publishes=False, ready=False)
+    assert port.waits == []
+
+
+@pytest.mark.parametrize(
+    ("idle", "reads", "ready"),
+    [(False, True, False), (True, False, False), (True, True, True)],
+    ids=["computes", "has-no-reads", "has-something-to-say"],
+)
+def test_no_step_waits_that_has_something_to_do_or_nothing_to_wait_for(*, idle: bool, reads: bool, ready: bool) -> None:
+    port = Port()
+    assert not idle_steps(port).begin(idle=idle, reads=reads, publishes=False, ready=ready)
+    assert port.waits == []
+
+
+@pytest.mark.parametrize(("depth", "publishes"), [(None, False), (1, True)], ids=["lockstep", "publishes"])
+def test_no_step_waits_that_others_wait_for(
+    monkeypatch: pytest.MonkeyPatch, depth: int | None, *, publishes: bool
+) -> None:
+    """Data-parallel ranks run their steps together; a device says nothing when it has computed."""
+    slept: list[float] = []
+    monkeypatch.setattr("kvferry.integrations.vllm.idle_steps.time.sleep", slept.append)
+    port = Port(reading=1)
+    for _ in range(9):
+        assert not idle_steps(port, depth).begin(idle=True, reads=True, publishes=publishes, ready=False)
+    assert port.waits == []
+    assert slept == [YIELD] * 9
+
+
+def test_no_result_of_a_step_that_still_runs_waits() -> None:
+    """With two steps under way, the first idle one may be begun before a computing one has ended."""
+    port = Port()
+    steps = idle_steps(port, depth=2)
+    for _ in range(2):
+        steps.begin(idle=False, reads=True, publishes=False, ready=False)
+        steps.begin(idle=True, reads=True, publishes=False, ready=False)
+        assert port.waits == []
+        # Steps without reads count, too.
+        steps.begin(idle=True, reads=False, publishes=False, ready=False)
+        assert port.waits == []
+    port.reading = 1
+    steps.begin(idle=False, reads=False, publishes=False, ready=False)
+    assert not steps.begin(idle=True, reads=True, publishes=False, ready=False)
+    assert steps.begin(idle=True, reads=True, publishes=False, ready=False)
+
+
+@pytest.mark.parametrize(("told", "running", "waits"), [(True, 1, 1), (True, 0, 0), (False, 1, 0)])
+def test_a_worker_waits_if_it_was_told_and_has_something_to_wait_for(*, told: bool, running: int, waits: int) -> None:
+    worker = ConnectorWorker.__new__(ConnectorWorker)
+    port = Port()
+    made: Any = worker
+    made._port, made._lock, made._waits = port, _Lock(), told
+    made._news, made._fence, made._told = SimpleNamespace(outputs=[], registered=[], errors={}, now=None), None, 2**63
+    made._port.running, made._port.finished = lambda: running, lambda: None
+    worker.news()
+    assert port.waits == [PATIENCE] * waits
+
+
+class _Lock:
+    def __enter__(self) -> None: ...
+    def __exit__(self, *_: object) -> None: ...
+
+
+def ended(request_id: str, error: TransferFailed | None = None) -> ReadEnd:
+    return ReadEnd(request_id, "read", error, True, 1, b"", 8, {"0": (3,)} if error else {})
+
+
+def connector(*ends: ReadEnd) -> tuple[KvferryConnector, ConnectorScheduler]:
+    """A connector whose reads have ended like that since its last step."""
+    scheduler: Any = ConnectorScheduler.__new__(ConnectorScheduler)
+    left = [ends]
+    scheduler._port = SimpleNamespace(finished=lambda: SimpleNamespace(reads=left.pop() if left else ()))
+    scheduler._loads = {end.request_id: _Load("reference", reading=True) for end in ends}
+    scheduler._leaders, scheduler._ends, scheduler._stats = {}, [], KvferryStats()
+    made: Any = KvferryConnector.__new__(KvferryConnector)
+    made._scheduler = scheduler
+    return made, scheduler
+
+
+@pytest.mark.parametrize("told", [None, {"other"}], ids=["first", "another"])
+def test_vllm_hears_of_a_good_read_in_the_step_in_which_its_last_rank_has_reported(told: set[str] | None) -> None:
+    made, scheduler = connector(ended("r"))
+    output = SimpleNamespace(kv_connector_worker_meta=None, finished_recving=told)
+    made.update_connector_output(output)
+    assert output.finished_recving == {"r", *(told or ())}
+    assert not scheduler._loads
+    assert scheduler.take_stats() is not None
+    # Once only: vLLM ends the process at a request that it does not know.
+    again = SimpleNamespace(kv_connector_worker_meta=None, finished_recving=None)
+    made.update_connector_output(again)
+    assert again.finished_recving is None
+
+
+def test_a_failed_read_is_reported_by_the_workers_which_name_its_blocks() -> None:
+    made, scheduler = connector(ended("bad", TransferFailed("lost")), ended("good"))
+    output = SimpleNamespace(kv_connector_worker_meta=None, finished_recving=None)
+    made.update_connector_output(output)
+    assert output.finished_recving == {"good"}
+    assert [end.request_id for end in scheduler._ends] == ["bad"]
+    assert set(scheduler._loads) == {"bad"}
+
+
+def test_the_metadata_of_a_step_in_which_workers_only_wait_has_no_content() -> None:
+    assert not StepMetadata(waits=True)

@@ -1,0 +1,130 @@
+"""Large reads that several reading agents share: every byte arrives once, and the blocks are quiet only when no agent
+can write to them any more (R4)."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from kvferry._transport import peer_link, peer_work, transport
+from kvferry._transport.transport import TransferState, Transport
+from tests.transport.conftest import MakeTransport
+from tests.transport.played_agents import CHUNK, DONE, MOVING, Agent, World, done, failed
+from tests.transport.sources import POISON, SOON, Memory, Source
+from tests.transport.transfers import read_all, until
+
+PEER = "peer"
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reads of the worlds are large, and so are their chunks."""
+    monkeypatch.setattr(peer_link, "COPIED", CHUNK)
+    monkeypatch.setattr(transport, "SHARED_READ", 4 * CHUNK)
+    monkeypatch.setattr(peer_work, "SHARED_CHUNK", CHUNK)
+    monkeypatch.setattr(peer_work, "COPIED_CHUNKS", 1)
+
+
+def sharing(world: World) -> Transport:
+    """A transport of two agents, both connected to the peer. Each has room for two chunks."""
+    read = world.transport(reading_agents=2, bytes_in_flight=CHUNK)
+    while read.gauges().peers < 2:
+        done(world.read(read))
+    assert until(lambda: all(thread is not None and thread.ready(world.info()) for thread in read._threads))
+    return read
+
+
+def both_moving(world: World, read: Transport) -> tuple[Agent, Agent]:
+    """The two agents, when each has two chunks of a read under way."""
+    first, second = world.agents.made
+    assert until(lambda: len(first.flying(PEER)) == len(second.flying(PEER)) == 2)
+    return first, second
+
+
+def test_each_agent_reads_a_part_and_nothing_is_read_twice(world: World) -> None:
+    read = sharing(world)
+    world.agents.state[PEER] = MOVING
+    transfer = world.read(read, at=1)
+    first, second = both_moving(world, read)
+    parts = [handle.chunk for agent in (first, second) for handle in agent.flying(PEER)]
+    assert len({int(part.destination[0]) for part in parts if part is not None}) == 4
+    world.agents.state[PEER] = DONE
+    done(transfer)
+    assert (transfer.progress().chunks, world.memory.right()) == (4, True)
+
+
+def test_it_is_quiet_when_both_agents_are(world: World) -> None:
+    read = sharing(world)
+    world.agents.state[PEER] = MOVING
+    transfer = world.read(read, at=1)
+    agents = both_moving(world, read)
+    assert not transfer.cancel()
+    for agent in agents:
+        assert not transfer.quiet
+        flying = agent.flying(PEER)
+        for handle in flying:
+            handle.state = DONE
+        assert until(lambda flying=flying: all(handle.released for handle in flying))  # type: ignore[misc]
+    assert transfer.wait_quiet(SOON)
+    assert transfer.state is TransferState.CANCELLED
+
+
+def test_an_error_of_one_agent_ends_it_and_its_blocks_wait_for_both(world: World) -> None:
+    read = sharing(world)
+    world.agents.state[PEER] = MOVING
+    transfer = world.read(read, at=1)
+    broken, well = both_moving(world, read)
+    for handle in broken.flying(PEER):
+        handle.state = "an error"
+    assert "an error" in str(failed(transfer))
+    # What gave an error may write until its agent ends, which is at once.
+    assert until(lambda: broken.destroyed)
+    assert not transfer.quiet
+    assert not well.destroyed
+    world.agents.state[PEER] = DONE
+    assert transfer.wait_quiet(SOON)
+    # The next reads have two agents again.
+    while len(world.agents.made) < 3 or read.gauges().peers < 2:
+        done(world.read(read))
+    assert not well.destroyed
+
+
+def test_small_reads_are_not_shared(world: World) -> None:
+    read = sharing(world)
+    world.agents.state[PEER] = MOVING
+    transfer = world.read(read, at=1, chunks=3)
+    assert until(lambda: transfer.progress().chunks_in_flight == 2)
+    assert sorted(len(agent.flying(PEER)) for agent in world.agents.made) == [0, 2]
+    world.agents.state[PEER] = DONE
+    done(transfer)
+
+
+@pytest.mark.parametrize(("cores", "agents"), [(1, 1), (3, 1), (4, 2), (64, 2)])
+def test_a_second_agent_is_made_where_posts_copy_and_there_are_cores(
+    world: World, monkeypatch: pytest.MonkeyPatch, cores: int, agents: int
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
+    read = world.transport(reading_agents=None)
+    read.prepare(SOON)
+    for at in range(3):
+        not_copied = world.moving(read, "silent", at, chunks=4)
+        world.agents.state["silent"] = DONE
+        done(not_copied)
+    assert len(world.agents.made) == 1
+    for at in range(3, 6):
+        done(world.read(read, at=at))
+    assert until(lambda: len(world.agents.made) == agents)
+    assert (read.gauges().agents, world.memory.right()) == (agents, True)
+
+
+def test_bytes_are_right(source: Source, memory: Memory, transport: MakeTransport, ucx_tls: str) -> None:
+    read = transport(ucx_tls, reading_agents=2, chunk_bytes=256 << 10)
+    read.prepare(SOON)
+    for _ in range(4):
+        memory.bytes[:] = POISON
+        done(read_all(read, source, memory))
+        assert memory.right()
+        # Over TCP posts do not copy.
+        assert ucx_tls or until(lambda: read.gauges().agents == 2)
+    assert ucx_tls or read.gauges().peers == 2
