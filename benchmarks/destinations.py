@@ -6,12 +6,13 @@ import secrets
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from benchmarks.caches import CacheMemory, Ids, Layout
 from benchmarks.measures import Action
 from benchmarks.sources import Source
 from kvferry import Blocks, Cache, Client, EngineSpec, NixlOptions
-from kvferry.engine import ReadEnd, SchedulerPort, WorkerPort
+from kvferry.engine import ReadEnd, ReadTimes, SchedulerPort, WorkerPort
 
 TIMEOUT = 60.0
 STEP_PAUSE = 0.0002
@@ -66,6 +67,21 @@ def reader(
         yield Reader(cache, memory)
 
 
+@dataclass(frozen=True, slots=True)
+class PortRequest:
+    """What one request took, in seconds.
+
+    Attributes:
+        whole: from the source's `publish` until `finished` had the read.
+        reference: from the source's `publish` until its reference was here.
+        stages: of the read.
+    """
+
+    whole: float
+    reference: float
+    stages: ReadTimes
+
+
 class PortEngine:
     """Scheduler and worker of one rank, in this process, that step until a read has ended."""
 
@@ -108,14 +124,15 @@ class PortEngine:
                 return ended[0]
             time.sleep(STEP_PAUSE)
 
-    def from_publish_to_finished(self, source: Source, source_ids: Ids, ids: Ids) -> float:
-        """Seconds of one request: the source publishes, the reference comes by a pipe, this engine reads; verified."""
+    def from_publish_to_finished(self, source: Source, source_ids: Ids, ids: Ids) -> PortRequest:
+        """One request: the source publishes, the reference comes by a pipe, this engine reads; verified."""
         self.memory.poison(ids)
         published = source.publish(source_ids.tolist())
-        self.read(published.reference, ids)
-        took = time.perf_counter() - published.began
+        arrived = time.perf_counter()
+        end = self.read(published.reference, ids)
+        ended = time.perf_counter()
         self.memory.check(ids, source_ids)
-        return took
+        return PortRequest(ended - published.began, arrived - published.began, end.times)
 
     def close(self) -> None:
         """End both ports."""

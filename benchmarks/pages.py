@@ -6,6 +6,7 @@ from __future__ import annotations
 from benchmarks.destinations import port_engine
 from benchmarks.large_reads import LONG, Case, memcpy, read
 from benchmarks.measures import FULL, Effort, Measure, Topic, interleaved
+from benchmarks.nixl_time import NixlTime
 from benchmarks.node_server import node_server
 from benchmarks.sources import source
 
@@ -26,8 +27,8 @@ def run(effort: Effort = FULL) -> Topic:
     ):
         actions = {
             "memcpy": memcpy(case.size),
-            SMALL: read(engine, small, theirs, mine, []),
-            HUGE: read(engine, huge, theirs, mine, []),
+            SMALL: read(engine, small, theirs, mine, NixlTime(), []),
+            HUGE: read(engine, huge, theirs, mine, NixlTime(), []),
         }
         times = interleaved(actions, effort.repeats(REPEATS), warm=effort.size(2, 1))
     measures = (

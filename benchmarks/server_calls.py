@@ -1,9 +1,11 @@
 """What the control plane costs: each call of a request against a bare call of the same kind, with messages of the same
-sizes, to a server that does nothing."""
+sizes, to a server that does nothing. Before each, the client does the same, and the server has answered a small call:
+what a process has just done decides how fast its next call is."""
 
 from __future__ import annotations
 
 import secrets
+from collections.abc import Callable
 from typing import Any
 
 import grpc
@@ -130,6 +132,10 @@ class _Calls:
         """Publish, ask for the blocks, report: a whole request's calls."""
         self.report().seconds()
 
+    def nothing(self) -> None:
+        """Notify without a notification."""
+        self.stub.Notify(pb.NotifyRequest(), timeout=TIMEOUT)
+
     def _offer(self) -> None:
         sent(self.stub, self.source.publish_request(self._ids))
 
@@ -162,7 +168,8 @@ def _against_bare(calls: _Calls, echo: Echo, channel: grpc.Channel, blocks: int,
     }
     actions = {"bare unary echo": Action(echo.unary())}
     for name, (call, bare) in pairs.items():
-        actions |= {name: call, f"bare, as {name}": Action(bare)}
+        actions[name] = Action(call.run, prepare=_both(call.prepare, calls.nothing))
+        actions[f"bare, as {name}"] = Action(bare, prepare=_both(call.prepare, echo.unary()))
     times = interleaved(actions, repeats, warm=effort.size(20, 1))
     against = {name: f"bare, as {name}" for name in pairs}
     measures = [Measure(name, "s", found, against.get(name, "")) for name, found in times.items()]
@@ -172,6 +179,14 @@ def _against_bare(calls: _Calls, echo: Echo, channel: grpc.Channel, blocks: int,
         Measure.of("bytes of control per request", "B", control),
         Measure.of("bytes of a renewal", "B", sum(sizes.renew)),
     ]
+
+
+def _both(first: Callable[[], object], second: Callable[[], object]) -> Callable[[], None]:
+    def both() -> None:
+        first()
+        second()
+
+    return both
 
 
 def _cpu(calls: _Calls, server: ServerProcess, bare: ServerProcess, echo: Echo, effort: Effort) -> list[Measure]:

@@ -4,7 +4,7 @@ and sixteen at once against raw NIXL."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import grpc
@@ -14,7 +14,7 @@ from benchmarks import raw_nixl
 from benchmarks.caches import CacheMemory, Ids, Layout
 from benchmarks.call_counter import counted
 from benchmarks.call_sizes import CallSizes, sizes_of
-from benchmarks.destinations import TIMEOUT, Reader, port_engine, reader
+from benchmarks.destinations import TIMEOUT, PortRequest, Reader, port_engine, reader
 from benchmarks.echo_server import Echo, echo_server
 from benchmarks.measures import FULL, Action, Effort, Measure, Topic, interleaved
 from benchmarks.node_server import ServerProcess, node_server
@@ -33,6 +33,7 @@ SETTLES = 0.005
 """Seconds in which the report of a read has ended."""
 
 BARE_CPU = "bare server's CPU per call"
+BARE_PARTS = "bare parts: publish, blocks, report, raw NIXL, the reference's way"
 
 
 def run(effort: Effort = FULL) -> Topic:
@@ -145,20 +146,46 @@ def _through_ports(
             "raw": raw_action(raw, made.raw[0], engine.memory, theirs, mine),
             "hop": Action(made.hop),
         }
-        found, sums = [], []
-        cpu = requests = 0.0
-        for number in range(repeats + effort.size(10, 1)):
-            sums.append(sum(action.seconds() for action in parts.values()))
+        bare: dict[str, list[float]] = {name: [] for name in parts}
+        found: list[PortRequest] = []
+        cpu = 0.0
+        for number in range(-effort.size(10, 1), repeats):
+            times = {name: action.seconds() for name, action in parts.items()}
             before = server.cpu_seconds()
-            found.append(engine.from_publish_to_finished(made, theirs, mine))
-            if number >= effort.size(10, 1):
-                cpu, requests = cpu + server.cpu_seconds() - before, requests + 1
-    label = "bare parts: publish, blocks, report, raw NIXL, the reference's way"
+            request = engine.from_publish_to_finished(made, theirs, mine)
+            if number >= 0:
+                cpu += server.cpu_seconds() - before
+                found.append(request)
+                for name, took in times.items():
+                    bare[name].append(took)
+    sums = [sum(times) for times in zip(*bare.values(), strict=True)]
     return [
-        Measure.of(label, "s", sums[-repeats:]),
-        Measure.of("through the ports, publish to finished", "s", found[-repeats:], label),
-        Measure.of("node server's CPU per request through the ports", "s", cpu / requests, BARE_CPU),
+        Measure.of(BARE_PARTS, "s", sums),
+        Measure.of("through the ports, publish to finished", "s", [request.whole for request in found], BARE_PARTS),
+        *_stages(found, bare),
+        Measure.of("node server's CPU per request through the ports", "s", cpu / repeats, BARE_CPU),
     ]
+
+
+def _stages(found: Sequence[PortRequest], bare: Mapping[str, Sequence[float]]) -> list[Measure]:
+    """Where the time of the requests through the ports goes, beside the bare parts."""
+    ways = [publish + hop for publish, hop in zip(bare["publish"], bare["hop"], strict=True)]
+    lines: dict[str, tuple[Sequence[float], Callable[[PortRequest], float]]] = {
+        "publishing, and the reference's way": (ways, lambda request: request.reference),
+        "asking for the blocks": (bare["blocks"], lambda request: request.stages.wait + request.stages.grant),
+        "moving": (bare["raw"], lambda request: request.stages.move),
+        "reporting": (bare["report"], lambda request: request.stages.judge),
+        "until the engine's step gives it blocks": ((), lambda request: request.stages.attach),
+    }
+    measures, told = [], [0.0] * len(found)
+    for name, (least, of_request) in lines.items():
+        times = [of_request(request) for request in found]
+        told = [sum(pair) for pair in zip(told, times, strict=True)]
+        if least:
+            measures.append(Measure.of(f"bare: {name}", "s", least))
+        measures.append(Measure.of(f"ports: {name}", "s", times, f"bare: {name}" if least else ""))
+    rest = [request.whole - some for request, some in zip(found, told, strict=True)]
+    return [*measures, Measure.of("ports: the rest, hand-overs between threads and the last step", "s", rest)]
 
 
 def _concurrent(server: ServerProcess, made: Source, options: NixlOptions, effort: Effort) -> list[Measure]:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from benchmarks.caches import Layout
 from benchmarks.destinations import port_engine
-from benchmarks.large_reads import LONG, Case, compare
+from benchmarks.large_reads import LONG, ONE_AGENT, Case, compare
 from benchmarks.measures import FULL, Effort, Measure, Topic
 from benchmarks.node_server import node_server
 from benchmarks.sources import source
 from kvferry import NixlOptions
 
-REPEATS = 3
+REPEATS = 7
 OURS = NixlOptions(ucx_tls="tcp")
 SEGMENTS = (8 << 10, 64 << 10, 1 << 20)
 """Bytes of a segment of UCX's TCP beside kvferry's own; the first is UCX's own."""
@@ -35,5 +35,5 @@ def run(effort: Effort = FULL) -> Topic:
                 source(server.address, chosen.layout, options=OURS, raw=list(raw.values())) as made,
                 port_engine(server.address, chosen.layout, options=OURS) as engine,
             ):
-                measures += compare(chosen, made, {"1 reading agent": engine}, raw, effort.repeats(REPEATS))
+                measures += compare(chosen, made, {ONE_AGENT: engine}, raw, effort.repeats(REPEATS))
     return Topic("tcp_reads", "Many bytes over TCP, huge pages on both sides", tuple(measures))

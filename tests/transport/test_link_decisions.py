@@ -437,6 +437,35 @@ def test_polls_come_less_often_the_longer_nothing_comes_and_often_again_after_ne
     assert pauses(world, 1)[0] == pytest.approx(POLL_FIRST)
 
 
+def test_chunks_that_arrive_together_are_not_taken_for_a_fast_peer(world: World) -> None:
+    """As over TCP, which moves all of them at once. Else the next would count as late at once, and be asked seldom."""
+    for _ in range(60):
+        world.posted(3)
+        world.now += 3e-3
+        for handle in world.handles[-3:]:
+            handle.state = DONE
+        assert world.link.poll(world.now)
+    world.posted(3)
+    began = world.now
+    # They are as late as the others were: not later than expected.
+    found = pauses(world, int(3e-3 / POLL_FIRST))
+    assert world.now - began == pytest.approx(3e-3, rel=0.1)
+    assert found == pytest.approx([POLL_FIRST] * len(found))
+
+
+def test_a_late_read_that_still_moves_is_asked_often(world: World) -> None:
+    world.posted()
+    assert pauses(world, 40)[-1] == pytest.approx(POLL_LAST)
+    costs = iter([100e-6])
+
+    def spend() -> None:
+        world.cpu += next(costs, 3e-6)
+
+    world.handles[0].spend = spend
+    assert pauses(world, 1)[0] == pytest.approx(POLL_FIRST)
+    assert pauses(world, 1)[0] > POLL_FIRST
+
+
 def test_a_check_that_moved_bytes_is_followed_by_the_next_at_once(world: World) -> None:
     """As over TCP, where checks copy. They end when nothing more is there, or others have to have their turn."""
     transfer = world.posted(2)

@@ -107,6 +107,10 @@ class Link:
         self._in_flight = 0
         self._rate = RATE_FIRST
         self._busy_since = 0.0
+        """When a chunk last arrived, or was posted where none was under way."""
+        self._flowing_since = 0.0
+        self._flowed = 0
+        """Since when there is always a chunk under way, and the bytes that have arrived since."""
         self._cheapest = math.inf
         """CPU seconds of the cheapest check so far."""
         self._pause = POLL_FIRST
@@ -206,17 +210,18 @@ class Link:
         """Check what is under way, if it is time to. Returns whether anything has ended."""
         if now < self._poll_at or self.quiet:
             return False
-        worked = news = False
+        worked = progressed = news = False
         for _ in range(CHECKS_AT_ONCE):
             began = self._cpu_time()
             checks, news = self._check_all()
             took = self._cpu_time() - began
             self._cheapest = min(self._cheapest, max(1e-6, took / max(1, checks)))
             worked = took > (checks - 1 + WORKED) * self._cheapest
+            progressed |= worked
             if news or not worked:
                 break
         now = self._clock()
-        if news:
+        if news or progressed:
             self._pause = POLL_FIRST
         elif now > self._busy_since + 2 * self._in_flight / self._rate + POLL_LAST:
             # Polling is also what makes a TCP read progress, so it backs off only once the read is later than expected.
@@ -300,10 +305,11 @@ class Link:
         if posted.size >= COPIED:
             self.copies = state is HandleState.DONE
         if state is HandleState.DONE:
-            self._landed(posted, before)
+            self._landed(posted, posted.size, self._clock() - before)
         elif state is HandleState.MOVING:
             if not self.posted:
-                self._busy_since = before
+                self._busy_since = self._flowing_since = before
+                self._flowed = 0
             self.posted.append(posted)
             self._in_flight += posted.size
             self._pause = POLL_FIRST
@@ -324,19 +330,21 @@ class Link:
         self._in_flight -= chunk.size
         self.posted.remove(chunk)
         if state is HandleState.DONE:
-            self._landed(chunk, self._busy_since)
+            # Chunks that are under way together arrive together: one by one they would seem to take no time.
             self._busy_since = self._clock()
+            self._flowed += chunk.size
+            self._landed(chunk, self._flowed, self._busy_since - self._flowing_since)
         else:
             self._lose(chunk, self._error("the read failed"))
         return True
 
-    def _landed(self, chunk: PostedChunk, since: float) -> None:
-        took = max(1e-6, self._clock() - since)
+    def _landed(self, chunk: PostedChunk, size: int, seconds: float) -> None:
+        """A chunk has arrived, the last of so many bytes that took so long."""
         # First: somebody may be waiting for it.
         chunk.owner.landed(chunk.size)
         self._release(chunk.handle)
         self.moved += chunk.size
-        self._rate = 0.7 * self._rate + 0.3 * max(1e6, chunk.size / took)
+        self._rate = 0.7 * self._rate + 0.3 * max(1e6, size / max(1e-6, seconds))
 
     def _lose(self, chunk: PostedChunk, error: KvferryError) -> None:
         chunk.lost = True
