@@ -241,7 +241,8 @@ class HomeSession:
     def attempt(
         self, notifications: Sequence[pb.Notification], timeout: float
     ) -> tuple[list[KvferryError | None], KvferryError | None]:
-        """Send steps and aborts once: as many of the first ones as fit into one call.
+        """Send steps and aborts once: as many of the first ones as fit into one call. Instead of steps whose publication
+        was released meanwhile, aborts are sent.
 
         Call `ended` when no more attempts will be made to send a step.
 
@@ -249,6 +250,8 @@ class HomeSession:
             For each notification that was sent its error, or None; shorter than `notifications` if not all were sent.
             And the error of the call, if it failed as a whole.
         """
+        with self._lock:
+            notifications = [self._offers.as_of_now(told) for told in notifications]
         sent, failure = notifications[:1], None
         errors: list[KvferryError | None] = []
         try:
