@@ -241,8 +241,8 @@ class HomeSession:
     def attempt(
         self, notifications: Sequence[pb.Notification], timeout: float
     ) -> tuple[list[KvferryError | None], KvferryError | None]:
-        """Send steps and aborts once: as many of the first ones as fit into one call. Instead of steps whose publication
-        was released meanwhile, aborts are sent.
+        """Send steps and aborts once: as many of the first ones as fit into one call. For a publication that was released
+        meanwhile, its abort is sent.
 
         Call `ended` when no more attempts will be made to send a step.
 
@@ -251,8 +251,9 @@ class HomeSession:
             And the error of the call, if it failed as a whole.
         """
         with self._lock:
-            notifications = [self._offers.as_of_now(told) for told in notifications]
-        sent, failure = notifications[:1], None
+            notifications = tuple(self._offers.as_of_now(told) for told in notifications)
+        sent: Sequence[pb.Notification] = notifications[:1]
+        failure: KvferryError | None = None
         errors: list[KvferryError | None] = []
         try:
             request = next(batches(self._engine, notifications, session_secret=self._secret))

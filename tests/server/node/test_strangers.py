@@ -31,7 +31,6 @@ from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry.v1.introspection_pb2_grpc import IntrospectionStub
 from kvferry.v1.kv_transfer_pb2_grpc import KVTransferStub
 from kvferry_server.domain.hosts import host_of
-from kvferry_server.node import grpc_server
 from kvferry_server.node.config import configure
 from kvferry_server.node.connections import ConnectionLimiter, connections_each
 from kvferry_server.node.grpc_server import _CAN_MEND
@@ -162,7 +161,8 @@ async def test_a_replaced_socket_keeps_its_path_mode_and_lock(tmp_path: Path) ->
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.skipif(not _CAN_MEND, reason="this grpcio accepts all calls itself")
 async def test_a_server_that_can_accept_no_more_calls_of_a_method_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    node, schedule, failed = NodeServer(configure(unix="", listen="127.0.0.1:0")), cygrpc._schedule_rpc_coro, []
+    node = NodeServer(configure(unix="", listen="127.0.0.1:0"))
+    schedule, failed = cygrpc._schedule_rpc_coro, list[object]()
 
     def fails_once(handling: Coroutine[Any, Any, None], *rest: Any) -> Any:
         if failed:
@@ -173,7 +173,7 @@ async def test_a_server_that_can_accept_no_more_calls_of_a_method_is_replaced(mo
 
     await node.start()
     try:
-        monkeypatch.setattr(grpc_server.cygrpc, "_schedule_rpc_coro", fails_once)
+        monkeypatch.setattr(cygrpc, "_schedule_rpc_coro", fails_once)
         async with connect_async(node.addresses[0]) as channel:
             stub: Any = IntrospectionStub(channel)
             with pytest.raises(grpc.RpcError) as caught:
@@ -187,9 +187,7 @@ async def test_a_server_that_can_accept_no_more_calls_of_a_method_is_replaced(mo
 
 async def until_answered(stub: Any) -> ipb.ListEnginesResponse:
     """An answer, once the server is back."""
-    answer: ipb.ListEnginesResponse = await stub.ListEngines(
-        ipb.ListEnginesRequest(), timeout=10, wait_for_ready=True
-    )
+    answer: ipb.ListEnginesResponse = await stub.ListEngines(ipb.ListEnginesRequest(), timeout=10, wait_for_ready=True)
     return answer
 
 
