@@ -241,8 +241,8 @@ class HomeSession:
     def attempt(
         self, notifications: Sequence[pb.Notification], timeout: float
     ) -> tuple[list[KvferryError | None], KvferryError | None]:
-        """Send steps and aborts once: as many of the first ones as fit into one call. For a publication that was released
-        meanwhile, its abort is sent.
+        """Send steps and aborts once: as many of the first ones as fit into one call. Of a publication that was
+        released meanwhile, the abort is sent.
 
         Call `ended` when no more attempts will be made to send a step.
 
