@@ -28,8 +28,10 @@ from kvferry_server.domain.identity import EngineRef
 from kvferry_server.domain.limits import Limits
 from kvferry_server.domain.watch_feed import Process
 from kvferry_server.home.home import Home
+from kvferry_server.node.grpc_server import make_server
 from kvferry_server.node.guard import Guard
 from kvferry_server.node.limits import CallLimits
+from kvferry_server.node.server import SERVICES
 from kvferry_server.servicers import add_servicers
 from kvferry_server.servicers.relay import Relays
 from kvferry_server.servicers.worker import Worker
@@ -167,9 +169,10 @@ async def running(directory: Path, limits: Limits | None = None, *, new: bool = 
     home.closed = asyncio.Queue()
     if not new:
         clock.pass_by(1000)
-    server = grpc.aio.server(interceptors=[Guard(CallLimits())], options=SERVER_OPTIONS)
-    worker = Worker()
-    add_servicers(server, home, Relays(ADVERTISE, None, anywhere=False), worker)
+    worker, relays = Worker(), Relays(ADVERTISE, None, anywhere=False)
+    server = make_server(
+        Guard(CallLimits()), SERVER_OPTIONS, SERVICES, lambda server: add_servicers(server, home, relays, worker)
+    )
     address = f"unix:{directory / 's'}"
     server.add_insecure_port(address)
     await server.start()

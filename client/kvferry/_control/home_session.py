@@ -241,7 +241,8 @@ class HomeSession:
     def attempt(
         self, notifications: Sequence[pb.Notification], timeout: float
     ) -> tuple[list[KvferryError | None], KvferryError | None]:
-        """Send steps and aborts once: as many of the first ones as fit into one call.
+        """Send steps and aborts once: as many of the first ones as fit into one call. Of a publication that was
+        released meanwhile, the abort is sent.
 
         Call `ended` when no more attempts will be made to send a step.
 
@@ -249,7 +250,10 @@ class HomeSession:
             For each notification that was sent its error, or None; shorter than `notifications` if not all were sent.
             And the error of the call, if it failed as a whole.
         """
-        sent, failure = notifications[:1], None
+        with self._lock:
+            notifications = tuple(self._offers.as_of_now(told) for told in notifications)
+        sent: Sequence[pb.Notification] = notifications[:1]
+        failure: KvferryError | None = None
         errors: list[KvferryError | None] = []
         try:
             request = next(batches(self._engine, notifications, session_secret=self._secret))

@@ -218,6 +218,13 @@ class Offers:
         held.steps.append(step)
         held.sending += 1
 
+    def as_of_now(self, told: pb.Notification) -> pb.Notification:
+        """Return what to send for a step or an abort: for a step of a publication that was released meanwhile, the
+        publication's abort. A home that has restarted would offer the step again, with blocks that have changed."""
+        if told.HasField("publish") and told.publish.publication not in self._held:
+            return pb.Notification(abort=pb.Abort(publication=told.publish.publication))
+        return told
+
     def unanswered(self, step: pb.Publish) -> None:
         """Record that an attempt to send a step had no answer: the home may have accepted the step."""
         held = self._held.get(step.publication)

@@ -136,9 +136,9 @@ class _VerdictEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTy
     VERDICT_VALID: _Verdict.ValueType  # 1
     """VERDICT_VALID: the lease was live when the report came."""
     VERDICT_EXPIRED: _Verdict.ValueType  # 2
-    """VERDICT_EXPIRED: it was not; the bytes don't count."""
+    """VERDICT_EXPIRED: it was not, or was forgotten since; the bytes don't count."""
     VERDICT_UNKNOWN: _Verdict.ValueType  # 3
-    """VERDICT_UNKNOWN: no record of the lease, e.g. after a restart; the reader's own deadline decides."""
+    """VERDICT_UNKNOWN: no record of the lease, after a restart; the reader's own deadline decides."""
 
 class Verdict(_Verdict, metaclass=_VerdictEnumTypeWrapper):
     """Verdict is the home's judgement of a rank's report."""
@@ -148,9 +148,9 @@ VERDICT_UNSPECIFIED: Verdict.ValueType  # 0
 VERDICT_VALID: Verdict.ValueType  # 1
 """VERDICT_VALID: the lease was live when the report came."""
 VERDICT_EXPIRED: Verdict.ValueType  # 2
-"""VERDICT_EXPIRED: it was not; the bytes don't count."""
+"""VERDICT_EXPIRED: it was not, or was forgotten since; the bytes don't count."""
 VERDICT_UNKNOWN: Verdict.ValueType  # 3
-"""VERDICT_UNKNOWN: no record of the lease, e.g. after a restart; the reader's own deadline decides."""
+"""VERDICT_UNKNOWN: no record of the lease, after a restart; the reader's own deadline decides."""
 global___Verdict = Verdict
 
 class _WatchRole:

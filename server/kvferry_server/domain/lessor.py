@@ -155,6 +155,9 @@ class Lessor:
     ) -> ReportAnswer:
         """Take reports of ranks whose transfers ended, and give a verdict on them. A replay gets the same answer.
 
+        A lease without a record has EXPIRED, unless this home has just started and may have granted it before. Its
+        reader may not know that: its machine may have been paused for long, and its clock with it.
+
         Raises:
             PartiesMismatch: more distinct ranks have reported than the read has parties.
             WrongIdentity: the lease was acquired by another caller.
@@ -162,7 +165,7 @@ class Lessor:
         now = self._records.advance(MAX_ENDED_AT_ONCE)
         lease = self._lease(lease_id, reader, names, now)
         if lease is None:
-            return ReportAnswer(Verdict.UNKNOWN)
+            return ReportAnswer(Verdict.EXPIRED if self._records.knows_all_live(now) else Verdict.UNKNOWN)
         before = lease.size
         verdict = lease.add(reports)
         self._memory.take(lease.publication.source, lease.size - before)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right, insort
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from typing import Generic, TypeAlias, TypeVar
 
@@ -11,26 +11,39 @@ Numbers: TypeAlias = "tuple[int, ...]"
 
 Entry = TypeVar("Entry")
 
+FEW = 256
+GONE_SHARE = 8
+"""So many keys of removed entries are kept, or one in so many of all, until they are dropped together. To drop each by
+itself would move all keys behind it, for each of a hundred thousand entries that are removed at once."""
+
 
 class Ordered(Generic[Entry]):
     """Entries by numbers. Numbers mostly rise, so that adding one takes no longer than to a list."""
 
     def __init__(self) -> None:
         self._keys: list[Numbers] = []
+        """In order; some of them of entries that were removed."""
         self._entries: dict[Numbers, Entry] = {}
 
     def __len__(self) -> int:
-        return len(self._keys)
+        return len(self._entries)
 
     def add(self, key: Numbers, entry: Entry) -> None:
         """Add an entry under a new key."""
-        insort(self._keys, key)
         self._entries[key] = entry
+        if not self._keys or key > self._keys[-1]:
+            self._keys.append(key)
+            return
+        index = bisect_left(self._keys, key)
+        if self._keys[index] != key:
+            self._keys.insert(index, key)
 
     def remove(self, key: Numbers) -> None:
         """Remove an entry; KeyError if there is none."""
         del self._entries[key]
-        del self._keys[bisect_left(self._keys, key)]
+        gone = len(self._keys) - len(self._entries)
+        if gone > FEW and gone * GONE_SHARE > len(self._keys):
+            self._keys = [kept for kept in self._keys if kept in self._entries]
 
     def after(self, key: Numbers | None) -> Iterator[tuple[Numbers, Entry]]:
         """Yield the entries after a key, which need not be here, in order; None: all. Nothing may be added or removed
@@ -38,4 +51,5 @@ class Ordered(Generic[Entry]):
         begin = 0 if key is None else bisect_right(self._keys, key)
         for index in range(begin, len(self._keys)):
             found = self._keys[index]
-            yield found, self._entries[found]
+            if found in self._entries:
+                yield found, self._entries[found]

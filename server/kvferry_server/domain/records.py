@@ -79,6 +79,7 @@ class Records:
         self.draining = False
         self.effects: list[Changed | Released] = []
         self._clock = clock
+        self._forgot_nothing_from = clock.now() + times.max_ttl
         self._publication_agenda: Agenda[PublicationRecord] = Agenda()
         self._lease_agenda: Agenda[Lease] = Agenda()
 
@@ -113,6 +114,11 @@ class Records:
     def drain(self) -> None:
         """Grant, renew and accept no more (PROTOCOL, Leases 1). Reports, cancels and acknowledgements go on."""
         self.draining = True
+
+    def knows_all_live(self, now: float) -> bool:
+        """Whether every lease that this home has no record of has ended: those that it granted before a restart last
+        for a max_ttl at most."""
+        return now >= self._forgot_nothing_from
 
     # Looking up.
 

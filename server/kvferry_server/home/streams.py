@@ -4,9 +4,10 @@ reader its blocks, `watch` sends a process of an engine its events."""
 from __future__ import annotations
 
 import secrets
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from typing import TypeAlias
 
 from kvferry.errors import InvalidField, PublicationTimeout, ServerDraining, WatchTakenOver
@@ -99,9 +100,12 @@ async def read_blocks(home: Home, request: LeaseRequest, wait: float) -> AsyncGe
 
 async def poll_blocks(
     home: Home, request: LeaseRequest, wait: float, lease_id: bytes, next_step: int
-) -> Sequence[ReadMessage]:
+) -> Iterator[ReadMessage]:
     """Return what `read_blocks` yields to a reader that has some of it already, as soon as there is something; nothing
     when the wait is over. Cancelling it does not end the lease.
+
+    A publication may have a hundred thousand steps, and an answer takes few of them: the rest is not looked at. Take
+    what is needed at once, since the publication may change later.
 
     Args:
         home: the source's home.
@@ -121,13 +125,13 @@ async def poll_blocks(
     waits_until = home.clock.now() + wait
     lease = _granted(home, request, lease_id)
     if not secrets.compare_digest(lease_id, lease.lease_id):
-        return Accepted(lease), *_Untold(lease).take()
+        return chain((Accepted(lease),), _Untold(lease).take())
     publication = lease.publication
     there = len(publication.steps)
     if next_step > there:
         raise InvalidField("next_step", next_step, f"at most {there}, the steps there are")
     untold = _Untold(lease, next_step)
-    if news := tuple(untold.take()):
+    if news := _some(untold.take()):
         return news
     with _streaming(home, lease), home.wakeups.watching(publication) as waker:
         while True:
@@ -136,10 +140,10 @@ async def poll_blocks(
             lease.check_replay(request)
             left = _left(home, lease, waits_until, wait)
             if left <= 0:
-                return ()
+                return iter(())
             await waker.wait(left)
             waker.clear()
-            if news := tuple(untold.take()):
+            if news := _some(untold.take()):
                 return news
 
 
@@ -257,6 +261,12 @@ class _Untold:
         if self._lease.revoked is not None and not self._revoked:
             self._revoked = True
             yield Revoked(self._lease.revoked)
+
+
+def _some(messages: Iterator[ReadMessage]) -> Iterator[ReadMessage] | None:
+    """Return the messages if there are any."""
+    first = next(messages, None)
+    return None if first is None else chain((first,), messages)
 
 
 def _left(home: Home, lease: Lease, waits_until: float, wait: float) -> float:

@@ -22,7 +22,7 @@ from kvferry_server.domain.limits import MAX_ENDED_AT_ONCE, Limits
 from kvferry_server.domain.publications import PublicationOutcome, PublicationStage
 from kvferry_server.domain.reads import LeaseState, RankOutcome, RevokeReason, Verdict
 from kvferry_server.domain.times import Times
-from tests.support.parties import SECRETS, TIMES, D, E, P, Scene, ask, key, read_id
+from tests.support.parties import SECRETS, TIMES, D, E, P, Scene, ask, done, key, read_id
 
 
 @pytest.fixture
@@ -278,8 +278,19 @@ def test_outcomes_are_kept_for_two_max_ttl_and_replayed_unchanged(scene: Scene) 
     scene.wait(2 * TIMES.max_ttl - 1)
     assert scene.report(lease, 0).verdict is Verdict.VALID
     scene.wait(1)
-    assert scene.report(lease, 0).verdict is Verdict.UNKNOWN
+    # There is no record of it; but it has ended, since this home was up before it was granted.
+    assert scene.report(lease, 0).verdict is Verdict.EXPIRED
     assert not list(scene.records.leases())
+
+
+def test_a_lease_without_a_record_has_ended_unless_the_home_has_just_started(
+    scene: Scene,
+) -> None:
+    """A reader whose machine was paused for long, and its clock with it, takes its lease for live."""
+    scene.wait(TIMES.max_ttl - 0.1)
+    assert scene.lessor.report(b"?" * 16, D, done(0)).verdict is Verdict.UNKNOWN
+    scene.wait(0.1)
+    assert scene.lessor.report(b"?" * 16, D, done(0)).verdict is Verdict.EXPIRED
 
 
 def test_a_lease_obeys_its_reader_only(scene: Scene) -> None:

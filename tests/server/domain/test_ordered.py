@@ -6,25 +6,42 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvferry_server.domain import ordered as module
 from kvferry_server.domain.ordered import Ordered
 
-keys = st.tuples(st.integers(0, 9), st.integers(0, 9))
+keys = st.tuples(st.integers(0, 3), st.integers(0, 2))
 
 
-@given(st.lists(st.tuples(st.booleans(), keys)), st.none() | st.lists(st.integers(0, 9), max_size=3).map(tuple))
+@given(
+    st.lists(st.tuples(st.booleans(), keys)),
+    st.none() | st.lists(st.integers(0, 3), max_size=3).map(tuple),
+    st.sampled_from([0, 3, module.FEW]),
+)
 def test_what_is_there_is_listed_in_order_from_any_key_on(
-    steps: list[tuple[bool, tuple[int, int]]], after: tuple[int, ...] | None
+    steps: list[tuple[bool, tuple[int, int]]], after: tuple[int, ...] | None, few: int
 ) -> None:
     ordered, there = Ordered[str](), dict[tuple[int, ...], str]()
-    for added, key in steps:
-        if added and key not in there:
-            there[key] = str(key)
-            ordered.add(key, there[key])
-        elif not added and key in there:
-            del there[key]
-            ordered.remove(key)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "FEW", few)
+        for number, (added, key) in enumerate(steps):
+            if added and key not in there:
+                there[key] = str(number)
+                ordered.add(key, there[key])
+            elif not added and key in there:
+                del there[key]
+                ordered.remove(key)
     assert len(ordered) == len(there)
     assert list(ordered.after(after)) == sorted((k, v) for k, v in there.items() if after is None or k > after)
+
+
+def test_of_entries_that_come_and_go_few_keys_are_kept() -> None:
+    ordered = Ordered[int]()
+    for number in range(100_000):
+        ordered.add((number,), number)
+        if number >= 10:
+            ordered.remove((number - 10,))
+    assert [entry for _, entry in ordered.after(None)] == list(range(99_990, 100_000))
+    assert len(ordered._keys) <= 2 * module.FEW
 
 
 def test_what_is_not_there_cannot_be_removed() -> None:

@@ -11,7 +11,7 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -19,9 +19,10 @@ from typing import Any
 
 import grpc
 import pytest
+from grpc._cython import cygrpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from kvferry._wire.channel import connect, parse_address
+from kvferry._wire.channel import connect, connect_async, parse_address
 from kvferry._wire.status import from_rpc_error
 from kvferry.errors import InvalidField, LimitReached, Unreachable
 from kvferry.geometry import RankGeometry
@@ -155,6 +156,39 @@ async def test_a_replaced_socket_keeps_its_path_mode_and_lock(tmp_path: Path) ->
     finally:
         await node.stop(0)
     assert not path.exists()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.skipif(not _CAN_MEND, reason="this grpcio accepts all calls itself")
+async def test_a_server_that_can_accept_no_more_calls_of_a_method_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    node = NodeServer(configure(unix="", listen="127.0.0.1:0"))
+    schedule, failed = cygrpc._schedule_rpc_coro, list[object]()
+
+    def fails_once(handling: Coroutine[Any, Any, None], *rest: Any) -> Any:
+        if failed:
+            return schedule(handling, *rest)
+        failed.append(handling)
+        handling.close()
+        raise MemoryError
+
+    await node.start()
+    try:
+        monkeypatch.setattr(cygrpc, "_schedule_rpc_coro", fails_once)
+        async with connect_async(node.addresses[0]) as channel:
+            stub: Any = IntrospectionStub(channel)
+            with pytest.raises(grpc.RpcError) as caught:
+                await stub.ListEngines(ipb.ListEnginesRequest(), timeout=10)
+            assert isinstance(from_rpc_error(caught.value, "server"), Unreachable)
+            epochs = {(await until_answered(stub)).home_epoch for _ in range(3)}
+        assert epochs == {node.home.epoch}
+    finally:
+        await node.stop(0)
+
+
+async def until_answered(stub: Any) -> ipb.ListEnginesResponse:
+    """An answer, once the server is back."""
+    answer: ipb.ListEnginesResponse = await stub.ListEngines(ipb.ListEnginesRequest(), timeout=10, wait_for_ready=True)
+    return answer
 
 
 async def test_a_port_is_nobody_elses_between_two_servers() -> None:

@@ -81,7 +81,7 @@ async def test_no_lease_is_stolen_by_what_listings_and_page_tokens_hold(ready: N
                     pb.Notification(renew=pb.Renew(lease_id=guess)),
                     ref=sender,
                 )
-                assert results[0].read_ended.verdict == pb.VERDICT_UNKNOWN
+                assert results[0].read_ended.verdict == pb.VERDICT_EXPIRED
                 assert isinstance(error_of(results[2]), LeaseEnded)
     # Nobody has reported or cancelled anything, and all is as its readers know it.
     for reader, lease in zip((D, D, E), leases, strict=True):

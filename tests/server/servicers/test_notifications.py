@@ -118,7 +118,7 @@ async def test_readers_notifications_are_checked_and_answered_by_kind(ready: Nod
         pb.Notification(decline=pb.Decline(reference=reference(1, D))),
     )
     assert isinstance(error_of(results[0]), LeaseEnded)
-    assert results[1].read_ended.verdict == pb.VERDICT_UNKNOWN
+    assert results[1].read_ended.verdict == pb.VERDICT_EXPIRED
     assert results[2].HasField("done")
     assert all(isinstance(error_of(results[index]), InvalidField) for index in (3, 4, 5))
     assert isinstance(error_of(results[6]), BadReference)

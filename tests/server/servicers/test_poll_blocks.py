@@ -33,6 +33,7 @@ from kvferry.errors import (
 )
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry_server.domain.limits import MAX_STALE_STREAMS, Limits
+from kvferry_server.domain.steps import PublicationStep
 from kvferry_server.servicers.limits import POLL_STEPS
 from tests.support.node_in_process import (
     ADVERTISE,
@@ -207,6 +208,26 @@ async def test_many_small_steps_come_in_several_answers(ready: Node) -> None:
     answer = await ready.poll()
     assert steps(answer) == list(range(POLL_STEPS))
     assert steps(await ready.poll(lease_id=answer.accepted.lease_id, next_step=POLL_STEPS)) == [POLL_STEPS]
+
+
+async def test_an_answer_looks_at_no_more_steps_than_it_takes(ready: Node) -> None:
+    class Counted(list[PublicationStep]):
+        looked_at = 0
+
+        def __getitem__(self, index: Any) -> Any:
+            self.looked_at += index >= 0
+            return super().__getitem__(index)
+
+    for first in range(0, 4 * POLL_STEPS, 1024):
+        empty = (publish_notification(step=step, last=False, groups=[]) for step in range(first, first + 1024))
+        await ready.source(*empty)
+    publication = ready.home.records.books[P].publications[1]
+    publication.steps = counted = Counted(publication.steps)
+    lease_id = (await ready.poll()).accepted.lease_id
+    assert POLL_STEPS <= counted.looked_at <= POLL_STEPS + 1
+    counted.looked_at = 0
+    assert steps(await ready.poll(lease_id=lease_id, next_step=POLL_STEPS))[-1] == 2 * POLL_STEPS - 1
+    assert POLL_STEPS <= counted.looked_at <= POLL_STEPS + 1
 
 
 async def test_an_abort_is_told_to_who_waits_and_the_lease_stays(ready: Node) -> None:
