@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from benchmarks import model
+from benchmarks import breakdown, model
 from benchmarks.goals import GOALS
 from benchmarks.handshakes import RANKS
 from benchmarks.pages import HUGE, SMALL
 from benchmarks.remarks import REMARKS
 from benchmarks.results import RESULTS, Results, shown
+from benchmarks.spinning import HELPER, SPINS
 from benchmarks.tables import Table
 
 FOLDER = Path(__file__).parent
@@ -88,6 +89,10 @@ def performance(results: Results) -> str:
         "reasons": reasons(results),
         "wall": _time(results, "handshakes", f"all handshakes of {RANKS} ranks with {RANKS} ranks"),
         "decode": _time(results, "handshakes", "decoding one of their answers and planning with it"),
+        "stages": breakdown.stages(results).lines(),
+        "movement": breakdown.movement(results).lines(),
+        "spinning": f"{results.ratio('spinning', SPINS):.0f}",
+        "helper": f"{results.ratio('spinning', HELPER):.2f}",
         "huge": pages(results),
         "trips": f"{results.measure('small_reads', 'calls per read').median:.2g}",
         "line rate": model.at_line_rate(costs).lines(),

@@ -33,6 +33,13 @@ SETTLES = 0.005
 """Seconds in which the report of a read has ended."""
 
 BARE_CPU = "bare server's CPU per call"
+PUBLISHING = "publishing, and the reference's way"
+ASKING = "asking for the blocks"
+ATTACHING = "until the engine's step gives it blocks"
+MOVING = "moving"
+REPORTING = "reporting"
+REST = "the rest: from thread to thread, and the engine's last step"
+STAGES = (PUBLISHING, ASKING, ATTACHING, MOVING, REPORTING, REST)
 BARE_PARTS = "bare parts: publish, blocks, report, raw NIXL, the reference's way"
 
 
@@ -171,11 +178,11 @@ def _stages(found: Sequence[PortRequest], bare: Mapping[str, Sequence[float]]) -
     """Where the time of the requests through the ports goes, beside the bare parts."""
     ways = [publish + hop for publish, hop in zip(bare["publish"], bare["hop"], strict=True)]
     lines: dict[str, tuple[Sequence[float], Callable[[PortRequest], float]]] = {
-        "publishing, and the reference's way": (ways, lambda request: request.reference),
-        "asking for the blocks": (bare["blocks"], lambda request: request.stages.wait + request.stages.grant),
-        "moving": (bare["raw"], lambda request: request.stages.move),
-        "reporting": (bare["report"], lambda request: request.stages.judge),
-        "until the engine's step gives it blocks": ((), lambda request: request.stages.attach),
+        PUBLISHING: (ways, lambda request: request.reference),
+        ASKING: (bare["blocks"], lambda request: request.stages.wait + request.stages.grant),
+        ATTACHING: ((), lambda request: request.stages.attach),
+        MOVING: (bare["raw"], lambda request: request.stages.move),
+        REPORTING: (bare["report"], lambda request: request.stages.judge),
     }
     measures, told = [], [0.0] * len(found)
     for name, (least, of_request) in lines.items():
@@ -185,7 +192,7 @@ def _stages(found: Sequence[PortRequest], bare: Mapping[str, Sequence[float]]) -
             measures.append(Measure.of(f"bare: {name}", "s", least))
         measures.append(Measure.of(f"ports: {name}", "s", times, f"bare: {name}" if least else ""))
     rest = [request.whole - some for request, some in zip(found, told, strict=True)]
-    return [*measures, Measure.of("ports: the rest, hand-overs between threads and the last step", "s", rest)]
+    return [*measures, Measure.of(f"ports: {REST}", "s", rest)]
 
 
 def _concurrent(server: ServerProcess, made: Source, options: NixlOptions, effort: Effort) -> list[Measure]:

@@ -21,6 +21,7 @@ TOPICS = (
     "tcp_paths",
     "handshakes",
     "engine_steps",
+    "spinning",
     "first_reads",
     "fleet",
     "lengths",
