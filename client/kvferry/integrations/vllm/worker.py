@@ -15,7 +15,7 @@ from kvferry.errors import KvferryError
 from kvferry.geometry.model import Plane
 from kvferry.geometry.tensors import Tensor
 from kvferry.integrations.vllm.device import EVERY_STEP, DeviceSteps, arrival_fence, steps_of
-from kvferry.integrations.vllm.idle_steps import PATIENCE
+from kvferry.integrations.vllm.idle_steps import PATIENCE, YIELD
 from kvferry.integrations.vllm.setup import Setup
 from kvferry.integrations.vllm.values import StepMetadata, WorkerNews
 
@@ -96,6 +96,9 @@ class ConnectorWorker:
         for the device after some reads, see `arrival_fence`."""
         if self._waits and self._port.running():
             self._port.wait_news(PATIENCE)
+        elif self._waits:
+            # Its reads have ended, or wait for its announcement, on a thread that needs Python's lock.
+            time.sleep(YIELD)
         with self._lock:
             news, self._news = self._news, WorkerNews()
             output = self._port.finished()
