@@ -123,7 +123,7 @@ def connector(*ends: ReadEnd) -> tuple[KvferryConnector, ConnectorScheduler]:
     """A connector whose reads have ended like that since its last step."""
     scheduler: Any = ConnectorScheduler.__new__(ConnectorScheduler)
     left = [ends]
-    scheduler._port = SimpleNamespace(finished=lambda: SimpleNamespace(reads=left.pop() if left else ()))
+    scheduler._port = SimpleNamespace(finished=lambda: SimpleNamespace(reads=left.pop() if left else (), disputed=()))
     scheduler._loads = {end.request_id: _Load("reference", reading=True) for end in ends}
     scheduler._leaders, scheduler._ends, scheduler._stats = {}, [], KvferryStats()
     made: Any = KvferryConnector.__new__(KvferryConnector)
