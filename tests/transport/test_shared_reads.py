@@ -9,6 +9,7 @@ import pytest
 
 from kvferry._transport import peer_link, peer_work, transport
 from kvferry._transport.transport import TransferState, Transport
+from kvferry.errors import NixlError
 from tests.transport.conftest import MakeTransport
 from tests.transport.played_agents import CHUNK, DONE, MOVING, Agent, World, done, failed
 from tests.transport.sources import POISON, SOON, Memory, Source
@@ -116,6 +117,36 @@ def test_a_second_agent_is_made_where_posts_copy_and_there_are_cores(
         done(world.read(read, at=at))
     assert until(lambda: len(world.agents.made) == agents)
     assert (read.gauges().agents, world.memory.right()) == (agents, True)
+
+
+def test_where_no_second_agent_can_be_made_one_reads_all_and_it_is_not_tried_for_each_read(world: World) -> None:
+    read = world.transport(reading_agents=2)
+    read.prepare(0.0)
+    home = read._thread_of(PEER)
+    other = next(thread for thread in read._threads if thread is not home)
+    assert other is not None
+    assert until(lambda: len(world.agents.made) == 2)
+    other.close()
+    assert other.join(SOON)
+    world.agents.refusal = NixlError("no memory can be registered")
+    for at in range(6):
+        done(world.read(read, at=at))
+        assert until(lambda: all(thread is home or thread.refused or thread is other for thread in read._threads))
+    assert (world.agents.refused, world.memory.right()) == (1, True)
+
+
+def test_where_the_system_refuses_a_second_thread_one_reads_all(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    read = world.transport(reading_agents=None)
+    done(world.read(read))
+
+    def refuse(*_: object, **__: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(transport, "ReadingThread", refuse)
+    for at in range(3):
+        done(world.read(read, at=at))
+    assert world.memory.right()
 
 
 def test_bytes_are_right(source: Source, memory: Memory, transport: MakeTransport, ucx_tls: str) -> None:

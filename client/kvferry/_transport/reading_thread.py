@@ -155,6 +155,11 @@ class ReadingThread:
         """Whether it takes new work."""
         return self._inbox.open
 
+    @property
+    def refused(self) -> bool:
+        """Whether no agent could be made."""
+        return self._refusal is not None
+
     def copies(self, info: AgentInfo) -> bool:
         """Whether posts to this peer were seen to return only when their bytes had arrived."""
         link = self._links.get(info.name)
@@ -192,6 +197,7 @@ class ReadingThread:
             agent = self._agents.reading(self.name, self._regions, self._options)
         except Exception as error:
             self._refusal = error if isinstance(error, KvferryError) else self._failed(error)
+            logger.warning("reading agent %s could not be made: %s", self.name, self._refusal)
             self._made.set()
             self._fail(self._refusal)
         else:
