@@ -91,6 +91,53 @@ def test_an_error_of_one_agent_ends_it_and_its_blocks_wait_for_both(world: World
     assert not well.destroyed
 
 
+def land(agent: Agent) -> None:
+    """What this agent has under way of the peer arrives, and nothing of it is left to be read."""
+    flying = agent.flying(PEER)
+    for handle in flying:
+        handle.state = DONE
+    assert until(lambda: all(handle.released for handle in flying))
+
+
+def test_an_agent_that_is_done_with_its_part_drops_the_peer_while_the_other_still_reads(world: World) -> None:
+    """Else a read that waits for the peer to be added again would wait for the other agent, or for ever."""
+    read = sharing(world)
+    world.agents.state[PEER] = MOVING
+    shared = world.read(read, at=1)
+    agents = both_moving(world, read)
+    read.retire(PEER)
+    behind = world.read(read, at=2, chunks=1)
+    home = read._thread_of(PEER)
+    done_first, still = sorted(agents, key=lambda agent: agent.name != home.name)
+    world.agents.state[PEER] = DONE
+    for handle in still.flying(PEER):
+        handle.state = MOVING
+    land(done_first)
+    done(behind)
+    assert not shared.state.final
+    land(still)
+    done(shared)
+    assert world.memory.right()
+
+
+def test_a_retired_agent_ends_when_its_part_is_read_while_the_other_still_reads(world: World) -> None:
+    read = sharing(world)
+    world.agents.state[PEER] = MOVING
+    shared = world.read(read, at=1)
+    agents = both_moving(world, read)
+    doomed = world.lost(read, "doomed", 2)
+    assert until(lambda: read.gauges().retired_agents == 1)
+    retired, other = sorted(agents, key=lambda agent: "doomed" not in agent.peers)
+    for handle in other.flying(PEER):
+        handle.state = MOVING
+    land(retired)
+    # What was lost may write until its agent ends, and that is now.
+    assert doomed.wait_quiet(SOON)
+    assert not shared.state.final
+    land(other)
+    done(shared)
+
+
 def test_small_reads_are_not_shared(world: World) -> None:
     read = sharing(world)
     world.agents.state[PEER] = MOVING
