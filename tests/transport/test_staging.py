@@ -168,7 +168,7 @@ def test_measuring_writes_to_no_memory_but_the_slots_that_it_has(
     read = staged(slots=slots, slot_blocks=slot_blocks)
     pool = read.pool(MemoryKind.DRAM, 0)
     begin, size = pool.space.region.base, pool.slot_bytes
-    touched = []
+    touched: list[tuple[int, int]] = []
 
     def copy(_: HostAccess, copies: Iterable[Copy]) -> None:
         for one in copies:

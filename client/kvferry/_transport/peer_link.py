@@ -173,12 +173,7 @@ class Link:
         self._on_warming(state)
 
     def post_next(self) -> bool:
-        """Post one chunk of the work whose turn it is. False: there was none, or no room, and no work was taken off the
-        queue: that may be what a peer that is leaving, or the end of the agent, waits for."""
-        queued = len(self.queued)
-        return self._post_one() or len(self.queued) < queued
-
-    def _post_one(self) -> bool:
+        """Post one chunk of the work whose turn it is. False: there was none, or no room."""
         for _ in range(len(self.queued)):
             if self.state is not LinkState.READY:
                 return False

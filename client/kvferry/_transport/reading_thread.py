@@ -232,7 +232,7 @@ class ReadingThread:
             busy = self._take_inbox(agent)
             now = self._clock()
             for link in tuple(self._links.values()):
-                before = link.moved
+                before, queued = link.moved, len(link.queued)
                 if link.state is LinkState.NEW:
                     link.open()
                     busy = True
@@ -241,6 +241,9 @@ class ReadingThread:
                 else:
                     link.step_back()
                 busy |= link.poll(now)
+                # Also if no work is left to be posted: a peer that leaves, and the agent's end, wait for that, and
+                # nothing else may happen here while another agent reads the rest.
+                busy |= len(link.queued) < queued
                 self.moved += link.moved - before
             if len(self._links) > 1:
                 # Another peer is the first to be asked next time, in case there is room for one only.
