@@ -6,19 +6,19 @@ from typing import Any, cast
 
 import pytest
 
-from kvferry import EngineSpec, Group
+from kvferry import EngineSpec
 from kvferry._clock import now
 from kvferry._control.connection import Control
 from kvferry._reads.source_engines import BREAKER_THRESHOLD, SourceEngines, _Slot
 from kvferry.errors import EngineUnknown, Unreachable
-from kvferry.geometry import EngineGeometry, RankGeometry
 from kvferry.planner import PathRule
 from kvferry.v1 import kv_transfer_pb2 as pb
-from tests.transport.sources import SOON
-from tests.transport.staged_parts import GROUP, planes
+from tests.support.geometries import engine, tensors
 
-SPEC = EngineSpec("decode", (Group("full", block_tokens=16, num_blocks=64),), 1)
-HERE = EngineGeometry("decode", (GROUP,), (RankGeometry(0, planes(1 << 20, heads_first=True)),))
+HERE = engine("decode", tensors(layers=1, axis=2)).geometry()
+SPEC = EngineSpec("decode", HERE.groups, 1)
+SOON = 20.0
+"""Seconds until a handshake is given up, which a test never waits for."""
 
 
 class Home:
