@@ -25,6 +25,7 @@ from kvferry._transport.transfer import Transfer
 from kvferry.engine import SchedulerPort, Tails, WorkerPort, worker
 from kvferry.engine.values import BlockRuns, Grant, Offer, RankEnd, WorkerOutput
 from kvferry.errors import Closed, InvalidField, KvferryError, LimitReached, TransferFailed, WrongState
+from tests.engine.late_news import LateNews
 
 SPEC = EngineSpec("decode", (Group("full", block_tokens=16, num_blocks=32),), 2)
 LOCAL = {"full": Blocks([20, 7], end_token=32)}
@@ -157,6 +158,12 @@ def test_a_worker_that_waits_is_woken_by_the_end_of_a_share_and_by_quiet(world: 
     assert world.port.finished().quiesced == ("one",)
     with pytest.raises(InvalidField):
         world.port.wait_news(-1.0)
+
+
+def test_the_end_of_a_share_that_comes_as_a_workers_wait_ends_is_told(world: World) -> None:
+    world.port.start(grant())
+    world.port._news = LateNews(lambda: world.end("one"))
+    assert world.port.wait_news(0.0)
 
 
 def test_a_rank_is_one_that_the_engine_has(world: World) -> None:

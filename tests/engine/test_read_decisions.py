@@ -35,6 +35,7 @@ from kvferry.errors import (
     WrongState,
 )
 from kvferry.v1 import kv_transfer_pb2 as pb
+from tests.engine.late_news import LateNews
 from tests.support.played_home import PlayedHome, Verdict
 
 RANKS = 2
@@ -499,6 +500,14 @@ def test_what_is_refused_is_told_once(world: World) -> None:
         world.reads.granted("mine")
     assert not world.reads.stages()
     assert not world.reads.cancel("mine")
+
+
+def test_the_end_of_a_read_that_comes_as_a_schedulers_wait_ends_is_told(world: World) -> None:
+    read_id = world.reading()
+    assert world.reads.wait_news(30.0)
+    world.ends(read_id, 0)
+    world.reads._news = LateNews(lambda: world.ends(read_id, 1, "TransferFailed"))
+    assert world.reads.wait_news(0.0)
 
 
 def test_a_scheduler_that_waits_is_woken_by_a_grant_an_end_a_refusal_and_quiet(world: World) -> None:

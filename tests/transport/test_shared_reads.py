@@ -9,6 +9,7 @@ import pytest
 
 from kvferry._transport import peer_link, peer_work, transport
 from kvferry._transport.transport import TransferState, Transport
+from kvferry.errors import NixlError
 from tests.transport.conftest import MakeTransport
 from tests.transport.played_agents import CHUNK, DONE, MOVING, Agent, World, done, failed
 from tests.transport.sources import POISON, SOON, Memory, Source
@@ -90,6 +91,53 @@ def test_an_error_of_one_agent_ends_it_and_its_blocks_wait_for_both(world: World
     assert not well.destroyed
 
 
+def land(agent: Agent) -> None:
+    """What this agent has under way of the peer arrives, and nothing of it is left to be read."""
+    flying = agent.flying(PEER)
+    for handle in flying:
+        handle.state = DONE
+    assert until(lambda: all(handle.released for handle in flying))
+
+
+def test_an_agent_that_is_done_with_its_part_drops_the_peer_while_the_other_still_reads(world: World) -> None:
+    """Else a read that waits for the peer to be added again would wait for the other agent, or for ever."""
+    read = sharing(world)
+    world.agents.state[PEER] = MOVING
+    shared = world.read(read, at=1)
+    agents = both_moving(world, read)
+    read.retire(PEER)
+    behind = world.read(read, at=2, chunks=1)
+    home = read._thread_of(PEER)
+    done_first, still = sorted(agents, key=lambda agent: agent.name != home.name)
+    world.agents.state[PEER] = DONE
+    for handle in still.flying(PEER):
+        handle.state = MOVING
+    land(done_first)
+    done(behind)
+    assert not shared.state.final
+    land(still)
+    done(shared)
+    assert world.memory.right()
+
+
+def test_a_retired_agent_ends_when_its_part_is_read_while_the_other_still_reads(world: World) -> None:
+    read = sharing(world)
+    world.agents.state[PEER] = MOVING
+    shared = world.read(read, at=1)
+    agents = both_moving(world, read)
+    doomed = world.lost(read, "doomed", 2)
+    assert until(lambda: read.gauges().retired_agents == 1)
+    retired, other = sorted(agents, key=lambda agent: "doomed" not in agent.peers)
+    for handle in other.flying(PEER):
+        handle.state = MOVING
+    land(retired)
+    # What was lost may write until its agent ends, and that is now.
+    assert doomed.wait_quiet(SOON)
+    assert not shared.state.final
+    land(other)
+    done(shared)
+
+
 def test_small_reads_are_not_shared(world: World) -> None:
     read = sharing(world)
     world.agents.state[PEER] = MOVING
@@ -116,6 +164,36 @@ def test_a_second_agent_is_made_where_posts_copy_and_there_are_cores(
         done(world.read(read, at=at))
     assert until(lambda: len(world.agents.made) == agents)
     assert (read.gauges().agents, world.memory.right()) == (agents, True)
+
+
+def test_where_no_second_agent_can_be_made_one_reads_all_and_it_is_not_tried_for_each_read(world: World) -> None:
+    read = world.transport(reading_agents=2)
+    read.prepare(0.0)
+    home = read._thread_of(PEER)
+    other = next(thread for thread in read._threads if thread is not home)
+    assert other is not None
+    assert until(lambda: len(world.agents.made) == 2)
+    other.close()
+    assert other.join(SOON)
+    world.agents.refusal = NixlError("no memory can be registered")
+    for at in range(6):
+        done(world.read(read, at=at))
+        assert until(lambda: all(thread in (home, other) or (thread and thread.refused) for thread in read._threads))
+    assert (world.agents.refused, world.memory.right()) == (1, True)
+
+
+def test_where_the_system_refuses_a_second_thread_one_reads_all(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    read = world.transport(reading_agents=None)
+    done(world.read(read))
+
+    def refuse(*_: object, **__: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(transport, "ReadingThread", refuse)
+    for at in range(3):
+        done(world.read(read, at=at))
+    assert world.memory.right()
 
 
 def test_bytes_are_right(source: Source, memory: Memory, transport: MakeTransport, ucx_tls: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from kvferry._transport.transport import Transfer, TransferState, Transport
 from kvferry.errors import TransferExpired, TransferFailed
 from kvferry.geometry import MemoryKind
 from kvferry.planner import Costs
+from kvferry.planner.staged_read import Copy
 from tests.transport.conftest import MakeSource
 from tests.transport.sources import SOON, Memory, Source
 from tests.transport.staged_parts import BLOCK_BYTES, BLOCKS, LAYERS, part, some
@@ -155,6 +156,35 @@ def test_constants_are_measured_and_the_slots_given_back(
     assert costs.descriptor != Costs().descriptor
     # What goes through staging memory cannot be measured where nothing is left to read it into.
     assert slots > 1 or costs.staged_byte == costs.byte
+    assert read.gauges().staging_slots == 0
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3, 8])
+@pytest.mark.parametrize("slot_blocks", [64, 75, 100, 130, 255])
+def test_measuring_writes_to_no_memory_but_the_slots_that_it_has(
+    source: Source, staged: MakeStaged, monkeypatch: pytest.MonkeyPatch, slots: int, slot_blocks: int
+) -> None:
+    """Slots of others hold what is about to be permuted into blocks; behind the last one lies any memory."""
+    read = staged(slots=slots, slot_blocks=slot_blocks)
+    pool = read.pool(MemoryKind.DRAM, 0)
+    begin, size = pool.space.region.base, pool.slot_bytes
+    touched: list[tuple[int, int]] = []
+
+    def copy(_: HostAccess, copies: Iterable[Copy]) -> None:
+        for one in copies:
+            for address, stride, places, axis in (
+                (one.source, one.source_stride, one.places, 1),
+                (one.destination, one.destination_stride, one.ids, 2),
+            ):
+                length = sum((along[0] - 1) * along[axis] for along in one.axes) + one.cell
+                starts = [address - begin + place * stride for place in places.tolist()]
+                touched.extend((start, start + length - 1) for start in starts)
+
+    monkeypatch.setattr(HostAccess, "copy", copy)
+    measure(read, source.info, pool, now() + SOON)
+    assert touched
+    every = [(slot * size, (slot + 1) * size) for slot in range(slots)]
+    assert all(any(low <= first <= last < end for low, end in every) for first, last in set(touched))
     assert read.gauges().staging_slots == 0
 
 

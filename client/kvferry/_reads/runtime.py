@@ -237,7 +237,8 @@ class RankRuntime:
 class _MeasuredCosts:
     """Measures the costs of reads, for the rule by which a rank chooses paths.
 
-    It measures once per home, assuming that all ranks behind a home are reached in the same way.
+    It measures once per home, assuming that all ranks behind a home are reached in the same way, and one home at a
+    time: two measurements would falsify each other, and each could wait for staging memory that the other has borrowed.
     """
 
     def __init__(self, rule: PathRule, rank: RankGeometry, transport: Transport, *, measured: bool) -> None:
@@ -246,29 +247,34 @@ class _MeasuredCosts:
         self._plane = rank.planes[0]
         self._transport = transport
         self._measured = measured
-        self._lock = threading.Lock()
+        self._measuring = threading.Lock()
         self._rules: dict[str, PathRule] = {}
 
     def rule_of(self, home: str, agent: AgentInfo, deadline: float) -> PathRule | None:
         """Return the rule for sources behind this home, measured at one of their agents; None: keep the given rule."""
         if not self._measured:
             return None
-        with self._lock:
-            known = self._rules.get(home)
-        if known is None:
+        until = min(deadline, now() + MEASURE_TIMEOUT)
+        known = self._rules.get(home)
+        if known is None and self._measuring.acquire(timeout=max(0.0, until - now())):
             try:
-                pool = self._transport.pool(self._plane.memory_kind, self._plane.device)
-            except KvferryError as error:
-                # No memory for staging, or none that stays mapped. Whoever needs it will say so.
-                logger.info("reads from %s are not measured: %s", home, error)
-                return None
-            costs = measure(self._transport, agent, pool, min(deadline, now() + MEASURE_TIMEOUT))
-            if costs is None:
-                return None
-            known = replace(self._rule, costs=costs)
-            with self._lock:
-                self._rules[home] = known
+                known = self._rules.get(home) or self._measure(home, agent, until)
+            finally:
+                self._measuring.release()
         return known
+
+    def _measure(self, home: str, agent: AgentInfo, deadline: float) -> PathRule | None:
+        try:
+            pool = self._transport.pool(self._plane.memory_kind, self._plane.device)
+        except KvferryError as error:
+            # No memory for staging, or none that stays mapped. Whoever needs it will say so.
+            logger.info("reads from %s are not measured: %s", home, error)
+            return None
+        costs = measure(self._transport, agent, pool, deadline)
+        if costs is None:
+            return None
+        self._rules[home] = replace(self._rule, costs=costs)
+        return self._rules[home]
 
 
 def _registration(local: LocalRank, token: EngineToken) -> pb.RegisterCacheRequest:

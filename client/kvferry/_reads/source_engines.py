@@ -69,6 +69,8 @@ class _Slot:
     source: SourceEngine | None = None
     breaker: Breaker = field(default_factory=lambda: Breaker(BREAKER_THRESHOLD, BREAKER_FIRST, BREAKER_LAST))
     used_at: float = 0.0
+    users: int = 0
+    """Calls of `SourceEngines.get` in progress."""
 
 
 class SourceEngines:
@@ -125,7 +127,21 @@ class SourceEngines:
         with self._lock:
             slot = self._slots.setdefault(key, _Slot())
             slot.used_at = now()
-        self._drop_idle()
+            slot.users += 1
+        try:
+            self._drop_idle()
+            return self._source(slot, home, engine_id, incarnation, reference, deadline)
+        finally:
+            with self._lock:
+                slot.users -= 1
+                # An engine that was never met is forgotten: a reference that nobody has checked may name any.
+                unknown = slot.source is None and not slot.users and not slot.breaker.failing_for(now())
+                if unknown and self._slots.get(key) is slot:
+                    del self._slots[key]
+
+    def _source(
+        self, slot: _Slot, home: Control, engine_id: str, incarnation: bytes, reference: str, deadline: float
+    ) -> SourceEngine:
         pause = slot.breaker.ask(now())
         if pause > 0:
             message = f"reads from engine {engine_id!r} keep failing; the next attempt is due in {pause:.1f} s"
@@ -135,7 +151,7 @@ class SourceEngines:
         try:
             if slot.source is None:
                 slot.source = self._handshake(home, engine_id, incarnation, reference, deadline)
-                self._drop_replaced(key)
+                self._drop_replaced((home.address, engine_id, incarnation))
             return slot.source
         finally:
             slot.lock.release()

@@ -63,7 +63,8 @@ reads through staging memory, and for other reads."""
 
 CELLS = (64, SHORT_BYTES)
 COLUMNS = 32
-"""Runs that are copied within staging memory: bytes, and how many of them become neighbours."""
+"""Runs that are copied within staging memory: bytes, and how many of them become neighbours. So many of the longest
+take half of the smallest slot that is measured, `SHARE`: one slot is copied from one half to the other."""
 
 
 def measure(transport: Transport, peer: AgentInfo, pool: StagingPool, deadline: float) -> Costs | None:
@@ -191,7 +192,7 @@ class _Measurement:
             return None
         # Memory that was never touched is several times as slow.
         for _ in range(len(self._slots)):
-            self._copied(LONG_BYTES)
+            self._copied(SHORT_BYTES)
         until = now() + ENOUGH
         for turn in range(TIMES):
             if turn and now() > until:
@@ -257,7 +258,7 @@ class _Measurement:
         if len(self._slots) == 1:
             size //= 2
             target += size
-        rows = max(1, size // (cell * COLUMNS))
+        rows = size // (cell * COLUMNS)
         places = np.arange(rows, dtype=np.int64)
         # Columns of `rows` runs each become rows of `COLUMNS`: no two runs stay together.
         copy = Copy(source, cell, places, target, COLUMNS * cell, places, ((COLUMNS, rows * cell, cell),), cell)

@@ -155,6 +155,11 @@ class ReadingThread:
         """Whether it takes new work."""
         return self._inbox.open
 
+    @property
+    def refused(self) -> bool:
+        """Whether no agent could be made."""
+        return self._refusal is not None
+
     def copies(self, info: AgentInfo) -> bool:
         """Whether posts to this peer were seen to return only when their bytes had arrived."""
         link = self._links.get(info.name)
@@ -192,6 +197,7 @@ class ReadingThread:
             agent = self._agents.reading(self.name, self._regions, self._options)
         except Exception as error:
             self._refusal = error if isinstance(error, KvferryError) else self._failed(error)
+            logger.warning("reading agent %s could not be made: %s", self.name, self._refusal)
             self._made.set()
             self._fail(self._refusal)
         else:
@@ -226,7 +232,7 @@ class ReadingThread:
             busy = self._take_inbox(agent)
             now = self._clock()
             for link in tuple(self._links.values()):
-                before = link.moved
+                before, queued = link.moved, len(link.queued)
                 if link.state is LinkState.NEW:
                     link.open()
                     busy = True
@@ -235,6 +241,9 @@ class ReadingThread:
                 else:
                     link.step_back()
                 busy |= link.poll(now)
+                # Also if no work is left to be posted: a peer that leaves, and the agent's end, wait for that, and
+                # nothing else may happen here while another agent reads the rest.
+                busy |= len(link.queued) < queued
                 self.moved += link.moved - before
             if len(self._links) > 1:
                 # Another peer is the first to be asked next time, in case there is room for one only.

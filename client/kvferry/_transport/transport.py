@@ -361,12 +361,26 @@ class Transport:
         """The other threads that take part in a large read from a peer: those that are connected to it. The others
         connect meanwhile, for the next."""
         home = self._place_of(peer.name)
-        others = [self._thread_at(place) for place in range(len(self._threads)) if place != home]
-        ready = [thread for thread in others if thread.ready(peer)]
-        for thread in others:
-            if thread not in ready:
-                thread.warm(peer)
+        ready = []
+        for place in range(len(self._threads)):
+            helper = None if place == home else self._helper_at(place)
+            if helper is not None and helper.ready(peer):
+                ready.append(helper)
+            elif helper is not None:
+                helper.warm(peer)
         return ready
+
+    def _helper_at(self, place: int) -> ReadingThread | None:
+        """A thread that may take part in reads; None: it cannot, and the reads go on without it."""
+        known = self._threads[place]
+        if known is not None and known.refused:
+            # To try again takes long, and would not be worth it for each large read.
+            return None
+        try:
+            return self._thread_at(place)
+        except Exception as error:
+            logger.info("large reads are not shared with another thread: %r", error)
+            return None
 
     def _thread_at(self, place: int) -> ReadingThread:
         with self._lock:

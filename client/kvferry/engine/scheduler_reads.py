@@ -184,9 +184,12 @@ class Reads:
 
     def wait_news(self, timeout: float) -> bool:
         """See `SchedulerPort.wait_news`."""
-        found = self._news.wait(timeout)
-        # The caller looks for what is new afterwards, so that nothing is lost.
-        self._news.clear()
+        self._news.wait(timeout)
+        # The caller looks for what is new afterwards, so that nothing is lost. With the lock: what comes as the time
+        # ends is told now or the next time.
+        with self._lock:
+            found = self._news.is_set()
+            self._news.clear()
         return found
 
     def stages(self) -> Counter[ReadStage]:

@@ -307,9 +307,12 @@ class WorkerPort(OneProcess):
         Returns:
             Whether `finished` may have something new.
         """
-        found = self._news.wait(arguments.seconds("timeout", timeout, zero=True))
-        # The caller asks `finished` afterwards, so that nothing is lost.
-        self._news.clear()
+        self._news.wait(arguments.seconds("timeout", timeout, zero=True))
+        # The caller asks `finished` afterwards, so that nothing is lost. With the lock: what comes as the time ends is
+        # told now or the next time.
+        with self._lock:
+            found = self._news.is_set()
+            self._news.clear()
         return found
 
     def running(self) -> int:
@@ -370,9 +373,9 @@ class WorkerPort(OneProcess):
         )
         with self._lock:
             (self._ended if error is None else self._failed)[order.read_id] = end
-        self._news.set()
+            self._news.set()
 
     def _share_quiesced(self, read: RankRead) -> None:
         with self._lock:
             self._quiesced[read.order.read_id] = None
-        self._news.set()
+            self._news.set()

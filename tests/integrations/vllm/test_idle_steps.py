@@ -90,8 +90,15 @@ def test_no_result_of_a_step_that_still_runs_waits() -> None:
     assert steps.begin(idle=True, reads=True, publishes=False, ready=False)
 
 
-@pytest.mark.parametrize(("told", "running", "waits"), [(True, 1, 1), (True, 0, 0), (False, 1, 0)])
-def test_a_worker_waits_if_it_was_told_and_has_something_to_wait_for(*, told: bool, running: int, waits: int) -> None:
+@pytest.mark.parametrize(
+    ("told", "running", "waits", "sleeps"), [(True, 1, 1, 0), (True, 0, 0, 1), (False, 1, 0, 0), (False, 0, 0, 0)]
+)
+def test_a_worker_that_was_told_to_wait_waits_for_its_reads_and_else_lets_other_threads_run(
+    monkeypatch: pytest.MonkeyPatch, *, told: bool, running: int, waits: int, sleeps: int
+) -> None:
+    """A rank that is not announced yet has not begun the reads that the scheduler waits for."""
+    slept: list[float] = []
+    monkeypatch.setattr("kvferry.integrations.vllm.worker.time.sleep", slept.append)
     worker = ConnectorWorker.__new__(ConnectorWorker)
     port = Port()
     made: Any = worker
@@ -100,6 +107,7 @@ def test_a_worker_waits_if_it_was_told_and_has_something_to_wait_for(*, told: bo
     made._port.running, made._port.finished = lambda: running, lambda: None
     worker.news()
     assert port.waits == [PATIENCE] * waits
+    assert slept == [YIELD] * sleeps
 
 
 class _Lock:
@@ -115,7 +123,7 @@ def connector(*ends: ReadEnd) -> tuple[KvferryConnector, ConnectorScheduler]:
     """A connector whose reads have ended like that since its last step."""
     scheduler: Any = ConnectorScheduler.__new__(ConnectorScheduler)
     left = [ends]
-    scheduler._port = SimpleNamespace(finished=lambda: SimpleNamespace(reads=left.pop() if left else ()))
+    scheduler._port = SimpleNamespace(finished=lambda: SimpleNamespace(reads=left.pop() if left else (), disputed=()))
     scheduler._loads = {end.request_id: _Load("reference", reading=True) for end in ends}
     scheduler._leaders, scheduler._ends, scheduler._stats = {}, [], KvferryStats()
     made: Any = KvferryConnector.__new__(KvferryConnector)

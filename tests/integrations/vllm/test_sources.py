@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any
+
 from kvferry._wire.reference import format_reference
+from kvferry.errors import EngineUnknown
 from kvferry.integrations.vllm import sources
 from kvferry.integrations.vllm.sources import NewSources
 from kvferry.integrations.vllm.values import StepMetadata
+from kvferry.integrations.vllm.worker import MAX_WARMING, WARM_TIMEOUT, ConnectorWorker
 from kvferry.v1 import kv_transfer_pb2 as pb
 
 
@@ -49,3 +55,22 @@ def test_a_step_that_names_a_new_source_shows_no_reference() -> None:
     step = StepMetadata(warms=[reference()])
     assert step
     assert reference() not in repr(step)
+
+
+def test_a_worker_connects_to_few_sources_at_once() -> None:
+    """Each takes a thread, and anybody may make up references."""
+    under_way: list[Future[tuple[int, ...]]] = []
+
+    def warm(_: str, *, timeout: float) -> Future[tuple[int, ...]]:
+        assert timeout <= WARM_TIMEOUT
+        under_way.append(Future())
+        return under_way[-1]
+
+    made: Any = ConnectorWorker.__new__(ConnectorWorker)
+    made._port, made._warming = SimpleNamespace(warm=warm), set()
+    made._do(StepMetadata(warms=[reference(f"prefill-{number}") for number in range(100)]))
+    assert len(under_way) == MAX_WARMING
+    under_way[0].set_exception(EngineUnknown("no such engine"))
+    under_way[1].set_result((0,))
+    made._do(StepMetadata(warms=[reference(f"other-{number}") for number in range(100)]))
+    assert len(under_way) == MAX_WARMING + 2

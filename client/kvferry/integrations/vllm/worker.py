@@ -15,7 +15,7 @@ from kvferry.errors import KvferryError
 from kvferry.geometry.model import Plane
 from kvferry.geometry.tensors import Tensor
 from kvferry.integrations.vllm.device import EVERY_STEP, DeviceSteps, arrival_fence, steps_of
-from kvferry.integrations.vllm.idle_steps import PATIENCE
+from kvferry.integrations.vllm.idle_steps import PATIENCE, YIELD
 from kvferry.integrations.vllm.setup import Setup
 from kvferry.integrations.vllm.values import StepMetadata, WorkerNews
 
@@ -26,6 +26,10 @@ AGAIN = 1.0
 
 WARM_TIMEOUT = 10.0
 """Seconds for which a new source is waited for ahead of the first read from it."""
+
+MAX_WARMING = 16
+"""New sources that are connected to at once, each on a thread. Nobody has checked yet that a request's reference names
+an engine that exists."""
 
 AGENT_TIMEOUT = 120.0
 """Seconds for making the reading agents: to pin the memory of a large device takes a few."""
@@ -54,6 +58,8 @@ class ConnectorWorker:
         """The last computed step that the scheduler was told of, at least."""
         self._early: list[StepMetadata] = []
         self._waits = False
+        self._warming: set[Future[tuple[int, ...]]] = set()
+        """Connections to new sources that are being made."""
 
     def register(self, kv_caches: Mapping[str, Tensor], planes: Sequence[Plane]) -> None:
         """Register the caches of this rank with NIXL, and make its agents. Waits; raises `KvferryError`.
@@ -96,6 +102,9 @@ class ConnectorWorker:
         for the device after some reads, see `arrival_fence`."""
         if self._waits and self._port.running():
             self._port.wait_news(PATIENCE)
+        elif self._waits:
+            # Its reads have ended, or wait for its announcement, on a thread that needs Python's lock.
+            time.sleep(YIELD)
         with self._lock:
             news, self._news = self._news, WorkerNews()
             output = self._port.finished()
@@ -116,10 +125,17 @@ class ConnectorWorker:
 
     def _do(self, metadata: StepMetadata) -> None:
         for reference in metadata.warms:
+            if len(self._warming) >= MAX_WARMING:
+                # Its first read connects to it.
+                break
             try:
-                self._port.warm(reference, timeout=WARM_TIMEOUT).add_done_callback(_warmed)
+                warming = self._port.warm(reference, timeout=WARM_TIMEOUT)
             except KvferryError as error:
                 logger.info("a source is not connected to ahead of its first read: %s", error)
+                continue
+            self._warming.add(warming)
+            warming.add_done_callback(self._warming.discard)
+            warming.add_done_callback(_warmed)
         for grant in metadata.starts:
             try:
                 self._port.start(grant, tails=self._setup.tails)
