@@ -84,7 +84,8 @@ def test_warm_rounds_do_not_count_and_actions_take_turns() -> None:
     said: list[str] = []
     actions = {name: Action(lambda name=name: said.append(name)) for name in "ab"}  # type: ignore[misc]
     times = interleaved(actions, 2, warm=1)
-    assert said == ["a", "b"] * 3
+    # Every second round in the opposite order.
+    assert said == ["a", "b", "b", "a", "a", "b"]
     assert {name: len(found) for name, found in times.items()} == {"a": 2, "b": 2}
 
 
