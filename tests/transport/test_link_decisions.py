@@ -453,19 +453,6 @@ def test_chunks_that_arrive_together_are_not_taken_for_a_fast_peer(world: World)
     assert found == pytest.approx([POLL_FIRST] * len(found))
 
 
-def test_a_late_read_that_still_moves_is_asked_often(world: World) -> None:
-    world.posted()
-    assert pauses(world, 40)[-1] == pytest.approx(POLL_LAST)
-    costs = iter([100e-6])
-
-    def spend() -> None:
-        world.cpu += next(costs, 3e-6)
-
-    world.handles[0].spend = spend
-    assert pauses(world, 1)[0] == pytest.approx(POLL_FIRST)
-    assert pauses(world, 1)[0] > POLL_FIRST
-
-
 def test_a_check_that_moved_bytes_is_followed_by_the_next_at_once(world: World) -> None:
     """As over TCP, where checks copy. They end when nothing more is there, or others have to have their turn."""
     transfer = world.posted(2)

@@ -210,18 +210,17 @@ class Link:
         """Check what is under way, if it is time to. Returns whether anything has ended."""
         if now < self._poll_at or self.quiet:
             return False
-        worked = progressed = news = False
+        worked = news = False
         for _ in range(CHECKS_AT_ONCE):
             began = self._cpu_time()
             checks, news = self._check_all()
             took = self._cpu_time() - began
             self._cheapest = min(self._cheapest, max(1e-6, took / max(1, checks)))
             worked = took > (checks - 1 + WORKED) * self._cheapest
-            progressed |= worked
             if news or not worked:
                 break
         now = self._clock()
-        if news or progressed:
+        if news:
             self._pause = POLL_FIRST
         elif now > self._busy_since + 2 * self._in_flight / self._rate + POLL_LAST:
             # Polling is also what makes a TCP read progress, so it backs off only once the read is later than expected.
