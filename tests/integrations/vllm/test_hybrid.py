@@ -1,24 +1,15 @@
-"""Models that keep other things than K and V of every token, in real vLLM engines: states, windows, latents, drafts."""
+"""Models that keep other things than K and V of every token, in real vLLM engines: states, windows, latents."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.node_servers import NodeServerProcess
-from tests.support.vllm_engines import (
-    PREFILL,
-    Node,
-    kvferry,
-    make_hybrid_model,
-    make_latent_model,
-    make_model,
-    prompt,
-    request,
-)
+from tests.support.vllm_engines import PREFILL, Node, make_model, prompt, request
+from tests.support.vllm_models import make_hybrid_model, make_latent_model
 
 pytestmark = pytest.mark.timeout(900)
 BLOCK = 128
@@ -26,30 +17,8 @@ BLOCK = 128
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NodeServerProcess]:
-    with NodeServerProcess(tmp_path_factory.mktemp("home"), tcp=True, ttl=6, max_ttl=6, hold=20) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_hybrid_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture
-def pair(home: NodeServerProcess, tmp_path: Path) -> Iterator[Callable[..., tuple[Node, Node]]]:
-    """Start a prefill and a decode engine of a model, each with settings of its own; both fail what cannot be read."""
-    nodes: list[Node] = []
-
-    def make(model: Path, prefill: dict[str, Any], decode: dict[str, Any]) -> tuple[Node, Node]:
-        for role, settings in (("kv_producer", prefill), ("kv_consumer", decode)):
-            connector = kvferry(role, home.address, kv_load_failure_policy="fail")
-            nodes.append(Node(model, tmp_path / f"{role}.log", connector=connector, **settings))
-        return nodes[-2].ready(), nodes[-1].ready()
-
-    yield make
-    for node in nodes:
-        node.close()
 
 
 LAST_STATE = {"enable_prefix_caching": False}
@@ -158,19 +127,3 @@ def test_what_decode_caches_of_a_window_is_whole(pair: Callable[..., tuple[Node,
     [second] = decode.generate(request(other))
     assert [first["tokens"], second["tokens"]] == expected
     assert decode.call("metric", "vllm:prefix_cache_hits") >= 128
-
-
-def test_a_draft_model_has_its_layers_beside_the_targets(
-    pair: Callable[..., tuple[Node, Node]], tmp_path: Path
-) -> None:
-    """Its layers have other numbers of heads, and vLLM gives them names of their own."""
-    target = make_model(tmp_path / "target", kv_heads=4)
-    drafter = make_model(tmp_path / "drafter", kv_heads=2, layers=2)
-    speculative = {"method": "draft_model", "model": str(drafter), "num_speculative_tokens": 2}
-    prefill, decode = pair(target, {"speculative_config": speculative}, {"speculative_config": speculative})
-    prompts = [prompt(700 + length, length) for length in (2, 33, 64, 150)]
-    expected = [answer["tokens"] for answer in prefill.generate(*(request(tokens) for tokens in prompts))]
-    params = [answer["params"] for answer in prefill.generate(*(request(tokens, 1, PREFILL) for tokens in prompts))]
-    requests = [request(tokens, 12, some) for tokens, some in zip(prompts, params, strict=True)]
-    assert [answer["tokens"] for answer in decode.generate(*requests)] == expected
-    assert decode.call("metric", "vllm:kvferry_read") == len(prompts)

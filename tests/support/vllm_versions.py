@@ -1,0 +1,45 @@
+"""What the tests must know of the version of vLLM that they run with: 0.30, 0.31, or 0.32."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Iterator, Set
+from contextlib import contextmanager
+from importlib.metadata import version
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+
+MINOR = int(version("vllm").split(".")[1])
+
+_V1 = "vllm.v1.attention.backends"
+
+MISSING_BACKENDS: Set[str] = (
+    {f"{_V1}.rocm_segmented_attn.RocmSegmentedAttentionBackend", f"{_V1}.mla.flashattn_mla.XPUFlashAttnMLABackend"}
+    if MINOR < 32
+    else set()
+)
+"""Backends that kvferry knows and this version does not have yet."""
+
+MISSING_MEMBERS: Set[str] = ({"ULTRAQUANT"} if MINOR < 32 else set()) | (
+    {"FLASHMLA_MEGA_ATTN_DSV41"} if MINOR < 31 else set()
+)
+"""Members of the registry of backends that this version does not have yet."""
+
+
+def shared_by_all_ranks(spec: type[Any]) -> dict[str, Any]:
+    """The fields of a spec that say that every tensor-parallel rank has the same. vLLM 0.30 does not say so."""
+    known = {field.name for field in dataclasses.fields(spec)}
+    return {"max_tp_shards": 1} if "max_tp_shards" in known else {}
+
+
+@contextmanager
+def aiter() -> Iterator[None]:
+    """vLLM 0.31 and older import AITER, which is for ROCm, where the module is imported, and later ones where it is
+    used. What the tests run of it needs no AITER."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("", ".ops", ".ops.triton", ".ops.triton.gluon", ".ops.triton.gluon.pa_decode_gluon"):
+            patch.setitem(sys.modules, f"aiter{name}", MagicMock())
+        yield
