@@ -243,9 +243,9 @@ class Server:
             except OSError:
                 threading.Event().wait(0.2)
 
-    def complete(self, body: dict[str, Any]) -> Any:
-        """Post to ``/v1/completions``."""
-        headers = {"content-type": "application/json"}
+    def complete(self, body: dict[str, Any], rank: int = 0) -> Any:
+        """Post to ``/v1/completions``, for a data-parallel rank."""
+        headers = {"content-type": "application/json", "x-data-parallel-rank": str(rank)}
         asked = urllib.request.Request(f"{self.url}/v1/completions", json.dumps(body).encode(), headers)
         with urllib.request.urlopen(asked, timeout=ANSWER_TIMEOUT) as answer:
             return json.load(answer)

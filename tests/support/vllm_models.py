@@ -113,7 +113,6 @@ def make_gated_delta_model(folder: Path, *, layers: int = 4) -> Path:
 
 def make_eagle_head(folder: Path, *, kv_heads: int, vocabulary: int, version: int) -> Path:
     """An EAGLE head, of the first version or the third, for a model of `make_model`."""
-    import safetensors.torch
     import torch
     import transformers
 
@@ -145,13 +144,12 @@ def make_eagle_head(folder: Path, *, kv_heads: int, vocabulary: int, version: in
         weights = _decoder_layer("layers.0", HIDDEN, kv_heads)
         weights["fc.weight"] = _random(HIDDEN, 2 * HIDDEN)
     config.save_pretrained(folder)
-    safetensors.torch.save_file(weights, folder / "model.safetensors")
+    torch.save(weights, folder / "pytorch_model.bin")
     return folder
 
 
 def make_predicting_model(folder: Path, *, vocabulary: int, layers: int = 4) -> Path:
     """A model with a layer of its own that predicts the token after the next (MTP): MiMo."""
-    import safetensors.torch
     import torch
     import transformers
 
@@ -166,18 +164,19 @@ def make_predicting_model(folder: Path, *, vocabulary: int, layers: int = 4) -> 
         max_position_embeddings=2048,
         tie_word_embeddings=False,
         initializer_range=0.2,
+        dtype="float32",
     )
     model: Any = transformers.Qwen2ForCausalLM(config)
-    model.to(torch.float32).save_pretrained(folder, safe_serialization=True)
     # MiMo is Qwen2 with that layer; transformers does not have it.
     layer = "model.mtp_layers.0"
-    weights = {name: weight.clone() for name, weight in model.state_dict().items()}
+    weights = dict(model.state_dict())
     weights |= _decoder_layer(layer, HIDDEN, HEADS)
     weights |= {f"{layer}.self_attn.{name}_proj.bias": torch.zeros(HIDDEN) for name in "qkv"}
     norms = ("input_layernorm", "token_layernorm", "hidden_layernorm", "final_layernorm")
     weights |= {f"{layer}.{name}.weight": torch.ones(HIDDEN) for name in norms}
     weights[f"{layer}.input_proj.weight"] = _random(HIDDEN, 2 * HIDDEN)
-    safetensors.torch.save_file(weights, folder / "model.safetensors")
+    config.save_pretrained(folder)
+    torch.save(weights, folder / "pytorch_model.bin")
     described = json.loads((folder / "config.json").read_text())
     described.update(architectures=["MiMoForCausalLM"], num_nextn_predict_layers=1)
     (folder / "config.json").write_text(json.dumps(described))

@@ -29,6 +29,14 @@ MISSING_MEMBERS: Set[str] = ({"ULTRAQUANT"} if MINOR < 32 else set()) | (
 """Members of the registry of backends that this version does not have yet."""
 
 
+def convolves_float32() -> bool:
+    """Whether the convolutions of Mamba take float32 here. On CPUs with AVX-512 for bfloat16, those of vLLM 0.31 and
+    older take nothing else, and end with the engine ("causal_conv1d_fwd_kernel_impl" not implemented for 'Float')."""
+    import torch
+
+    return MINOR >= 32 or not torch.cpu._is_avx512_bf16_supported()
+
+
 def shared_by_all_ranks(spec: type[Any]) -> dict[str, Any]:
     """The fields of a spec that say that every tensor-parallel rank has the same. vLLM 0.30 does not say so."""
     known = {field.name for field in dataclasses.fields(spec)}

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from tests.support.vllm_engines import PREFILL, Node, make_model, prompt, request
-from tests.support.vllm_models import make_hybrid_model, make_latent_model
+from tests.support.vllm_models import make_gated_delta_model, make_hybrid_model, make_latent_model
+from tests.support.vllm_versions import convolves_float32
 
 pytestmark = pytest.mark.timeout(900)
 BLOCK = 128
@@ -27,6 +28,7 @@ LAST_STATE = {"enable_prefix_caching": False}
 LENGTHS = (1, 2, 3, BLOCK - 1, BLOCK, BLOCK + 1, BLOCK + 2, 300)
 
 
+@pytest.mark.skipif(not convolves_float32(), reason="this vLLM takes Mamba on this CPU in bfloat16 only")
 @pytest.mark.parametrize(
     ("prefill", "decode", "lengths"),
     [
@@ -65,6 +67,25 @@ def test_decode_goes_on_from_prefills_state(
     [longer] = first.generate(request(prompts[-1], 1, PREFILL))
     [answer] = second.generate(request([*prompts[-1], 7, 8, 9], 12, longer["params"]))
     assert answer["tokens"] == first.generate(request([*prompts[-1], 7, 8, 9]))[0]["tokens"]
+
+
+def test_gated_delta_nets(pair: Callable[..., tuple[Node, Node]], tmp_path: Path) -> None:
+    """Linear attention as in Qwen3-Next, with experts. vLLM's kernels for CPU take it in bfloat16 only."""
+    settings: dict[str, Any] = {"block": None, "dtype": "bfloat16", "kv_cache_memory_bytes": 64 << 20, **LAST_STATE}
+    first, second = pair(make_gated_delta_model(tmp_path / "model"), settings, settings)
+    prompts = [prompt(600 + length, length) for length in (2, 33, 128, 129, 300)]
+    # One by one: how bfloat16 is rounded depends on what else is in the batch.
+    for tokens in prompts:
+        [expected] = first.generate(request(tokens))
+        [offered] = first.generate(request(tokens, 1, PREFILL))
+        [answer] = second.generate(request(tokens, 12, offered["params"]))
+        assert answer["tokens"] == expected["tokens"]
+    assert second.call("metric", "vllm:kvferry_read") == len(prompts)
+    # The state is prefill's: another prompt with the same last token is continued as prefill's.
+    other = prompt(1, len(prompts[-1]))
+    other[-1] = prompts[-1][-1]
+    [again] = first.generate(request(prompts[-1], 1, PREFILL))
+    assert second.generate(request(other, 12, again["params"]))[0]["tokens"] == expected["tokens"]
 
 
 def test_latent_attention(pair: Callable[..., tuple[Node, Node]], tmp_path: Path) -> None:
