@@ -29,6 +29,12 @@ MISSING_MEMBERS: Set[str] = ({"ULTRAQUANT"} if MINOR < 32 else set()) | (
 """Members of the registry of backends that this version does not have yet."""
 
 
+def counted_as_cached(tokens: int, block: int) -> int:
+    """How many tokens of a prompt vLLM says that it had not to compute, where a connector has read all but the last:
+    those of whole blocks, in vLLM 0.30 all of them."""
+    return (tokens - 1) // block * block if MINOR >= 31 else tokens - 1
+
+
 def convolves_float32() -> bool:
     """Whether the convolutions of Mamba take float32 here. On CPUs with AVX-512 for bfloat16, those of vLLM 0.31 and
     older take nothing else, and end with the engine ("causal_conv1d_fwd_kernel_impl" not implemented for 'Float')."""

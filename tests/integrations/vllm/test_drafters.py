@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.vllm_engines import Node, make_model, prompt, request
 from tests.support.vllm_models import make_eagle_head, make_predicting_model
-from tests.support.vllm_requests import offered, said
+from tests.support.vllm_requests import offered
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -44,9 +44,12 @@ def mtp(folder: Path) -> tuple[Path, dict[str, Any]]:
     return model, {"method": "mtp", "num_speculative_tokens": 1}
 
 
-def accepted(engine: Node) -> float:
-    """How many tokens of its drafts the target has accepted."""
-    return float(engine.call("metric", "vllm:spec_decode_num_accepted_tokens"))
+def drafted(engine: Node, asked: dict[str, Any]) -> tuple[list[int], float]:
+    """What an engine says, and how many tokens of it were drafts."""
+    accepted = "vllm:spec_decode_num_accepted_tokens"
+    before = engine.call("metric", accepted)
+    [answer] = engine.generate(asked)
+    return answer["tokens"], engine.call("metric", accepted) - before
 
 
 @pytest.mark.parametrize(
@@ -65,11 +68,10 @@ def test_decode_drafts_as_one_engine_does(
     settings = {"speculative_config": speculative}
     prefill, decode = pair(model, {**settings, "tp": tp}, settings)
     prompts = [[token % VOCABULARY for token in prompt(700 + length, length)] for length in (2, 33, 64, 150)]
-    expected = prefill.generate(*(request(tokens, 100) for tokens in prompts))
-    wanted = accepted(prefill)
-    params = offered(prefill, prompts)
-    requests = [request(tokens, 100, some) for tokens, some in zip(prompts, params, strict=True)]
-    assert said(decode.generate(*requests)) == said(expected)
+    # One by one: with another cache a drafter drafts other tokens, and others of them are accepted.
+    for tokens in prompts:
+        expected, wanted = drafted(prefill, request(tokens, 100))
+        [params] = offered(prefill, [tokens])
+        assert drafted(decode, request(tokens, 100, params)) == (expected, wanted)
+        assert wanted > 0
     assert decode.call("metric", "vllm:kvferry_read") == len(prompts)
-    # With another cache a drafter drafts other tokens, and others of them are accepted.
-    assert accepted(decode) == wanted > 0
