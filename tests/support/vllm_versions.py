@@ -1,16 +1,20 @@
-"""What the tests must know of the version of vLLM that they run with: 0.30, 0.31, or 0.32."""
+"""What the tests must know of the version of vLLM that they run with: 0.30 to 0.33."""
 
 from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Iterator, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
+from importlib import import_module
 from importlib.metadata import version
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest.mock import MagicMock
 
 import pytest
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 MINOR = int(version("vllm").split(".")[1])
 
@@ -41,6 +45,12 @@ def convolves_float32() -> bool:
     import torch
 
     return MINOR >= 32 or not torch.cpu._is_avx512_bf16_supported()
+
+
+def plan_caches(config: VllmConfig, specs: Sequence[Mapping[str, Any]], memory: Sequence[int]) -> Any:
+    """vLLM's own plan of the caches of each rank. vLLM 0.33 has it elsewhere."""
+    module = "kv_cache_planning" if MINOR >= 33 else "kv_cache_utils"
+    return import_module(f"vllm.v1.core.{module}").get_kv_cache_configs(config, specs, memory)
 
 
 def shared_by_all_ranks(spec: type[Any]) -> dict[str, Any]:
