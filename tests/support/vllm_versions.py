@@ -48,9 +48,17 @@ def convolves_float32() -> bool:
 
 
 def plan_caches(config: VllmConfig, specs: Sequence[Mapping[str, Any]], memory: Sequence[int]) -> Any:
-    """vLLM's own plan of the caches of each rank. vLLM 0.33 has it elsewhere."""
-    module = "kv_cache_planning" if MINOR >= 33 else "kv_cache_utils"
-    return import_module(f"vllm.v1.core.{module}").get_kv_cache_configs(config, specs, memory)
+    """vLLM's own plan of the caches of each rank. From vLLM 0.33 on, it is made from a plan of the whole model."""
+    if MINOR < 33:
+        return import_module("vllm.v1.core.kv_cache_utils").get_kv_cache_configs(config, specs, memory)
+    planning = import_module("vllm.v1.core.kv_cache_planning")
+    return planning.get_kv_cache_configs(config, specs, memory, planning.get_global_kv_cache_groups(config, specs))
+
+
+def drafts(tokens: int) -> bool:
+    """Whether a drafter of so many tokens runs on a CPU. vLLM 0.30 calls a kernel of Triton for those of more than one
+    (TypeError: Cannot inspect kernel parameters)."""
+    return MINOR >= 31 or tokens == 1
 
 
 def shared_by_all_ranks(spec: type[Any]) -> dict[str, Any]:
