@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
 MINOR = int(version("vllm").split(".")[1])
 
+DRAFTS = MINOR >= 31
+"""Whether drafters run on a CPU. vLLM 0.30 calls a kernel of Triton (TypeError: Cannot inspect kernel parameters)."""
+
 _V1 = "vllm.v1.attention.backends"
 
 MISSING_BACKENDS: Set[str] = (
@@ -53,12 +56,6 @@ def plan_caches(config: VllmConfig, specs: Sequence[Mapping[str, Any]], memory: 
         return import_module("vllm.v1.core.kv_cache_utils").get_kv_cache_configs(config, specs, memory)
     planning = import_module("vllm.v1.core.kv_cache_planning")
     return planning.get_kv_cache_configs(config, specs, memory, planning.get_global_kv_cache_groups(config, specs))
-
-
-def drafts(tokens: int) -> bool:
-    """Whether a drafter of so many tokens runs on a CPU. vLLM 0.30 calls a kernel of Triton for those of more than one
-    (TypeError: Cannot inspect kernel parameters)."""
-    return MINOR >= 31 or tokens == 1
 
 
 def shared_by_all_ranks(spec: type[Any]) -> dict[str, Any]:

@@ -12,9 +12,12 @@ import pytest
 from tests.support.vllm_engines import Node, make_model, prompt, request
 from tests.support.vllm_models import make_eagle_head, make_predicting_model
 from tests.support.vllm_requests import offered
-from tests.support.vllm_versions import drafts
+from tests.support.vllm_versions import DRAFTS
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(not DRAFTS, reason="this vLLM does not run drafters on a CPU"),
+]
 
 VOCABULARY = 4
 """So few tokens that some drafts of random weights are accepted."""
@@ -66,8 +69,6 @@ def test_decode_drafts_as_one_engine_does(
     pair: Callable[..., tuple[Node, Node]], tmp_path: Path, made: Callable[[Path], tuple[Path, dict[str, Any]]], tp: int
 ) -> None:
     model, speculative = made(tmp_path)
-    if not drafts(speculative["num_speculative_tokens"]):
-        pytest.skip("this vLLM runs drafters of one token only on a CPU")
     settings = {"speculative_config": speculative}
     prefill, decode = pair(model, {**settings, "tp": tp}, settings)
     prompts = [[token % VOCABULARY for token in prompt(700 + length, length)] for length in (2, 33, 64, 150)]
