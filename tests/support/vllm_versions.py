@@ -1,20 +1,16 @@
-"""What the tests must know of the version of vLLM that they run with: 0.30 to 0.33."""
+"""What the tests must know of the version of vLLM that they run with: 0.30 to 0.32."""
 
 from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Set
 from contextlib import contextmanager
-from importlib import import_module
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
 
 MINOR = int(version("vllm").split(".")[1])
 
@@ -48,14 +44,6 @@ def convolves_float32() -> bool:
     import torch
 
     return MINOR >= 32 or not torch.cpu._is_avx512_bf16_supported()
-
-
-def plan_caches(config: VllmConfig, specs: Sequence[Mapping[str, Any]], memory: Sequence[int]) -> Any:
-    """vLLM's own plan of the caches of each rank. From vLLM 0.33 on, it is made from a plan of the whole model."""
-    if MINOR < 33:
-        return import_module("vllm.v1.core.kv_cache_utils").get_kv_cache_configs(config, specs, memory)
-    planning = import_module("vllm.v1.core.kv_cache_planning")
-    return planning.get_kv_cache_configs(config, specs, memory, planning.get_global_kv_cache_groups(config, specs))
 
 
 def shared_by_all_ranks(spec: type[Any]) -> dict[str, Any]:
