@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.vllm_engines import PREFILL, Node, make_model, prompt, request
 from tests.support.vllm_models import make_gated_delta_model, make_hybrid_model, make_latent_model
-from tests.support.vllm_versions import convolves_float32
+from tests.support.vllm_versions import MINOR, convolves_float32
 
 pytestmark = pytest.mark.timeout(900)
 BLOCK = 128
@@ -69,6 +69,7 @@ def test_decode_goes_on_from_prefills_state(
     assert answer["tokens"] == first.generate(request([*prompts[-1], 7, 8, 9]))[0]["tokens"]
 
 
+@pytest.mark.skipif(MINOR < 31, reason="refused with this vLLM: see test_states.py")
 def test_gated_delta_nets(pair: Callable[..., tuple[Node, Node]], tmp_path: Path) -> None:
     """Linear attention as in Qwen3-Next, with experts. vLLM's kernels for CPU take it in bfloat16 only."""
     settings: dict[str, Any] = {"block": None, "dtype": "bfloat16", "kv_cache_memory_bytes": 64 << 20, **LAST_STATE}

@@ -27,6 +27,7 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from kvferry import Blocks, plan_read
 from kvferry.errors import Incompatible, InvalidField
+from kvferry.integrations.vllm import versions
 from kvferry.integrations.vllm.shards import RankPlace
 from kvferry.planner import Path
 from tests.support.vllm_caches import CachedEngine, configuration, engine, move, places
@@ -35,6 +36,12 @@ Shapes = Callable[[int], tuple[tuple[int, ...], ...]]
 LAYERS = ("model.layers.0.mixer", "model.layers.2.mixer")
 NUM_BLOCKS, SOURCE_BLOCK, BLOCK = 7, 3, 5
 KERNEL = 4
+
+
+@pytest.fixture(autouse=True)
+def every_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is refused with one version of vLLM is tested here all the same."""
+    monkeypatch.setattr(versions, "UNPROVEN_STATES", frozenset())
 
 
 @dataclass(frozen=True)
@@ -245,3 +252,10 @@ def test_states_with_buffers_of_drafts_are_refused() -> None:
     ring = Kind(kind.type, lambda ranks: (*kind.shapes(ranks), (12, 8, 4)), (*kind.dtypes, torch.bfloat16), groups=6)
     with pytest.raises(InvalidField, match="without buffers of drafts"):
         hybrid("p", ring, 1, KVCacheLayout.LBHNC)
+
+
+def test_a_state_that_is_wrong_with_a_version_of_vllm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(versions, "UNPROVEN_STATES", frozenset({"GDN_ATTN"}))
+    with pytest.raises(InvalidField, match=r"GDN_ATTN.*vLLM 0\.31 or newer"):
+        hybrid("p", KINDS["gated delta net"], 1, KVCacheLayout.LBHNC)
+    hybrid("p", KINDS["Mamba-2"], 1, KVCacheLayout.LBHNC)
