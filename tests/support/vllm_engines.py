@@ -1,4 +1,4 @@
-"""Engines of a real vLLM on CPU, each in a process of its own, and tiny models for them."""
+"""Engines of a real vLLM on CPU, each in a process of its own, and a tiny model for them."""
 
 from __future__ import annotations
 
@@ -36,15 +36,23 @@ ENVIRONMENT = {
 }
 
 
-def make_model(folder: Path, *, kv_heads: int, layers: int = 4, head_dim: int = 32, window: int = 0) -> Path:
+def make_model(
+    folder: Path,
+    *,
+    kv_heads: int,
+    layers: int = 4,
+    head_dim: int = 32,
+    window: int = 0,
+    vocabulary: int = VOCABULARY,
+) -> Path:
     """A model of random weights, large ones, so that a wrong byte of its cache changes what it says: Qwen3, or, with a
-    window, Gemma 3, every second layer of which sees only so many tokens."""
+    window, Gemma 3, every second layer of which sees only so many tokens. More kinds: `tests.support.vllm_models`."""
     import torch
     import transformers
 
     torch.manual_seed(0)
     common: dict[str, Any] = {
-        "vocab_size": VOCABULARY,
+        "vocab_size": vocabulary,
         "hidden_size": 128,
         "intermediate_size": 256,
         "num_hidden_layers": layers,
@@ -84,67 +92,6 @@ def installed() -> dict[str, str]:
     (described / "entry_points.txt").write_text("\n".join(points))
     paths = [str(folder), str(ROOT / "client"), str(ROOT / "server"), os.environ.get("PYTHONPATH", "")]
     return {**os.environ, **ENVIRONMENT, "PYTHONPATH": os.pathsep.join(path for path in paths if path)}
-
-
-def make_latent_model(folder: Path, *, layers: int = 4) -> Path:
-    """A model of random weights with latent attention: DeepSeek V2."""
-    import torch
-    import transformers
-
-    torch.manual_seed(0)
-    config = transformers.DeepseekV2Config(
-        vocab_size=VOCABULARY,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        kv_lora_rank=512,
-        q_lora_rank=None,
-        qk_rope_head_dim=64,
-        qk_nope_head_dim=128,
-        v_head_dim=128,
-        # No experts.
-        first_k_dense_replace=layers,
-        max_position_embeddings=2048,
-        tie_word_embeddings=False,
-        initializer_range=0.2,
-    )
-    model: Any = transformers.DeepseekV2ForCausalLM(config)
-    model.to(torch.float32).save_pretrained(folder, safe_serialization=True)
-    return folder
-
-
-def make_hybrid_model(folder: Path, *, kv_heads: int = 4, layers: int = 4) -> Path:
-    """A model of random weights whose layers are Mamba-2 and attention by turns: Granite 4."""
-    import torch
-    import transformers
-
-    torch.manual_seed(0)
-    config = transformers.GraniteMoeHybridConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=128,
-        intermediate_size=256,
-        shared_intermediate_size=256,
-        num_hidden_layers=layers,
-        layer_types=["mamba", "attention"] * (layers // 2),
-        num_attention_heads=4,
-        num_key_value_heads=kv_heads,
-        max_position_embeddings=2048,
-        tie_word_embeddings=False,
-        initializer_range=0.2,
-        num_local_experts=0,
-        mamba_n_heads=8,
-        mamba_d_head=32,
-        mamba_n_groups=1,
-        mamba_d_state=16,
-        mamba_d_conv=4,
-        mamba_expand=2,
-        mamba_chunk_size=32,
-    )
-    model: Any = transformers.GraniteMoeHybridForCausalLM(config)
-    model.to(torch.float32).save_pretrained(folder, safe_serialization=True)
-    return folder
 
 
 class Node:
@@ -259,9 +206,10 @@ class Server:
 
     Args:
         model, log, connector: as `Node`'s.
+        more: of its command line.
     """
 
-    def __init__(self, model: Path, log: Path, port: int, connector: dict[str, Any]) -> None:
+    def __init__(self, model: Path, log: Path, port: int, connector: dict[str, Any], *more: str) -> None:
         self.url = f"http://127.0.0.1:{port}"
         self.log = log
         arguments = ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--block-size", "32"]
@@ -270,6 +218,7 @@ class Server:
             "--skip-tokenizer-init",
             "--kv-transfer-config",
             json.dumps({"kv_buffer_device": "cpu", **connector}),
+            *more,
         ]
         environment = {name: value for name, value in installed().items() if "MULTIPROCESSING" not in name}
         with log.open("ab") as file:
@@ -294,9 +243,9 @@ class Server:
             except OSError:
                 threading.Event().wait(0.2)
 
-    def complete(self, body: dict[str, Any]) -> Any:
-        """Post to ``/v1/completions``."""
-        headers = {"content-type": "application/json"}
+    def complete(self, body: dict[str, Any], rank: int = 0) -> Any:
+        """Post to ``/v1/completions``, for a data-parallel rank."""
+        headers = {"content-type": "application/json", "x-data-parallel-rank": str(rank)}
         asked = urllib.request.Request(f"{self.url}/v1/completions", json.dumps(body).encode(), headers)
         with urllib.request.urlopen(asked, timeout=ANSWER_TIMEOUT) as answer:
             return json.load(answer)

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
 
 import pytest
+
+from tests.support.node_servers import NodeServerProcess
+from tests.support.vllm_engines import Node, kvferry
 
 # Read by Triton when it is imported, which vLLM does: its kernels then run on host memory.
 os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -20,3 +26,25 @@ if find_spec("vllm"):
 def pytest_report_header(config: pytest.Config) -> str:
     """Say why nothing is collected."""
     return "" if find_spec("vllm") else "tests/integrations/vllm: left out, vLLM is not installed here (make test-vllm)"
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NodeServerProcess]:
+    with NodeServerProcess(tmp_path_factory.mktemp("home"), tcp=True, ttl=6, max_ttl=6, hold=20) as server:
+        yield server
+
+
+@pytest.fixture
+def pair(home: NodeServerProcess, tmp_path: Path) -> Iterator[Callable[..., tuple[Node, Node]]]:
+    """Start a prefill and a decode engine of a model, each with settings of its own; both fail what cannot be read."""
+    nodes: list[Node] = []
+
+    def make(model: Path, prefill: dict[str, Any], decode: dict[str, Any]) -> tuple[Node, Node]:
+        for role, settings in (("kv_producer", prefill), ("kv_consumer", decode)):
+            connector = kvferry(role, home.address, kv_load_failure_policy="fail")
+            nodes.append(Node(model, tmp_path / f"{role}.log", connector=connector, **settings))
+        return nodes[-2].ready(), nodes[-1].ready()
+
+    yield make
+    for node in nodes:
+        node.close()

@@ -12,6 +12,7 @@ import pytest
 from tests.support.node_servers import NodeServerProcess
 from tests.support.vllm_engines import Node, kvferry, make_model, prompt, request
 from tests.support.vllm_requests import alone, offered, pinned, ready, said
+from tests.support.vllm_versions import counted_as_cached
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.timeout(600)
@@ -99,8 +100,7 @@ def test_decode_says_what_one_engine_says(
     # All at once.
     answers = decode.generate(*(request(tokens, 12, some) for tokens, some in zip(prompts, params, strict=True)))
     assert said(answers) == expected
-    # As vLLM counts: in whole blocks, and without the last token, which decode computes.
-    assert [answer["cached"] for answer in answers] == [(length - 1) // BLOCK * BLOCK for length in LENGTHS]
+    assert [answer["cached"] for answer in answers] == [counted_as_cached(length, BLOCK) for length in LENGTHS]
     until(lambda: pinned(home) == 0)
     # The engines have been told so, by all of their workers: they go on.
     assert alone(prefill, prompts[:1]) == expected[:1]

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 
-from kvferry.engine import ReadEnd, SchedulerPort
+from kvferry.engine import Finished, ReadEnd, SchedulerPort
 from kvferry.errors import TransferFailed
 from kvferry.integrations.vllm.connector import KvferryConnector
 from kvferry.integrations.vllm.idle_steps import PATIENCE, YIELD, IdleSteps
@@ -123,7 +123,7 @@ def connector(*ends: ReadEnd) -> tuple[KvferryConnector, ConnectorScheduler]:
     """A connector whose reads have ended like that since its last step."""
     scheduler: Any = ConnectorScheduler.__new__(ConnectorScheduler)
     left = [ends]
-    scheduler._port = SimpleNamespace(finished=lambda: SimpleNamespace(reads=left.pop() if left else (), disputed=()))
+    scheduler._port = SimpleNamespace(finished=lambda: Finished(left.pop() if left else ()))
     scheduler._loads = {end.request_id: _Load("reference", reading=True) for end in ends}
     scheduler._leaders, scheduler._ends, scheduler._stats = {}, [], KvferryStats()
     made: Any = KvferryConnector.__new__(KvferryConnector)

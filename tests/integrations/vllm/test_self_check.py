@@ -220,20 +220,22 @@ def test_alike_layers_are_one_kind_and_others_are_not(tmp_path: Path) -> None:
 def test_one_line_says_what_was_checked_and_how(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     config = config_of(tmp_path)
     rank = bound(config, attention(config))
-    with caplog.at_level(logging.INFO, "vllm"), propagating("vllm"):
+    with caplog.at_level(logging.INFO, "vllm"), heard_by(caplog.handler, "vllm"):
         check(rank, declared(rank))
     [line] = [record.getMessage() for record in caplog.records if "self-check" in record.getMessage()]
     assert line.startswith("self-check: layers 4 of CPU_ATTN by values of value and footprint of key; ")
 
 
 @contextmanager
-def propagating(name: str) -> Iterator[None]:
-    """vLLM's logger keeps its lines to itself."""
+def heard_by(handler: logging.Handler, name: str) -> Iterator[None]:
+    """Some versions of vLLM keep the lines of its logger to themselves, others pass them on."""
     found = logging.getLogger(name)
-    was, found.propagate = found.propagate, True
+    was, found.propagate = found.propagate, False
+    found.addHandler(handler)
     try:
         yield
     finally:
+        found.removeHandler(handler)
         found.propagate = was
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,44 @@ def test_the_flow_of_the_usual_proxies(tmp_path: Path) -> None:
                 assert answer["choices"][0]["token_ids"] == alone
             assert counter(decode, "vllm:kvferry_read_total") == 3
             assert counter(prefill, "vllm:kvferry_published_total") == 3
+        finally:
+            for server in servers:
+                server.close()
+
+
+def test_each_data_parallel_rank_is_an_engine(tmp_path: Path) -> None:
+    """Every rank of decode reads from every rank of prefill."""
+    model = make_model(tmp_path / "model", kv_heads=4)
+    with NodeServerProcess(tmp_path / "home", tcp=True) as home:
+        servers = [
+            Server(
+                model,
+                tmp_path / f"{role}.log",
+                free_port(),
+                kvferry(role, home.address, engine_id=role, kv_load_failure_policy="fail"),
+                "--data-parallel-size",
+                "2",
+            )
+            for role in ("kv_producer", "kv_consumer")
+        ]
+        try:
+            prefill, decode = (server.ready() for server in servers)
+            for source, destination in product(range(2), repeat=2):
+                body: dict[str, Any] = {
+                    "model": str(model),
+                    "prompt": prompt(300 + 10 * source + destination, 90),
+                    "temperature": 0,
+                    "max_tokens": 12,
+                    "ignore_eos": True,
+                    "return_token_ids": True,
+                }
+                alone = prefill.complete({**body, "cache_salt": "another"}, source)["choices"][0]["token_ids"]
+                first = prefill.complete({**body, "max_tokens": 1, "kv_transfer_params": PREFILL}, source)
+                answer = decode.complete({**body, "kv_transfer_params": first["kv_transfer_params"]}, destination)
+                assert answer["choices"][0]["token_ids"] == alone
+            for rank in range(2):
+                assert counter(prefill, f'vllm:kvferry_published_total{{engine="{rank}"') == 2
+                assert counter(decode, f'vllm:kvferry_read_total{{engine="{rank}"') == 2
         finally:
             for server in servers:
                 server.close()

@@ -12,6 +12,7 @@ import pytest
 from vllm.config import KVTransferConfig
 
 from kvferry.errors import InvalidField
+from kvferry.integrations.vllm.connector import KvferryConnector
 from kvferry.integrations.vllm.settings import OF_NIXL_CONNECTOR, ConnectorSettings, check_supported
 from tests.support.certificates import Authority
 from tests.support.repository import ROOT
@@ -115,6 +116,7 @@ def test_what_the_connector_cannot_do_is_refused_with_the_reason(
         check_supported(config, device)
     assert refused.value.values["field"] == field
     assert said in refused.value.values["expected"]
+    assert not KvferryConnector.supports_sleep_mode(transfer)
     fine = KVTransferConfig(kv_connector="KvferryConnector", kv_role="kv_both", kv_buffer_device=device)
     check_supported(SimpleNamespace(kv_transfer_config=fine, model_config=model()), device)
 

@@ -8,7 +8,7 @@ must make the destination's caches, bytes of padding and of other blocks include
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -27,6 +27,7 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from kvferry import Blocks, plan_read
 from kvferry.errors import Incompatible, InvalidField
+from kvferry.integrations.vllm import versions
 from kvferry.integrations.vllm.shards import RankPlace
 from kvferry.planner import Path
 from tests.support.vllm_caches import CachedEngine, configuration, engine, move, places
@@ -35,6 +36,12 @@ Shapes = Callable[[int], tuple[tuple[int, ...], ...]]
 LAYERS = ("model.layers.0.mixer", "model.layers.2.mixer")
 NUM_BLOCKS, SOURCE_BLOCK, BLOCK = 7, 3, 5
 KERNEL = 4
+
+
+@pytest.fixture(autouse=True)
+def every_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is refused with one version of vLLM is tested here all the same."""
+    monkeypatch.setattr(versions, "UNPROVEN_STATES", frozenset())
 
 
 @dataclass(frozen=True)
@@ -141,16 +148,10 @@ KINDS = {
 
 
 @pytest.fixture
-def conv_order(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
-    """Set the order of the convolution's inputs: ``SD`` or ``DS``, as the environment does."""
-
-    def choose(order: str) -> None:
-        monkeypatch.setenv("VLLM_SSM_CONV_STATE_LAYOUT", order)
-        mamba_utils.get_conv_state_layout.cache_clear()
-
-    yield choose
-    monkeypatch.undo()
-    mamba_utils.get_conv_state_layout.cache_clear()
+def conv_order(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Set the order of the convolution's inputs: ``SD`` or ``DS``. The environment does it elsewhere, and vLLM's
+    configuration of some CPUs changes it there."""
+    return lambda order: monkeypatch.setattr(mamba_utils, "get_conv_state_layout", lambda: order)
 
 
 def hybrid(name: str, kind: Kind, ranks: int, layout: KVCacheLayout, **changes: Any) -> CachedEngine:
@@ -251,3 +252,10 @@ def test_states_with_buffers_of_drafts_are_refused() -> None:
     ring = Kind(kind.type, lambda ranks: (*kind.shapes(ranks), (12, 8, 4)), (*kind.dtypes, torch.bfloat16), groups=6)
     with pytest.raises(InvalidField, match="without buffers of drafts"):
         hybrid("p", ring, 1, KVCacheLayout.LBHNC)
+
+
+def test_a_state_that_is_wrong_with_a_version_of_vllm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(versions, "UNPROVEN_STATES", frozenset({"GDN_ATTN"}))
+    with pytest.raises(InvalidField, match=r"GDN_ATTN.*vLLM 0\.31 or newer"):
+        hybrid("p", KINDS["gated delta net"], 1, KVCacheLayout.LBHNC)
+    hybrid("p", KINDS["Mamba-2"], 1, KVCacheLayout.LBHNC)

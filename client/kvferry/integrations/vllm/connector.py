@@ -19,15 +19,8 @@ from kvferry.integrations.vllm.setup import Setup
 from kvferry.integrations.vllm.shards import RankPlace
 from kvferry.integrations.vllm.stats import KvferryPromMetrics, KvferryStats
 from kvferry.integrations.vllm.values import StepMetadata, WorkerNews
+from kvferry.integrations.vllm.versions import HIT_SOURCE
 from kvferry.integrations.vllm.worker import ConnectorWorker
-
-try:
-    from vllm.v1.metrics.cache_hit_source import CacheHitSource
-except ModuleNotFoundError:
-    # vLLM 0.31 and older do not ask.
-    _HIT_SOURCE = None
-else:
-    _HIT_SOURCE = CacheHitSource.P2P
 
 
 class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
@@ -37,7 +30,7 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     Calls from an engine's step return at once (R11).
     """
 
-    _cache_hit_source = _HIT_SOURCE
+    _cache_hit_source = HIT_SOURCE
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:

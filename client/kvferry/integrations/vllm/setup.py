@@ -18,6 +18,7 @@ from kvferry.geometry.blocks import Blocks
 from kvferry.geometry.model import GroupKind
 from kvferry.integrations.vllm.groups import BlockTable, block_tables, readable
 from kvferry.integrations.vllm.settings import ConnectorSettings, check_supported
+from kvferry.integrations.vllm.versions import lookahead_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +63,8 @@ class Setup:
             settings=settings,
             caches_prefixes=bool(vllm_config.cache_config.enable_prefix_caching),
             tables=tables,
-            # A drafter of several modules, which vLLM has from 0.31 on, reads so many tokens ahead: decode must not
-            # take these from prefill.
-            recomputed=max(1, getattr(vllm_config, "num_prefill_lookahead_tokens", 1) - 1),
+            # A drafter of several modules reads so many tokens ahead: decode must not take these from prefill.
+            recomputed=max(1, lookahead_tokens(vllm_config) - 1),
             tails=Tails.ZERO if kv_cache_config.needs_kv_cache_zeroing else Tails.KEEP,
             serves=transfer.is_kv_producer,
             reads=transfer.is_kv_consumer,

@@ -33,6 +33,7 @@ from kvferry import plan_read
 from kvferry.errors import BadGeometry, Incompatible
 from kvferry.planner import Path
 from tests.integrations.vllm.layouts.worlds import LAYERS, LAYOUTS, TOKENS, Model, Rank, Shape, World, check_read
+from tests.support.vllm_versions import aiter
 
 HEADS, KEY, VALUE = 6, 16, 32
 FEW = 17
@@ -114,7 +115,7 @@ def on_rocm(module: Any) -> Any:
     assert spec is not None
     assert spec.loader is not None
     found = importlib.util.module_from_spec(spec)
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, aiter():
         patch.setattr(type(current_platform), "is_rocm", lambda platform: True)
         spec.loader.exec_module(found)
     return found

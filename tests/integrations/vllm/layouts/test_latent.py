@@ -185,7 +185,10 @@ def indexer() -> Model:
         target = rank.caches[layer].squeeze(1)
         page = target.shape[1]
         flat = target.view(target.shape[0], -1)
-        keys, scales = flat[:, : page * 128].view(rocm.FP8_DTYPE), flat[:, page * 128 :].view(torch.float32)
+        keys, scales = (
+            flat[:, : page * 128].view(current_platform.fp8_dtype()),
+            flat[:, page * 128 :].view(torch.float32),
+        )
         rocm._indexer_k_quant_and_cache_kernel[(len(slots),)](
             rows(layer, 128), keys, scales, slots, scales.stride(0), keys.stride(0), page, len(slots), 128,
             "NORMAL", 16, 16, IS_FNUZ=False, USE_UE8M0=True,

@@ -1,0 +1,62 @@
+"""What the tests must know of the version of vLLM that they run with: 0.30 to 0.32."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Iterator, Set
+from contextlib import contextmanager
+from importlib.metadata import version
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+
+MINOR = int(version("vllm").split(".")[1])
+
+DRAFTS = MINOR >= 31
+"""Whether drafters run on a CPU. vLLM 0.30 calls a kernel of Triton (TypeError: Cannot inspect kernel parameters)."""
+
+_V1 = "vllm.v1.attention.backends"
+
+MISSING_BACKENDS: Set[str] = (
+    {f"{_V1}.rocm_segmented_attn.RocmSegmentedAttentionBackend", f"{_V1}.mla.flashattn_mla.XPUFlashAttnMLABackend"}
+    if MINOR < 32
+    else set()
+)
+"""Backends that kvferry knows and this version does not have yet."""
+
+MISSING_MEMBERS: Set[str] = ({"ULTRAQUANT"} if MINOR < 32 else set()) | (
+    {"FLASHMLA_MEGA_ATTN_DSV41"} if MINOR < 31 else set()
+)
+"""Members of the registry of backends that this version does not have yet."""
+
+
+def counted_as_cached(tokens: int, block: int) -> int:
+    """How many tokens of a prompt vLLM says that it had not to compute, where a connector has read all but the last:
+    those of whole blocks, in vLLM 0.30 all of them."""
+    return (tokens - 1) // block * block if MINOR >= 31 else tokens - 1
+
+
+def convolves_float32() -> bool:
+    """Whether the convolutions of Mamba take float32 here. On CPUs with AVX-512 for bfloat16, those of vLLM 0.31 and
+    older take nothing else, and end with the engine ("causal_conv1d_fwd_kernel_impl" not implemented for 'Float')."""
+    import torch
+
+    return MINOR >= 32 or not torch.cpu._is_avx512_bf16_supported()
+
+
+def shared_by_all_ranks(spec: type[Any]) -> dict[str, Any]:
+    """The fields of a spec that say that every tensor-parallel rank has the same. vLLM 0.30 does not say so."""
+    known = {field.name for field in dataclasses.fields(spec)}
+    return {"max_tp_shards": 1} if "max_tp_shards" in known else {}
+
+
+@contextmanager
+def aiter() -> Iterator[None]:
+    """vLLM 0.31 and older import AITER, which is for ROCm, where the module is imported, and later ones where it is
+    used. What the tests run of it needs no AITER."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("", ".ops", ".ops.triton", ".ops.triton.gluon", ".ops.triton.gluon.pa_decode_gluon"):
+            patch.setitem(sys.modules, f"aiter{name}", MagicMock())
+        yield
