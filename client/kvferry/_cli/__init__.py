@@ -51,13 +51,11 @@ def main() -> None:
 def explain(error: KvferryError) -> str:
     """Return an error as one line, with what to do about it where that is known."""
     from kvferry._cli.render import safe
-    from kvferry.errors import EngineUnknown, NotImplementedHere, Unreachable
+    from kvferry.errors import EngineUnknown, Unreachable
 
     text = safe(" ".join(error.message.split()))
     if isinstance(error, Unreachable):
-        return f"{text}. Is kvferryd running there? Another one is named with --server or KVFERRY_SERVER"
+        return f"{text}{'' if text.endswith('?') else '.'} Another node server is named with --server or KVFERRY_SERVER"
     if isinstance(error, EngineUnknown):
         return f"{text}. `kvferry engines` lists those it has"
-    if isinstance(error, NotImplementedHere):
-        return f"{text}. Is it another version, or no node server of kvferry at all?"
     return text
