@@ -296,7 +296,7 @@ def _check_deadline(method: str, context: Context) -> None:
 
 
 def _draining() -> ServerDraining:
-    return ServerDraining("the node server is draining")
+    return ServerDraining("this node server is draining: it serves again when kvferryd has been restarted")
 
 
 def _short(raw: bytes) -> bytes:
