@@ -16,7 +16,7 @@ CODE := $(wildcard client server tests benchmarks examples scripts)
 VENV := .venv/.installed
 NODE := tests/support/nodejs/node_modules/.installed
 
-.PHONY: help setup node demo test test-oldest test-vllm test-gpu gpu-bundle lint format reliability house soak mutate proto proto-check bench
+.PHONY: help setup node demo test test-oldest test-vllm test-gpu gpu-bundle lint format reliability house errors soak mutate proto proto-check bench
 .PHONY: bench-vllm docs clean
 
 help: ## Show this help
@@ -121,6 +121,9 @@ reliability: setup ## Write the table of faults into docs/reliability.md
 
 house: ## Draw docs/house.svg, the folders and their imports
 	@$(PYTHON) scripts/draw_house.py
+
+errors: setup ## Write docs/errors.md from the protos and the exceptions
+	@.venv/bin/python -m scripts.errors_page
 
 soak: setup ## Random geometries, load and faults beside a hostile peer, every byte verified (MINUTES=60, SEED=)
 	@.venv/bin/python -m tests.soak --minutes $(or $(MINUTES),60) $(if $(SEED),--seed $(SEED))

@@ -107,6 +107,8 @@ def test_an_engine_that_is_not_there_is_one_line_and_exit_code_1(kvferry: Run) -
     assert done.returncode == 1
     (line,) = done.stderr.splitlines()
     assert line.startswith("kvferry: ")
+    # docs/errors.md has an entry of this name.
+    assert line.endswith(("[ENGINE_UNKNOWN]", "[HOME_RECOVERING]"))
     assert "\x1b" not in line
 
 

@@ -30,9 +30,11 @@ class Authority:
     def certificate(self) -> Path:
         return self.folder / f"{self.name}.pem"
 
-    def issue(self, name: str, names: str = "DNS:localhost,IP:127.0.0.1", subject: str = "") -> TlsConfig:
+    def issue(
+        self, name: str, names: str = "DNS:localhost,IP:127.0.0.1", subject: str = "", days: int = 2
+    ) -> TlsConfig:
         """A certificate, for this host unless it has other `names`, and the authority to check others with. Its
-        subject is its common name unless given."""
+        subject is its common name unless given. With -1 `days` it has expired."""
         key, cert, request = (self.folder / f"{self.name}-{name}.{ending}" for ending in ("key", "pem", "csr"))
         extensions = self.folder / f"{self.name}-{name}.ext"
         extensions.write_text(f"subjectAltName={names}\n" if names else "")
@@ -51,7 +53,7 @@ class Authority:
                 "-CAkey",
                 f"{self.folder / self.name}.key",
             ),
-            *("-set_serial", "1", "-days", "2", "-extfile", f"{extensions}", "-out", f"{cert}"),
+            *("-set_serial", "1", "-days", f"{days}", "-extfile", f"{extensions}", "-out", f"{cert}"),
         )
         return TlsConfig(ca=self.certificate, cert=cert, key=key)
 

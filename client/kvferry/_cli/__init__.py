@@ -49,15 +49,13 @@ def main() -> None:
 
 
 def explain(error: KvferryError) -> str:
-    """Return an error as one line, with what to do about it where that is known."""
+    """Return an error as one line: its message, what to do where that is known, and its name in docs/errors.md."""
     from kvferry._cli.render import safe
-    from kvferry.errors import EngineUnknown, NotImplementedHere, Unreachable
+    from kvferry.errors import EngineUnknown, Unreachable
 
     text = safe(" ".join(error.message.split()))
     if isinstance(error, Unreachable):
-        return f"{text}. Is kvferryd running there? Another one is named with --server or KVFERRY_SERVER"
-    if isinstance(error, EngineUnknown):
-        return f"{text}. `kvferry engines` lists those it has"
-    if isinstance(error, NotImplementedHere):
-        return f"{text}. Is it another version, or no node server of kvferry at all?"
-    return text
+        text += f"{'' if text.endswith('?') else '.'} Another node server is named with --server or KVFERRY_SERVER"
+    elif isinstance(error, EngineUnknown):
+        text += ". `kvferry engines` lists those it has"
+    return f"{text} [{error.reason or type(error).__name__}]"

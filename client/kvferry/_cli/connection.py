@@ -75,14 +75,15 @@ class Connection:
 
         files = self.tls_ca, self.tls_cert, self.tls_key
         try:
-            channel = connect(server, TlsConfig(*files) if any(files) else None)
+            tls = TlsConfig(*files) if any(files) else None
+            channel = connect(server, tls)
         except InvalidInput as error:
             raise typer.BadParameter(str(error)) from None
         with channel:
             try:
                 yield Asker(IntrospectionStub(channel), self.timeout)
             except grpc.RpcError as error:
-                raise from_rpc_error(error, server) from None
+                raise from_rpc_error(error, server, tls) from None
 
 
 def with_connection(command: Callable[..., None]) -> Callable[..., None]:

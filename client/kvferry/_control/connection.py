@@ -232,7 +232,7 @@ class Control:
             if self._closed:
                 raise self._typed(None)
             if pause > 0:
-                message = f"{self._why_unreachable}; the next attempt is due in {pause:.1f} s"
+                message = f"{self._why_unreachable} (the next attempt is due in {pause:.1f} s)"
                 raise Unreachable(message, retry_after=pause, address=self.address)
             if self._stub is None:
                 self._channel = self._dial(self.address, self._tls)
@@ -265,7 +265,7 @@ class Control:
         if self._closed:
             return Closed(f"the connection to {self.address} is closed")
         if isinstance(failure, grpc.RpcError):
-            return from_rpc_error(failure, self.address)
+            return from_rpc_error(failure, self.address, self._tls)
         return InternalError(f"the call to {self.address} failed: {failure!r}", address=self.address)
 
     def _judge(self, failure: BaseException | None) -> None:
@@ -274,7 +274,7 @@ class Control:
         if failure is None:
             self._succeeded()
         elif isinstance(failure, grpc.RpcError) and isinstance(failure, grpc.Call):
-            error = from_rpc_error(failure, self.address)
+            error = from_rpc_error(failure, self.address, self._tls)
             if not isinstance(error, Unreachable):
                 self._succeeded()
             elif failure.code() is grpc.StatusCode.UNAVAILABLE:
@@ -289,7 +289,7 @@ class Control:
     def _warn_if_overdue(self) -> None:
         """Warn once per outage, so that the engine's log says why its calls wait."""
         if self._breaker.overdue(now(), SILENCE):
-            logger.warning("%s; trying again. Is kvferryd running there?", self._why_unreachable)
+            logger.warning("%s (trying again)", self._why_unreachable)
 
 
 def checked_results(

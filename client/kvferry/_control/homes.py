@@ -55,8 +55,10 @@ class Homes:
             if control is None:
                 allowed = self._tls is not None or is_loopback(address)
                 if not allowed and not any(fnmatchcase(address, pattern) for pattern in self._allowed):
-                    message = f"home {address!r} is neither in this client's allowed_homes nor covered by TLS"
-                    raise HomeNotAllowed(message, home=address)
+                    problem = (
+                        "is neither in this client's allowed_homes nor covered by TLS; add it there if you know it"
+                    )
+                    raise HomeNotAllowed(f"home {address!r} {problem}", home=address)
                 control = self._controls[address] = Control(address, self._tls, self._dial)
             return control
 

@@ -223,7 +223,8 @@ class SourceEngines:
         plan = plan_read(source, destination, self._rank, rule=self._rule)
         if not found.has_agents:
             message = (
-                f"the home of engine {engine_id!r} returned only its geometry, because the reader gave no reference"
+                f"the home of engine {engine_id!r} returned only its geometry, because the reader gave no reference: "
+                "give `warm` the engine's engine_reference"
             )
             if (self._reader.engine_id, self._reader.incarnation) == (engine_id, incarnation):
                 message = f"engine {engine_id!r} cannot read from itself: its own memory holds these blocks already"

@@ -22,6 +22,8 @@ from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 
 from kvferry._clock import from_duration, to_duration
+from kvferry._wire.channel import TlsConfig
+from kvferry._wire.tls_failure import tls_failure
 from kvferry.errors import (
     InternalError,
     InvalidInput,
@@ -113,7 +115,7 @@ def to_status(error: KvferryError) -> WireStatus:
     return WireStatus(code, message, ((DETAILS_KEY, status.SerializeToString()),))
 
 
-def from_rpc_error(error: grpc.RpcError, address: str) -> KvferryError:
+def from_rpc_error(error: grpc.RpcError, address: str, tls: TlsConfig | None = None) -> KvferryError:
     """Convert the error of a call to a node server.
 
     An error with kvferry's `ErrorInfo` is rebuilt as the server raised it. Errors of gRPC itself become
@@ -129,6 +131,8 @@ def from_rpc_error(error: grpc.RpcError, address: str) -> KvferryError:
     Args:
         error: the error that a stub raised, synchronous or not.
         address: address of the node server, for the message.
+        tls: the credentials of the channel; None: no TLS. The message says which TLS settings to look at, if they are
+            why the server cannot be reached.
     """
     call = cast(grpc.Call, error)
     code: grpc.StatusCode | None = call.code() if hasattr(error, "code") else None
@@ -138,13 +142,16 @@ def from_rpc_error(error: grpc.RpcError, address: str) -> KvferryError:
     if found is not None:
         return found
     if name == "UNAVAILABLE":
-        return Unreachable(f"{address} cannot be reached: {text}", address=address)
+        problem = tls_failure(text, address, tls) or f"{text}. Is kvferryd running there?"
+        return Unreachable(f"{address} cannot be reached: {problem}", address=address)
     if name == "CANCELLED":
-        return Unreachable(f"{address} cancelled the call: {text}", address=address)
+        return Unreachable(f"{address} cancelled the call: {text}. Is it stopping, or overloaded?", address=address)
     if name == "DEADLINE_EXCEEDED":
-        return Unreachable(f"{address} did not answer in time", address=address)
+        problem = "did not answer in time. Is it overloaded, or does a firewall drop its packets?"
+        return Unreachable(f"{address} {problem}", address=address)
     if name == "UNIMPLEMENTED":
-        return NotImplementedHere(f"{address} does not offer this call: {text}", what=text)
+        problem = f"does not offer this call: {text}. Is it another version, or no node server of kvferry at all?"
+        return NotImplementedHere(f"{address} {problem}", what=text)
     if name == "RESOURCE_EXHAUSTED" and TOO_LARGE in text:
         return MessageTooLarge(f"{address}: {text}", address=address)
     return _by_code(name, f"{address} answered {name}: {text}", {"address": address})

@@ -6,7 +6,10 @@ from kvferry.errors._base import KvferryError
 
 
 class InvalidInput(KvferryError, ValueError):
-    """An argument is wrong; repeating will not help."""
+    """An argument is wrong; repeating will not help.
+
+    Next step: correct the argument that the message names.
+    """
 
     code = "INVALID_ARGUMENT"
 
@@ -39,7 +42,11 @@ class BadGeometry(InvalidInput):
 
 class LayoutMismatch(InvalidInput):
     """An engine's bytes are not where its planes declare them. Values: layer, problem, and those of component, block,
-    token, head, expected and found that are known; where bytes were compared, expected and found are hexadecimal."""
+    token, head, expected and found that are known; where bytes were compared, expected and found are hexadecimal.
+
+    Next step: correct the planes or the spec of the layer that is named. With vLLM, use a version that docs/vllm.md
+    lists, and report the message otherwise.
+    """
 
     def __init__(
         self,

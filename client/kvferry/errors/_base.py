@@ -11,6 +11,9 @@ Rebuilt = TypeVar("Rebuilt", bound="KvferryError")
 class KvferryError(Exception):
     """Base of all errors of kvferry.
 
+    Next step: look in the log of the node server that the message names. Only errors that no other class fits are
+    of this one, such as those of a peer of a later version.
+
     Attributes:
         reason: name of the `kvferry.v1.ErrorReason` without its prefix, e.g. ``"BAD_BLOCK"``; empty for errors that
             never cross the wire.

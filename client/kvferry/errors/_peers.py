@@ -6,7 +6,10 @@ from kvferry.errors._base import KvferryError
 
 
 class Refused(KvferryError):
-    """The peer rejects the request and gives a reason."""
+    """The peer rejects the request and gives a reason.
+
+    Next step: read the message, which says what the peer rejects; repeating will not help.
+    """
 
     code = "FAILED_PRECONDITION"
 
@@ -79,7 +82,11 @@ class RelayLoop(Refused):
 
 
 class HomeNotAllowed(Refused):
-    """The reference names a home that this client may not connect to. Values: home."""
+    """The reference names a home that this client may not connect to. Values: home.
+
+    Next step: if the address is one of your node servers, add it to the client's allowed_homes, or use TLS; if not,
+    ask where the reference came from.
+    """
 
 
 class NotImplementedHere(Refused):
@@ -90,7 +97,11 @@ class NotImplementedHere(Refused):
 
 
 class NotFound(KvferryError):
-    """What the call names does not exist, and will not exist later."""
+    """What the call names does not exist, and will not exist later.
+
+    Next step: compute the request, or look whether its names are right; they may be those of an engine that has
+    ended.
+    """
 
     code = "NOT_FOUND"
 
@@ -115,7 +126,11 @@ class PublicationReleased(NotFound):
 
 
 class Unavailable(KvferryError):
-    """The call cannot be served now; the same call may succeed later."""
+    """The call cannot be served now; the same call may succeed later.
+
+    Next step: repeat the call, after `retry_after` seconds if it has them. If it lasts, the message says what is
+    waited for.
+    """
 
     code = "UNAVAILABLE"
 
@@ -154,7 +169,11 @@ class LimitReached(Unavailable):
 
 class MessageTooLarge(KvferryError):
     """The message is larger than a node server accepts; or an answer is larger than the client accepts. Values: what,
-    size, limit; if gRPC itself found it: address."""
+    size, limit; if gRPC itself found it: address.
+
+    Next step: publish or register in smaller parts: `what` says what is too large. If gRPC found it, caller and
+    node server may be of different versions.
+    """
 
     code = "RESOURCE_EXHAUSTED"
 
@@ -168,7 +187,10 @@ class PublicationTimeout(KvferryError, TimeoutError):
 
 class AgentsWithheld(Refused):
     """The home gave the geometry of an engine without its agents, because the caller showed no reference. Values:
-    engine_id, missing."""
+    engine_id, missing.
+
+    Next step: give `Cache.warm` the engine's `engine_reference`, or the reference of a live publication.
+    """
 
 
 class BadAgentMetadata(KvferryError):

@@ -8,6 +8,8 @@ from kvferry.errors._base import KvferryError
 class TransferError(KvferryError):
     """A read failed; what its destination blocks hold is not valid.
 
+    Next step: compute the request, and reuse the destination blocks only when `quiet` is True.
+
     Attributes:
         quiet: whether nothing can write to the destination blocks any more (R4). While it is False they must not be
             reused; `Read.wait_quiet` waits until it is True. In the process that ran the transfer it becomes True by
@@ -26,19 +28,34 @@ class TransferError(KvferryError):
 
 
 class TransferFailed(TransferError):
-    """A transfer to a source rank failed."""
+    """A transfer to a source rank failed.
+
+    Next step: compute the request; the next read connects again. If it comes again, look whether the source rank
+    lives, at the network between both, and at the lines of UCX and NIXL on stderr.
+    """
 
 
 class TransferExpired(TransferError):
-    """The lease ended before the read; its bytes do not count (R1)."""
+    """The lease ended before the read; its bytes do not count (R1).
+
+    Next step: compute the request. If it comes again, look for a reader that stands still for longer than
+    kvferryd's `--ttl`, or a home that it cannot reach.
+    """
 
 
 class TransferCancelled(TransferError):
-    """The read was cancelled."""
+    """The read was cancelled.
+
+    Next step: nothing: the engine, or a close, asked for it.
+    """
 
 
 class TransferStuck(TransferError):
-    """The read did not end by its deadline (R5)."""
+    """The read did not end by its deadline (R5).
+
+    Next step: compute the request, and wait until the read is quiet before its blocks are reused. Raise the timeout
+    if such reads only take long; else look at the ranks that the message names.
+    """
 
 
 class DataLoss(TransferError):
@@ -50,11 +67,18 @@ class DataLoss(TransferError):
 
 
 class NixlMissing(KvferryError):
-    """NIXL is not installed, or cannot be loaded."""
+    """NIXL is not installed, or cannot be loaded.
+
+    Next step: install 'kvferry[nixl]', for the CUDA version of torch; `problem` says why what is installed
+    cannot be loaded.
+    """
 
 
 class NixlError(KvferryError):
     """A call to NIXL failed. Values: call, peer, problem.
 
     It does not prove that a read which was posted has stopped writing.
+
+    Next step: look at `problem`, and at the lines of UCX and NIXL on stderr: the peer may have died, memory cannot
+    be registered, or UCX has no transport between both hosts.
     """

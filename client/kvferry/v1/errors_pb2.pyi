@@ -31,173 +31,313 @@ class _ErrorReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     ERROR_REASON_UNSPECIFIED: _ErrorReason.ValueType  # 0
     """ERROR_REASON_UNSPECIFIED is never sent."""
     ERROR_REASON_INTERNAL: _ErrorReason.ValueType  # 1
-    """INTERNAL: the server failed; details are in its log only. Metadata: error_id."""
+    """INTERNAL: the server failed; details are in its log only. Metadata: error_id. Next step: look for error_id in the
+    node server's log, which has the cause there, and report it. Only this call has failed; the node server goes on.
+    """
     ERROR_REASON_NOT_IMPLEMENTED: _ErrorReason.ValueType  # 2
-    """UNIMPLEMENTED: part of the contract that this server does not offer. Metadata: what."""
+    """UNIMPLEMENTED: part of the contract that this server does not offer. Metadata: what. Next step: run kvferryd of
+    the caller's version there, or do without what `what` names.
+    """
     ERROR_REASON_DEADLINE_REQUIRED: _ErrorReason.ValueType  # 3
-    """INVALID_ARGUMENT: the call had no deadline."""
+    """INVALID_ARGUMENT: the call had no deadline. Next step: set a deadline for every call but Watch: timeout in
+    Python, -max-time in grpcurl.
+    """
     ERROR_REASON_INVALID_FIELD: _ErrorReason.ValueType  # 4
-    """INVALID_ARGUMENT: a field is missing, malformed or out of range. Metadata: field, value, expected."""
+    """INVALID_ARGUMENT: a field is missing, malformed or out of range. Metadata: field, value, expected. Next step:
+    make the field what `expected` says. If only the SDK sent it, caller and node server are of different versions:
+    `kvferry version`.
+    """
     ERROR_REASON_BAD_GEOMETRY: _ErrorReason.ValueType  # 5
-    """INVALID_ARGUMENT: a geometry that contradicts itself. Metadata: where, problem."""
+    """INVALID_ARGUMENT: a geometry that contradicts itself. Metadata: where, problem. Next step: correct what `where`
+    names: the engine's geometry, or the file given to `kvferry plan`.
+    """
     ERROR_REASON_BAD_REFERENCE: _ErrorReason.ValueType  # 6
-    """INVALID_ARGUMENT: a reference that is not one. Metadata: problem."""
+    """INVALID_ARGUMENT: a reference that is not one. Metadata: problem. Next step: hand on the whole reference as
+    prefill returned it; look for a router that cuts or re-encodes it.
+    """
     ERROR_REASON_WRONG_KEY: _ErrorReason.ValueType  # 7
-    """PERMISSION_DENIED: the reference's key is not the publication's, or the engine's. Metadata: engine_id; publication, if
-    it is the reference of one.
+    """PERMISSION_DENIED: the reference's key is not the publication's, or the engine's. Metadata: engine_id;
+    publication, if it is the reference of one. Next step: hand on the reference as prefill returned it: something
+    changed it on its way, or somebody guesses keys.
     """
     ERROR_REASON_WRONG_SESSION: _ErrorReason.ValueType  # 8
-    """PERMISSION_DENIED: the session secret is not that of the incarnation. Metadata: engine_id."""
+    """PERMISSION_DENIED: the session secret is not that of the incarnation. Metadata: engine_id. Next step: give every
+    rank of the engine the token of its own scheduler, made in this start. If they have it, look for another engine
+    that uses the same engine_id.
+    """
     ERROR_REASON_ENGINE_UNKNOWN: _ErrorReason.ValueType  # 9
-    """NOT_FOUND: no engine of this id. Metadata: engine_id."""
+    """NOT_FOUND: no engine of this id. Metadata: engine_id. Next step: look at `kvferry engines` of that node server:
+    compare the engine_id and the address. If the engine has ended, start it again; meanwhile decode computes its
+    requests.
+    """
     ERROR_REASON_ENGINE_INCOMPLETE: _ErrorReason.ValueType  # 10
-    """UNAVAILABLE: not all ranks are registered (yet, or any more). Metadata: engine_id; missing_ranks, the first of them, at
-    most 64, and missing, how many; nodes, the node servers that relayed for some of them; lost_nodes, those of these that
-    were lost themselves.
+    """UNAVAILABLE: not all ranks are registered (yet, or any more). Metadata: engine_id; missing_ranks, the first of
+    them, at most 64, and missing, how many; nodes, the node servers that relayed for some of them; lost_nodes, those
+    of these that were lost themselves. Next step: wait while the engine starts. If it lasts, look in the logs of the
+    ranks in missing_ranks, and whether the node servers in lost_nodes run.
     """
     ERROR_REASON_ENGINE_ID_IN_USE: _ErrorReason.ValueType  # 11
-    """ALREADY_EXISTS with RetryInfo: another incarnation of this engine_id lives. A home that has just started does not say so
-    for one engine_ttl: it cannot know which is the older, and takes both. Metadata: engine_id, incarnation.
+    """ALREADY_EXISTS with RetryInfo: another incarnation of this engine_id lives. A home that has just started does not
+    say so for one engine_ttl: it cannot know which is the older, and takes both. Metadata: engine_id, incarnation.
+    Next step: wait: a predecessor counts as alive until kvferryd's `--engine-ttl` (10 s) has passed. If it lasts,
+    two engines have the same engine_id: give one another.
     """
     ERROR_REASON_CACHE_DIFFERS: _ErrorReason.ValueType  # 12
-    """ALREADY_EXISTS: the rank is registered with another content. Metadata: engine_id, rank, field."""
+    """ALREADY_EXISTS: the rank is registered with another content. Metadata: engine_id, rank, field. Next step: give
+    two ranks that run at once different rank numbers. A rank that starts again with another cache needs a new start
+    of its whole engine.
+    """
     ERROR_REASON_PEER_RESTARTED: _ErrorReason.ValueType  # 13
-    """FAILED_PRECONDITION: the message speaks of an incarnation that is not the engine's any more.
-    Metadata: engine_id, incarnation, current.
+    """FAILED_PRECONDITION: the message speaks of an incarnation that is not the engine's any more. Metadata: engine_id,
+    incarnation, current. Next step: drop what is held of the old incarnation, and send the request to prefill again,
+    or compute it in decode.
     """
     ERROR_REASON_PUBLICATION_STALE: _ErrorReason.ValueType  # 14
-    """NOT_FOUND: a publication number at or below the high-water mark that is not live. Metadata: engine_id, publication."""
+    """NOT_FOUND: a publication number at or below the high-water mark that is not live. Metadata: engine_id,
+    publication. Next step: compute the request in decode, or send it to prefill again. If it happens often, decode
+    asks too late: compare kvferryd's `--hold` with the time that requests wait in its queue.
+    """
     ERROR_REASON_PUBLICATION_RELEASED: _ErrorReason.ValueType  # 15
-    """NOT_FOUND: the publication was released. Metadata: engine_id, publication, outcome."""
+    """NOT_FOUND: the publication was released. Metadata: engine_id, publication, outcome. Next step: compute the
+    request in decode. outcome says why: UNREAD, nobody read it for as long as kvferryd's `--hold`; FINAL, `--final`
+    had passed; READ and DECLINED, somebody was done with it before.
+    """
     ERROR_REASON_PUBLICATION_TIMEOUT: _ErrorReason.ValueType  # 16
-    """DEADLINE_EXCEEDED: the publication did not come while ReadBlocks waited. Metadata: engine_id, publication, waited_ms."""
+    """DEADLINE_EXCEEDED: the publication did not come while ReadBlocks waited. Metadata: engine_id, publication,
+    waited_ms. Next step: compute the request in decode. If it happens often, prefill is slower than the reader's
+    timeout or the node server's `--max-wait`: raise the smaller.
+    """
     ERROR_REASON_INCOMPATIBLE: _ErrorReason.ValueType  # 17
-    """FAILED_PRECONDITION: the caches of the two engines cannot be read from each other. Metadata: mismatch.N.kind, .where,
-    .field, .source, .destination, .message for N from 0, and mismatches, their number. Those that differ only in `where` are
-    spelled out once, with `alike`, how many more there are; at most 16 are spelled out.
+    """FAILED_PRECONDITION: the caches of the two engines cannot be read from each other. Metadata: mismatch.N.kind,
+    .where, .field, .source, .destination, .message for N from 0, and mismatches, their number. Those that differ
+    only in `where` are spelled out once, with `alike`, how many more there are; at most 16 are spelled out. Next
+    step: make the named fields equal in the configurations of both engines. `kvferry plan` compares two geometries
+    without running engines.
     """
     ERROR_REASON_PARTIES_MISMATCH: _ErrorReason.ValueType  # 18
-    """INVALID_ARGUMENT: calls of one read disagree. Metadata: lease_number, field, value, expected."""
+    """INVALID_ARGUMENT: calls of one read disagree. Metadata: lease_number, field, value, expected. Next step: give the
+    ranks of one read the same read_id, number of parties and reference, and another read its own read_id.
+    """
     ERROR_REASON_BLOCKS_SHORT: _ErrorReason.ValueType  # 19
-    """FAILED_PRECONDITION: fewer blocks than the asked tokens need. Metadata: group, side, asked, available."""
+    """FAILED_PRECONDITION: fewer blocks than the asked tokens need. Metadata: group, side, asked, available. Next step:
+    ask for fewer tokens, or give the side that `side` names blocks for all that were asked for.
+    """
     ERROR_REASON_BAD_BLOCK: _ErrorReason.ValueType  # 20
-    """INVALID_ARGUMENT: a block id outside the group, the null block, or the same destination block twice.
-    Metadata: group, side, block, num_blocks, problem.
+    """INVALID_ARGUMENT: a block id outside the group, the null block, or the same destination block twice. Metadata:
+    group, side, block, num_blocks, problem. Next step: correct the block ids in the publication or the read: below
+    num_blocks, not the null block, each destination once.
     """
     ERROR_REASON_HOME_RECOVERING: _ErrorReason.ValueType  # 21
-    """UNAVAILABLE: the home waits for the engine, or for its snapshot: it has restarted, or the engine is new. Metadata: engine_id."""
+    """UNAVAILABLE: the home waits for the engine, or for its snapshot: it has restarted, or the engine is new.
+    Metadata: engine_id. Next step: repeat the call; it takes some seconds after a restart. If it lasts, the engine
+    has not come back: look in its log, and at the connection between it and this node server.
+    """
     ERROR_REASON_DRAINING: _ErrorReason.ValueType  # 22
-    """UNAVAILABLE: the node server is draining."""
+    """UNAVAILABLE: the node server is draining. Next step: repeat the call: it succeeds when kvferryd has been started
+    again at this address. If nobody starts it, direct callers to another node server.
+    """
     ERROR_REASON_LIMIT: _ErrorReason.ValueType  # 23
-    """RESOURCE_EXHAUSTED with RetryInfo: a limit of the server. Metadata: limit, value."""
+    """RESOURCE_EXHAUSTED with RetryInfo: a limit of the server, or of the process that made the call. Without RetryInfo
+    the request asks for more than the limit ever allows. Metadata: limit, value. Next step: repeat the call after
+    the pause that RetryInfo says; without one, ask for less. If it lasts, `limit` names what is used up: raise that
+    setting of kvferryd if it is one, or spread callers over more node servers.
+    """
     ERROR_REASON_RELAY_LOOP: _ErrorReason.ValueType  # 24
-    """FAILED_PRECONDITION: a relayed registration reached a node server that is not the home. Metadata: relayed_by."""
+    """FAILED_PRECONDITION: a relayed registration reached a node server that is not the home. Metadata: relayed_by.
+    Next step: look where the home's address leads: to a load balancer, or to a node server with another
+    `--advertise`.
+    """
     ERROR_REASON_UNREACHABLE: _ErrorReason.ValueType  # 25
-    """UNAVAILABLE: the home of an engine could not be reached. Metadata: address."""
+    """UNAVAILABLE: the home of an engine could not be reached. Metadata: address. Next step: look whether kvferryd runs
+    at the address, and whether a firewall or TLS settings are between; the message names the settings.
+    """
     ERROR_REASON_LEASE_ENDED: _ErrorReason.ValueType  # 26
-    """FAILED_PRECONDITION: the read's lease is not live (ended, or never was). Metadata: lease_number, if the
-    home knows it.
+    """FAILED_PRECONDITION: the read's lease is not live (ended, or never was). Metadata: lease_number, if the home
+    knows it. Next step: compute the request in decode; blocks that were read under the lease do not count. If it
+    happens often, the reader renews too late: look for a process that stands still for longer than kvferryd's
+    `--ttl`.
     """
     ERROR_REASON_WATCH_TAKEN_OVER: _ErrorReason.ValueType  # 27
-    """ABORTED: a newer Watch of the same process took over."""
+    """ABORTED: a newer Watch of the same process took over. Metadata: engine_id. Next step: let this one end; the newer
+    one goes on. If both are alive, a rank runs twice: end one.
+    """
     ERROR_REASON_BAD_AGENT_METADATA: _ErrorReason.ValueType  # 28
-    """DATA_LOSS: agent metadata whose digest, name or regions are not what was announced. Metadata: engine_id, rank, problem."""
+    """DATA_LOSS: agent metadata whose digest, name or regions are not what was announced. Metadata: engine_id, rank,
+    problem. Next step: restart the source engine. If it stays, its NIXL and the reader's are of different versions,
+    or something changes messages on their way.
+    """
     ERROR_REASON_PUBLICATION_ABORTED: _ErrorReason.ValueType  # 29
-    """FAILED_PRECONDITION: the publication was aborted by its source. Metadata: engine_id, publication."""
+    """FAILED_PRECONDITION: the publication was aborted by its source. Metadata: engine_id, publication. Next step:
+    compute the request in decode, or drop it if the user has cancelled it.
+    """
     ERROR_REASON_DATA_LOSS: _ErrorReason.ValueType  # 30
-    """DATA_LOSS: bytes that were read are not those that the source had summed. Metadata: plane, source_rank, place, unit,
-    source_block, destination_blocks, expected, computed, mismatches. Raised by readers; the read counts as failed.
+    """DATA_LOSS: bytes that were read are not those that the source had summed. Raised by readers; the read counts as
+    failed. Metadata: plane, source_rank, place, unit, source_block, destination_blocks, expected, computed,
+    mismatches. Next step: throw the blocks away and compute the request in decode. If it comes again, look at
+    source_rank: whether its engine writes to published blocks, then at its memory and network card.
     """
     ERROR_REASON_WRONG_IDENTITY: _ErrorReason.ValueType  # 31
     """PERMISSION_DENIED: the lease was acquired under a certificate that shares no name with the caller's. Metadata:
-    lease_number.
+    lease_number. Next step: give all ranks of one engine certificates that share a name (subjectAltName or common
+    name). If they do, somebody else uses this lease_id.
     """
 
 class ErrorReason(_ErrorReason, metaclass=_ErrorReasonEnumTypeWrapper):
-    """ErrorReason is the machine-readable reason of an error. The comment gives the status code and the metadata keys."""
+    """ErrorReason is the machine-readable reason of an error. The comment gives the status code, the meaning, the metadata
+    keys and the next step. docs/errors.md is made from it.
+    """
 
 ERROR_REASON_UNSPECIFIED: ErrorReason.ValueType  # 0
 """ERROR_REASON_UNSPECIFIED is never sent."""
 ERROR_REASON_INTERNAL: ErrorReason.ValueType  # 1
-"""INTERNAL: the server failed; details are in its log only. Metadata: error_id."""
+"""INTERNAL: the server failed; details are in its log only. Metadata: error_id. Next step: look for error_id in the
+node server's log, which has the cause there, and report it. Only this call has failed; the node server goes on.
+"""
 ERROR_REASON_NOT_IMPLEMENTED: ErrorReason.ValueType  # 2
-"""UNIMPLEMENTED: part of the contract that this server does not offer. Metadata: what."""
+"""UNIMPLEMENTED: part of the contract that this server does not offer. Metadata: what. Next step: run kvferryd of
+the caller's version there, or do without what `what` names.
+"""
 ERROR_REASON_DEADLINE_REQUIRED: ErrorReason.ValueType  # 3
-"""INVALID_ARGUMENT: the call had no deadline."""
+"""INVALID_ARGUMENT: the call had no deadline. Next step: set a deadline for every call but Watch: timeout in
+Python, -max-time in grpcurl.
+"""
 ERROR_REASON_INVALID_FIELD: ErrorReason.ValueType  # 4
-"""INVALID_ARGUMENT: a field is missing, malformed or out of range. Metadata: field, value, expected."""
+"""INVALID_ARGUMENT: a field is missing, malformed or out of range. Metadata: field, value, expected. Next step:
+make the field what `expected` says. If only the SDK sent it, caller and node server are of different versions:
+`kvferry version`.
+"""
 ERROR_REASON_BAD_GEOMETRY: ErrorReason.ValueType  # 5
-"""INVALID_ARGUMENT: a geometry that contradicts itself. Metadata: where, problem."""
+"""INVALID_ARGUMENT: a geometry that contradicts itself. Metadata: where, problem. Next step: correct what `where`
+names: the engine's geometry, or the file given to `kvferry plan`.
+"""
 ERROR_REASON_BAD_REFERENCE: ErrorReason.ValueType  # 6
-"""INVALID_ARGUMENT: a reference that is not one. Metadata: problem."""
+"""INVALID_ARGUMENT: a reference that is not one. Metadata: problem. Next step: hand on the whole reference as
+prefill returned it; look for a router that cuts or re-encodes it.
+"""
 ERROR_REASON_WRONG_KEY: ErrorReason.ValueType  # 7
-"""PERMISSION_DENIED: the reference's key is not the publication's, or the engine's. Metadata: engine_id; publication, if
-it is the reference of one.
+"""PERMISSION_DENIED: the reference's key is not the publication's, or the engine's. Metadata: engine_id;
+publication, if it is the reference of one. Next step: hand on the reference as prefill returned it: something
+changed it on its way, or somebody guesses keys.
 """
 ERROR_REASON_WRONG_SESSION: ErrorReason.ValueType  # 8
-"""PERMISSION_DENIED: the session secret is not that of the incarnation. Metadata: engine_id."""
+"""PERMISSION_DENIED: the session secret is not that of the incarnation. Metadata: engine_id. Next step: give every
+rank of the engine the token of its own scheduler, made in this start. If they have it, look for another engine
+that uses the same engine_id.
+"""
 ERROR_REASON_ENGINE_UNKNOWN: ErrorReason.ValueType  # 9
-"""NOT_FOUND: no engine of this id. Metadata: engine_id."""
+"""NOT_FOUND: no engine of this id. Metadata: engine_id. Next step: look at `kvferry engines` of that node server:
+compare the engine_id and the address. If the engine has ended, start it again; meanwhile decode computes its
+requests.
+"""
 ERROR_REASON_ENGINE_INCOMPLETE: ErrorReason.ValueType  # 10
-"""UNAVAILABLE: not all ranks are registered (yet, or any more). Metadata: engine_id; missing_ranks, the first of them, at
-most 64, and missing, how many; nodes, the node servers that relayed for some of them; lost_nodes, those of these that
-were lost themselves.
+"""UNAVAILABLE: not all ranks are registered (yet, or any more). Metadata: engine_id; missing_ranks, the first of
+them, at most 64, and missing, how many; nodes, the node servers that relayed for some of them; lost_nodes, those
+of these that were lost themselves. Next step: wait while the engine starts. If it lasts, look in the logs of the
+ranks in missing_ranks, and whether the node servers in lost_nodes run.
 """
 ERROR_REASON_ENGINE_ID_IN_USE: ErrorReason.ValueType  # 11
-"""ALREADY_EXISTS with RetryInfo: another incarnation of this engine_id lives. A home that has just started does not say so
-for one engine_ttl: it cannot know which is the older, and takes both. Metadata: engine_id, incarnation.
+"""ALREADY_EXISTS with RetryInfo: another incarnation of this engine_id lives. A home that has just started does not
+say so for one engine_ttl: it cannot know which is the older, and takes both. Metadata: engine_id, incarnation.
+Next step: wait: a predecessor counts as alive until kvferryd's `--engine-ttl` (10 s) has passed. If it lasts,
+two engines have the same engine_id: give one another.
 """
 ERROR_REASON_CACHE_DIFFERS: ErrorReason.ValueType  # 12
-"""ALREADY_EXISTS: the rank is registered with another content. Metadata: engine_id, rank, field."""
+"""ALREADY_EXISTS: the rank is registered with another content. Metadata: engine_id, rank, field. Next step: give
+two ranks that run at once different rank numbers. A rank that starts again with another cache needs a new start
+of its whole engine.
+"""
 ERROR_REASON_PEER_RESTARTED: ErrorReason.ValueType  # 13
-"""FAILED_PRECONDITION: the message speaks of an incarnation that is not the engine's any more.
-Metadata: engine_id, incarnation, current.
+"""FAILED_PRECONDITION: the message speaks of an incarnation that is not the engine's any more. Metadata: engine_id,
+incarnation, current. Next step: drop what is held of the old incarnation, and send the request to prefill again,
+or compute it in decode.
 """
 ERROR_REASON_PUBLICATION_STALE: ErrorReason.ValueType  # 14
-"""NOT_FOUND: a publication number at or below the high-water mark that is not live. Metadata: engine_id, publication."""
+"""NOT_FOUND: a publication number at or below the high-water mark that is not live. Metadata: engine_id,
+publication. Next step: compute the request in decode, or send it to prefill again. If it happens often, decode
+asks too late: compare kvferryd's `--hold` with the time that requests wait in its queue.
+"""
 ERROR_REASON_PUBLICATION_RELEASED: ErrorReason.ValueType  # 15
-"""NOT_FOUND: the publication was released. Metadata: engine_id, publication, outcome."""
+"""NOT_FOUND: the publication was released. Metadata: engine_id, publication, outcome. Next step: compute the
+request in decode. outcome says why: UNREAD, nobody read it for as long as kvferryd's `--hold`; FINAL, `--final`
+had passed; READ and DECLINED, somebody was done with it before.
+"""
 ERROR_REASON_PUBLICATION_TIMEOUT: ErrorReason.ValueType  # 16
-"""DEADLINE_EXCEEDED: the publication did not come while ReadBlocks waited. Metadata: engine_id, publication, waited_ms."""
+"""DEADLINE_EXCEEDED: the publication did not come while ReadBlocks waited. Metadata: engine_id, publication,
+waited_ms. Next step: compute the request in decode. If it happens often, prefill is slower than the reader's
+timeout or the node server's `--max-wait`: raise the smaller.
+"""
 ERROR_REASON_INCOMPATIBLE: ErrorReason.ValueType  # 17
-"""FAILED_PRECONDITION: the caches of the two engines cannot be read from each other. Metadata: mismatch.N.kind, .where,
-.field, .source, .destination, .message for N from 0, and mismatches, their number. Those that differ only in `where` are
-spelled out once, with `alike`, how many more there are; at most 16 are spelled out.
+"""FAILED_PRECONDITION: the caches of the two engines cannot be read from each other. Metadata: mismatch.N.kind,
+.where, .field, .source, .destination, .message for N from 0, and mismatches, their number. Those that differ
+only in `where` are spelled out once, with `alike`, how many more there are; at most 16 are spelled out. Next
+step: make the named fields equal in the configurations of both engines. `kvferry plan` compares two geometries
+without running engines.
 """
 ERROR_REASON_PARTIES_MISMATCH: ErrorReason.ValueType  # 18
-"""INVALID_ARGUMENT: calls of one read disagree. Metadata: lease_number, field, value, expected."""
+"""INVALID_ARGUMENT: calls of one read disagree. Metadata: lease_number, field, value, expected. Next step: give the
+ranks of one read the same read_id, number of parties and reference, and another read its own read_id.
+"""
 ERROR_REASON_BLOCKS_SHORT: ErrorReason.ValueType  # 19
-"""FAILED_PRECONDITION: fewer blocks than the asked tokens need. Metadata: group, side, asked, available."""
+"""FAILED_PRECONDITION: fewer blocks than the asked tokens need. Metadata: group, side, asked, available. Next step:
+ask for fewer tokens, or give the side that `side` names blocks for all that were asked for.
+"""
 ERROR_REASON_BAD_BLOCK: ErrorReason.ValueType  # 20
-"""INVALID_ARGUMENT: a block id outside the group, the null block, or the same destination block twice.
-Metadata: group, side, block, num_blocks, problem.
+"""INVALID_ARGUMENT: a block id outside the group, the null block, or the same destination block twice. Metadata:
+group, side, block, num_blocks, problem. Next step: correct the block ids in the publication or the read: below
+num_blocks, not the null block, each destination once.
 """
 ERROR_REASON_HOME_RECOVERING: ErrorReason.ValueType  # 21
-"""UNAVAILABLE: the home waits for the engine, or for its snapshot: it has restarted, or the engine is new. Metadata: engine_id."""
+"""UNAVAILABLE: the home waits for the engine, or for its snapshot: it has restarted, or the engine is new.
+Metadata: engine_id. Next step: repeat the call; it takes some seconds after a restart. If it lasts, the engine
+has not come back: look in its log, and at the connection between it and this node server.
+"""
 ERROR_REASON_DRAINING: ErrorReason.ValueType  # 22
-"""UNAVAILABLE: the node server is draining."""
+"""UNAVAILABLE: the node server is draining. Next step: repeat the call: it succeeds when kvferryd has been started
+again at this address. If nobody starts it, direct callers to another node server.
+"""
 ERROR_REASON_LIMIT: ErrorReason.ValueType  # 23
-"""RESOURCE_EXHAUSTED with RetryInfo: a limit of the server. Metadata: limit, value."""
+"""RESOURCE_EXHAUSTED with RetryInfo: a limit of the server, or of the process that made the call. Without RetryInfo
+the request asks for more than the limit ever allows. Metadata: limit, value. Next step: repeat the call after
+the pause that RetryInfo says; without one, ask for less. If it lasts, `limit` names what is used up: raise that
+setting of kvferryd if it is one, or spread callers over more node servers.
+"""
 ERROR_REASON_RELAY_LOOP: ErrorReason.ValueType  # 24
-"""FAILED_PRECONDITION: a relayed registration reached a node server that is not the home. Metadata: relayed_by."""
+"""FAILED_PRECONDITION: a relayed registration reached a node server that is not the home. Metadata: relayed_by.
+Next step: look where the home's address leads: to a load balancer, or to a node server with another
+`--advertise`.
+"""
 ERROR_REASON_UNREACHABLE: ErrorReason.ValueType  # 25
-"""UNAVAILABLE: the home of an engine could not be reached. Metadata: address."""
+"""UNAVAILABLE: the home of an engine could not be reached. Metadata: address. Next step: look whether kvferryd runs
+at the address, and whether a firewall or TLS settings are between; the message names the settings.
+"""
 ERROR_REASON_LEASE_ENDED: ErrorReason.ValueType  # 26
-"""FAILED_PRECONDITION: the read's lease is not live (ended, or never was). Metadata: lease_number, if the
-home knows it.
+"""FAILED_PRECONDITION: the read's lease is not live (ended, or never was). Metadata: lease_number, if the home
+knows it. Next step: compute the request in decode; blocks that were read under the lease do not count. If it
+happens often, the reader renews too late: look for a process that stands still for longer than kvferryd's
+`--ttl`.
 """
 ERROR_REASON_WATCH_TAKEN_OVER: ErrorReason.ValueType  # 27
-"""ABORTED: a newer Watch of the same process took over."""
+"""ABORTED: a newer Watch of the same process took over. Metadata: engine_id. Next step: let this one end; the newer
+one goes on. If both are alive, a rank runs twice: end one.
+"""
 ERROR_REASON_BAD_AGENT_METADATA: ErrorReason.ValueType  # 28
-"""DATA_LOSS: agent metadata whose digest, name or regions are not what was announced. Metadata: engine_id, rank, problem."""
+"""DATA_LOSS: agent metadata whose digest, name or regions are not what was announced. Metadata: engine_id, rank,
+problem. Next step: restart the source engine. If it stays, its NIXL and the reader's are of different versions,
+or something changes messages on their way.
+"""
 ERROR_REASON_PUBLICATION_ABORTED: ErrorReason.ValueType  # 29
-"""FAILED_PRECONDITION: the publication was aborted by its source. Metadata: engine_id, publication."""
+"""FAILED_PRECONDITION: the publication was aborted by its source. Metadata: engine_id, publication. Next step:
+compute the request in decode, or drop it if the user has cancelled it.
+"""
 ERROR_REASON_DATA_LOSS: ErrorReason.ValueType  # 30
-"""DATA_LOSS: bytes that were read are not those that the source had summed. Metadata: plane, source_rank, place, unit,
-source_block, destination_blocks, expected, computed, mismatches. Raised by readers; the read counts as failed.
+"""DATA_LOSS: bytes that were read are not those that the source had summed. Raised by readers; the read counts as
+failed. Metadata: plane, source_rank, place, unit, source_block, destination_blocks, expected, computed,
+mismatches. Next step: throw the blocks away and compute the request in decode. If it comes again, look at
+source_rank: whether its engine writes to published blocks, then at its memory and network card.
 """
 ERROR_REASON_WRONG_IDENTITY: ErrorReason.ValueType  # 31
 """PERMISSION_DENIED: the lease was acquired under a certificate that shares no name with the caller's. Metadata:
-lease_number.
+lease_number. Next step: give all ranks of one engine certificates that share a name (subjectAltName or common
+name). If they do, somebody else uses this lease_id.
 """
 global___ErrorReason = ErrorReason

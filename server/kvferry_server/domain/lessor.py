@@ -123,7 +123,7 @@ class Lessor:
         now = self._records.advance(MAX_ENDED_AT_ONCE)
         lease = self._lease(lease_id, reader, names, now)
         if lease is None:
-            raise LeaseEnded("this home has no record of the lease")
+            raise LeaseEnded("this home has no record of the lease: it ended long ago, or the home has restarted since")
         if lease.live and lease.revoked is None and not self._records.draining:
             publication = lease.publication
             latest = publication.final_at
@@ -145,7 +145,7 @@ class Lessor:
         now = self._records.advance(MAX_ENDED_AT_ONCE)
         lease = self._lease(lease_id, reader, names, now)
         if lease is None:
-            raise LeaseEnded("this home has no record of the lease")
+            raise LeaseEnded("this home has no record of the lease: it ended long ago, or the home has restarted since")
         if not lease.live:
             raise LeaseEnded(f"{lease} has ended", lease_number=lease.number)
         return lease.publication

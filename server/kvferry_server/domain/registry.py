@@ -346,7 +346,8 @@ class Registry:
         if self._recovering:
             problem = f"this home has just started and waits for its engines; {engine_id!r} is not back yet"
             return HomeRecovering(problem, retry_after=RECOVERING_RETRY_AFTER, engine_id=engine_id)
-        return EngineUnknown(f"this home has no engine {engine_id!r}", engine_id=engine_id)
+        problem = f"this home has no engine {engine_id!r}: it has ended, or its home is another node server"
+        return EngineUnknown(problem, engine_id=engine_id)
 
     def _on_due(self, engine: Engine, now: float) -> None:
         for rank in [rank for rank, lost_at in engine.rank_lost_at.items() if lost_at + engine.ttl <= now]:
@@ -370,4 +371,7 @@ def check_secret(ref: EngineRef, secret: bytes) -> None:
     This needs no record of the engine, so a restarted home recognises its engines and accepts no impostor.
     """
     if not hmac.compare_digest(incarnation_of(secret), ref.incarnation):
-        raise WrongSession(f"the session secret is not that of {ref}", engine_id=ref.engine_id)
+        problem = (
+            f"the session secret is not that of {ref}: its ranks need the token that its scheduler made at this start"
+        )
+        raise WrongSession(problem, engine_id=ref.engine_id)

@@ -112,7 +112,7 @@ class Home:
     def check_not_draining(self) -> None:
         """Raise `ServerDraining` if no new work is accepted."""
         if self.draining:
-            raise ServerDraining("this node server is draining")
+            raise ServerDraining("this node server is draining: it serves again when kvferryd has been restarted")
 
     # Processes of engines.
 

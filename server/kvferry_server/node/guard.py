@@ -296,7 +296,7 @@ def _check_deadline(method: str, context: Context) -> None:
 
 
 def _draining() -> ServerDraining:
-    return ServerDraining("the node server is draining")
+    return ServerDraining("this node server is draining: it serves again when kvferryd has been restarted")
 
 
 def _short(raw: bytes) -> bytes:
@@ -365,7 +365,9 @@ async def _abort(context: Context, method: str, error: Exception) -> NoReturn:
         raise _left() from None
     if isinstance(error, NotImplementedError):
         # Raised by a servicer's generated base class for a method that is not implemented.
-        error = NotImplementedHere(f"this node server does not offer {method}", what=method)
+        error = NotImplementedHere(
+            f"this node server does not offer {method}: is it another version than the caller?", what=method
+        )
     if not isinstance(error, KvferryError) or not error.reason:
         error_id = secrets.token_hex(8)
         logger.error("%s failed, error_id %s", method, error_id, exc_info=error)
@@ -395,6 +397,8 @@ def _left() -> asyncio.CancelledError:
 
 def _not_offered(method: str) -> Behaviour:
     async def refuse(_: Any, __: Context) -> None:
-        raise NotImplementedHere(f"this node server does not offer {method}", what=method)
+        raise NotImplementedHere(
+            f"this node server does not offer {method}: is it another version than the caller?", what=method
+        )
 
     return refuse

@@ -91,7 +91,7 @@ class Relays:
         try:
             answer = await stub.RegisterCache(request, timeout=REGISTER_TIMEOUT)
         except grpc.RpcError as error:
-            raise from_rpc_error(error, home) from None
+            raise from_rpc_error(error, home, self._tls) from None
         finally:
             await self._leave(home)
         answer.advertise = self._advertise
@@ -117,7 +117,7 @@ class Relays:
             left = False
         except grpc.RpcError as error:
             left = False
-            raise from_rpc_error(error, home) from None
+            raise from_rpc_error(error, home, self._tls) from None
         finally:
             # In a task of its own: this one is cancelled if the rank is gone.
             ending = self._endings[process] = asyncio.create_task(self._end_watch(stub, call, request, left=left))
@@ -142,7 +142,7 @@ class Relays:
             if left and not self._stopping:
                 await stub.Notify(notice, timeout=RANK_LEFT_TIMEOUT)
         except grpc.RpcError as error:
-            problem = from_rpc_error(error, request.home)
+            problem = from_rpc_error(error, request.home, self._tls)
             logger.info("could not tell home %s that rank %d has left: %s", request.home, request.rank, problem)
         finally:
             call.cancel()

@@ -1,17 +1,24 @@
-"""TLS: who gets in and who does not."""
+"""TLS: who gets in and who does not, and what those are told who do not."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
+from threading import Thread
 
 import grpc
 import pytest
 
+from kvferry._control.connection import Control
 from kvferry._wire.channel import TlsConfig, connect
-from kvferry.errors import InvalidField
+from kvferry._wire.status import MESSAGE_BYTES
+from kvferry.errors import InvalidField, Unreachable
+from kvferry.v1 import kv_transfer_pb2 as pb
 from tests.support.certificates import Authority, tls_flags
-from tests.support.node_servers import Kvferryd, serves
+from tests.support.command_line import run_kvferry
+from tests.support.node_servers import Kvferryd, free_port, serves
 
 
 @pytest.fixture(scope="module")
@@ -88,3 +95,124 @@ def test_files_that_cannot_be_used_are_named(tmp_path: Path) -> None:
         connect("127.0.0.1:1", TlsConfig(ca=empty))
     with pytest.raises(InvalidField, match=r"tls_ca.*No such file"):
         connect("127.0.0.1:1", TlsConfig(ca=tmp_path / "nowhere.pem"))
+
+
+@pytest.fixture(scope="module")
+def plain() -> Iterator[Kvferryd]:
+    with Kvferryd("--listen", "127.0.0.1:0", "--unix", "") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def expired(ours: Authority) -> Iterator[Kvferryd]:
+    with Kvferryd("--listen", "127.0.0.1:0", "--unix", "", *tls_flags(ours.issue("old node", days=-1))) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def elsewhere(ours: Authority) -> Iterator[Kvferryd]:
+    files = ours.issue("other node", names="DNS:node7.example")
+    with Kvferryd("--listen", "127.0.0.1:0", "--unix", "", *tls_flags(files)) as server:
+        yield server
+
+
+Make = Callable[[Authority, Authority], "TlsConfig | None"]
+"""Makes a caller's files from our authority and theirs."""
+
+
+def wrong_authority(ours: Authority, theirs: Authority) -> TlsConfig:
+    own = ours.issue("client")
+    return TlsConfig(ca=theirs.certificate, cert=own.cert, key=own.key)
+
+
+def no_authority(ours: Authority, theirs: Authority) -> TlsConfig:
+    own = ours.issue("client")
+    return TlsConfig(cert=own.cert, key=own.key)
+
+
+def no_certificate(ours: Authority, theirs: Authority) -> TlsConfig:
+    return TlsConfig(ca=ours.certificate)
+
+
+def their_certificate(ours: Authority, theirs: Authority) -> TlsConfig:
+    stranger = theirs.issue("client")
+    return TlsConfig(ca=ours.certificate, cert=stranger.cert, key=stranger.key)
+
+
+def expired_certificate(ours: Authority, theirs: Authority) -> TlsConfig:
+    return ours.issue("old client", days=-1)
+
+
+def right(ours: Authority, theirs: Authority) -> TlsConfig:
+    return ours.issue("client")
+
+
+def no_tls(ours: Authority, theirs: Authority) -> None:
+    return None
+
+
+def ask(address: str, tls: TlsConfig | None) -> None:
+    control = Control(address, tls)
+    hello = pb.HandshakeRequest(engine_id="nobody", reader=pb.EngineRef(engine_id="me", incarnation=b"i" * 16))
+    try:
+        control.handshake(hello, 10.0)
+    finally:
+        control.close()
+
+
+@pytest.mark.parametrize(
+    ("server", "files", "says"),
+    [
+        ("mutual", wrong_authority, ["settings differ", "does not trust", "tls.ca (--tls-ca)"]),
+        ("mutual", no_authority, ["settings differ", "does not trust", "tls.ca (--tls-ca)", "is not given"]),
+        (
+            "mutual",
+            no_certificate,
+            ["likely to differ", "no certificate", "tls.cert and tls.key (--tls-cert, --tls-key)"],
+        ),
+        ("mutual", their_certificate, ["likely to differ", "tls.cert (--tls-cert)", "signed", "--tls-ca of kvferryd"]),
+        ("mutual", expired_certificate, ["likely to differ", "tls.cert (--tls-cert)", "expired", "-enddate"]),
+        ("expired", right, ["certificate has expired", "Restart kvferryd", "--tls-cert, --tls-key"]),
+        ("elsewhere", right, ["settings differ", "other names", "--advertise", "subjectAltName"]),
+        ("plain", right, ["settings differ", "does not speak TLS", "leave out the caller's tls", "--tls-ca"]),
+        ("mutual", no_tls, ["likely to differ", "without TLS", "tls.ca (--tls-ca)", "tls.cert and tls.key"]),
+    ],
+)
+def test_who_does_not_get_in_is_told_which_setting_to_look_at(
+    server: str, files: Make, says: list[str], ours: Authority, theirs: Authority, request: pytest.FixtureRequest
+) -> None:
+    found: Kvferryd = request.getfixturevalue(server)
+    tls = files(ours, theirs)
+    with pytest.raises(Unreachable) as caught:
+        ask(found.advertise, tls)
+    printed = run_kvferry("engines", "--server", found.advertise, *(tls_flags(tls) if tls else ()))
+    assert printed.returncode == 1
+    for told in (caught.value.message, printed.stderr):
+        assert [part for part in (found.advertise, *says) if part not in told] == []
+        assert "Socket closed" not in told
+        assert "Is kvferryd running there?" not in told
+    # A node server that relays passes the message on, and there it is cut.
+    assert len(caught.value.message.encode()) <= MESSAGE_BYTES
+
+
+def test_whatever_closes_connections_at_once_is_told_as_what_it_may_be(ours: Authority) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        Thread(target=close_all, args=(listener,), daemon=True).start()
+        for tls in (None, ours.issue("client")):
+            with pytest.raises(Unreachable, match=r"likely to differ.*--max-connections") as caught:
+                ask(f"127.0.0.1:{listener.getsockname()[1]}", tls)
+            assert "Socket closed" not in caught.value.message
+        listener.shutdown(socket.SHUT_RDWR)
+
+
+def close_all(listener: socket.socket) -> None:
+    with suppress(OSError):
+        while True:
+            listener.accept()[0].close()
+
+
+def test_a_server_that_is_not_there_is_no_matter_of_tls(ours: Authority) -> None:
+    for tls in (None, ours.issue("client")):
+        with pytest.raises(Unreachable, match="Is kvferryd running there") as caught:
+            ask(f"127.0.0.1:{free_port()}", tls)
+        assert "TLS" not in caught.value.message

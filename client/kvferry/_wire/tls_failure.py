@@ -1,0 +1,94 @@
+"""What a failed connection says about the TLS settings of both sides, as far as gRPC tells.
+
+gRPC's text names what the caller finds wrong with a server's certificate. A server that rejects a caller closes the
+connection without a word, so these messages say what is likely. They name settings of three places: ``tls.ca`` is
+`TlsConfig.ca` of a client and of the vLLM connector, ``--tls-ca`` the flag of `kvferry` and kvferryd.
+"""
+
+from __future__ import annotations
+
+import re
+
+from kvferry._wire.channel import TlsConfig
+
+# Also of a server that accepts the connection and closes it before it has sent anything.
+_NEVER_CONNECTED = "failed to connect"
+_CLOSED = re.compile(r"Socket closed|Connection reset|Broken pipe")
+_UNTRUSTED = re.compile(r"CERTIFICATE_VERIFY_FAILED: ?([^:]*)")
+
+
+def tls_failure(text: str, address: str, tls: TlsConfig | None) -> str:
+    """Return what is wrong with the TLS settings and which to look at; empty if TLS did not fail.
+
+    Args:
+        text: what gRPC says of a call that ended with UNAVAILABLE.
+        address: address of the node server.
+        tls: the caller's credentials; None: no TLS.
+    """
+    if address.startswith("unix:"):
+        return ""
+    closed = _NEVER_CONNECTED in text and _CLOSED.search(text) is not None
+    if tls is None:
+        return _WITHOUT_TLS if closed else ""
+    if found := _UNTRUSTED.search(text):
+        return _expired(found[1]) if "expired" in found[1] else _untrusted(found[1], tls)
+    if "Hostname Verification" in text or "is not in peer certificate" in text:
+        return _OTHER_NAME
+    if "WRONG_VERSION_NUMBER" in text:
+        return _NOT_TLS
+    if "andshake" in text:
+        return _handshake(text)
+    if closed:
+        return _NO_CERTIFICATE if tls.cert is None else _CERTIFICATE_REJECTED
+    return ""
+
+
+def _expired(reason: str) -> str:
+    return (
+        f"TLS settings: the certificate of the node server, or of its authority, is not valid any more ({reason}). "
+        "Restart kvferryd there with new files (--tls-cert, --tls-key); if it is the authority's, also renew the "
+        "caller's tls.ca (--tls-ca)"
+    )
+
+
+def _untrusted(reason: str, tls: TlsConfig) -> str:
+    given = "" if tls.ca is not None else ", and is not given, so that the system's authorities count"
+    return (
+        f"TLS settings differ: the caller does not trust the node server's certificate ({reason}). The caller's tls.ca "
+        f"(--tls-ca) has to hold the authority that signed --tls-cert of kvferryd there{given}"
+    )
+
+
+def _handshake(text: str) -> str:
+    why = "the connection was closed" if _CLOSED.search(text) else text.rpartition("last error: ")[2]
+    return (
+        f"TLS settings are likely to differ: the handshake failed ({why}). Compare the caller's tls.ca, tls.cert and "
+        "tls.key (--tls-ca, --tls-cert, --tls-key) with those of kvferryd there. A node server that has as many "
+        "connections as its --max-connections closes further ones too"
+    )
+
+
+_WITHOUT_TLS = (
+    "it closed a connection that the caller had opened without TLS. TLS settings are likely to differ: if kvferryd "
+    "there has --tls-cert, set the caller's tls.ca (--tls-ca), and if it has --tls-ca too, tls.cert and tls.key "
+    "(--tls-cert, --tls-key). A node server that has as many connections as its --max-connections closes further ones "
+    "too"
+)
+_NO_CERTIFICATE = (
+    "it closed the connection of a caller that has no certificate to show. TLS settings are likely to differ: if "
+    "kvferryd there has --tls-ca, set the caller's tls.cert and tls.key (--tls-cert, --tls-key)"
+)
+_CERTIFICATE_REJECTED = (
+    "it closed the connection when it had seen the caller's certificate. TLS settings are likely to differ: the "
+    "caller's tls.cert (--tls-cert) has to be signed by an authority in --tls-ca of kvferryd there and must not have "
+    "expired; `openssl x509 -noout -issuer -enddate -in FILE` shows both"
+)
+_OTHER_NAME = (
+    "TLS settings differ: the node server's certificate is for other names than this address. Use an address that it "
+    "is for (--advertise of kvferryd there is what references say), or give kvferryd a --tls-cert that has this one as "
+    "subjectAltName"
+)
+_NOT_TLS = (
+    "TLS settings differ: it does not speak TLS, and the caller does. Start kvferryd there with --tls-cert and "
+    "--tls-key, or leave out the caller's tls (--tls-ca, --tls-cert, --tls-key)"
+)
