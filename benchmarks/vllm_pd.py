@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.tables import Table
+from benchmarks.vllm_goals import FIRST, OURS, SAMPLES, THEIRS
 from tests.support.node_servers import NodeServerProcess, free_port
 from tests.support.vllm_engines import PREFILL, Node, make_model, prompt, request
 from tests.support.vllm_engines import kvferry as our_connector
@@ -30,7 +31,6 @@ STARTS = 3
 TOKEN_BYTES = 2 * 16 * 4 * 64 * 4
 """Bytes of a token in the cache of the model: K and V, layers, heads, their size, float32."""
 
-THEIRS, OURS = "NixlConnector", "kvferry"
 RESULTS = Path(__file__).parent / "RESULTS-vllm.md"
 
 
@@ -134,7 +134,7 @@ def measure(times: Times, pairs: list[Pair], tp: int, lengths: tuple[int, ...], 
             with idle.stopped():
                 times.add(what, pair.name, pair.first_token(seed, length))
 
-    take(f"TP {tp} to 1, first request, {lengths[0]} tokens", 99, lengths[0])
+    take(f"TP {tp} to 1, {FIRST}, {lengths[0]} tokens", 99, lengths[0])
     for repeat in range(repeats):
         for length in lengths:
             what = f"TP {tp} to 1, {length} tokens, {length * TOKEN_BYTES >> 20} MiB"
@@ -147,7 +147,6 @@ def main() -> None:
     parser.add_argument("--tp", type=int, nargs="*", default=[1, 2], help="tensor-parallel sizes of prefill")
     parser.add_argument("--repeats", type=int, default=REPEATS, help="requests of each length and start")
     parser.add_argument("--starts", type=int, default=STARTS, help="how often engines are started, for first requests")
-    parser.add_argument("--json", type=Path, help="where to write every time")
     arguments = parser.parse_args()
     folder = Path(tempfile.mkdtemp())
     model = make_model(folder / "model", kv_heads=4, layers=16, head_dim=64)
@@ -171,8 +170,7 @@ def main() -> None:
     text += f"{arguments.repeats} requests of each length after each; load before: {load:.1f}.\n\n"
     text += Table(title, columns, times.rows()).markdown()
     RESULTS.write_text(text)
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(times.all))
+    SAMPLES.write_text(json.dumps(times.all, indent=1) + "\n")
     print(text)
 
 

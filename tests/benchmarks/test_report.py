@@ -12,6 +12,7 @@ from benchmarks.remarks import REMARKS
 from benchmarks.report import PERFORMANCE, TABLES, pages, performance, reasons, tables
 from benchmarks.results import RESULTS, Results, Summary
 from benchmarks.topics import TOPICS
+from benchmarks.vllm_goals import OURS, THEIRS, row
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +36,7 @@ def test_the_results_have_every_topic_and_survive_being_written(results: Results
 
 def test_every_goal_that_is_missed_is_explained(results: Results) -> None:
     """Whatever a run finds: each goal has its remark."""
-    assert set(REMARKS) == {goal.key for goal in GOALS}
+    assert set(REMARKS) == {goal.key for goal in GOALS} | {"vllm"}
     for goal in GOALS:
         assert (f"({goal.found(results)})" in reasons(results)) or goal.met(results)
 
@@ -55,6 +56,17 @@ def test_a_goal_is_judged_by_the_number_that_is_shown(
 ) -> None:
     goal = Goal("read", "a read", "an echo", 4, at_most, lambda _: value)
     assert (goal.met(results), goal.missed_by(results)) == (met, missed)
+
+
+def test_the_line_of_vllm_has_the_best_and_the_worst_request() -> None:
+    samples = {
+        "TP 1 to 1, first request, 64 tokens": {THEIRS: [2.0], OURS: [1.0]},
+        "TP 1 to 1, 64 tokens": {THEIRS: [1.0, 2.0, 3.0], OURS: [0.5, 1.0, 9.0]},
+        "TP 2 to 1, 64 tokens": {THEIRS: [1.0, 1.0, 1.0], OURS: [1.5, 2.0, 2.0]},
+    }
+    *_, found, missed = row(samples)
+    assert found == "median 0.50 to 2.00, fastest 0.50 to 1.50, first 0.50 to 0.50"
+    assert missed == "median 2.50 ×, fastest 1.50 ×"
 
 
 def test_the_worst_cell_counts(results: Results) -> None:
