@@ -40,10 +40,9 @@ REMARKS = {
     "the same for every read, 2 to 4 ms "
     "after 128 MiB have gone through the caches, and a smaller share of a larger one.",
     "scattered-two": _TWO,
-    "tcp": f"{_TABLE} the parts. The whole read is compared here, with its calls, which are a tenth of it. "
-    "The movement is slower than raw "
-    "NIXL, which checks without a pause and with nothing beside it; kvferry's thread lets other threads run "
-    "between checks.",
+    "tcp": f"{_TABLE} the parts. The whole read is compared here, with its calls, which are a tenth of it. A third of "
+    "the movement is outside of NIXL: pauses while the source sends, in which other threads run, and Python between "
+    "checks. Raw NIXL checks without a pause, on a core that it has for itself; to leave the pauses out did not help.",
     "tcp-best": "as with the same options. Raw NIXL has twelve tries, of which the fastest counts: chance favours it.",
     "choice": _ESTIMATE,
     "choice-tcp": _ESTIMATE,
