@@ -10,10 +10,10 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from benchmarks.caches import ELEMENT, Ids, Layout
 from benchmarks.measures import FULL, Action, Effort, Measure, Topic, interleaved
-from kvferry import Blocks, EngineGeometry, Group, Interval, MemoryKind, Plane, RankGeometry
+from kvferry import Blocks, EngineGeometry, RankGeometry
 from kvferry.planner import Path, PathRule, ReadPlan, plan_read
 from kvferry.planner.descriptors import Descriptors, DescriptorTable, PreparedDescriptors
 from kvferry.planner.expansion import Expansion
@@ -25,40 +25,15 @@ BLOCKS = 8192
 """The blocks of the aims: 131,072 tokens at 16 per block."""
 REPEATS = 9
 
-Ids = npt.NDArray[np.int32]
-
 
 def engine(
     engine_id: str, ranks: int = 1, *, planes: int = PLANES, block_tokens: int = 16, num_blocks: int = 1, base: int = 0
 ) -> EngineGeometry:
     """Key and value apart, heads first, `HEADS` divided over the ranks; small states, since nothing is moved."""
+    layout = Layout(planes // 2, HEADS, STATE_BYTES // ELEMENT, block_tokens, num_blocks)
     held = HEADS // ranks
-    block = held * block_tokens * STATE_BYTES
-
-    def plane(index: int, rank: int) -> Plane:
-        return Plane(
-            layer=f"layers.{index // 2}",
-            component=("key", "value")[index % 2],
-            group="full",
-            format="plain",
-            dtype="bfloat16",
-            memory_kind=MemoryKind.DRAM,
-            device=0,
-            base=(base or (rank + 1) << 36) + index * num_blocks * block,
-            num_blocks=num_blocks,
-            block_stride=block,
-            page_tokens=block_tokens,
-            page_stride=0,
-            block_states=block_tokens,
-            unit_stride=block_tokens * STATE_BYTES,
-            token_stride=STATE_BYTES,
-            state_bytes=STATE_BYTES,
-            axis_size=HEADS,
-            units=Interval(rank * held, (rank + 1) * held),
-        )
-
-    made = tuple(RankGeometry(rank, tuple(plane(index, rank) for index in range(planes))) for rank in range(ranks))
-    return EngineGeometry(engine_id, (Group("full", block_tokens=block_tokens, num_blocks=num_blocks),), made)
+    made = (RankGeometry(rank, layout.planes(base or (rank + 1) << 36, held, rank * held)) for rank in range(ranks))
+    return EngineGeometry(engine_id, (layout.group(),), tuple(made))
 
 
 @dataclass(frozen=True)
