@@ -125,7 +125,8 @@ house: ## Draw docs/house.svg, the folders and their imports
 errors: setup ## Write docs/errors.md from the protos and the exceptions
 	@.venv/bin/python -m scripts.errors_page
 
-soak: setup ## Random geometries, load and faults beside a hostile peer, every byte verified (MINUTES=60, SEED=)
+soak: setup ## Leaks after 10,000 requests; then random load and faults, every byte verified (MINUTES=60, SEED=)
+	@KVFERRY_LEAK_REQUESTS=10000 .venv/bin/pytest tests/faults/test_leaks.py
 	@.venv/bin/python -m tests.soak --minutes $(or $(MINUTES),60) $(if $(SEED),--seed $(SEED))
 
 mutate: setup ## Change one decision at a time; a test has to notice (SAMPLE=10, SEED=, ONLY=part of a path)
