@@ -99,7 +99,7 @@ class Certificates:
     async def run(self) -> None:
         """Follow the files, and warn before the certificate expires, until cancelled."""
         while True:
-            self._warn()
+            self.warn()
             await asyncio.sleep(CERTIFICATE_POLL)
             try:
                 await asyncio.to_thread(self._follow)
@@ -107,15 +107,7 @@ class Certificates:
                 # Whatever the files hold, later ones are still to be read.
                 logger.exception("the TLS files could not be read; the certificate stays as it was")
 
-    def _follow(self) -> None:
-        if tls_stamp(self._tls) != self._stamp:
-            self.refresh()
-
-    def _first_warning(self) -> float:
-        start, end = self._validity
-        return min(EXPIRY_NOTICE, (end - start) * EXPIRY_SHARE)
-
-    def _warn(self) -> None:
+    def warn(self) -> None:
         """Warn when the certificate is about to expire, again whenever half of the remaining time has passed, and once
         when it has expired."""
         left = self.expiry - self._wall_clock()
@@ -127,6 +119,14 @@ class Certificates:
             logger.warning("the certificate in %s expires on %s: %s", self._tls.cert, _date(self.expiry), then)
         else:
             logger.error("the certificate in %s expired on %s: %s", self._tls.cert, _date(self.expiry), then)
+
+    def _follow(self) -> None:
+        if tls_stamp(self._tls) != self._stamp:
+            self.refresh()
+
+    def _first_warning(self) -> float:
+        start, end = self._validity
+        return min(EXPIRY_NOTICE, (end - start) * EXPIRY_SHARE)
 
 
 def validity(content: TlsContent, tls: TlsConfig) -> tuple[float, float]:
