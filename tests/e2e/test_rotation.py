@@ -190,3 +190,28 @@ def test_calls_in_progress_outlive_the_channel_that_later_calls_use(fleet: Fleet
             next(events)
     finally:
         control.close()
+
+
+def test_a_relay_shows_its_new_certificate_to_homes(fleet: Fleet, tmp_path: Path) -> None:
+    """The policy of the home lets only the newer one relay."""
+    fleet.policy.write_text("[[rule]]\nidentities = ['newer.example']\nrelay = ['*']\n")
+    fleet.reload()
+    files = replace_files(fleet.old.issue("relay", f"{HERE},DNS:older.example"), paths(tmp_path / "relay"))
+    flags = ["--listen", "127.0.0.1:0", "--unix", str(tmp_path / "relay.sock"), *tls_flags(files), "--drain", "0"]
+    with Kvferryd(*flags) as relay:
+        control = Control(relay.address, None)
+        engine = pb.EngineRef(engine_id=P.engine_id, incarnation=P.incarnation)
+        request = pb.WatchRequest(
+            engine=engine, session_secret=SECRETS[P], role=pb.WATCH_ROLE_RANK, home=fleet.node.advertise
+        )
+        try:
+            with pytest.raises(NotAllowed, match=r"older\.example.*role relay"):
+                list(control.typed(control.watch(request)))
+            replace_files(fleet.old.issue("relay-2", f"{HERE},DNS:newer.example"), files)
+            until(lambda: "new certificate" in relay.log)
+            # The home does not know the engine, and says so.
+            with pytest.raises(KvferryError) as caught:
+                list(control.typed(control.watch(request)))
+            assert not isinstance(caught.value, NotAllowed)
+        finally:
+            control.close()
