@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import grpc
 import numpy as np
@@ -18,10 +19,11 @@ from kvferry._wire.channel import TlsConfig, read_tls
 from kvferry._wire.tls_files import tls_files
 from kvferry.errors import KvferryError, NotAllowed, ServerDraining
 from kvferry.v1 import kv_transfer_pb2 as pb
+from kvferry_server.domain.identity import EngineRef
 from tests.support.certificates import Authority, replace_files, tls_flags
 from tests.support.identifiers import unique_id
 from tests.support.node_servers import Kvferryd, serves
-from tests.support.parties import SECRETS, P
+from tests.support.parties import SECRETS, E, P
 from tests.support.waiting import until
 
 TOKENS, BLOCKS = 16, 8
@@ -192,26 +194,37 @@ def test_calls_in_progress_outlive_the_channel_that_later_calls_use(fleet: Fleet
         control.close()
 
 
-def test_a_relay_shows_its_new_certificate_to_homes(fleet: Fleet, tmp_path: Path) -> None:
-    """The policy of the home lets only the newer one relay."""
-    fleet.policy.write_text("[[rule]]\nidentities = ['newer.example']\nrelay = ['*']\n")
+def test_a_relay_shows_its_new_certificate_to_homes_and_what_it_relays_goes_on(fleet: Fleet, tmp_path: Path) -> None:
+    """The policy of the home lets only the newer certificate relay for the other engine."""
+    fleet.policy.write_text(
+        f"[[rule]]\nidentities = ['{SHARED.removeprefix('URI:')}']\nengine = ['*']\n"
+        f"[[rule]]\nidentities = ['older.example']\nrelay = ['{P.engine_id}']\n"
+        "[[rule]]\nidentities = ['newer.example']\nrelay = ['*']\n"
+    )
     fleet.reload()
     files = replace_files(fleet.old.issue("relay", f"{HERE},DNS:older.example"), paths(tmp_path / "relay"))
     flags = ["--listen", "127.0.0.1:0", "--unix", str(tmp_path / "relay.sock"), *tls_flags(files), "--drain", "0"]
     with Kvferryd(*flags) as relay:
-        control = Control(relay.address, None)
-        engine = pb.EngineRef(engine_id=P.engine_id, incarnation=P.incarnation)
-        request = pb.WatchRequest(
-            engine=engine, session_secret=SECRETS[P], role=pb.WATCH_ROLE_RANK, home=fleet.node.advertise
-        )
+        home, node = Control(fleet.node.advertise, fleet.clients), Control(relay.address, None)
+
+        def watch(ref: EngineRef, at: Control) -> Any:
+            """Open a Watch: of the scheduler at its home, or of a rank elsewhere."""
+            engine = pb.EngineRef(engine_id=ref.engine_id, incarnation=ref.incarnation)
+            role = pb.WATCH_ROLE_SCHEDULER if at is home else pb.WATCH_ROLE_RANK
+            elsewhere = "" if at is home else fleet.node.advertise
+            request = pb.WatchRequest(engine=engine, session_secret=SECRETS[ref], role=role, home=elsewhere)
+            stream = at.watch(request)
+            assert next(at.typed(stream)).WhichOneof("event") == "opened"
+            return stream
+
         try:
+            kept = [watch(P, home), watch(E, home), watch(P, node)]
             with pytest.raises(NotAllowed, match=r"older\.example.*role relay"):
-                list(control.typed(control.watch(request)))
+                watch(E, node)
             replace_files(fleet.old.issue("relay-2", f"{HERE},DNS:newer.example"), files)
             until(lambda: "new certificate" in relay.log)
-            # The home does not know the engine, and says so.
-            with pytest.raises(KvferryError) as caught:
-                list(control.typed(control.watch(request)))
-            assert not isinstance(caught.value, NotAllowed)
+            kept.append(watch(E, node))
+            assert [stream.is_active() for stream in kept] == [True] * 4
         finally:
-            control.close()
+            home.close()
+            node.close()
