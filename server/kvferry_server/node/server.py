@@ -83,6 +83,7 @@ class NodeServer:
         self._driver: asyncio.Task[None] | None = None
         self._limiter: asyncio.Task[None] | None = None
         self._policy = Policy()
+        self._reloading = asyncio.Lock()
         self._certificates: Certificates | None = None
         self._following: asyncio.Task[None] | None = None
 
@@ -147,6 +148,11 @@ class NodeServer:
     async def reload(self) -> None:
         """Read the policy and the TLS files again. What cannot be used is logged, and stays as it was. Calls in
         progress and open connections go on."""
+        # One after the other, so that an earlier one does not put back what it has read.
+        async with self._reloading:
+            await self._reload()
+
+    async def _reload(self) -> None:
         path = self._config.policy
         if path is not None:
             try:

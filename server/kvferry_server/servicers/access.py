@@ -14,9 +14,12 @@ from typing import Any
 from kvferry._wire.reference import parse_reference
 from kvferry.errors import BadReference, NotAllowed
 from kvferry.v1 import kv_transfer_pb2 as pb
-from kvferry_server.domain.policy import MEMBER, OPERATOR, Need, Policy, PolicyRole
+from kvferry_server.domain.policy import MEMBER, OPERATOR, Grant, Need, Policy, PolicyRole
 from kvferry_server.servicers.callers import Context, identities_of
 from kvferry_server.servicers.notify import OF_A_SOURCE
+
+MAX_KEPT = 4096
+"""Callers whose grants are kept, per listener."""
 
 ENGINE, READER, RELAY = PolicyRole.ENGINE, PolicyRole.READER, PolicyRole.RELAY
 OBSERVER, ADMIN = PolicyRole.OBSERVER, PolicyRole.ADMIN
@@ -120,6 +123,8 @@ class Access:
     ) -> None:
         self._policy = policy
         self._identities = identities
+        self._granted: dict[tuple[str, ...], Grant] = {}
+        self._granted_by: Policy | None = None
 
     def check(self, method: str, request: Any, context: Context) -> None:
         """Raise `NotAllowed` unless the caller may make a call with this request."""
@@ -129,12 +134,22 @@ class Access:
         if policy.everyone.covers(entry.roles):
             return
         identities = self._identities(context)
-        granted = policy.granted(identities)
+        granted = self._grant(policy, identities)
         if granted.covers(entry.roles):
             return
         for need in entry.needs(request):
             if not granted.allows(need):
                 raise _refusal(method, identities, need)
+
+    def _grant(self, policy: Policy, identities: tuple[str, ...]) -> Grant:
+        """Return what the policy grants. Kept for later calls, since a policy may have many rules."""
+        if policy is not self._granted_by or len(self._granted) >= MAX_KEPT:
+            self._granted.clear()
+            self._granted_by = policy
+        granted = self._granted.get(identities)
+        if granted is None:
+            granted = self._granted[identities] = policy.granted(identities)
+        return granted
 
 
 def _refusal(method: str, identities: tuple[str, ...], need: Need) -> NotAllowed:

@@ -54,7 +54,7 @@ def identities_of(context: Context) -> tuple[str, ...]:
         name.decode()
         for kind, is_uri in names
         for name in found.get(kind, ())
-        if name.isascii() and name and (b":" in name) == is_uri
+        if name.isascii() and name.decode().isprintable() and name and (b":" in name) == is_uri
     )
 
 
