@@ -20,7 +20,7 @@ from google.protobuf.message import Message
 from kvferry._clock import now
 from kvferry._control.backoff import Backoff
 from kvferry._control.breaker import Breaker
-from kvferry._control.links import Links
+from kvferry._control.channels import CurrentChannel
 from kvferry._threads import no_thread, start_thread
 from kvferry._wire.channel import Dial, TlsConfig, connect
 from kvferry._wire.handshake import Handshaken, put_together
@@ -81,7 +81,7 @@ class Control:
     def __init__(self, address: str, tls: TlsConfig | None, dial: Dial = connect) -> None:
         self.address = address
         self._tls = tls
-        self._links = Links(address, tls, dial)
+        self._channels = CurrentChannel(address, tls, dial)
         self._lock = threading.Lock()
         self._starting = threading.Lock()
         """Held while a call is started whose end a thread of gRPC handles: the first such call starts that thread."""
@@ -181,7 +181,7 @@ class Control:
         """Close the channel: calls in progress end, and later calls raise `Closed`. Idempotent."""
         with self._starting, self._lock:
             self._closed = True
-            channels = self._links.drop_all()
+            channels = self._channels.drop_all()
         for channel in channels:
             channel.close()
 
@@ -233,19 +233,19 @@ class Control:
             if pause > 0:
                 message = f"{self._why_unreachable} (the next attempt is due in {pause:.1f} s)"
                 raise Unreachable(message, retry_after=pause, address=self.address)
-            link = self._links.newest()
-            link.begin()
+            shared = self._channels.newest()
+            shared.begin()
         try:
-            answer = call(link.stub)
+            answer = call(shared.stub)
         except BaseException as error:
-            link.end()
+            shared.end()
             if isinstance(error, grpc.RpcError):
                 self._judge(error)
             # gRPC raises ValueError if the channel was closed in the meantime.
             if isinstance(error, grpc.RpcError | ValueError):
                 raise self._typed(error) from None
             raise
-        link.end_with(answer)
+        shared.end_with(answer)
         if isinstance(answer, Message):
             self._judge(None)
         return answer
@@ -257,7 +257,7 @@ class Control:
         So this keeps the channel referenced for ever.
         """
         with self._lock:
-            channel = self._links.drop()
+            channel = self._channels.drop()
         self._threads_short = True
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(channel))
 
@@ -279,7 +279,7 @@ class Control:
                 self._succeeded()
             elif failure.code() is grpc.StatusCode.UNAVAILABLE:
                 self._breaker.failed(now())
-                self._links.distrust()
+                self._channels.distrust()
                 self._why_unreachable = error.message
                 self._warn_if_overdue()
 

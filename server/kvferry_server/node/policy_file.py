@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic_settings import BaseSettings, TomlConfigSettingsSource
 
 from kvferry.errors import InvalidField
 from kvferry_server.domain.policy import ANYBODY, Grant, Policy, Rule
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 MAX_RULES = 1000
 """Each call of a caller whose roles are limited looks at all rules."""
@@ -63,8 +58,11 @@ def read_policy(path: Path) -> Policy:
     Raises:
         InvalidField: it cannot be read, is not TOML, or has something that no policy has. Names the setting `policy`.
     """
+    # pydantic's source skips files that do not exist, but this one was named.
+    if not path.is_file():
+        raise InvalidField("policy", str(path), "a file")
     try:
-        found = _File.model_validate(tomllib.loads(path.read_text()))
+        found = _File.model_validate(TomlConfigSettingsSource(BaseSettings, path)())
     except OSError as error:
         raise InvalidField("policy", str(path), f"a readable file ({error.strerror})") from None
     except ValidationError as error:

@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
-class _Connection:
+class _HomeChannel:
     """A channel to a home, the TLS files that it was made with, and the number of calls that use it."""
 
     channel: grpc.aio.Channel
@@ -69,7 +69,7 @@ class Relays:
         self._anywhere = anywhere or (tls is not None and tls.ca is not None)
         self._patterns = tuple(patterns)
         self._content = content
-        self._connections: dict[str, _Connection] = {}
+        self._connections: dict[str, _HomeChannel] = {}
         self._endings: dict[tuple[bytes, int], asyncio.Task[None]] = {}
         self._stopping = False
 
@@ -149,7 +149,7 @@ class Relays:
     async def _end_watch(
         self,
         stub: KVTransferAsyncStub,
-        connection: _Connection,
+        connection: _HomeChannel,
         call: grpc.aio.UnaryStreamCall[pb.WatchRequest, pb.WatchResponse],
         request: pb.WatchRequest,
         *,
@@ -176,7 +176,7 @@ class Relays:
         if self._endings.get(process) is ending:
             del self._endings[process]
 
-    def _enter(self, home: str) -> tuple[KVTransferAsyncStub, _Connection]:
+    def _enter(self, home: str) -> tuple[KVTransferAsyncStub, _HomeChannel]:
         self._check(home)
         if home not in self._connections and len(self._connections) >= MAX_HOMES:
             raise LimitReached(
@@ -189,7 +189,7 @@ class Relays:
         connection = self._connections.get(home)
         if connection is None or connection.tls != tls:
             # Calls that use an older one keep it until they end.
-            connection = self._connections[home] = _Connection(connect_async(home, tls), tls)
+            connection = self._connections[home] = _HomeChannel(connect_async(home, tls), tls)
         connection.users += 1
         stub: KVTransferAsyncStub = KVTransferStub(connection.channel)  # type: ignore[assignment]
         return stub, connection
@@ -212,7 +212,7 @@ class Relays:
                 "an address on this host, because the node server has none of tls_ca, relay_homes and insecure set",
             )
 
-    async def _leave(self, home: str, connection: _Connection) -> None:
+    async def _leave(self, home: str, connection: _HomeChannel) -> None:
         connection.users -= 1
         if not connection.users:
             if self._connections.get(home) is connection:

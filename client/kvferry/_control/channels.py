@@ -20,7 +20,7 @@ class _Call(Protocol):
     def add_callback(self, callback: Callable[[], None]) -> bool: ...
 
 
-class Link:
+class SharedChannel:
     """A channel, and how many calls use it. Thread-safe.
 
     Attributes:
@@ -57,8 +57,8 @@ class Link:
             self.end()
 
 
-class Links:
-    """The newest link to a node server, and older ones until their calls have ended. Not thread-safe.
+class CurrentChannel:
+    """The newest channel to a node server, and older ones until their calls have ended. Not thread-safe.
 
     Args:
         address: address of the node server.
@@ -70,21 +70,21 @@ class Links:
         self._address = address
         self._files: TlsFiles | None = None if tls is None or address.startswith("unix:") else tls_files(tls)
         self._dial = dial
-        self._newest: Link | None = None
-        self._older: list[Link] = []
+        self._newest: SharedChannel | None = None
+        self._older: list[SharedChannel] = []
 
-    def newest(self) -> Link:
-        """Return the link for the next call.
+    def newest(self) -> SharedChannel:
+        """Return the channel for the next call.
 
         Raises:
             InvalidField: the address is malformed, or the TLS files cannot be used and never could.
         """
         tls = None if self._files is None else self._files.content()
         if self._newest is None or self._newest.tls is not tls:
-            link = Link(self._dial(self._address, tls), tls)
+            shared = SharedChannel(self._dial(self._address, tls), tls)
             if self._newest is not None:
                 self._older.append(self._newest)
-            self._newest = link
+            self._newest = shared
         if self._older:
             self._close_idle()
         return self._newest
@@ -95,18 +95,18 @@ class Links:
             self._files.look_soon()
 
     def drop(self) -> grpc.Channel | None:
-        """Forget the newest link, and return its channel, which stays open; None: there is none."""
-        link, self._newest = self._newest, None
-        return link.channel if link is not None else None
+        """Forget the newest channel, and return it, still open; None: there is none."""
+        shared, self._newest = self._newest, None
+        return shared.channel if shared is not None else None
 
     def drop_all(self) -> list[grpc.Channel]:
-        """Forget all links, and return their channels, which stay open."""
-        links = [*self._older, *([self._newest] if self._newest is not None else [])]
+        """Forget all channels, and return them, still open."""
+        kept = [*self._older, *([self._newest] if self._newest is not None else [])]
         self._older, self._newest = [], None
-        return [link.channel for link in links]
+        return [shared.channel for shared in kept]
 
     def _close_idle(self) -> None:
-        for link in self._older:
-            if link.idle:
-                link.channel.close()
-        self._older = [link for link in self._older if not link.idle]
+        for shared in self._older:
+            if shared.idle:
+                shared.channel.close()
+        self._older = [shared for shared in self._older if not shared.idle]
