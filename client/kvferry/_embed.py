@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-EXTRA = {"grpc_health", "grpc_reflection", "pydantic", "pydantic_settings", "uvloop"}
+EXTRA = {"cryptography", "grpc_health", "grpc_reflection", "pydantic", "pydantic_settings", "uvloop"}
 """Top-level packages of the extra ``server``."""
 
 
@@ -51,6 +51,8 @@ class ServerSettings(TypedDict, total=False):
     """PEM file of the certificate's private key."""
     tls_ca: Path | None
     """PEM file of authorities. Clients must show a certificate of one of them (mTLS)."""
+    policy: Path | None
+    """TOML file that says which identities in client certificates have which roles. Read once."""
     insecure: bool
     """Whether to listen on an address other than loopback without TLS."""
     anonymous_tls: bool

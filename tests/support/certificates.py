@@ -58,6 +58,16 @@ class Authority:
         return TlsConfig(ca=self.certificate, cert=cert, key=key)
 
 
+def replace_files(new: TlsConfig, at: TlsConfig) -> TlsConfig:
+    """Put the contents of `new` at the paths of `at`, each whole, as tools do that renew certificates. Returns `at`."""
+    for source, path in ((new.ca, at.ca), (new.cert, at.cert), (new.key, at.key)):
+        if source is not None and path is not None:
+            whole = path.with_name(path.name + ".new")
+            whole.write_bytes(source.read_bytes())
+            whole.rename(path)
+    return at
+
+
 def tls_flags(tls: TlsConfig) -> Sequence[str]:
     """The flags of a server or of the command line for these files."""
     files = (("--tls-ca", tls.ca), ("--tls-cert", tls.cert), ("--tls-key", tls.key))

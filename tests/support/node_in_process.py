@@ -33,6 +33,7 @@ from kvferry_server.node.guard import Guard
 from kvferry_server.node.limits import CallLimits
 from kvferry_server.node.server import SERVICES
 from kvferry_server.servicers import add_servicers
+from kvferry_server.servicers.access import TRUSTED
 from kvferry_server.servicers.relay import Relays
 from kvferry_server.servicers.worker import Worker
 from tests.support.parties import FULL, SECRETS, TIMES, D, FakeClock, P, agent_of, key, rank_geometry, read_id
@@ -171,7 +172,10 @@ async def running(directory: Path, limits: Limits | None = None, *, new: bool = 
         clock.pass_by(1000)
     worker, relays = Worker(), Relays(ADVERTISE, None, anywhere=False)
     server = make_server(
-        Guard(CallLimits()), SERVER_OPTIONS, SERVICES, lambda server: add_servicers(server, home, relays, worker)
+        Guard(CallLimits(), TRUSTED.check),
+        SERVER_OPTIONS,
+        SERVICES,
+        lambda server: add_servicers(server, home, relays, worker),
     )
     address = f"unix:{directory / 's'}"
     server.add_insecure_port(address)

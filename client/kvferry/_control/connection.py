@@ -20,6 +20,7 @@ from google.protobuf.message import Message
 from kvferry._clock import now
 from kvferry._control.backoff import Backoff
 from kvferry._control.breaker import Breaker
+from kvferry._control.channels import CurrentChannel
 from kvferry._threads import no_thread, start_thread
 from kvferry._wire.channel import Dial, TlsConfig, connect
 from kvferry._wire.handshake import Handshaken, put_together
@@ -80,14 +81,12 @@ class Control:
     def __init__(self, address: str, tls: TlsConfig | None, dial: Dial = connect) -> None:
         self.address = address
         self._tls = tls
-        self._dial = dial
+        self._channels = CurrentChannel(address, tls, dial)
         self._lock = threading.Lock()
         self._starting = threading.Lock()
         """Held while a call is started whose end a thread of gRPC handles: the first such call starts that thread."""
         self._threads_short = False
         self._closed = False
-        self._channel: grpc.Channel | None = None
-        self._stub: KVTransferStub | None = None
         self._breaker = Breaker(BREAKER_THRESHOLD, BREAKER_FIRST, BREAKER_LAST)
         self._why_unreachable = f"{address} cannot be reached"
 
@@ -182,8 +181,8 @@ class Control:
         """Close the channel: calls in progress end, and later calls raise `Closed`. Idempotent."""
         with self._starting, self._lock:
             self._closed = True
-            channel, self._channel, self._stub = self._channel, None, None
-        if channel is not None:
+            channels = self._channels.drop_all()
+        for channel in channels:
             channel.close()
 
     def _later(
@@ -234,18 +233,19 @@ class Control:
             if pause > 0:
                 message = f"{self._why_unreachable} (the next attempt is due in {pause:.1f} s)"
                 raise Unreachable(message, retry_after=pause, address=self.address)
-            if self._stub is None:
-                self._channel = self._dial(self.address, self._tls)
-                self._stub = KVTransferStub(self._channel)
-            stub = self._stub
+            shared = self._channels.newest()
+            shared.begin()
         try:
-            answer = call(stub)
-        except grpc.RpcError as error:
-            self._judge(error)
-            raise self._typed(error) from None
-        except ValueError as error:
-            # gRPC raises it if the channel was closed in the meantime.
-            raise self._typed(error) from None
+            answer = call(shared.stub)
+        except BaseException as error:
+            shared.end()
+            if isinstance(error, grpc.RpcError):
+                self._judge(error)
+            # gRPC raises ValueError if the channel was closed in the meantime.
+            if isinstance(error, grpc.RpcError | ValueError):
+                raise self._typed(error) from None
+            raise
+        shared.end_with(answer)
         if isinstance(answer, Message):
             self._judge(None)
         return answer
@@ -257,7 +257,7 @@ class Control:
         So this keeps the channel referenced for ever.
         """
         with self._lock:
-            channel, self._channel, self._stub = self._channel, None, None
+            channel = self._channels.drop()
         self._threads_short = True
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(channel))
 
@@ -279,6 +279,7 @@ class Control:
                 self._succeeded()
             elif failure.code() is grpc.StatusCode.UNAVAILABLE:
                 self._breaker.failed(now())
+                self._channels.distrust()
                 self._why_unreachable = error.message
                 self._warn_if_overdue()
 

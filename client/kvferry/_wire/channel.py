@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import ssl
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -103,7 +104,7 @@ MAX_CONNECTIONS = "grpc.max_allowed_incoming_connections"
 
 @dataclass(frozen=True, slots=True)
 class TlsConfig:
-    """PEM files for TLS. They are read when a channel or server is made.
+    """PEM files for TLS. They are read when a channel or server is made, and again when they have changed.
 
     A client uses `ca` to verify the server (None: the system's authorities), and `cert` with `key` if the server asks
     for a client certificate. A server needs `cert` and `key`; with `ca` it accepts only clients with a certificate of
@@ -126,6 +127,15 @@ class TlsConfig:
         if (self.cert is None) != (self.key is None):
             missing, given = ("tls_key", "tls_cert") if self.key is None else ("tls_cert", "tls_key")
             raise InvalidField(missing, None, f"a file, because {given} is given")
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class TlsContent:
+    """What the files of a `TlsConfig` have held together at one time. Has a private key: it is never printed."""
+
+    ca: bytes | None
+    cert: bytes | None
+    key: bytes | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,19 +201,19 @@ def is_loopback(address: str) -> bool:
         return False
 
 
-Dial: TypeAlias = Callable[[str, TlsConfig | None], grpc.Channel]
+Dial: TypeAlias = "Callable[[str, TlsContent | None], grpc.Channel]"
 """A function that makes a synchronous channel to an address, as `connect` does."""
 
 
-def connect(address: str, tls: TlsConfig | None = None) -> grpc.Channel:
+def connect(address: str, tls: TlsConfig | TlsContent | None = None) -> grpc.Channel:
     """Make a synchronous channel. It connects with its first call, and again whenever the connection is lost.
 
     Args:
         address: ``unix:/path`` or ``host:port``.
-        tls: credentials for TCP; None: no TLS. Ignored for UNIX sockets.
+        tls: credentials for TCP, as files or as what files held; None: no TLS. Ignored for UNIX sockets.
 
     Raises:
-        InvalidField: the address is malformed, or a file of `tls` cannot be read.
+        InvalidField: the address is malformed, or the files of `tls` cannot be used.
     """
     parsed = parse_address(address)
     if tls is None or parsed.is_unix:
@@ -211,7 +221,7 @@ def connect(address: str, tls: TlsConfig | None = None) -> grpc.Channel:
     return grpc.secure_channel(str(parsed), _client_credentials(tls), options=CHANNEL_OPTIONS)
 
 
-def connect_async(address: str, tls: TlsConfig | None = None) -> grpc.aio.Channel:
+def connect_async(address: str, tls: TlsConfig | TlsContent | None = None) -> grpc.aio.Channel:
     """Make a channel for the running event loop, to which it then belongs; see `connect`."""
     parsed = parse_address(address)
     if tls is None or parsed.is_unix:
@@ -219,32 +229,108 @@ def connect_async(address: str, tls: TlsConfig | None = None) -> grpc.aio.Channe
     return grpc.aio.secure_channel(str(parsed), _client_credentials(tls), options=CHANNEL_OPTIONS)
 
 
-def server_credentials(tls: TlsConfig) -> grpc.ServerCredentials:
-    """Make the credentials of a listener. If `tls.ca` is given, clients must have a certificate.
+def server_certificates(content: TlsContent) -> grpc.ServerCertificateConfiguration:
+    """Return the certificate that a listener shows, and the authorities whose clients it accepts, as gRPC takes them.
 
     Raises:
-        InvalidField: the certificate is missing, or a file cannot be read.
+        InvalidField: the certificate is missing.
     """
-    if tls.cert is None or tls.key is None:
+    if content.cert is None or content.key is None:
         raise InvalidField("tls_cert", None, "a certificate for the server")
-    pair = (_read("tls_key", tls.key), _read("tls_cert", tls.cert))
-    ca = _read("tls_ca", tls.ca) if tls.ca is not None else None
-    return grpc.ssl_server_credentials([pair], root_certificates=ca, require_client_auth=ca is not None)
+    return grpc.ssl_server_certificate_configuration([(content.key, content.cert)], root_certificates=content.ca)
 
 
-def _client_credentials(tls: TlsConfig) -> grpc.ChannelCredentials:
+def read_tls(tls: TlsConfig) -> TlsContent:
+    """Read the files of a `TlsConfig`, which must fit each other.
+
+    Raises:
+        InvalidField: a file cannot be used; see `tls_problems`.
+    """
+    content, problems = _checked(tls)
+    if problems:
+        raise problems[0]
+    return content
+
+
+def tls_problems(tls: TlsConfig) -> list[InvalidField]:
+    """Return what is wrong with the files of a `TlsConfig`, by setting: a file cannot be read or is not PEM, a
+    certificate is damaged, the key is not the certificate's, or files change at this moment."""
+    return _checked(tls)[1]
+
+
+def tls_stamp(tls: TlsConfig) -> tuple[object, ...]:
+    """Return what changes when a file of a `TlsConfig` is written or replaced, also through a link. Cheap."""
+    return tuple(_stamp(path) for path in (tls.ca, tls.cert, tls.key) if path is not None)
+
+
+def _stamp(path: Path) -> tuple[int, ...]:
+    try:
+        found = path.stat()
+    except OSError:
+        return ()
+    return found.st_mtime_ns, found.st_size, found.st_ino, found.st_dev
+
+
+def _client_credentials(tls: TlsConfig | TlsContent) -> grpc.ChannelCredentials:
+    content = read_tls(tls) if isinstance(tls, TlsConfig) else tls
     return grpc.ssl_channel_credentials(
-        root_certificates=_read("tls_ca", tls.ca) if tls.ca is not None else None,
-        private_key=_read("tls_key", tls.key) if tls.key is not None else None,
-        certificate_chain=_read("tls_cert", tls.cert) if tls.cert is not None else None,
+        root_certificates=content.ca, private_key=content.key, certificate_chain=content.cert
     )
 
 
-def _read(field: str, path: Path) -> bytes:
+def _checked(tls: TlsConfig) -> tuple[TlsContent, list[InvalidField]]:
+    problems: list[InvalidField] = []
+    ca = _read("tls_ca", tls.ca, problems)
+    cert, key = _read("tls_cert", tls.cert, problems), _read("tls_key", tls.key, problems)
+    content = TlsContent(ca, cert, key)
+    # Only for what it checks. gRPC checks nothing of this before the first connection, and then says little.
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    # Key sizes and digests are for gRPC to judge.
+    context.set_ciphers("DEFAULT:@SECLEVEL=0")
+    if ca is not None:
+        try:
+            context.load_verify_locations(cadata=_text(ca))
+        except ssl.SSLError:
+            problems.append(
+                InvalidField("tls_ca", str(tls.ca), "certificates of authorities in PEM, all of them whole")
+            )
+    if tls.cert is not None and tls.key is not None and cert is not None and key is not None:
+        try:
+            # A password would be asked for in the terminal.
+            context.load_cert_chain(tls.cert, tls.key, password=b"")
+        except (ssl.SSLError, OSError, ValueError) as error:
+            problems.append(_bad_pair(tls, cert, error))
+        else:
+            # What was checked is what was read, unless somebody writes.
+            if (cert, key) != (_read("tls_cert", tls.cert, problems), _read("tls_key", tls.key, problems)):
+                problems.append(InvalidField("tls_cert", str(tls.cert), "a file that nobody is writing to"))
+    return content, problems
+
+
+def _bad_pair(tls: TlsConfig, cert: bytes, error: Exception) -> InvalidField:
+    if "KEY_VALUES_MISMATCH" in str(error):
+        return InvalidField("tls_key", str(tls.key), f"the private key of the certificate in {tls.cert}")
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cadata=_text(cert))
+    except ssl.SSLError:
+        return InvalidField("tls_cert", str(tls.cert), "a certificate chain in PEM, whole")
+    return InvalidField("tls_key", str(tls.key), "a private key in PEM, whole and without a password")
+
+
+def _text(pem: bytes) -> str:
+    """Return a PEM file as ASCII, which is all that its certificates consist of."""
+    return pem.decode("latin-1").encode("ascii", "replace").decode()
+
+
+def _read(field: str, path: Path | None, problems: list[InvalidField]) -> bytes | None:
+    if path is None:
+        return None
     try:
         content = path.read_bytes()
     except OSError as error:
-        raise InvalidField(field, str(path), f"a readable file ({error.strerror})") from None
+        problems.append(InvalidField(field, str(path), f"a readable file ({error.strerror})"))
+        return None
     if b"-----BEGIN" not in content:
-        raise InvalidField(field, str(path), "a PEM file")
+        problems.append(InvalidField(field, str(path), "a PEM file"))
+        return None
     return content

@@ -46,8 +46,8 @@ def tls_failure(text: str, address: str, tls: TlsConfig | None) -> str:
 def _expired(reason: str) -> str:
     return (
         f"TLS settings: the certificate of the node server, or of its authority, is not valid any more ({reason}). "
-        "Restart kvferryd there with new files (--tls-cert, --tls-key); if it is the authority's, also renew the "
-        "caller's tls.ca (--tls-ca)"
+        "Put new files in place there (--tls-cert, --tls-key), which kvferryd reads by itself; if it is the "
+        "authority's, also renew the caller's tls.ca (--tls-ca)"
     )
 
 

@@ -16,6 +16,7 @@
     │   ├── WrongKey
     │   ├── WrongSession
     │   ├── WrongIdentity
+    │   ├── NotAllowed                 the node server's policy does not let this caller do it
     │   ├── CacheDiffers
     │   ├── EngineIdInUse              retry after .retry_after seconds
     │   ├── PeerRestarted
@@ -83,6 +84,7 @@ from kvferry.errors._peers import (
     LeaseEnded,
     LimitReached,
     MessageTooLarge,
+    NotAllowed,
     NotFound,
     NotImplementedHere,
     PeerRestarted,
@@ -142,6 +144,7 @@ __all__ = [
     "Mismatch",
     "NixlError",
     "NixlMissing",
+    "NotAllowed",
     "NotFound",
     "NotImplementedHere",
     "PartiesMismatch",

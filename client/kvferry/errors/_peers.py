@@ -35,6 +35,14 @@ class WrongIdentity(Refused):
     code = "PERMISSION_DENIED"
 
 
+class NotAllowed(Refused):
+    """The policy of the node server does not let this caller do that. Values: identity, the names in its certificate;
+    role, what it lacks; engine_id, for which engine, if it is about one; method."""
+
+    reason = "NOT_ALLOWED"
+    code = "PERMISSION_DENIED"
+
+
 class CacheDiffers(Refused):
     """The rank is already registered, with different content. Values: engine_id, rank, field."""
 

@@ -22,7 +22,7 @@ from kvferry._threads import start_thread
 from kvferry._transport.agents import Agents
 from kvferry._transport.nixl_options import NixlOptions
 from kvferry._transport.staging_pool import StagingOptions
-from kvferry._wire.channel import TlsConfig
+from kvferry._wire.channel import TlsContent
 from kvferry.errors import Closed, InvalidField, WrongState
 from kvferry.planner.path_choice import Costs
 from kvferry.planner.summed_blocks import IntegrityOptions
@@ -283,7 +283,7 @@ class _Member:
         self._callbacks = callbacks
         self._channels: list[InProcessChannel] = []
 
-    def dial(self, address: str, tls: TlsConfig | None) -> InProcessChannel:
+    def dial(self, address: str, tls: TlsContent | None) -> InProcessChannel:
         """Make a channel. Calls fail unless the address is that of the fabric's home."""
         channel = InProcessChannel(partial(self._hand_over, address), self._callbacks)
         self._channels.append(channel)

@@ -16,6 +16,7 @@ from kvferry_server.home.home import Home
 from kvferry_server.node.guard import Guard
 from kvferry_server.node.limits import CallLimits
 from kvferry_server.servicers import add_servicers
+from kvferry_server.servicers.access import TRUSTED
 from kvferry_server.servicers.relay import Relays
 from kvferry_server.servicers.worker import Worker
 
@@ -47,7 +48,7 @@ class InProcessHome:
 
     def __init__(self, address: str, times: Times) -> None:
         self._home = Home(BootClock(), times, address)
-        self._guard = Guard(CallLimits())
+        self._guard = Guard(CallLimits(), TRUSTED.check)
         self._worker = Worker()
         self._calls: dict[IncomingCall, asyncio.Task[None]] = {}
         self._generic: list[grpc.GenericRpcHandler] = []

@@ -181,6 +181,13 @@ class _ErrorReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     lease_number. Next step: give all ranks of one engine certificates that share a name (subjectAltName or common
     name). If they do, somebody else uses this lease_id.
     """
+    ERROR_REASON_NOT_ALLOWED: _ErrorReason.ValueType  # 32
+    """PERMISSION_DENIED: the policy of the node server does not let the caller do this. Said before anything else is looked
+    up. Metadata: identity, the DNS names and URIs in the caller's certificate, empty without one; role, which it lacks;
+    engine_id, the engine for which it lacks it, empty if the call is about none; method. Next step: if the caller should
+    be allowed to, give `identity` the role in the file that kvferryd's `--policy` names and send kvferryd a SIGHUP. An
+    admin calls over the UNIX socket, or with a certificate that the policy makes one.
+    """
 
 class ErrorReason(_ErrorReason, metaclass=_ErrorReasonEnumTypeWrapper):
     """ErrorReason is the machine-readable reason of an error. The comment gives the status code, the meaning, the metadata
@@ -339,5 +346,12 @@ ERROR_REASON_WRONG_IDENTITY: ErrorReason.ValueType  # 31
 """PERMISSION_DENIED: the lease was acquired under a certificate that shares no name with the caller's. Metadata:
 lease_number. Next step: give all ranks of one engine certificates that share a name (subjectAltName or common
 name). If they do, somebody else uses this lease_id.
+"""
+ERROR_REASON_NOT_ALLOWED: ErrorReason.ValueType  # 32
+"""PERMISSION_DENIED: the policy of the node server does not let the caller do this. Said before anything else is looked
+up. Metadata: identity, the DNS names and URIs in the caller's certificate, empty without one; role, which it lacks;
+engine_id, the engine for which it lacks it, empty if the call is about none; method. Next step: if the caller should
+be allowed to, give `identity` the role in the file that kvferryd's `--policy` names and send kvferryd a SIGHUP. An
+admin calls over the UNIX socket, or with a certificate that the policy makes one.
 """
 global___ErrorReason = ErrorReason

@@ -85,6 +85,12 @@ class NodeConfig(BaseSettings):
         description="PEM file with certificate authorities: clients must show a certificate of one of them (mTLS).",
         json_schema_extra={"group": "security", "metavar": "FILE"},
     )
+    policy: Path | None = Field(
+        None,
+        description="TOML file that says which identities in client certificates have which roles. Whom it does not "
+        "name may do nothing. Needs tls_ca. Empty: every certificate may do all but administer.",
+        json_schema_extra={"group": "security", "metavar": "FILE"},
+    )
     insecure: bool = Field(
         False,
         description="Allow listening beyond loopback without TLS. Only for networks that nobody else can reach.",
@@ -187,7 +193,7 @@ class NodeConfig(BaseSettings):
         """Use only what is passed: `load` reads the other sources itself, to know where each value comes from."""
         return (init_settings,)
 
-    @field_validator("tls_cert", "tls_key", "tls_ca", mode="before")
+    @field_validator("tls_cert", "tls_key", "tls_ca", "policy", mode="before")
     @classmethod
     def _empty_is_none(cls, value: object) -> object:
         return None if value == "" else value
@@ -198,6 +204,10 @@ class NodeConfig(BaseSettings):
         _ = (self.times, self.tls, self.listen_address, self.unix_path)
         if self.tls is not None and self.tls.cert is None:
             raise InvalidField("tls_ca", str(self.tls_ca), "tls_cert and tls_key beside it")
+        if self.policy is not None and self.tls_ca is None:
+            raise InvalidField(
+                "tls_ca", None, "a file, because policy is given: only client certificates have identities"
+            )
         if not self.listen and not self.unix:
             raise InvalidField("listen", "", "a TCP address, unless unix has a path: both are empty")
         return self

@@ -3,6 +3,7 @@
 - Errors leave a server only through it: typed errors as their status; any other exception as INTERNAL, with an id that
   is also in the log, and without its text.
 - It requires deadlines.
+- It asks whether the caller may do what a request asks for, before a handler sees the request.
 - It limits how many calls run at once, and how many of them one host has.
 - It knows the open streams and ends them before the server stops: gRPC would wait for a single one for the whole grace.
 - It reads and decodes requests itself, so that a call is refused before its request is read, that bytes that do not
@@ -29,13 +30,13 @@ from kvferry.errors import (
     InternalError,
     InvalidField,
     KvferryError,
-    LimitReached,
     NotImplementedHere,
     ServerDraining,
 )
 from kvferry_server.domain.budgets import Budget, check_budget
 from kvferry_server.domain.hosts import host_of
 from kvferry_server.node.arrivals import Arrivals, RequestSlot
+from kvferry_server.node.call_budget import CallBudget
 from kvferry_server.node.connections import end_connection
 from kvferry_server.node.limits import (
     LARGE_MESSAGE,
@@ -64,6 +65,8 @@ Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 Behaviour: TypeAlias = Callable[[Any, Any], Any]
 Decode: TypeAlias = Callable[[bytes], Any]
 Encode: TypeAlias = Callable[[Any], bytes]
+Check: TypeAlias = Callable[[str, Any, Context], None]
+"""Raises an error unless the caller may call a method with a request; see `kvferry_server.servicers.access`."""
 
 
 GEOMETRIES = frozenset({KV_TRANSFER + "RegisterCache", KV_TRANSFER + "Handshake", INTROSPECTION + "PlanRead"})
@@ -77,50 +80,11 @@ WAITING = frozenset({KV_TRANSFER + "PollBlocks"})
 """Unary calls that wait for news as streams do. They count as streams, and end with them."""
 
 
-class CallBudget:
-    """How many calls may run at once, and how many of them one host may have.
-
-    A host may start a call as long as it has fewer than are free: one host alone gets half, each of two gets a third,
-    and one is always free for a host that has none. Callers on the UNIX socket cannot be told apart and may have all.
-
-    Args:
-        limit: the name of the limit, for errors.
-        most: how many calls may run at once.
-    """
-
-    def __init__(self, limit: str, most: int) -> None:
-        self._limit, self._most = limit, most
-        self._hosts: dict[str, int] = {}
-        self._all = 0
-
-    def start(self, host: str) -> None:
-        """Count one call of a host, until `end`; raises `LimitReached` if it may not start."""
-        mine, left = self._hosts.get(host, 0), self._most - self._all
-        if left <= 0 or (host and mine >= left):
-            who = f"{mine} of them from {host}" if host else "over the UNIX socket"
-            raise LimitReached(
-                f"{self._limit}: {self._all} of at most {self._most} calls are running, {who}",
-                retry_after=RETRY_AFTER,
-                limit=self._limit,
-                value=self._most,
-            )
-        self._hosts[host] = mine + 1
-        self._all += 1
-
-    def end(self, host: str) -> None:
-        """Note the end of a call that has started."""
-        self._all -= 1
-        mine = self._hosts[host] - 1
-        if mine:
-            self._hosts[host] = mine
-        else:
-            del self._hosts[host]
-
-
 class Guard(grpc.aio.ServerInterceptor):
     """Wraps every handler of one gRPC server; see the module. Belongs to one event loop."""
 
-    def __init__(self, limits: CallLimits) -> None:
+    def __init__(self, limits: CallLimits, check: Check) -> None:
+        self._check = check
         self._call_budget = CallBudget("max_calls", limits.calls)
         self._stream_budget = CallBudget("max_streams", limits.streams)
         self._answer_budget = Budget(MAX_PENDING_ANSWERS, 0)
@@ -144,11 +108,13 @@ class Guard(grpc.aio.ServerInterceptor):
         """
         if handler is None:
             return grpc.stream_unary_rpc_method_handler(
-                self._guarded_call(method, _not_offered(method), None, _encoder(None))
+                self._guarded_call(method, _not_offered(method), None, _encoder(None), _unchecked)
             )
         decode, encode = handler.request_deserializer, _encoder(handler.response_serializer)
         if handler.unary_unary is not None:
-            return grpc.stream_unary_rpc_method_handler(self._guarded_call(method, handler.unary_unary, decode, encode))
+            return grpc.stream_unary_rpc_method_handler(
+                self._guarded_call(method, handler.unary_unary, decode, encode, self._check)
+            )
         behaviour: Any = handler.unary_stream or handler.stream_stream
         guarded = self._guarded_stream(method, behaviour, decode, one_request=handler.unary_stream is not None)
         return grpc.stream_stream_rpc_method_handler(guarded, None, encode)
@@ -170,7 +136,9 @@ class Guard(grpc.aio.ServerInterceptor):
             await asyncio.wait(tuple(self._streams), timeout=timeout)
         return not self._streams
 
-    def _guarded_call(self, method: str, behaviour: Behaviour, decode: Decode | None, encode: Encode) -> Behaviour:
+    def _guarded_call(
+        self, method: str, behaviour: Behaviour, decode: Decode | None, encode: Encode, check: Check
+    ) -> Behaviour:
         """Guard a method with one answer."""
         waits, geometries, deadline = method in WAITING, method in GEOMETRIES, _needs_deadline(method)
         budget = self._stream_budget if waits else self._call_budget
@@ -189,6 +157,7 @@ class Guard(grpc.aio.ServerInterceptor):
                     raw, slot = await self._arrivals(host, geometries).read(context)
                     request = _decoded(decode, _short(raw) if waits else raw)
                     del raw
+                    check(method, request, context)
                     answer = encode(await behaviour(request, context))
                 finally:
                     if slot is not None:
@@ -248,6 +217,7 @@ class Guard(grpc.aio.ServerInterceptor):
                             write = partial(_write_page, context, slot)
                         request = _decoded(decode, raw if method in PAGED_ANSWERS else _short(raw))
                         del raw
+                    self._check(method, request, context)
                     await _drive(behaviour(request, context), write)
                 finally:
                     if slot is not None:
@@ -393,6 +363,10 @@ def is_gone(error: Exception) -> bool:
 def _left() -> asyncio.CancelledError:
     """Return what to raise when the client has left: gRPC would log an error for each such call."""
     return asyncio.CancelledError("the call has ended")
+
+
+def _unchecked(_: str, __: Any, ___: Context) -> None:
+    """Allow a call: of a method that does not exist, which nobody has to be kept from."""
 
 
 def _not_offered(method: str) -> Behaviour:

@@ -18,6 +18,7 @@ import os
 import socket
 import stat
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
@@ -204,9 +205,9 @@ class UnixListener:
 
 
 class TcpListener:
-    """A TCP address, with TLS if there are credentials."""
+    """A TCP address, with TLS if there is something that makes credentials. Each gRPC server gets its own."""
 
-    def __init__(self, address: Address, credentials: grpc.ServerCredentials | None) -> None:
+    def __init__(self, address: Address, credentials: Callable[[], grpc.ServerCredentials] | None) -> None:
         self.address = address
         self._credentials = credentials
         self._reserving: list[socket.socket] = []
@@ -239,7 +240,7 @@ class TcpListener:
             if self._credentials is None:
                 server.add_insecure_port(str(self.address))
             else:
-                server.add_secure_port(str(self.address), self._credentials)
+                server.add_secure_port(str(self.address), self._credentials())
         except RuntimeError:
             # gRPC does not say why it failed.
             raise CannotListen(self.address, _why_not(self.address)) from None

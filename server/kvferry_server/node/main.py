@@ -1,6 +1,7 @@
 """The command `kvferryd`: runs one node server until it is told to stop.
 
-SIGTERM and SIGINT drain it; a second one stops it at once. SIGHUP only logs that settings need a restart.
+SIGTERM and SIGINT drain it; a second one stops it at once. SIGHUP reads the policy and the TLS files again; other
+settings need a restart.
 Exit codes: 0 after a drain, 1 if it could not start or failed, 2 for wrong settings.
 """
 
@@ -21,7 +22,7 @@ from kvferry.errors import InternalError, InvalidInput, KvferryError
 if TYPE_CHECKING:
     from kvferry_server.node.config import Loaded
 
-EXTRA = {"grpc_health", "grpc_reflection", "pydantic", "pydantic_settings", "uvloop"}
+EXTRA = {"cryptography", "grpc_health", "grpc_reflection", "pydantic", "pydantic_settings", "uvloop"}
 """Top-level packages of the extra `server`."""
 
 DESCRIPTION = """\
@@ -60,6 +61,7 @@ def run(arguments: Sequence[str]) -> int:
     import uvloop
 
     from kvferry_server.node.config import BadConfig, add_flags, config_file, load
+    from kvferry_server.node.named_files import file_problems
     from kvferry_server.node.times import SWITCH_INTERVAL
 
     parser = argparse.ArgumentParser(
@@ -68,7 +70,10 @@ def run(arguments: Sequence[str]) -> int:
     parser.add_argument("--version", action="version", version=f"kvferryd {kvferry.__version__}")
     parser.add_argument("--config", metavar="FILE", help="TOML file with settings. [none; KVFERRY_CONFIG]")
     parser.add_argument(
-        "--check-config", action="store_true", help="Print every setting with its value and its origin, and exit."
+        "--check-config",
+        action="store_true",
+        help="Print every setting with its value and its origin, say what is wrong with the files that they name, and "
+        "exit: with 2, if anything is.",
     )
     add_flags(parser)
     flags: dict[str, Any] = vars(parser.parse_args(arguments))
@@ -81,7 +86,10 @@ def run(arguments: Sequence[str]) -> int:
         return 2
     if check_only:
         print(loaded.describe())
-        return 0
+        problems = file_problems(loaded)
+        for line in problems:
+            print(f"kvferryd: {line}", file=sys.stderr)
+        return 2 if problems else 0
     logging.basicConfig(
         level=loaded.config.log_level.upper(),
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
@@ -113,11 +121,20 @@ async def _serve(loaded: Loaded) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, signals.put_nowait, number)
+    server = NodeServer(loaded.config)
+    reloads = set[asyncio.Task[None]]()
+
+    def reload() -> None:
+        logger.info("SIGHUP: reading the policy and the TLS files again; other settings need a restart")
+        reloading = asyncio.create_task(server.reload())
+        # The event loop alone would not keep it.
+        reloads.add(reloading)
+        reloading.add_done_callback(reloads.discard)
+
     # By default it would end the process without a drain, for example when a terminal closes.
-    loop.add_signal_handler(signal.SIGHUP, logger.warning, "SIGHUP: settings are not reloaded; restart to change them")
+    loop.add_signal_handler(signal.SIGHUP, reload)
     raise_file_limit()
 
-    server = NodeServer(loaded.config)
     await server.start()
     # People and scripts learn the real port from this line.
     line = "ready: listens on %s, advertises %s, epoch %s"

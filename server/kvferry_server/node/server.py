@@ -18,19 +18,23 @@ from grpc_reflection.v1alpha.reflection import SERVICE_NAME as REFLECTION
 from grpc_reflection.v1alpha.reflection import aio as reflection_aio
 from grpc_reflection.v1alpha.reflection_pb2_grpc import add_ServerReflectionServicer_to_server
 
-from kvferry._wire.channel import MAX_CONNECTIONS, SERVER_OPTIONS, server_credentials
-from kvferry.errors import InternalError
+from kvferry._wire.channel import MAX_CONNECTIONS, SERVER_OPTIONS
+from kvferry.errors import InternalError, InvalidField
 from kvferry.v1 import introspection_pb2, kv_transfer_pb2
 from kvferry_server.domain.clock import BootClock, Clock
+from kvferry_server.domain.policy import Policy
 from kvferry_server.home.home import Home
+from kvferry_server.node.certificates import Certificates
 from kvferry_server.node.config import NodeConfig
 from kvferry_server.node.connections import ConnectionLimiter, connections_each, file_limit
 from kvferry_server.node.grpc_server import make_server
 from kvferry_server.node.guard import Guard
 from kvferry_server.node.listen import Listener, TcpListener, UnixListener, advertised, check_exposure
+from kvferry_server.node.policy_file import read_policy
 from kvferry_server.node.serving import Serving
 from kvferry_server.node.times import DRAIN_STREAMS, LEASE_POLL
 from kvferry_server.servicers import add_servicers
+from kvferry_server.servicers.access import TRUSTED, UNKNOWN_CALLERS, Access
 from kvferry_server.servicers.callers import NamesOf, names_of, nobody
 from kvferry_server.servicers.relay import Relays
 from kvferry_server.servicers.worker import Worker
@@ -78,23 +82,33 @@ class NodeServer:
         self._servings: list[Serving] = []
         self._driver: asyncio.Task[None] | None = None
         self._limiter: asyncio.Task[None] | None = None
+        self._policy = Policy()
+        self._reloading = asyncio.Lock()
+        self._certificates: Certificates | None = None
+        self._following: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Reserve the addresses and start to serve.
 
         Raises:
             CannotListen: it cannot listen on an address.
-            InvalidField: settings contradict each other, or a TLS file cannot be read.
+            InvalidField: settings contradict each other, or a TLS file or the policy cannot be used.
         """
         try:
+            if self._config.policy is not None:
+                self._policy = read_policy(self._config.policy)
             # The advertised address depends on the ports, and the home on it. gRPC servers come last.
             tcp = self._hold()
+            certificates = self._certificates
+            if certificates is not None:
+                self._following = asyncio.create_task(certificates.run(), name="kvferry-certificates")
             self.home = Home(self._clock, self._config.times, self.advertise)
             self._relays = Relays(
                 self.advertise,
                 self._config.tls,
                 anywhere=self._config.insecure,
                 patterns=self._config.relay_patterns,
+                content=(lambda: certificates.content) if certificates is not None else None,
             )
             self._driver = asyncio.create_task(self.home.run(), name="kvferry-home")
             connections = connections_each(self._config.max_connections, len(self._listeners), file_limit())
@@ -131,6 +145,29 @@ class NodeServer:
                 await asyncio.wait(waited)
         raise InternalError(f"{what} has stopped") from cause
 
+    async def reload(self) -> None:
+        """Read the policy and the TLS files again. What cannot be used is logged, and stays as it was. Calls in
+        progress and open connections go on."""
+        # One after the other, so that an earlier one does not put back what it has read.
+        async with self._reloading:
+            await self._reload()
+
+    async def _reload(self) -> None:
+        path = self._config.policy
+        if path is not None:
+            try:
+                self._policy = await asyncio.to_thread(read_policy, path)
+            except InvalidField as error:
+                logger.error("the policy stays as it was: %s", error.message)
+            else:
+                logger.info("the policy was read again from %s: %d rules", path, len(self._policy.rules))
+        if self._certificates is not None and await asyncio.to_thread(self._certificates.refresh):
+            logger.info("the certificate was read again from %s", self._config.tls_cert)
+
+    def certificate_expiry(self) -> float | None:
+        """Return when this server's certificate expires, in seconds since 1970; None: it has none."""
+        return None if self._certificates is None else self._certificates.expiry
+
     async def stop(self, grace: float | None = None) -> None:
         """Drain and stop; removes the socket's files. May be called again, to hurry an earlier call that was cancelled.
 
@@ -153,7 +190,7 @@ class NodeServer:
         await asyncio.gather(*(serving.stop(grace) for serving in self._servings))
         if self._relays is not None:
             await self._relays.close()
-        for task in (self._driver, self._limiter):
+        for task in (self._driver, self._limiter, self._following):
             if task is not None:
                 task.cancel()
                 await asyncio.wait([task])
@@ -171,14 +208,20 @@ class NodeServer:
         return max(0.0, until - loop.time())
 
     def _hold(self) -> TcpListener | None:
-        """Reserve all addresses. Returns the TCP listener; None: no TCP."""
+        """Reserve all addresses, and read the TLS files. Returns the TCP listener; None: no TCP."""
         config = self._config
         unix: UnixListener | None = None
         tcp: TcpListener | None = None
         if config.listen_address is not None:
-            wanted, tls = config.listen_address, config.tls
-            check_exposure(wanted, tls, insecure=config.insecure, anonymous_tls=config.anonymous_tls)
-            tcp = TcpListener(wanted, server_credentials(tls) if tls is not None else None)
+            check_exposure(
+                config.listen_address, config.tls, insecure=config.insecure, anonymous_tls=config.anonymous_tls
+            )
+        if config.tls is not None:
+            self._certificates = Certificates(config.tls)
+        if config.listen_address is not None:
+            tcp = TcpListener(
+                config.listen_address, self._certificates.credentials if self._certificates is not None else None
+            )
         if config.unix_path is not None:
             unix = UnixListener(config.unix_path)
         for listener in (unix, tcp):
@@ -192,7 +235,7 @@ class NodeServer:
         return tcp
 
     async def _serve(self, listener: Listener, connections: int) -> None:
-        guard = Guard(self._config.call_limits)
+        guard = Guard(self._config.call_limits, self._access(listener).check)
         options = (*SERVER_OPTIONS, (MAX_CONNECTIONS, connections))
         with_tls = isinstance(listener, TcpListener) and self._config.tls is not None
         add_services = partial(self._add_services, names_of if with_tls else nobody)
@@ -200,6 +243,13 @@ class NodeServer:
         self._guards.append(guard)
         self._servings.append(serving)
         await serving.start()
+
+    def _access(self, listener: Listener) -> Access:
+        if not isinstance(listener, TcpListener):
+            return TRUSTED
+        if self._config.tls_ca is None:
+            return UNKNOWN_CALLERS
+        return Access(lambda: self._policy)
 
     def _add_services(self, names_of: NamesOf, server: Any) -> None:
         if self._relays is None:

@@ -44,6 +44,20 @@ def names_of(context: Context) -> Names:
     return frozenset(hashlib.sha256(pem).digest() for pem in found.get("x509_pem_cert", ())) or NOBODY
 
 
+def identities_of(context: Context) -> tuple[str, ...]:
+    """Return the identities that a policy knows a caller by: the DNS names and the URIs among the subject alternative
+    names of its certificate. None without mutual TLS, and none on a UNIX socket."""
+    found = context.auth_context()
+    names = (("peer_dns", False), ("peer_uri", True))
+    # A name of the wrong form could be taken for one of the other kind.
+    return tuple(
+        name.decode()
+        for kind, is_uri in names
+        for name in found.get(kind, ())
+        if name.isascii() and name.decode().isprintable() and name and (b":" in name) == is_uri
+    )
+
+
 def remote_host(context: Context) -> str:
     """Return the host that a call is counted against in budgets, as `host_of` does; empty for a caller on this host,
     whose processes cannot be told apart."""

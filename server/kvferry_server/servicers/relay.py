@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import TYPE_CHECKING
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING
 import grpc
 import grpc.aio
 
-from kvferry._wire.channel import TlsConfig, connect_async, is_loopback, parse_address
+from kvferry._wire.channel import TlsConfig, TlsContent, connect_async, is_loopback, parse_address
 from kvferry._wire.status import from_rpc_error
 from kvferry.errors import InvalidField, LimitReached, RelayLoop
 from kvferry.v1 import kv_transfer_pb2 as pb
@@ -32,6 +33,15 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
+@dataclass(slots=True)
+class _HomeChannel:
+    """A channel to a home, the TLS files that it was made with, and the number of calls that use it."""
+
+    channel: grpc.aio.Channel
+    tls: TlsConfig | TlsContent | None
+    users: int = 0
+
+
 class Relays:
     """Connections to the homes of ranks that run here. Not thread-safe: it belongs to the event loop that runs it.
 
@@ -41,14 +51,25 @@ class Relays:
             certificate of that CA are accepted.
         anywhere: whether any home may be dialled also without that; otherwise only homes on this host.
         patterns: shell patterns of ``host:port``; if there are any, they alone decide which homes may be dialled.
+        content: returns what the TLS files hold now: later calls use it, and those in progress keep their connections.
+            None: `tls` is read for each connection.
     """
 
-    def __init__(self, advertise: str, tls: TlsConfig | None, *, anywhere: bool, patterns: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        advertise: str,
+        tls: TlsConfig | None,
+        *,
+        anywhere: bool,
+        patterns: Sequence[str] = (),
+        content: Callable[[], TlsContent] | None = None,
+    ) -> None:
         self._advertise = advertise
         self._tls = tls
         self._anywhere = anywhere or (tls is not None and tls.ca is not None)
         self._patterns = tuple(patterns)
-        self._channels: dict[str, tuple[grpc.aio.Channel, int]] = {}
+        self._content = content
+        self._connections: dict[str, _HomeChannel] = {}
         self._endings: dict[tuple[bytes, int], asyncio.Task[None]] = {}
         self._stopping = False
 
@@ -87,13 +108,13 @@ class Relays:
         """
         home = request.home
         request.relayed_by = self._advertise
-        stub = self._enter(home)
+        stub, connection = self._enter(home)
         try:
             answer = await stub.RegisterCache(request, timeout=REGISTER_TIMEOUT)
         except grpc.RpcError as error:
             raise from_rpc_error(error, home, self._tls) from None
         finally:
-            await self._leave(home)
+            await self._leave(home, connection)
         answer.advertise = self._advertise
         return answer
 
@@ -106,7 +127,7 @@ class Relays:
         if ending := self._endings.get(process):
             # The home must hear that the rank left before it hears that it is back.
             await asyncio.wait([ending])
-        stub = self._enter(home)
+        stub, connection = self._enter(home)
         call = stub.Watch(request)
         left = True
         try:
@@ -120,12 +141,15 @@ class Relays:
             raise from_rpc_error(error, home, self._tls) from None
         finally:
             # In a task of its own: this one is cancelled if the rank is gone.
-            ending = self._endings[process] = asyncio.create_task(self._end_watch(stub, call, request, left=left))
+            ending = self._endings[process] = asyncio.create_task(
+                self._end_watch(stub, connection, call, request, left=left)
+            )
             ending.add_done_callback(partial(self._ended_watch, process))
 
     async def _end_watch(
         self,
         stub: KVTransferAsyncStub,
+        connection: _HomeChannel,
         call: grpc.aio.UnaryStreamCall[pb.WatchRequest, pb.WatchResponse],
         request: pb.WatchRequest,
         *,
@@ -146,25 +170,29 @@ class Relays:
             logger.info("could not tell home %s that rank %d has left: %s", request.home, request.rank, problem)
         finally:
             call.cancel()
-            await self._leave(request.home)
+            await self._leave(request.home, connection)
 
     def _ended_watch(self, process: tuple[bytes, int], ending: asyncio.Task[None]) -> None:
         if self._endings.get(process) is ending:
             del self._endings[process]
 
-    def _enter(self, home: str) -> KVTransferAsyncStub:
+    def _enter(self, home: str) -> tuple[KVTransferAsyncStub, _HomeChannel]:
         self._check(home)
-        if home not in self._channels and len(self._channels) >= MAX_HOMES:
+        if home not in self._connections and len(self._connections) >= MAX_HOMES:
             raise LimitReached(
                 f"relayed_homes: this node server is already connected to {MAX_HOMES} homes",
                 retry_after=RELAY_RETRY_AFTER,
                 limit="relayed_homes",
                 value=MAX_HOMES,
             )
-        channel, users = self._channels.get(home) or (connect_async(home, self._tls), 0)
-        self._channels[home] = channel, users + 1
-        stub: KVTransferAsyncStub = KVTransferStub(channel)  # type: ignore[assignment]
-        return stub
+        tls = self._tls if self._content is None else self._content()
+        connection = self._connections.get(home)
+        if connection is None or connection.tls != tls:
+            # Calls that use an older one keep it until they end.
+            connection = self._connections[home] = _HomeChannel(connect_async(home, tls), tls)
+        connection.users += 1
+        stub: KVTransferAsyncStub = KVTransferStub(connection.channel)  # type: ignore[assignment]
+        return stub, connection
 
     def _check(self, home: str) -> None:
         """Raise `InvalidField` unless this server may dial a home. Every caller that can register names one, so without
@@ -184,10 +212,9 @@ class Relays:
                 "an address on this host, because the node server has none of tls_ca, relay_homes and insecure set",
             )
 
-    async def _leave(self, home: str) -> None:
-        channel, users = self._channels[home]
-        if users > 1:
-            self._channels[home] = channel, users - 1
-        else:
-            del self._channels[home]
-            await channel.close()
+    async def _leave(self, home: str, connection: _HomeChannel) -> None:
+        connection.users -= 1
+        if not connection.users:
+            if self._connections.get(home) is connection:
+                del self._connections[home]
+            await connection.channel.close()

@@ -468,7 +468,7 @@ def test_listeners_share_the_files() -> None:
 def test_sighup_is_heard_and_ends_nothing(tmp_path: Path) -> None:
     with Kvferryd("--unix", str(tmp_path / "node.sock"), "--listen", "") as node, party(node.address, "p") as victim:
         node.signal(signal.SIGHUP)
-        eventually(lambda: "SIGHUP: settings are not reloaded" in node.log)
+        eventually(lambda: "SIGHUP: reading the policy and the TLS files again" in node.log)
         victim.works()
         assert victim._watch.is_active()
         node.signal()

@@ -172,7 +172,7 @@ def ask(address: str, tls: TlsConfig | None) -> None:
         ),
         ("mutual", their_certificate, ["likely to differ", "tls.cert (--tls-cert)", "signed", "--tls-ca of kvferryd"]),
         ("mutual", expired_certificate, ["likely to differ", "tls.cert (--tls-cert)", "expired", "-enddate"]),
-        ("expired", right, ["certificate has expired", "Restart kvferryd", "--tls-cert, --tls-key"]),
+        ("expired", right, ["certificate has expired", "Put new files in place there", "--tls-cert, --tls-key"]),
         ("elsewhere", right, ["settings differ", "other names", "--advertise", "subjectAltName"]),
         ("plain", right, ["settings differ", "does not speak TLS", "leave out the caller's tls", "--tls-ca"]),
         ("mutual", no_tls, ["likely to differ", "without TLS", "tls.ca (--tls-ca)", "tls.cert and tls.key"]),

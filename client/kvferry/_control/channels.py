@@ -1,0 +1,112 @@
+"""The channel to one node server, which is replaced when the TLS files change. Calls in progress keep theirs."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Protocol, cast
+
+import grpc
+from google.protobuf.message import Message
+
+from kvferry._wire.channel import Dial, TlsConfig, TlsContent
+from kvferry._wire.tls_files import TlsFiles, tls_files
+from kvferry.v1.kv_transfer_pb2_grpc import KVTransferStub
+
+
+class _Call(Protocol):
+    """gRPC's stream, or future of a unary call."""
+
+    def add_callback(self, callback: Callable[[], None]) -> bool: ...
+
+
+class SharedChannel:
+    """A channel, and how many calls use it. Thread-safe.
+
+    Attributes:
+        channel, stub: to make calls with.
+        tls: what it was made with; None: no TLS.
+    """
+
+    def __init__(self, channel: grpc.Channel, tls: TlsContent | None) -> None:
+        self.channel = channel
+        self.stub = KVTransferStub(channel)
+        self.tls = tls
+        self._lock = threading.Lock()
+        self._calls = 0
+
+    @property
+    def idle(self) -> bool:
+        """Whether no call uses it."""
+        return self._calls == 0
+
+    def begin(self) -> None:
+        """Count a call, until `end`."""
+        with self._lock:
+            self._calls += 1
+
+    def end(self) -> None:
+        """Note the end of a call."""
+        with self._lock:
+            self._calls -= 1
+
+    def end_with(self, answer: object) -> None:
+        """Note the end of a call when what it returned ends: an answer has, a stream or a future goes on."""
+        # Without TLS no channel is ever replaced.
+        if isinstance(answer, Message) or self.tls is None or not cast(_Call, answer).add_callback(self.end):
+            self.end()
+
+
+class CurrentChannel:
+    """The newest channel to a node server, and older ones until their calls have ended. Not thread-safe.
+
+    Args:
+        address: address of the node server.
+        tls: credentials for TCP connections; None: no TLS.
+        dial: makes the channels.
+    """
+
+    def __init__(self, address: str, tls: TlsConfig | None, dial: Dial) -> None:
+        self._address = address
+        self._files: TlsFiles | None = None if tls is None or address.startswith("unix:") else tls_files(tls)
+        self._dial = dial
+        self._newest: SharedChannel | None = None
+        self._older: list[SharedChannel] = []
+
+    def newest(self) -> SharedChannel:
+        """Return the channel for the next call.
+
+        Raises:
+            InvalidField: the address is malformed, or the TLS files cannot be used and never could.
+        """
+        tls = None if self._files is None else self._files.content()
+        if self._newest is None or self._newest.tls is not tls:
+            shared = SharedChannel(self._dial(self._address, tls), tls)
+            if self._newest is not None:
+                self._older.append(self._newest)
+            self._newest = shared
+        if self._older:
+            self._close_idle()
+        return self._newest
+
+    def distrust(self) -> None:
+        """Look at the TLS files before the next call, since a connection has failed. Thread-safe."""
+        if self._files is not None:
+            self._files.look_soon()
+
+    def drop(self) -> grpc.Channel | None:
+        """Forget the newest channel, and return it, still open; None: there is none."""
+        shared, self._newest = self._newest, None
+        return shared.channel if shared is not None else None
+
+    def drop_all(self) -> list[grpc.Channel]:
+        """Forget all channels, and return them, still open."""
+        kept = [*self._older, *([self._newest] if self._newest is not None else [])]
+        self._older, self._newest = [], None
+        return [shared.channel for shared in kept]
+
+    def _close_idle(self) -> None:
+        for shared in self._older:
+            if shared.idle:
+                shared.channel.close()
+        self._older = [shared for shared in self._older if not shared.idle]

@@ -1,0 +1,85 @@
+"""The policy file, in TOML: rules, each of which gives roles to identities (see `kvferry_server.domain.policy`)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic_settings import BaseSettings, TomlConfigSettingsSource
+
+from kvferry.errors import InvalidField
+from kvferry_server.domain.policy import ANYBODY, Grant, Policy, Rule
+
+MAX_RULES = 1000
+"""Each call of a caller whose roles are limited looks at all rules."""
+
+
+class _Rule(BaseModel):
+    """One ``[[rule]]``."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    identities: list[str] = Field(min_length=1)
+    engine: list[str] = []
+    reader: list[str] = []
+    relay: list[str] = []
+    observer: bool = False
+    admin: bool = False
+
+    @field_validator("identities", "engine", "reader", "relay")
+    @classmethod
+    def _no_empty_pattern(cls, patterns: list[str]) -> list[str]:
+        if "" in patterns:
+            raise ValueError("a pattern is empty, and would fit nothing")
+        return patterns
+
+    @field_validator("identities")
+    @classmethod
+    def _can_fit_a_name(cls, patterns: list[str]) -> list[str]:
+        for pattern in patterns:
+            if pattern.partition(":")[0].upper() in ("DNS", "URI"):
+                raise ValueError(f"{pattern!r} has openssl's prefix: write the name alone")
+            parts = pattern.split("/" if ":" in pattern else ".")
+            if sum(ANYBODY in part for part in parts) > 1 or any(ANYBODY in part and part != ANYBODY for part in parts):
+                raise ValueError(f"{pattern!r}: ** may stand once, and is a part of the name by itself")
+        return patterns
+
+
+class _File(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    # Without any rule everybody would be refused: more likely the file is being written.
+    rule: list[_Rule] = Field(min_length=1, max_length=MAX_RULES)
+
+
+def read_policy(path: Path) -> Policy:
+    """Read a policy file. Whom none of its rules fits may do nothing.
+
+    Raises:
+        InvalidField: it cannot be read, is not TOML, or has something that no policy has. Names the setting `policy`.
+    """
+    # pydantic's source skips files that do not exist, but this one was named.
+    if not path.is_file():
+        raise InvalidField("policy", str(path), "a file")
+    try:
+        found = _File.model_validate(TomlConfigSettingsSource(BaseSettings, path)())
+    except OSError as error:
+        raise InvalidField("policy", str(path), f"a readable file ({error.strerror})") from None
+    except ValidationError as error:
+        detail = error.errors()[0]
+        where = ".".join(str(part + 1) if isinstance(part, int) else part for part in detail["loc"])
+        raise InvalidField("policy", str(path), f"a policy; {where}: {detail['msg']}") from None
+    except ValueError as error:
+        raise InvalidField("policy", str(path), f"a policy in TOML ({error})") from None
+    return Policy(everyone=Grant(), rules=tuple(_rule(rule) for rule in found.rule))
+
+
+def _rule(rule: _Rule) -> Rule:
+    grant = Grant(
+        engine=tuple(rule.engine),
+        reader=tuple(rule.reader),
+        relay=tuple(rule.relay),
+        observer=rule.observer,
+        admin=rule.admin,
+    )
+    return Rule(tuple(rule.identities), grant)

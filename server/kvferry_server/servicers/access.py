@@ -1,0 +1,181 @@
+"""Access: which role each method takes, and for which engines. This is the only table of it, and a method that is not
+in it is refused. The guard asks before a handler sees the request, so that nobody learns what exists by being refused.
+
+Secrets are another matter: whoever a policy lets publish or read still has to show the session secret, the reference's
+key or the lease_id that the call takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kvferry._wire.reference import parse_reference
+from kvferry.errors import BadReference, NotAllowed
+from kvferry.v1 import kv_transfer_pb2 as pb
+from kvferry_server.domain.policy import MEMBER, OPERATOR, Grant, Need, Policy, PolicyRole
+from kvferry_server.servicers.callers import Context, identities_of
+from kvferry_server.servicers.notify import OF_A_SOURCE
+
+MAX_KEPT = 4096
+"""Callers whose grants are kept, per listener."""
+
+ENGINE, READER, RELAY = PolicyRole.ENGINE, PolicyRole.READER, PolicyRole.RELAY
+OBSERVER, ADMIN = PolicyRole.OBSERVER, PolicyRole.ADMIN
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What a method takes.
+
+    Attributes:
+        roles: the roles that its calls may take; none: everybody may call it.
+        needs: returns what one request takes; all of it must be granted.
+    """
+
+    roles: tuple[PolicyRole, ...]
+    needs: Callable[[Any], Iterable[Need]]
+
+
+def _in_an_engines_name(request: pb.RegisterCacheRequest | pb.WatchRequest) -> tuple[Need]:
+    role = RELAY if request.relayed_by else ENGINE
+    return (Need((role,), request.engine.engine_id),)
+
+
+def _handshake(request: pb.HandshakeRequest) -> tuple[Need]:
+    if request.reader.engine_id == request.engine_id:
+        # An engine learns its own geometry, and no agents.
+        return (Need((READER, ENGINE), request.engine_id),)
+    # With a reference it is told agents. Geometry alone is what Introspection tells, too.
+    return (Need((READER,) if request.reference else (READER, OBSERVER), request.engine_id),)
+
+
+def _reference(text: str) -> Need:
+    try:
+        return Need((READER,), parse_reference(text).engine_id)
+    except BadReference:
+        # The handler says what is wrong with it.
+        return Need((READER,))
+
+
+def _notify(request: pb.NotifyRequest) -> Iterator[Need]:
+    kinds = {notification.WhichOneof("kind") for notification in request.notifications}
+    for kind in kinds - {"decline"}:
+        if kind in OF_A_SOURCE:
+            # A node server says for a rank whose Watch it relays that the rank has left.
+            yield Need((ENGINE, RELAY) if kind == "rank_left" else (ENGINE,), request.sender.engine_id)
+        else:
+            # The lease_id names the read, and the lease obeys only the identity that acquired it.
+            yield Need((READER,))
+    if "decline" in kinds:
+        yield from map(_reference, {n.decline.reference for n in request.notifications if n.HasField("decline")})
+    if not kinds:
+        yield Need((ENGINE, READER, RELAY))
+
+
+def _always(role: PolicyRole) -> Entry:
+    """Return the entry of a method that takes a role, whatever its request says."""
+    return Entry((role,), lambda _: (Need((role,)),))
+
+
+EVERYBODY = Entry((), lambda _: ())
+"""The entry of methods that everybody may call who can connect."""
+
+TABLE: Mapping[str, Entry] = {
+    "/kvferry.v1.KVTransfer/RegisterCache": Entry((ENGINE, RELAY), _in_an_engines_name),
+    "/kvferry.v1.KVTransfer/Watch": Entry((ENGINE, RELAY), _in_an_engines_name),
+    "/kvferry.v1.KVTransfer/Handshake": Entry((READER,), _handshake),
+    "/kvferry.v1.KVTransfer/ReadBlocks": Entry((READER,), lambda request: (_reference(request.reference),)),
+    "/kvferry.v1.KVTransfer/PollBlocks": Entry((READER,), lambda request: (_reference(request.read.reference),)),
+    "/kvferry.v1.KVTransfer/ReadChecksums": _always(READER),
+    "/kvferry.v1.KVTransfer/Notify": Entry((ENGINE, READER, RELAY), _notify),
+    "/kvferry.v1.Introspection/GetServerInfo": _always(OBSERVER),
+    "/kvferry.v1.Introspection/ListEngines": _always(OBSERVER),
+    "/kvferry.v1.Introspection/GetEngine": _always(OBSERVER),
+    "/kvferry.v1.Introspection/ListRequests": _always(OBSERVER),
+    "/kvferry.v1.Introspection/ListTransfers": _always(OBSERVER),
+    "/kvferry.v1.Introspection/PlanRead": _always(OBSERVER),
+    "/kvferry.v1.Admin/EndLease": _always(ADMIN),
+    "/kvferry.v1.Admin/AbortPublication": _always(ADMIN),
+    "/kvferry.v1.Admin/EvictEngine": _always(ADMIN),
+    "/kvferry.v1.Admin/Drain": _always(ADMIN),
+    # Probes and load balancers ask these, and tools for what the contract is, which is public.
+    "/grpc.health.v1.Health/Check": EVERYBODY,
+    "/grpc.health.v1.Health/List": EVERYBODY,
+    "/grpc.health.v1.Health/Watch": EVERYBODY,
+    "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo": EVERYBODY,
+    "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": EVERYBODY,
+}
+"""What each method takes, by its path."""
+
+
+class Access:
+    """Decides over the calls of one listener.
+
+    Args:
+        policy: returns the policy in force.
+        identities: returns the identities of a caller. It is asked only where they count.
+    """
+
+    def __init__(
+        self, policy: Callable[[], Policy], identities: Callable[[Context], tuple[str, ...]] = identities_of
+    ) -> None:
+        self._policy = policy
+        self._identities = identities
+        self._granted: dict[tuple[str, ...], Grant] = {}
+        self._granted_by: Policy | None = None
+
+    def check(self, method: str, request: Any, context: Context) -> None:
+        """Raise `NotAllowed` unless the caller may make a call with this request."""
+        entry, policy = TABLE.get(method), self._policy()
+        if entry is None:
+            raise NotAllowed(f"{method} is not open to anybody here", identity="", role="", engine_id="", method=method)
+        if policy.everyone.covers(entry.roles):
+            return
+        identities = self._identities(context)
+        granted = self._grant(policy, identities)
+        if granted.covers(entry.roles):
+            return
+        for need in entry.needs(request):
+            if not granted.allows(need):
+                raise _refusal(method, identities, need)
+
+    def _grant(self, policy: Policy, identities: tuple[str, ...]) -> Grant:
+        """Return what the policy grants. Kept for later calls, since a policy may have many rules."""
+        if policy is not self._granted_by or len(self._granted) >= MAX_KEPT:
+            self._granted.clear()
+            self._granted_by = policy
+        granted = self._granted.get(identities)
+        if granted is None:
+            granted = self._granted[identities] = policy.granted(identities)
+        return granted
+
+
+def _refusal(method: str, identities: tuple[str, ...], need: Need) -> NotAllowed:
+    role = " or ".join(role.value for role in need.roles)
+    caller = ", ".join(identities)
+    who = f"a caller with the identity {caller}" if caller else "a caller without an identity in a certificate"
+    what = f" for engine {need.engine_id!r}" if need.engine_id is not None else ""
+    if need.roles == (ADMIN,):
+        then = "call over the node's UNIX socket, or give the identity that role in the file of kvferryd's --policy"
+    else:
+        then = "if it should have it, give it to the identity in the file that kvferryd's --policy names"
+    return NotAllowed(
+        f"{who} does not have the role {role}{what}, which {method.rpartition('/')[2]} takes: {then}",
+        identity=caller,
+        role=role,
+        engine_id=need.engine_id or "",
+        method=method,
+    )
+
+
+def _nobody_in_particular(_: Context) -> tuple[str, ...]:
+    return ()
+
+
+TRUSTED = Access(lambda: Policy(OPERATOR), _nobody_in_particular)
+"""For UNIX sockets: who may enter the directory is trusted like the node."""
+
+UNKNOWN_CALLERS = Access(lambda: Policy(MEMBER), _nobody_in_particular)
+"""For TCP without client certificates: whoever can connect, and nobody is an admin."""

@@ -1,0 +1,156 @@
+"""Certificates follow their files, and a server that cannot use them keeps what it has."""
+
+from __future__ import annotations
+
+import logging
+import signal
+from pathlib import Path
+
+import pytest
+
+from kvferry._wire.channel import TlsConfig, read_tls
+from kvferry.errors import InvalidField
+from kvferry_server.node.certificates import Certificates
+from kvferry_server.node.config import configure
+from kvferry_server.node.server import NodeServer
+from tests.support.certificates import Authority, replace_files, tls_flags
+from tests.support.node_servers import Kvferryd, refused, serves
+from tests.support.waiting import until
+
+DAY = 86_400.0
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    return Authority.make(tmp_path_factory.mktemp("fleet"), "fleet")
+
+
+@pytest.fixture
+def files(fleet: Authority, tmp_path: Path) -> TlsConfig:
+    """Copies, for a test to change."""
+    return replace_files(
+        fleet.issue("node"), TlsConfig(*(tmp_path / name for name in ("ca.pem", "cert.pem", "key.pem")))
+    )
+
+
+def test_a_pair_that_does_not_fit_keeps_the_old_one_and_says_why_once(
+    fleet: Authority, files: TlsConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    certificates, newer = Certificates(files), fleet.issue("newer")
+    old = certificates.content
+    assert files.cert is not None
+    assert newer.cert is not None
+    for content, says in (
+        (newer.cert.read_bytes(), "tls_key"),
+        (newer.cert.read_bytes()[:300], "tls_cert"),
+        (b"", "PEM"),
+    ):
+        files.cert.write_bytes(content)
+        caplog.clear()
+        for _ in range(3):
+            assert not certificates.refresh()
+        assert certificates.content is old
+        (line,) = caplog.messages
+        assert says in line
+        assert "PRIVATE KEY" not in line
+    # The rest of it arrives.
+    replace_files(newer, files)
+    assert certificates.refresh()
+    assert certificates.content == read_tls(newer)
+
+
+def test_it_is_warned_of_before_a_certificate_expires_and_again_when_half_of_the_time_is_over(
+    fleet: Authority, caplog: pytest.LogCaptureFixture
+) -> None:
+    wall = [0.0]
+    # Of two days, so that the first warning comes a quarter of that before the end.
+    certificates = Certificates(fleet.issue("short"), lambda: wall[0])
+    expiry = certificates.expiry
+    told = []
+    for left in (2 * DAY, 0.6 * DAY, 0.4 * DAY, 0.3 * DAY, 0.1 * DAY, 60.0, 40.0, 20.0, 1.0, -1.0, -DAY):
+        wall[0] = expiry - left
+        caplog.clear()
+        certificates.warn()
+        told += [(left, record.levelno) for record in caplog.records]
+    warned, failed = logging.WARNING, logging.ERROR
+    assert told == [
+        (0.4 * DAY, warned), (0.1 * DAY, warned), (60.0, warned), (20.0, warned), (1.0, warned), (-1.0, failed)
+    ]  # fmt: skip
+
+
+async def test_a_node_server_says_when_its_certificate_expires(files: TlsConfig) -> None:
+    settings = {"listen": "127.0.0.1:0", "unix": ""}
+    server = NodeServer(configure(**settings, tls_cert=files.cert, tls_key=files.key, tls_ca=files.ca))
+    await server.start()
+    try:
+        assert server.certificate_expiry() == Certificates(files).expiry
+    finally:
+        await server.stop(0)
+    assert NodeServer(configure(**settings)).certificate_expiry() is None
+
+
+def test_a_server_follows_its_files_without_being_told_and_at_once_when_it_is(
+    fleet: Authority, files: TlsConfig, tmp_path: Path
+) -> None:
+    later = Authority.make(tmp_path, "later")
+    client, newcomer = fleet.issue("client"), later.issue("client")
+    with Kvferryd("--listen", "127.0.0.1:0", "--unix", "", *tls_flags(files)) as server:
+        assert serves(server.advertise, client)
+        replace_files(later.issue("node"), files)
+        until(lambda: "new certificate" in server.log)
+        assert serves(server.advertise, newcomer)
+        assert files.key is not None
+        files.key.write_text("half of a -----BEGIN")
+        server.signal(signal.SIGHUP)
+        until(lambda: "stays as it was" in server.log)
+        assert "tls_key" in server.log
+        assert serves(server.advertise, newcomer)
+        replace_files(fleet.issue("node"), files)
+        server.signal(signal.SIGHUP)
+        until(lambda: "the certificate was read again" in server.log)
+        assert serves(server.advertise, client)
+
+
+def test_check_config_opens_every_file_and_names_the_setting_of_each_that_is_wrong(
+    fleet: Authority, files: TlsConfig, tmp_path: Path
+) -> None:
+    policy = tmp_path / "policy.toml"
+    policy.write_text("[[rule]]\nidentities = ['**']\nobserver = true\n")
+    flags = ["--check-config", *tls_flags(files), "--policy", str(policy)]
+    good = refused(*flags)
+    assert (good.returncode, good.stderr) == (0, "")
+
+    def said() -> list[str]:
+        bad = refused(*flags)
+        assert bad.returncode == 2
+        assert "tls_cert = " in bad.stdout
+        return bad.stderr.splitlines()
+
+    policy.write_text("[[rule]]\nidentity = ['**']\n")
+    assert files.key is not None
+    assert files.ca is not None
+    files.key.write_bytes((fleet.folder / "fleet.key").read_bytes())
+    files.ca.unlink()
+    ca, key, rules = said()
+    assert (
+        ca == f"kvferryd: tls_ca is '{files.ca}' (from --tls-ca): expected a readable file (No such file or directory)"
+    )
+    assert "tls_key is" in key
+    assert f"(from --tls-key): expected the private key of the certificate in {files.cert}" in key
+    assert "policy is" in rules
+    assert "(from --policy)" in rules
+    policy.write_text("[[rule]]\nidentities = ['**']\n")
+    replace_files(fleet.issue("expired", days=-1), files)
+    (expired,) = said()
+    assert "tls_cert is" in expired
+    assert "valid now" in expired
+
+
+def test_a_key_that_is_not_the_certificates_is_refused_at_the_start(fleet: Authority) -> None:
+    node, other = fleet.issue("node"), fleet.issue("other")
+    wrong = TlsConfig(ca=node.ca, cert=node.cert, key=other.key)
+    with pytest.raises(InvalidField, match=r"tls_key.*the private key of the certificate in"):
+        read_tls(wrong)
+    started = refused("--listen", "127.0.0.1:0", "--unix", "", *tls_flags(wrong))
+    assert started.returncode == 2
+    assert "tls_key" in started.stderr

@@ -1,0 +1,320 @@
+"""The policy on the wire: real certificates of each role, and wrong ones, against the example of docs/security.md."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from google.protobuf import descriptor_pool
+
+from kvferry._wire.channel import TlsConfig, connect
+from kvferry._wire.reference import format_reference
+from kvferry._wire.status import from_rpc_error
+from kvferry.errors import InvalidField, KvferryError, NotAllowed, Unreachable
+from kvferry.v1 import introspection_pb2 as ipb
+from kvferry.v1 import kv_transfer_pb2 as pb
+from kvferry.v1.introspection_pb2_grpc import IntrospectionStub
+from kvferry.v1.kv_transfer_pb2_grpc import KVTransferStub
+from kvferry_server.domain.policy import Policy
+from kvferry_server.node.config import BadConfig, configure
+from kvferry_server.node.policy_file import read_policy
+from kvferry_server.node.server import OFFERED
+from kvferry_server.servicers import access
+from kvferry_server.servicers.access import TABLE, TRUSTED, UNKNOWN_CALLERS, Access
+from tests.support.certificates import Authority, tls_flags
+from tests.support.node_in_process import raised, running
+from tests.support.node_servers import Kvferryd, serves
+from tests.support.raw_parties import Party
+from tests.support.repository import ROOT
+from tests.support.waiting import until
+
+TIMEOUT = 20.0
+HERE = "DNS:localhost,IP:127.0.0.1"
+CERTIFICATES = {
+    "prefill": "URI:spiffe://fleet.example/prefill/7",
+    "decode": "DNS:node-8.example,URI:spiffe://fleet.example/decode/8",
+    "router": "DNS:router.fleet.example",
+    "dashboard": "DNS:a.dashboards.example",
+    "operator": "URI:spiffe://fleet.example/operator/ann",
+    "of no rule": "DNS:node-9.example",
+    "deeper": "URI:spiffe://fleet.example/prefill/7/x",
+    "a URI as DNS name": "DNS:spiffe://fleet.example/operator/ann",
+    "an e-mail address": "email:router.fleet.example@x,IP:127.0.0.1",
+    "without names": "",
+}
+
+ENGINE_CALLS = {"open", "register", "publish", "rank left"}
+RELAY_CALLS = {"relayed open", "relayed registration", "rank left"}
+LEASE_CALLS = {"renew", "checksums"}
+READER_CALLS = {"handshake", "read", "poll", "decline"} | LEASE_CALLS
+OBSERVER_CALLS = {"list", "plan"}
+NOTHING = {"nothing"}
+MAY: Mapping[str, Mapping[str, set[str]]] = {
+    # What each may do to an engine that publishes, and to one that reads.
+    "prefill": {"prefill-1": ENGINE_CALLS | RELAY_CALLS | NOTHING, "decode-1": NOTHING},
+    "decode": {
+        "prefill-1": READER_CALLS | {"geometry"} | NOTHING,
+        "decode-1": ENGINE_CALLS | LEASE_CALLS | NOTHING,
+    },
+    "router": {name: READER_CALLS | {"geometry"} | NOTHING for name in ("prefill-1", "decode-1")},
+    "dashboard": {name: OBSERVER_CALLS | {"geometry"} for name in ("prefill-1", "decode-1")},
+    "operator": {name: OBSERVER_CALLS | {"geometry"} for name in ("prefill-1", "decode-1")},
+}
+
+
+def example() -> str:
+    """The policy in docs/security.md."""
+    (found,) = re.findall(r"```toml\n(.*?)```", (ROOT / "docs" / "security.md").read_text(), re.DOTALL)
+    return str(found)
+
+
+def calls(channel: grpc.Channel, engine_id: str) -> dict[str, Callable[[], object]]:
+    """Every call, about an engine. The home knows none, and says so to whoever may ask."""
+    kv, introspection = KVTransferStub(channel), IntrospectionStub(channel)
+    engine, reader = (pb.EngineRef(engine_id=name, incarnation=b"i" * 16) for name in (engine_id, "some-reader"))
+    reference = format_reference(
+        pb.Reference(
+            home="h:1", engine_id=engine_id, incarnation=b"i" * 16, publication=1, request_id="r", key=b"k" * 16
+        )
+    )
+    read = pb.ReadBlocksRequest(reference=reference, reader=reader, read_id=b"r" * 16, parties=1)
+
+    def notify(**kind: Any) -> Callable[[], object]:
+        request = pb.NotifyRequest(sender=engine, session_secret=b"s" * 32, notifications=[pb.Notification(**kind)])
+        return lambda: kv.Notify(request, timeout=TIMEOUT)
+
+    def watch(**more: Any) -> Callable[[], object]:
+        request = pb.WatchRequest(engine=engine, session_secret=b"s" * 32, role=pb.WATCH_ROLE_SCHEDULER, **more)
+        return lambda: list(kv.Watch(request, timeout=TIMEOUT))
+
+    def register(**more: Any) -> Callable[[], object]:
+        request = pb.RegisterCacheRequest(engine=engine, session_secret=b"s" * 32, **more)
+        return lambda: kv.RegisterCache(request, timeout=TIMEOUT)
+
+    def handshake(**more: Any) -> Callable[[], object]:
+        request = pb.HandshakeRequest(engine_id=engine_id, reader=reader, **more)
+        return lambda: list(kv.Handshake(request, timeout=TIMEOUT))
+
+    return {
+        "open": watch(),
+        "register": register(),
+        "publish": notify(publish=pb.Publish(publication=1)),
+        "rank left": notify(rank_left=pb.RankLeft()),
+        "relayed open": watch(relayed_by="h:1"),
+        "relayed registration": register(relayed_by="h:1"),
+        "handshake": handshake(reference=reference),
+        "geometry": handshake(),
+        "read": lambda: list(kv.ReadBlocks(read, timeout=TIMEOUT)),
+        "poll": lambda: kv.PollBlocks(pb.PollBlocksRequest(read=read), timeout=TIMEOUT),
+        "decline": notify(decline=pb.Decline(reference=reference)),
+        "renew": notify(renew=pb.Renew(lease_id=b"l" * 16)),
+        "checksums": lambda: kv.ReadChecksums(
+            pb.ReadChecksumsRequest(reader=reader, lease_id=b"l" * 16), timeout=TIMEOUT
+        ),
+        "nothing": lambda: kv.Notify(pb.NotifyRequest(), timeout=TIMEOUT),
+        "list": lambda: introspection.ListEngines(ipb.ListEnginesRequest(), timeout=TIMEOUT),
+        "plan": lambda: introspection.PlanRead(ipb.PlanReadRequest(source_engine_id=engine_id), timeout=TIMEOUT),
+    }
+
+
+def refusal(call: Callable[[], object]) -> NotAllowed | None:
+    """What the policy says to a call; None: it may be made, whatever becomes of it."""
+    try:
+        call()
+    except grpc.RpcError as error:
+        found = from_rpc_error(error, "the server")
+        # Without this, a caller whom TLS does not let in would look like one who may.
+        assert not isinstance(found, Unreachable), found
+        return found if isinstance(found, NotAllowed) else None
+    return None
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    return Authority.make(tmp_path_factory.mktemp("fleet"), "fleet")
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("policy") / "policy.toml"
+    path.write_text(example())
+    return path
+
+
+@pytest.fixture(scope="module")
+def node(fleet: Authority, policy: Path) -> Iterator[Kvferryd]:
+    flags = [*tls_flags(fleet.issue("node")), "--policy", str(policy), "--engine-ttl", "0.5", "--drain", "0"]
+    with Kvferryd("--listen", "127.0.0.1:0", "--unix", str(fleet.folder / "node.sock"), *flags) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def channels(node: Kvferryd, fleet: Authority) -> Iterator[dict[str, grpc.Channel]]:
+    with ExitStack() as stack:
+        yield {
+            name: stack.enter_context(connect(node.advertise, fleet.issue(name.replace(" ", "-"), names)))
+            for name, names in CERTIFICATES.items()
+        }
+
+
+@pytest.mark.parametrize("who", CERTIFICATES)
+def test_a_certificate_may_do_what_its_roles_allow_and_nothing_else(
+    channels: dict[str, grpc.Channel], who: str
+) -> None:
+    for engine_id in ("prefill-1", "decode-1"):
+        found = {name for name, call in calls(channels[who], engine_id).items() if refusal(call) is None}
+        assert found == MAY.get(who, {}).get(engine_id, set()), engine_id
+
+
+def test_the_unix_socket_is_trusted_whatever_the_policy_says(node: Kvferryd) -> None:
+    with connect(node.address) as channel:
+        assert [name for name, call in calls(channel, "any").items() if refusal(call) is not None] == []
+
+
+def test_a_refusal_names_the_identity_the_role_and_the_engine(channels: dict[str, grpc.Channel]) -> None:
+    error = refusal(calls(channels["decode"], "prefill-1")["open"])
+    assert error is not None
+    assert error.values == {
+        "identity": "node-8.example, spiffe://fleet.example/decode/8",
+        "role": "engine",
+        "engine_id": "prefill-1",
+        "method": "/kvferry.v1.KVTransfer/Watch",
+    }
+    assert "--policy" in error.message
+    nameless = refusal(calls(channels["without names"], "prefill-1")["list"])
+    assert nameless is not None
+    assert (nameless.values["identity"], nameless.values["role"], nameless.values["engine_id"]) == ("", "observer", "")
+
+
+def test_a_refusal_does_not_say_what_exists(node: Kvferryd, channels: dict[str, grpc.Channel]) -> None:
+    with connect(node.address) as local:
+        party = Party(local, "prefill-lives")
+        party.live()
+        try:
+            for name in ("open", "register", "handshake", "geometry", "read", "poll", "publish", "decline", "plan"):
+                lives, absent = (
+                    refusal(calls(channels["of no rule"], engine_id)[name]) for engine_id in (party.name, "x")
+                )
+                assert lives is not None, name
+                assert absent is not None, name
+                assert lives.message.replace(party.name, "x") == absent.message
+        finally:
+            party.close()
+
+
+def test_whom_tls_does_not_let_in_is_told_nothing(node: Kvferryd, fleet: Authority, tmp_path: Path) -> None:
+    right = CERTIFICATES["operator"]
+    other = Authority.make(tmp_path, "other").issue("operator", right)
+    for wrong in (
+        fleet.issue("expired", right, days=-1),
+        TlsConfig(ca=fleet.certificate, cert=other.cert, key=other.key),
+        TlsConfig(ca=fleet.certificate),
+    ):
+        with connect(node.advertise, wrong) as channel, pytest.raises(grpc.RpcError) as caught:
+            calls(channel, "prefill-1")["list"]()
+        assert isinstance(from_rpc_error(caught.value, node.advertise, wrong), Unreachable)
+    # Health is for everybody who gets in, also without any role.
+    assert serves(node.advertise, fleet.issue("of-no-rule", CERTIFICATES["of no rule"]))
+
+
+def paths() -> set[str]:
+    pool = descriptor_pool.Default()
+    return {f"/{service}/{method.name}" for service in OFFERED for method in pool.FindServiceByName(service).methods}
+
+
+def test_every_method_that_is_offered_is_in_the_table() -> None:
+    assert paths() - set(TABLE) == set()
+
+
+async def test_a_method_that_is_not_in_the_table_is_refused_to_everybody(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    path = "/kvferry.v1.Introspection/ListEngines"
+    monkeypatch.setattr(access, "TABLE", {method: entry for method, entry in TABLE.items() if method != path})
+    async with running(tmp_path) as node:
+        error = await raised(node.introspection.ListEngines(ipb.ListEnginesRequest(), timeout=TIMEOUT))
+    assert isinstance(error, NotAllowed)
+    assert error.values["method"] == path
+
+
+ADMIN = sorted(path for path in TABLE if path.startswith("/kvferry.v1.Admin/"))
+
+
+@pytest.mark.parametrize("method", ADMIN)
+def test_only_the_unix_socket_and_those_whom_the_policy_names_administer(method: str, policy: Path) -> None:
+    def allowed(checks: Access) -> bool:
+        try:
+            checks.check(method, None, None)  # type: ignore[arg-type]
+        except NotAllowed:
+            return False
+        return True
+
+    def caller(found: Policy, *identities: str) -> Access:
+        return Access(lambda: found, lambda _: identities)
+
+    operator, written = "spiffe://fleet.example/operator/ann", read_policy(policy)
+    assert allowed(TRUSTED)
+    assert not allowed(UNKNOWN_CALLERS)
+    assert not allowed(caller(Policy(), operator))
+    assert allowed(caller(written, operator))
+    assert not allowed(caller(written, "spiffe://fleet.example/prefill/7", "a.dashboards.example"))
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "rule: Field required"),
+        ("rule = [", "in TOML"),
+        ("[[rule]]\nengine = ['*']", "rule.1.identities: Field required"),
+        ("[[rule]]\nidentities = []", "at least 1 item"),
+        ("[[rule]]\nidentities = ['a']\nwriter = ['*']", "rule.1.writer: Extra inputs"),
+        ("[[rule]]\nidentities = ['a']\n[[rule]]\nidentities = 'b'", "rule.2.identities"),
+        ("[[rule]]\nidentities = ['a']\nreader = ['']", "a pattern is empty"),
+        ("[[rule]]\nidentities = ['URI:spiffe://a/b']", "write the name alone"),
+        ("[[rule]]\nidentities = ['spiffe://a/**b']", "a part of the name by itself"),
+        ("[[rule]]\nidentities = ['a']\nadmin = 'yes'", "rule.1.admin"),
+        ("\xff", "in TOML"),
+    ],
+)
+def test_a_policy_file_that_says_something_else_is_refused(text: str, says: str, tmp_path: Path) -> None:
+    path = tmp_path / "policy.toml"
+    path.write_bytes(text.encode("latin-1"))
+    with pytest.raises(InvalidField) as caught:
+        read_policy(path)
+    assert caught.value.values["field"] == "policy"
+    assert says in caught.value.message
+
+
+def test_sighup_reads_the_policy_again_and_a_broken_one_changes_nothing(fleet: Authority, tmp_path: Path) -> None:
+    path, stranger = tmp_path / "policy.toml", fleet.issue("later", "DNS:later.example")
+    path.write_text(example())
+    flags = [*tls_flags(fleet.issue("node")), "--policy", str(path)]
+    with Kvferryd("--listen", "127.0.0.1:0", "--unix", "", *flags) as server, connect(server.advertise, stranger) as to:
+        listing = calls(to, "x")["list"]
+        assert refusal(listing) is not None
+        path.write_text("[[rule]]\nidentities = ['*.example']\nobserver = true\n")
+        assert refusal(listing) is not None
+        server.signal(signal.SIGHUP)
+        until(lambda: "the policy was read again" in server.log, TIMEOUT)
+        assert refusal(listing) is None
+        path.write_text("[[rule]]\nidentities = ['*.exam")
+        server.signal(signal.SIGHUP)
+        until(lambda: "the policy stays as it was" in server.log, TIMEOUT)
+        assert refusal(listing) is None
+        assert "other settings need a restart" in server.log
+
+
+def test_a_policy_needs_certificates(tmp_path: Path) -> None:
+    with pytest.raises(BadConfig, match=r"tls_ca is None.*because policy is given"):
+        configure(policy=tmp_path / "policy.toml")
+
+
+def test_errors_of_the_policy_are_known_to_clients() -> None:
+    assert issubclass(NotAllowed, KvferryError)
+    assert (NotAllowed.code, NotAllowed.reason) == ("PERMISSION_DENIED", "NOT_ALLOWED")
