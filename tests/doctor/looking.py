@@ -1,4 +1,4 @@
-"""What the tests of the checks share: findings by name, folders that look like another machine's, and other processes."""
+"""What the tests of the checks share: findings by name, files of another machine, and other processes."""
 
 from __future__ import annotations
 
@@ -46,7 +46,9 @@ print(json.dumps([found.as_dict() for found in check.look(Host(pid=pid))]))
 """
 
 
-def look_in(before: Sequence[str], check: str, *arguments: str, first: str = "", **env: str) -> dict[str, dict[str, str]]:
+def look_in(
+    before: Sequence[str], check: str, *arguments: str, first: str = "", **env: str
+) -> dict[str, dict[str, str]]:
     """Run a check in a process of its own, after the words of a command such as ``unshare``, and after Python's lines
     `first`; the findings by name."""
     done = subprocess.run(

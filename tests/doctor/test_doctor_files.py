@@ -1,5 +1,5 @@
-"""Checks that read files of the system, shown the files of machines that we do not have. The trees of GPUs and RDMA cards
-are written by hand in the form of the kernel's documentation; nothing of them ran on such hardware."""
+"""Checks that read files of the system, shown the files of machines that we do not have. The trees of GPUs and RDMA
+cards are written by hand in the form of the kernel's documentation; nothing of them ran on such hardware."""
 
 from __future__ import annotations
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from kvferry._doctor import moves, same_host
 from kvferry._doctor.host import Host
 from tests.doctor.looking import look_in, names, run
 from tests.support.node_servers import environment
@@ -48,7 +49,10 @@ NO_HUGE_PAGES = "import ctypes; assert ctypes.CDLL(None).prctl(41, 1, 0, 0, 0) =
 
 def can(*command: str) -> bool:
     """Whether this machine lets us run a command that changes a namespace or a user."""
-    return shutil.which(command[0]) is not None and subprocess.run(command, capture_output=True).returncode == 0
+    return (
+        shutil.which(command[0]) is not None
+        and subprocess.run(command, capture_output=True, check=False).returncode == 0
+    )
 
 
 @pytest.fixture(scope="module")
@@ -109,15 +113,11 @@ def test_a_process_in_another_pid_namespace() -> None:
 def test_a_process_whose_memory_cannot_be_looked_at(other: subprocess.Popen[str], tmp_path: Path) -> None:
     # A kernel that hides /proc/PID/maps: only the tree differs from the real one.
     (tmp_path / "proc").mkdir()
-    from kvferry._doctor import same_host
-
-    assert same_host._named(Host(root=tmp_path), other.pid).kind is same_host.PID_UNKNOWN
+    assert names([same_host._named(Host(root=tmp_path), other.pid)]) == {"cma-pid-unknown"}
 
 
 def test_yama_is_named_where_it_forbids(tmp_path: Path) -> None:
     """This machine's kernel has no Yama, so the error is real in the test above and the setting is shown here."""
-    from kvferry._doctor import same_host
-
     scope = tmp_path / "proc/sys/kernel/yama/ptrace_scope"
     scope.parent.mkdir(parents=True)
     scope.write_text("1\n")
@@ -133,6 +133,11 @@ def test_open_files(limit: int, finding: str) -> None:
     if hard < limit:
         pytest.skip("the hard limit is lower")
     assert set(look_in(["prlimit", f"--nofile={limit}:{hard}"], "open-files")) == {finding}
+
+
+def test_the_cores_of_a_larger_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+    assert "cpus-enough" in names(run("cpus", Host()))
 
 
 def test_one_core() -> None:
@@ -226,7 +231,7 @@ def test_grpc_tools_beside_nixl(tmp_path: Path) -> None:
 
 def test_a_router_without_extras() -> None:
     """Without NIXL, torch and the server's packages the doctor runs, and says what is missing."""
-    first = f"""
+    first = """
 import re, sys
 from importlib import metadata
 real = metadata.version
@@ -246,7 +251,25 @@ sys.meta_path.insert(0, Missing())
 
 
 @pytest.mark.parametrize(
-    ("tls", "finding"), [("", "reads-by-cma"), ("tcp", "reads-by-tcp"), ("sm", "nixl-unusable"), ("nothing", "nixl-unusable")]
+    ("way", "share", "finding"),
+    [
+        ("cma/memory", 0.1, "reads-slow"),
+        ("cma/memory", 0.9, "reads-by-cma"),
+        ("rc_mlx5/mlx5_0:1", 0.9, "reads-by-another-way"),
+    ],
+)
+def test_what_a_read_says(monkeypatch: pytest.MonkeyPatch, way: str, share: float, finding: str) -> None:
+    """Ways and speeds that this machine does not have."""
+    monkeypatch.setattr(moves, "_measure", lambda: (share * 1e10, 1e10))
+    monkeypatch.setattr(moves, "_written", lambda log: way)
+    monkeypatch.setattr(moves, "way_of", lambda text: text)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    assert names(moves.check(Host())) == {finding}
+
+
+@pytest.mark.parametrize(
+    ("tls", "finding"),
+    [("", "reads-by-cma"), ("tcp", "reads-by-tcp"), ("sm", "nixl-unusable"), ("nothing", "nixl-unusable")],
 )
 def test_a_read_between_two_processes(tls: str, finding: str) -> None:
     pytest.importorskip("nixl")

@@ -123,7 +123,8 @@ def check_rdma(host: Host) -> list[Finding]:
     devices = rdma_devices(host)
     if not devices:
         return [NO_RDMA.found("no device in /sys/class/infiniband")]
-    up, down = [], []
+    up: list[str] = []
+    down: list[str] = []
     for device in devices:
         for port in host.names(f"/sys/class/infiniband/{device}/ports"):
             folder = f"/sys/class/infiniband/{device}/ports/{port}"

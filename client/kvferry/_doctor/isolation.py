@@ -1,7 +1,7 @@
 """Runs a check in a process of its own, because NIXL can end its process, and names or locks can hang.
 
-`python -m kvferry._doctor.isolation CHECK` is that process: it reads the host as JSON from its input, and writes its
-findings to the file that is named there.
+`python -m kvferry._doctor CHECK` is that process: it reads the host as JSON from its input, and writes its findings to
+the file that is named there.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def run(check: str, host: Host, seconds: float) -> list[Finding]:
         asked = dataclasses.asdict(host) | {"root": str(host.root), "environ": {}, "answer": str(answer)}
         with (Path(folder) / "stderr").open("w+") as written:
             process = subprocess.Popen(
-                [sys.executable, "-m", "kvferry._doctor.isolation", check],
+                [sys.executable, "-m", "kvferry._doctor", check],
                 stdin=subprocess.PIPE,
                 stdout=written,
                 stderr=written,
@@ -85,22 +85,3 @@ def _ended(code: int) -> str:
 
 def _wrote(last: str) -> str:
     return f"; it wrote last: {last}" if last else ""
-
-
-def _main() -> None:
-    from kvferry._doctor.catalogue import CHECKS
-
-    asked = json.loads(sys.stdin.read())
-    answer = Path(asked.pop("answer"))
-    host = Host(**{**asked, "root": Path(asked["root"]), "environ": dict(os.environ)})
-    check = next(check for check in CHECKS if check.name == sys.argv[1])
-    findings = check.look(host)
-    whole = answer.with_suffix(".whole")
-    whole.write_text(json.dumps([found.as_dict() for found in findings]))
-    whole.rename(answer)
-    # Without the ends of libraries, whose faults are not those of the check.
-    os._exit(0)
-
-
-if __name__ == "__main__":
-    _main()

@@ -51,11 +51,11 @@ sys.stdin.read()
 """
 _READER = """
 import ctypes, sys
-class Piece(ctypes.Structure):
+class Iovec(ctypes.Structure):
     _fields_ = [("base", ctypes.c_void_p), ("length", ctypes.c_size_t)]
 pid, address = int(sys.argv[1]), int(sys.argv[2])
 memory = ctypes.create_string_buffer(16)
-here, there = Piece(ctypes.addressof(memory), 16), Piece(address, 16)
+here, there = Iovec(ctypes.addressof(memory), 16), Iovec(address, 16)
 read = ctypes.CDLL(None, use_errno=True).process_vm_readv
 read.restype = ctypes.c_ssize_t
 read.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_ulong, ctypes.c_void_p, ctypes.c_ulong, ctypes.c_ulong]
