@@ -31,12 +31,12 @@ os.setresuid(65534, 65534, 65534)
 
 SECCOMP = """
 import ctypes, struct
-# Refuse process_vm_readv, as a container's filter does: load its number, compare, EPERM or allow.
+# Refuse process_vm_readv, as a container's filter does: load its number, compare, refuse or allow.
 import platform
 number = {"x86_64": 310, "aarch64": 270}[platform.machine()]
 program = b"".join(
     struct.pack("HBBI", *line)
-    for line in ((0x20, 0, 0, 0), (0x15, 0, 1, number), (0x06, 0, 0, 0x00050001), (0x06, 0, 0, 0x7FFF0000))
+    for line in ((0x20, 0, 0, 0), (0x15, 0, 1, number), (0x06, 0, 0, REFUSE), (0x06, 0, 0, 0x7FFF0000))
 )
 class Program(ctypes.Structure):
     _fields_ = [("length", ctypes.c_ushort), ("lines", ctypes.c_char_p)]
@@ -67,12 +67,14 @@ def test_two_processes_of_one_user_can_read_each_other() -> None:
     assert set(look_in([], "cma")) == {"cma-works"}
 
 
-def test_a_seccomp_filter_is_named() -> None:
-    found = look_in([], "cma", first=SECCOMP)
+@pytest.mark.parametrize(("error", "answer"), [("EPERM", 0x00050001), ("ENOSYS", 0x00050026)])
+def test_a_seccomp_filter_is_named(error: str, answer: int) -> None:
+    found = look_in([], "cma", first=SECCOMP.replace("REFUSE", hex(answer)))
     assert set(found) == {"cma-denied"}
-    assert "EPERM" in found["cma-denied"]["found"]
+    assert error in found["cma-denied"]["found"]
     assert "seccomp" in found["cma-denied"]["found"]
     assert "seccomp" in found["cma-denied"]["do"]
+    assert ("SYS_PTRACE" in found["cma-denied"]["do"]) == (error == "EPERM")
 
 
 def test_a_process_that_may_be_read(other: subprocess.Popen[str]) -> None:

@@ -70,9 +70,8 @@ def doctor(
 
 
 def _show(check: str, finding: Finding) -> None:
-    """Print a finding: what was found, and, unless all is well, what it means and what to do."""
+    """Print a finding: what was found, what it means and what to do."""
     from kvferry._cli.render import safe
-    from kvferry._doctor.finding import Level
 
     level = finding.kind.level
     colour = sys.stdout.isatty()
@@ -80,10 +79,9 @@ def _show(check: str, finding: Finding) -> None:
     head = typer.style(word, fg=STYLES[level.value], bold=True) if colour else word
     lines = _wrapped(f"{check}: {safe(finding.found)}")
     print(head + lines[0].lstrip(), *lines[1:], sep="\n")
-    if level is not Level.OK or finding.remedy:
-        for text in (finding.kind.means, f"To do: {safe(finding.remedy)}" if finding.remedy else ""):
-            if text:
-                print(*_wrapped(text), sep="\n")
+    for text in (finding.kind.means, f"To do: {safe(finding.remedy)}" if finding.remedy else ""):
+        if text:
+            print(*_wrapped(text), sep="\n")
 
 
 def _wrapped(text: str) -> list[str]:

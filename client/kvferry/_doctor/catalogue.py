@@ -19,7 +19,7 @@ class Check:
         looks_at: what it looks at.
         look: the function; it returns at least one finding.
         kinds: all that it can find.
-        alone: seconds for which it may run in a process of its own; 0: it runs in this one.
+        alone: seconds for which it may run in a process of its own, beside the waits for a peer; 0: it runs in this one.
     """
 
     name: str
@@ -29,8 +29,14 @@ class Check:
     alone: float = 0.0
 
     def run(self, host: Host) -> list[Finding]:
-        """Look, in a process of its own if it needs one."""
-        return isolation.run(self.name, host, self.alone) if self.alone else self.look(host)
+        """Look, in a process of its own if it needs one. A check that raises is a finding too."""
+        if self.alone:
+            # A peer is waited for several times: its name, its port, its answers.
+            return isolation.run(self.name, host, self.alone + 4 * host.timeout)
+        try:
+            return self.look(host)
+        except Exception as error:
+            return [isolation.DIED.found(f"the check `{self.name}` raised {type(error).__name__}: {error}")]
 
 
 CHECKS = (

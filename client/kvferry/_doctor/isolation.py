@@ -22,8 +22,8 @@ from kvferry._doctor.host import Host
 DIED = Kind(
     "check-died",
     Level.PROBLEM,
-    "What the check did ended its process. An engine that does the same ends as well.",
-    "Read what the process wrote last. `kvferry doctor --json` has more of it.",
+    "The check could not end. If it was NIXL that ended its process, it ends engines as well.",
+    "Read what the process wrote last.",
 )
 HUNG = Kind(
     "check-hung",

@@ -174,6 +174,10 @@ def _why(host: Host, problem: int, user: str = "") -> str:
 
 
 def _remedy(host: Host, problem: int, user: str = "") -> str:
+    if problem == errno.ENOSYS:
+        return (
+            "Run engines on a kernel or in a sandbox that has process_vm_readv, with a seccomp profile that allows it."
+        )
     steps = []
     if user not in ("", str(os.geteuid())):
         steps.append("run both engines as one user")
