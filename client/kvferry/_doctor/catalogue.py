@@ -19,7 +19,8 @@ class Check:
         looks_at: what it looks at.
         look: the function; it returns at least one finding.
         kinds: all that it can find.
-        alone: seconds for which it may run in a process of its own, beside the waits for a peer; 0: it runs in this one.
+        alone: seconds for which it may run in a process of its own, beside the waits for a peer; 0: it runs in this
+            one.
     """
 
     name: str

@@ -46,7 +46,8 @@ UNUSABLE = Kind(
     "nixl-unusable",
     Level.PROBLEM,
     "No engine can move bytes here: NIXL is installed, but does not work.",
-    "Read what NIXL and UCX say. UCX_TLS has to contain tcp; UCX_LOG_LEVEL=info shows more.",
+    "Read what NIXL and UCX say, and the finding of `cma`. UCX_TLS, if set, has to contain tcp; loopback or a card has "
+    "to be up.",
 )
 NOT_TRIED = Kind("moves-not-tried", Level.UNKNOWN, "Nothing was measured.", "pip install 'kvferry[nixl]'")
 KINDS = (BY_CMA, BY_TCP, BY_ANOTHER, SLOW, UNUSABLE, NOT_TRIED)
@@ -109,7 +110,7 @@ def _written(log: Path) -> str:
 
 def _complaints(log: Path) -> str:
     """What UCX wrote of errors."""
-    lines = [line.partition("UCX  ")[2].strip() for line in _written(log).splitlines() if "UCX  ERROR" in line]
+    lines = [line.partition("UCX  ERROR")[2].strip() for line in _written(log).splitlines() if "UCX  ERROR" in line]
     return f". UCX: {'; '.join(lines[:3])}" if lines else ""
 
 

@@ -21,6 +21,13 @@ _SLOW = (
 )
 WORKS = Kind("cma-works", Level.OK)
 DENIED = Kind("cma-denied", Level.PROBLEM, _SLOW, "See what forbids it in the line above.")
+MISSING = Kind(
+    "cma-missing",
+    Level.PROBLEM,
+    "UCX does not notice, and chooses CMA all the same: reads between engines of this host fail.",
+    "Run engines on a kernel or in a sandbox that has process_vm_readv, by a seccomp profile that allows it; or set "
+    "UCX_TLS=^cma, and reads go over TCP.",
+)
 PID_WORKS = Kind("cma-pid-works", Level.OK)
 PID_DENIED = Kind("cma-pid-denied", Level.PROBLEM, _SLOW, "See what forbids it in the line above.")
 PID_ELSEWHERE = Kind(
@@ -40,7 +47,7 @@ PID_UNKNOWN = Kind(
     "Nothing was tried.",
     "Run the doctor as the user of the other engine, or as root.",
 )
-KINDS = (WORKS, DENIED, PID_WORKS, PID_DENIED, PID_ELSEWHERE, PID_GONE, PID_UNKNOWN)
+KINDS = (WORKS, DENIED, MISSING, PID_WORKS, PID_DENIED, PID_ELSEWHERE, PID_GONE, PID_UNKNOWN)
 
 _WAIT = 10.0
 _SOURCE = """
@@ -85,7 +92,9 @@ def _two_of_ours(host: Host) -> Finding:
     if not problem:
         return WORKS.found(f"two processes of user {os.geteuid()} can read each other's memory")
     said = f"process_vm_readv between two processes of user {os.geteuid()}: {_name(problem)}; {_why(host, problem)}"
-    return DENIED.found(said, _remedy(host, problem))
+    if problem == errno.ENOSYS:
+        return MISSING.found(said)
+    return DENIED.found(said, _remedy(host))
 
 
 def _read(pid: int, address: int) -> int:
@@ -129,7 +138,7 @@ def _named(host: Host, pid: int) -> Finding:
 
 def _pid_denied(host: Host, who: str, user: str, problem: int) -> Finding:
     said = f"user {os.geteuid()} reads {who}: {_name(problem)}; {_why(host, problem, user)}"
-    return PID_DENIED.found(said, _remedy(host, problem, user))
+    return PID_DENIED.found(said, _remedy(host, user))
 
 
 def _namespace(host: Host, pid: int | str) -> str:
@@ -173,11 +182,7 @@ def _why(host: Host, problem: int, user: str = "") -> str:
     return ", ".join(reasons) or "the system does not tell why"
 
 
-def _remedy(host: Host, problem: int, user: str = "") -> str:
-    if problem == errno.ENOSYS:
-        return (
-            "Run engines on a kernel or in a sandbox that has process_vm_readv, with a seccomp profile that allows it."
-        )
+def _remedy(host: Host, user: str = "") -> str:
     steps = []
     if user not in ("", str(os.geteuid())):
         steps.append("run both engines as one user")
