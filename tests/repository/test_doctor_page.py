@@ -8,6 +8,7 @@ import pytest
 
 from kvferry._doctor.catalogue import CHECKS, KINDS
 from kvferry._doctor.isolation import KINDS as ISOLATION
+from kvferry._doctor.packages import RANGES
 from tests.support.repository import ROOT
 
 PAGE = (ROOT / "docs" / "doctor.md").read_text()
@@ -49,3 +50,10 @@ def test_each_finding_is_provoked_by_a_test() -> None:
 def test_names_of_findings_are_unique() -> None:
     kinds = [kind for check in CHECKS for kind in check.kinds]
     assert len({kind.name for kind in (*kinds, *ISOLATION)}) == len(kinds) + len(ISOLATION)
+
+
+@pytest.mark.parametrize("package", sorted(RANGES))
+def test_the_versions_are_those_that_the_project_declares(package: str) -> None:
+    first, beyond = RANGES[package]
+    declared = f'"{package}>={first}{f",<{beyond}" if beyond else ""}"'
+    assert declared in (ROOT / "pyproject.toml").read_text()
