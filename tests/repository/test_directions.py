@@ -66,7 +66,8 @@ FACES = {
     "testing": {*BELOW, "_client", "_network"},
     "integrations": {*BELOW, "_session", "_cache", "_client", "engine"},
     "_demo": {*BELOW, "_session", "_cache", "_client", "engine"},
-    "_cli": {*MAY_IMPORT, "_session", "_cache", "_client", "engine", "_demo"},
+    "_doctor": {"errors", "geometry", "planner", "host_memory", "_transport", "_wire", "v1"},
+    "_cli": {*MAY_IMPORT, "_session", "_cache", "_client", "engine", "_demo", "_doctor"},
 }
 RULES = {**MAY_IMPORT, **FACES}
 RUN_A_HOME = {"_embed", "testing"}

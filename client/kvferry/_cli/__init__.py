@@ -2,7 +2,8 @@
 
 Commands import what they need when they run, so that help is quick, and nothing here imports torch or NIXL.
 
-Exit codes: 0; 1 when a node server refuses or cannot be reached; 2 for wrong usage; 130 after Ctrl-C.
+Exit codes: 0; 1 when a node server refuses or cannot be reached, or `doctor` found a problem; 2 for wrong usage; 130
+after Ctrl-C.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from kvferry._cli.demo import demo
+from kvferry._cli.doctor import doctor
 from kvferry._cli.engines import engine, engines
 from kvferry._cli.plan import plan
 from kvferry._cli.requests import requests
@@ -31,7 +33,7 @@ app = typer.Typer(
     # Plain help: in 80 columns, rich cuts names of options, and calls flags <bool>.
     rich_markup_mode=None,
 )
-for _command in (engines, engine, requests, transfers, plan, demo, version):
+for _command in (engines, engine, requests, transfers, plan, demo, doctor, version):
     app.command()(_command)
 
 

@@ -1,0 +1,97 @@
+"""`kvferry doctor`."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import textwrap
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvferry._cli.connection import Connection, with_connection
+
+if TYPE_CHECKING:
+    from kvferry._doctor.finding import Finding
+
+STYLES = {
+    "problem": typer.colors.RED,
+    "warning": typer.colors.YELLOW,
+    "ok": typer.colors.GREEN,
+    "unknown": typer.colors.CYAN,
+}
+_MARGIN = " " * 9
+
+
+@with_connection
+def doctor(
+    peer: Annotated[
+        str | None,
+        typer.Option("--peer", metavar="ADDRESS", help="Also look at a node server: unix:/path or host:port."),
+    ] = None,
+    pid: Annotated[
+        int | None,
+        typer.Option(
+            "--pid", min=1, metavar="PID", help="Also try to read the memory of a process here, such as an engine."
+        ),
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print JSON: a list of findings, and how many of each level.")
+    ] = False,
+    *,
+    connection: Connection,
+) -> None:
+    """Say what will be slow or fail on this host, and how to mend it.
+
+    It takes some seconds, reads 64 MiB between two processes, and changes nothing. The exit code is 1 if there is a
+    problem. docs/doctor.md lists all findings.
+    """
+    from kvferry._doctor.catalogue import examine
+    from kvferry._doctor.host import Host
+
+    files = {"ca": connection.tls_ca, "cert": connection.tls_cert, "key": connection.tls_key}
+    tls = {field: str(path) for field, path in files.items() if path is not None}
+    host = Host(pid=pid, peer=peer or "", tls=tls, timeout=connection.timeout)
+    found = []
+    counts = dict.fromkeys(("problem", "warning", "unknown", "ok"), 0)
+    for check, findings in examine(host):
+        for finding in findings:
+            counts[finding.kind.level.value] += 1
+            found.append({"check": check.name, **finding.as_dict()})
+            if not as_json:
+                _show(check.name, finding)
+    if as_json:
+        print(json.dumps({"findings": found, "counts": counts}, indent=2))
+    else:
+        print(_summary(counts))
+    if counts["problem"]:
+        sys.exit(1)
+
+
+def _show(check: str, finding: Finding) -> None:
+    """Print a finding: what was found, what it means and what to do."""
+    from kvferry._cli.render import safe
+
+    level = finding.kind.level
+    colour = sys.stdout.isatty()
+    word = f"{level.value:<9}"
+    head = typer.style(word, fg=STYLES[level.value], bold=True) if colour else word
+    lines = _wrapped(f"{check}: {safe(finding.found)}")
+    print(head + lines[0].lstrip(), *lines[1:], sep="\n")
+    for text in (finding.kind.means, f"To do: {safe(finding.remedy)}" if finding.remedy else ""):
+        if text:
+            print(*_wrapped(text), sep="\n")
+
+
+def _wrapped(text: str) -> list[str]:
+    width = min(shutil.get_terminal_size((120, 24)).columns, 120) if sys.stdout.isatty() else 120
+    return textwrap.wrap(
+        text, width, initial_indent=_MARGIN, subsequent_indent=_MARGIN, break_long_words=False, break_on_hyphens=False
+    )
+
+
+def _summary(counts: dict[str, int]) -> str:
+    words = {"problem": "problems", "warning": "warnings", "unknown": "unknown", "ok": "ok"}
+    said = [f"{count} {level if count == 1 else words[level]}" for level, count in counts.items() if count]
+    return "\n" + ", ".join(said) + ". docs/doctor.md lists all findings."

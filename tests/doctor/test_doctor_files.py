@@ -1,0 +1,164 @@
+"""Checks that read files of the system, shown the files of machines that we do not have. The trees of GPUs and RDMA
+cards are written by hand in the form of the kernel's documentation; nothing of them ran on such hardware."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvferry._doctor import clocks, devices, environment, limits, pages
+from kvferry._doctor.host import Host
+from tests.doctor.looking import names, write
+
+MLX5 = {
+    "/sys/class/infiniband/mlx5_0/ports/1/state": "4: ACTIVE\n",
+    "/sys/class/infiniband/mlx5_0/ports/1/rate": "400 Gb/sec (4X NDR)\n",
+    "/sys/class/infiniband/mlx5_0/ports/1/link_layer": "InfiniBand\n",
+}
+GPU = {
+    "/proc/driver/nvidia/gpus/0000:01:00.0/information": "Model: \t\t NVIDIA H100 80GB HBM3\nIRQ:   \t\t 130\n",
+    "/dev/nvidia0": "",
+}
+ETH0 = {
+    "/sys/class/net/eth0/operstate": "up\n",
+    "/sys/class/net/eth0/speed": "1000\n",
+    "/sys/class/net/eth0/mtu": "1500\n",
+    "/sys/class/net/lo/operstate": "unknown\n",
+}
+
+
+def seen(root: Path, *trees: dict[str, str], **env: str) -> Host:
+    for tree in trees:
+        write(root, tree)
+    return Host(root=root, environ=env)
+
+
+def test_an_rdma_card_is_shown_with_its_rate(tmp_path: Path) -> None:
+    host = seen(tmp_path, MLX5, {"/dev/infiniband/uverbs0": ""})
+    found = devices.check_rdma(host)
+    assert names(found) == {"rdma-found"}
+    assert found[0].found == "mlx5_0:1 ACTIVE, 400 Gb/sec (4X NDR), InfiniBand"
+
+
+def test_an_rdma_card_whose_files_the_container_lacks(tmp_path: Path) -> None:
+    assert "rdma-not-given" in names(devices.check_rdma(seen(tmp_path, MLX5)))
+
+
+def test_an_rdma_port_that_is_down(tmp_path: Path) -> None:
+    host = seen(tmp_path, MLX5, {"/dev/infiniband/uverbs0": ""})
+    write(tmp_path, {"/sys/class/infiniband/mlx5_0/ports/1/state": "1: DOWN\n"})
+    assert names(devices.check_rdma(host)) == {"rdma-port-down"}
+
+
+def test_no_rdma(tmp_path: Path) -> None:
+    assert names(devices.check_rdma(Host(root=tmp_path))) == {"rdma-none"}
+
+
+def test_locked_memory_matters_where_there_is_rdma(tmp_path: Path) -> None:
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    limited = 8 << 20 if hard == resource.RLIM_INFINITY else min(8 << 20, hard)
+    resource.setrlimit(resource.RLIMIT_MEMLOCK, (limited, hard))
+    try:
+        assert names(limits.check_locked_memory(seen(tmp_path, MLX5))) == {"locked-memory-little"}
+        assert names(limits.check_locked_memory(Host(root=tmp_path / "none"))) == {"locked-memory-enough"}
+    finally:
+        resource.setrlimit(resource.RLIMIT_MEMLOCK, (soft, hard))
+
+
+def test_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    host = seen(tmp_path, GPU)
+    monkeypatch.setattr(devices, "version_of", lambda package: "2.13.0+cpu")
+    found = devices.check_gpu(host)
+    assert names(found) == {"gpu-found", "gpu-torch-for-cpu"}
+    assert "H100" in found[0].found
+    monkeypatch.setattr(devices, "version_of", lambda package: "2.13.0+cu130")
+    assert names(devices.check_gpu(host)) == {"gpu-found"}
+    assert "gpu-hidden" in names(devices.check_gpu(seen(tmp_path, CUDA_VISIBLE_DEVICES="")))
+    assert "gpu-no-peer-memory" in names(devices.check_gpu(seen(tmp_path, MLX5)))
+    write(tmp_path, {"/proc/modules": "nvidia_peermem 16384 0 - Live 0x0\n"})
+    assert "gpu-no-peer-memory" not in names(devices.check_gpu(host))
+    (tmp_path / "dev/nvidia0").unlink()
+    assert "gpu-not-given" in names(devices.check_gpu(host))
+    assert names(devices.check_gpu(Host(root=tmp_path / "none"))) == {"gpu-none"}
+
+
+def test_network_cards(tmp_path: Path) -> None:
+    host = seen(tmp_path, ETH0)
+    assert names(devices.check_network(host)) == {"network-slow"}
+    write(tmp_path, {"/sys/class/net/eth0/speed": "100000\n"})
+    found = devices.check_network(host)
+    assert names(found) == {"network-found"}
+    assert "eth0 (100 Gbit/s, MTU 1500)" in found[0].found
+    write(tmp_path, {"/sys/class/net/eth0/operstate": "down\n"})
+    assert names(devices.check_network(host)) == {"network-loopback-only"}
+
+
+@pytest.mark.parametrize(
+    ("env", "trees", "finding"),
+    [
+        ({}, [], "environment-clear"),
+        ({"UCX_TLS": "all"}, [], "environment-clear"),
+        ({"UCX_TLS": "tcp,sm"}, [], "environment-clear"),
+        ({"UCX_TLS": "sm"}, [], "ucx-tls-without-tcp"),
+        ({"UCX_TLS": "^tcp"}, [], "ucx-tls-without-tcp"),
+        ({"UCX_TLS": "tcp"}, [], "ucx-tls-without-cma"),
+        ({"UCX_TLS": "^cma"}, [], "ucx-tls-without-cma"),
+        ({"UCX_TLS": "tcp,cma"}, [MLX5], "ucx-tls-without-rdma"),
+        ({"UCX_TLS": "tcp,cma"}, [GPU], "ucx-tls-without-cuda"),
+        ({"UCX_NET_DEVICES": "mlx5_7:1"}, [MLX5], "ucx-net-devices-missing"),
+        ({"UCX_NET_DEVICES": "mlx5_0:1,eth0"}, [MLX5, ETH0], "environment-clear"),
+        ({"UCX_TCP_RX_SEG_SIZE": "8k"}, [], "ucx-tcp-segments"),
+        ({"UCX_TCP_RX_SEG_SIZE": "1m"}, [], "environment-clear"),
+        ({"UCX_TCP_USER_TIMEOUT": "5s"}, [], "ucx-tcp-user-timeout"),
+        ({"UCX_RCACHE_MAX_UNRELEASED": "inf"}, [], "ucx-rcache-unbounded"),
+        ({"UCX_LOG_LEVEL": "DEBUG"}, [], "verbose-logging"),
+        ({"GRPC_TRACE": "http"}, [], "verbose-logging"),
+        ({"GRPC_DEFAULT_SSL_ROOTS_FILE_PATH": "/none.pem"}, [], "grpc-roots-missing"),
+        ({"NIXL_PLUGIN_DIR": "/none"}, [], "nixl-plugins-missing"),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}, [], "torch-expandable-segments"),
+    ],
+)
+def test_variables(tmp_path: Path, env: dict[str, str], trees: list[dict[str, str]], finding: str) -> None:
+    found = environment.check(seen(tmp_path, *trees, **env))
+    assert names(found) == {finding}
+    if finding != "environment-clear":
+        assert all(value in found[0].found for value in env.values())
+
+
+def test_huge_pages_that_are_off_or_not_given_by_request_alone(tmp_path: Path) -> None:
+    mode = "/sys/kernel/mm/transparent_hugepage/enabled"
+    assert names(pages.check(seen(tmp_path, {mode: "always madvise [never]\n"}))) == {"huge-pages-off"}
+    assert names(pages.check(Host(root=tmp_path / "none"))) == {"huge-pages-off"}
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_quota_of_the_container(tmp_path: Path, version: int) -> None:
+    if version == 2:
+        folder = "/sys/fs/cgroup/pods/one"
+        write(tmp_path, {"/proc/self/cgroup": "0::/pods/one\n", f"{folder}/cpu.max": "150000 100000\n"})
+    else:
+        folder = "/sys/fs/cgroup/cpu"
+        write(tmp_path, {"/proc/self/cgroup": "2:cpuacct,cpu:/\n", f"{folder}/cpu.cfs_quota_us": "150000\n"})
+        write(tmp_path, {f"{folder}/cpu.cfs_period_us": "100000\n"})
+    write(tmp_path, {f"{folder}/cpu.stat": "nr_periods 100\nnr_throttled 40\n"})
+    found = limits.check_cpus(Host(root=tmp_path))
+    assert names(found) == {"cpus-few", "cpus-throttled"}
+    assert "1.5 cores" in found[0].found
+    assert "40 of 100" in found[1].found
+
+
+def test_a_slow_clock(tmp_path: Path) -> None:
+    source = "/sys/devices/system/clocksource/clocksource0/current_clocksource"
+    assert "clock-slow-source" in names(clocks.check(seen(tmp_path, {source: "hpet\n"})))
+
+
+def test_a_system_whose_clock_does_not_count_suspends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr("time.CLOCK_BOOTTIME")
+    assert names(clocks.check(Host())) == {"clock-without-suspends"}
+
+
+def test_no_shared_memory(tmp_path: Path) -> None:
+    assert names(limits.check_shared_memory(Host(root=tmp_path))) == {"shared-memory-little"}

@@ -1,0 +1,63 @@
+"""A check that dies or hangs is a finding, and leaves no process behind."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import psutil
+import pytest
+
+from kvferry._doctor import isolation
+from kvferry._doctor.catalogue import Check
+from kvferry._doctor.finding import Finding
+from kvferry._doctor.host import Host
+from tests.doctor.looking import names
+from tests.support.waiting import until
+
+
+def host_with(tmp_path: Path, lines: str) -> Host:
+    """A host in which Python first runs these lines in each process, as a library that misbehaves would."""
+    (tmp_path / "sitecustomize.py").write_text(lines)
+    return Host(environ={**os.environ, "PYTHONPATH": str(tmp_path)})
+
+
+@pytest.mark.parametrize(("lines", "how"), [("import os; os.abort()", "SIGABRT"), ("raise SystemExit(3)", "exit code")])
+def test_a_check_whose_process_dies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines: str, how: str) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    found = isolation.run("cma", host_with(tmp_path, f"import sys; print('last words', file=sys.stderr); {lines}"), 30)
+    assert names(found) == {"check-died"}
+    assert how in found[0].found
+    assert "last words" in found[0].found
+
+
+def test_a_check_that_hangs_is_ended_with_what_it_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    started = tmp_path / "started"
+    lines = f"""
+import subprocess
+child = subprocess.Popen(["sleep", "1000"])
+open({str(started)!r}, "w").write(str(child.pid))
+child.wait()
+"""
+    found = isolation.run("cma", host_with(tmp_path, lines), 2.0)
+    assert names(found) == {"check-hung"}
+    assert "longer than 2 s" in found[0].found
+    child = int(started.read_text())
+    # It was sent SIGKILL; who waits for it now, if anybody, is the machine's affair.
+    until(lambda: not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE)
+
+
+def test_no_process_is_left_after_a_check() -> None:
+    before = {child.pid for child in psutil.Process().children(recursive=True)}
+    assert names(isolation.run("cma", Host(), 30)) == {"cma-works"}
+    assert {child.pid for child in psutil.Process().children(recursive=True)} <= before
+
+
+def test_a_check_that_raises_is_a_finding() -> None:
+    def broken(host: Host) -> list[Finding]:
+        raise ValueError("a file that nobody expected")
+
+    found = Check("cpus", "cores", broken, ()).run(Host())
+    assert names(found) == {"check-died"}
+    assert "a file that nobody expected" in found[0].found
