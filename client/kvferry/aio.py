@@ -41,6 +41,7 @@ class AsyncClient(OneProcess):
         *,
         tls: TlsConfig | None = None,
         allowed_homes: Sequence[str] = (),
+        directory: str | None = None,
         options: NixlOptions | None = None,
         staging: StagingOptions | None = None,
         integrity: IntegrityOptions | None = None,
@@ -51,6 +52,7 @@ class AsyncClient(OneProcess):
             address,
             tls=tls,
             allowed_homes=allowed_homes,
+            directory=directory,
             options=options,
             staging=staging,
             integrity=integrity,
@@ -58,9 +60,14 @@ class AsyncClient(OneProcess):
             confirm=confirm,
         )
 
-    async def open_engine(self, spec: EngineSpec, *, timeout: float = OPEN_TIMEOUT) -> AsyncSession:
+    async def open_engine(
+        self, spec: EngineSpec, *, timeout: float = OPEN_TIMEOUT, home_in_references: bool = True
+    ) -> AsyncSession:
         """Start a new incarnation of an engine, and open its session. See `Client.open_engine`."""
-        return AsyncSession(await asyncio.to_thread(self._client.open_engine, spec, timeout=timeout))
+        opened = await asyncio.to_thread(
+            self._client.open_engine, spec, timeout=timeout, home_in_references=home_in_references
+        )
+        return AsyncSession(opened)
 
     async def register_cache(
         self,

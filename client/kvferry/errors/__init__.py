@@ -28,6 +28,7 @@
     │   └── NotImplementedHere
     ├── NotFound
     │   ├── EngineUnknown
+    │   ├── EngineNotListed            the directory does not list it
     │   ├── PublicationStale
     │   └── PublicationReleased
     ├── Unavailable                    retry as is
@@ -35,6 +36,7 @@
     │   ├── HomeRecovering
     │   ├── ServerDraining
     │   ├── Unreachable
+    │   ├── DirectoryUnavailable
     │   └── LimitReached
     ├── MessageTooLarge                .values has the size and the limit
     ├── PublicationTimeout (TimeoutError)
@@ -74,8 +76,10 @@ from kvferry.errors._peers import (
     AgentsWithheld,
     BadAgentMetadata,
     CacheDiffers,
+    DirectoryUnavailable,
     EngineIdInUse,
     EngineIncomplete,
+    EngineNotListed,
     EngineUnknown,
     HomeNotAllowed,
     HomeRecovering,
@@ -124,8 +128,10 @@ __all__ = [
     "Closed",
     "DataLoss",
     "DeadlineRequired",
+    "DirectoryUnavailable",
     "EngineIdInUse",
     "EngineIncomplete",
+    "EngineNotListed",
     "EngineUnknown",
     "ForkedClient",
     "HomeNotAllowed",

@@ -32,3 +32,9 @@ CONNECTION_POLL = 0.5
 
 SWITCH_INTERVAL = 0.0005
 """How long a thread may keep the interpreter while another one waits for it."""
+
+LISTING_POLL = 0.25
+"""Between two looks at which engines the directory should list."""
+
+WITHDRAW_PATIENCE = 3.0
+"""How long a server that stops waits until the directory lists it no more. Otherwise the listings end with their ttl."""
