@@ -75,6 +75,7 @@ class Client(OneProcess):
         tls: TlsConfig | None = None,
         allowed_homes: Sequence[str] = (),
         directory: str | None = None,
+        home_in_references: bool = True,
         options: NixlOptions | None = None,
         staging: StagingOptions | None = None,
         integrity: IntegrityOptions | None = None,
@@ -94,6 +95,7 @@ class Client(OneProcess):
         network = self._network = network_of(address)
         staging = staging or StagingOptions()
         allowed = arguments.texts("allowed_homes", allowed_homes)
+        self._home_in_references = arguments.flag("home_in_references", home_in_references)
         followed = open_directory(directory) if directory else None
         self._homes = Homes(address, tls, allowed, network.dial, followed)
         self._runtime = ClientRuntime(
@@ -113,9 +115,7 @@ class Client(OneProcess):
         self._watchers: dict[tuple[EngineToken, int], Watcher] = {}
         self._closed = False
 
-    def open_engine(
-        self, spec: EngineSpec, *, timeout: float = OPEN_TIMEOUT, home_in_references: bool = True
-    ) -> EngineSession:
+    def open_engine(self, spec: EngineSpec, *, timeout: float = OPEN_TIMEOUT) -> EngineSession:
         """Start a new incarnation of an engine, and open its session.
 
         Call this in one process of the engine: its scheduler, or rank 0 if it has no scheduler.
@@ -123,8 +123,6 @@ class Client(OneProcess):
         Args:
             spec: the engine.
             timeout: seconds to keep trying, e.g. while a predecessor of the same engine_id still counts as alive.
-            home_in_references: whether references to publications contain the home's address. Without it, readers need
-                a directory that lists the engine.
 
         Raises:
             EngineIdInUse: another incarnation of the engine is alive.
@@ -132,9 +130,9 @@ class Client(OneProcess):
         """
         self._check_open()
         arguments.instance("spec", spec, EngineSpec, "an EngineSpec")
-        named = arguments.flag("home_in_references", home_in_references)
+        timeout = arguments.seconds("timeout", timeout)
         self._homes.discover()
-        opened = HomeSession(self._homes.own, spec, arguments.seconds("timeout", timeout), home_in_references=named)
+        opened = HomeSession(self._homes.own, spec, timeout, home_in_references=self._home_in_references)
         session = EngineSession(opened)
         with self._lock:
             late = self._closed

@@ -42,6 +42,7 @@ class AsyncClient(OneProcess):
         tls: TlsConfig | None = None,
         allowed_homes: Sequence[str] = (),
         directory: str | None = None,
+        home_in_references: bool = True,
         options: NixlOptions | None = None,
         staging: StagingOptions | None = None,
         integrity: IntegrityOptions | None = None,
@@ -53,6 +54,7 @@ class AsyncClient(OneProcess):
             tls=tls,
             allowed_homes=allowed_homes,
             directory=directory,
+            home_in_references=home_in_references,
             options=options,
             staging=staging,
             integrity=integrity,
@@ -60,14 +62,9 @@ class AsyncClient(OneProcess):
             confirm=confirm,
         )
 
-    async def open_engine(
-        self, spec: EngineSpec, *, timeout: float = OPEN_TIMEOUT, home_in_references: bool = True
-    ) -> AsyncSession:
+    async def open_engine(self, spec: EngineSpec, *, timeout: float = OPEN_TIMEOUT) -> AsyncSession:
         """Start a new incarnation of an engine, and open its session. See `Client.open_engine`."""
-        opened = await asyncio.to_thread(
-            self._client.open_engine, spec, timeout=timeout, home_in_references=home_in_references
-        )
-        return AsyncSession(opened)
+        return AsyncSession(await asyncio.to_thread(self._client.open_engine, spec, timeout=timeout))
 
     async def register_cache(
         self,

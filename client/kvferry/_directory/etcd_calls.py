@@ -14,7 +14,6 @@ from google.protobuf.message import Message
 from kvferry._directory import etcd_v3_pb2 as etcd
 from kvferry._directory.directory import unavailable
 from kvferry._wire.channel import TlsConfig, connect
-from kvferry._wire.status import from_rpc_error
 
 CALL_TIMEOUT = 5.0
 """Seconds for one call."""
@@ -96,19 +95,19 @@ class EtcdCalls:
         self._channel: grpc.Channel | None = None
         self._closed = False
 
-    def call(self, method: Method[Request, Answer], request: Request, timeout: float = CALL_TIMEOUT) -> Answer:
-        """Make a unary call.
+    def call(self, method: Method[Request, Answer], request: Request, timeout: float | None = None) -> Answer:
+        """Make a unary call, which takes `timeout` seconds at most; None: `CALL_TIMEOUT`.
 
         Raises:
             DirectoryUnavailable: there is no answer, or etcd refused.
         """
-        return self._attempt(lambda: self._unary(method, request, timeout))
+        return self._attempt(lambda: self._unary(method, request, timeout or CALL_TIMEOUT))
 
-    def ask_once(self, method: Method[Request, Answer], request: Request, timeout: float = CALL_TIMEOUT) -> Answer:
+    def ask_once(self, method: Method[Request, Answer], request: Request, timeout: float | None = None) -> Answer:
         """Make a call of a method that is a stream, with one request and one answer. Raises as `call`."""
 
         def ask() -> Answer:
-            stream = self._open(method, iter((request,)), timeout)
+            stream = self._open(method, iter((request,)), timeout or CALL_TIMEOUT)
             try:
                 for answer in stream:
                     return answer
@@ -197,7 +196,7 @@ class EtcdCalls:
         if channel is not None:
             channel.close()
         if call.code() is grpc.StatusCode.UNAVAILABLE:
-            return unavailable(self._name, from_rpc_error(error, endpoint, self._access.tls).message)
+            return unavailable(self._name, f"{endpoint} cannot be reached: {call.details()}")
         return unavailable(self._name, f"{endpoint} answers {call.code().name}: {call.details()}")
 
 

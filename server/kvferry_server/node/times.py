@@ -37,4 +37,4 @@ LISTING_POLL = 0.25
 """Between two looks at which engines the directory should list."""
 
 WITHDRAW_PATIENCE = 3.0
-"""How long a server that stops waits until the directory lists it no more. Otherwise the listings end with their ttl."""
+"""How long a server that stops waits until it is listed no more. Otherwise its listings end with their ttl."""

@@ -65,6 +65,8 @@ class ConnectorSettings:
 
     address: str
     allowed_homes: tuple[str, ...] = ()
+    directory: str = ""
+    home_in_references: bool = True
     read_timeout: float = READ_TIMEOUT
     start_timeout: float = OPEN_TIMEOUT
     max_waiting: int = MAX_WAITING
@@ -83,6 +85,8 @@ class ConnectorSettings:
         parse_address(arguments.text("address", self.address))
         for name, value in (
             ("allowed_homes", arguments.texts("allowed_homes", self.allowed_homes)),
+            ("directory", arguments.text("directory", self.directory)),
+            ("home_in_references", arguments.flag("home_in_references", self.home_in_references)),
             ("read_timeout", arguments.seconds("read_timeout", self.read_timeout)),
             ("start_timeout", arguments.seconds("start_timeout", self.start_timeout)),
             ("max_waiting", arguments.integer("max_waiting", self.max_waiting, 1)),
@@ -109,6 +113,8 @@ class ConnectorSettings:
             self.address,
             tls=self.tls,
             allowed_homes=self.allowed_homes,
+            directory=self.directory,
+            home_in_references=self.home_in_references,
             options=self.nixl,
             staging=self.staging,
             integrity=self.integrity,
