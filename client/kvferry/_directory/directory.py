@@ -11,6 +11,7 @@ import random
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection
+from types import TracebackType
 from typing import ClassVar
 
 from kvferry._directory.listing import Listed, Listing
@@ -181,6 +182,14 @@ class Directory(OneProcess, ABC):
             thread = self._thread
         if thread is not None and thread is not threading.current_thread():
             thread.join(ANSWER_TIMEOUT)
+
+    def __enter__(self) -> Directory:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
 
     # For the kinds of directories.
 
