@@ -116,7 +116,7 @@ class EngineNotListed(NotFound):
     """The directory does not list the engine. Values: engine_id, directory.
 
     Next step: see whether the engine's node server publishes in this directory and lists the engine
-    (`kvferry engines --all`). One that has just started is listed within a second.
+    (`kvferry engines --all`). One that has just started is listed soon.
     """
 
 

@@ -1,4 +1,4 @@
-"""A node server lists itself and its engines in a real etcd, and withdraws them. An etcd that is away disturbs nothing."""
+"""A node server lists itself and its engines in a real etcd, and withdraws them. Without etcd it serves all the same."""
 
 from __future__ import annotations
 

@@ -51,6 +51,8 @@ class ConnectorSettings:
     Attributes:
         address: address of this node's server, ``unix:/path`` or ``host:port``; otherwise from ``KVFERRY_ADDRESS``.
         allowed_homes: shell patterns of the ``host:port`` of homes that may be connected to without TLS.
+        directory: URL of the directory of homes and engines; empty: none.
+        home_in_references: whether references carry the address of the home.
         read_timeout: seconds until a read fails, the wait for its publication included.
         start_timeout: seconds for which the engine waits for its node server when it starts.
         max_waiting: how many requests may wait for their publications at once; further ones are not read.
