@@ -1,4 +1,4 @@
-"""A node server lists itself and its engines in a real etcd, and withdraws them. Without etcd it serves all the same."""
+"""A node server lists itself and its engines in a real etcd, and withdraws them. Without etcd it serves as well."""
 
 from __future__ import annotations
 
