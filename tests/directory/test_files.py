@@ -38,13 +38,11 @@ def test_toml_and_json_say_the_same(opened: Open, file: Path, tmp_path: Path) ->
         '{"homes": ["10.0.0.1:7423"],'
         ' "engines": {"prefill-0": {"home": "10.0.0.2:7423", "labels": {"role": "prefill"}}}}'
     )
-    said = []
-    for path in (file, json):
-        directory = opened(f"file:{path}")
-        assert directory.wait()
-        said.append(directory.listed())
-    assert said[0] == said[1]
-    assert said[0].homes == {"10.0.0.1:7423", "10.0.0.2:7423"}
+    directory, other = opened(f"file:{file}"), opened(f"file:{json}")
+    assert directory.wait()
+    assert other.wait()
+    assert directory.listed() == other.listed()
+    assert directory.listed().homes == {"10.0.0.1:7423", "10.0.0.2:7423"}
     found = directory.resolve("prefill-0", b"i" * 16)
     assert (found.home, found.labels) == ("10.0.0.2:7423", {"role": "prefill"})
     with pytest.raises(EngineNotListed) as caught:
