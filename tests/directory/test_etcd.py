@@ -135,7 +135,7 @@ def test_listings_that_ended_while_etcd_hung_are_published_again(
 
 
 def test_a_watch_that_begins_before_a_compaction_starts_over(
-    etcd: Etcd, opened: Open, monkeypatch: pytest.MonkeyPatch
+    etcd: Etcd, opened: Open, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     home, reader = opened(etcd.url), opened(etcd.url)
     home.publish(HERE, [Listing("early", HERE)], 30.0)
@@ -156,6 +156,8 @@ def test_a_watch_that_begins_before_a_compaction_starts_over(
     until(lambda: lists(reader, "last"))
     assert len(asked) == 2
     assert not lists(reader, "early")
+    # It is no outage.
+    assert "cannot be read" not in caplog.text
 
 
 def test_a_large_directory_is_read_in_pages(etcd: Etcd, opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
