@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from kvferry._control.publications import ReadSummary as ReadSummary
     from kvferry._control.publications import Release as Release
     from kvferry._control.publications import ReleaseOutcome as ReleaseOutcome
+    from kvferry._directory.directory import Directory as Directory
+    from kvferry._directory.listing import Listed as Listed
+    from kvferry._directory.listing import Listing as Listing
+    from kvferry._directory.opening import open_directory as open_directory
     from kvferry._embed import EmbeddedServer as EmbeddedServer
     from kvferry._embed import ServerSettings as ServerSettings
     from kvferry._embed import serve as serve
@@ -62,6 +66,7 @@ _HOME_OF = {
     "Cache": "_cache",
     "Client": "_client",
     "Costs": "planner",
+    "Directory": "_directory.directory",
     "EmbeddedServer": "_embed",
     "EngineGeometry": "geometry",
     "EngineSession": "_session",
@@ -72,6 +77,8 @@ _HOME_OF = {
     "IntegrityOptions": "planner.summed_blocks",
     "Interval": "geometry",
     "KvferryError": "errors",
+    "Listed": "_directory.listing",
+    "Listing": "_directory.listing",
     "MemoryKind": "geometry",
     "MemoryRegion": "geometry",
     "NixlOptions": "_transport.nixl_options",
@@ -93,6 +100,7 @@ _HOME_OF = {
     "TokenShard": "geometry",
     "Verification": "planner.summed_blocks",
     "diff": "planner",
+    "open_directory": "_directory.opening",
     "plan_read": "planner",
     "serve": "_embed",
 }

@@ -17,6 +17,7 @@ from kvferry._control.judgement import Confirm, confirmed
 from kvferry._control.rank_watch import rank_watcher
 from kvferry._control.renewals import Renewals
 from kvferry._control.watcher import Watcher
+from kvferry._directory.opening import open_directory
 from kvferry._engine_spec import EngineSpec
 from kvferry._forks import OneProcess
 from kvferry._network import network_of
@@ -73,6 +74,8 @@ class Client(OneProcess):
         *,
         tls: TlsConfig | None = None,
         allowed_homes: Sequence[str] = (),
+        directory: str | None = None,
+        home_in_references: bool = True,
         options: NixlOptions | None = None,
         staging: StagingOptions | None = None,
         integrity: IntegrityOptions | None = None,
@@ -91,7 +94,10 @@ class Client(OneProcess):
         parse_address(arguments.text("address", address))
         network = self._network = network_of(address)
         staging = staging or StagingOptions()
-        self._homes = Homes(address, tls, arguments.texts("allowed_homes", allowed_homes), network.dial)
+        allowed = arguments.texts("allowed_homes", allowed_homes)
+        self._home_in_references = arguments.flag("home_in_references", home_in_references)
+        followed = open_directory(directory) if directory else None
+        self._homes = Homes(address, tls, allowed, network.dial, followed)
         self._runtime = ClientRuntime(
             homes=self._homes,
             renewals=Renewals(),
@@ -124,7 +130,9 @@ class Client(OneProcess):
         """
         self._check_open()
         arguments.instance("spec", spec, EngineSpec, "an EngineSpec")
-        opened = HomeSession(self._homes.own, spec, arguments.seconds("timeout", timeout))
+        timeout = arguments.seconds("timeout", timeout)
+        self._homes.discover()
+        opened = HomeSession(self._homes.own, spec, timeout, home_in_references=self._home_in_references)
         session = EngineSession(opened)
         with self._lock:
             late = self._closed
@@ -198,6 +206,7 @@ class Client(OneProcess):
         arguments.flag("serve", serve)
         deadline = now() + timeout
         described = describe(engine, tensors, axes, heads, total_heads, holding, replicated, planes, regions, keep)
+        self._homes.discover()
         identity = self._identity(engine, token, timeout)
         local = self._register_memory(engine, rank, described, labels, serve=serve)
         try:
@@ -217,11 +226,13 @@ class Client(OneProcess):
         Raises:
             BadReference: the string is not a reference.
             HomeNotAllowed: this client may not connect to the home in the reference.
+            EngineNotListed, DirectoryUnavailable: the reference names no home, and the directory does not know it.
             KvferryError: the home refused, or could not be reached.
         """
         self._check_open()
         timeout = arguments.seconds("timeout", timeout)
-        home = self._homes.get(parse_reference(reference).home)
+        self._homes.discover()
+        home = self._homes.of(parse_reference(reference))
         home.decline(reference, now() + timeout)
 
     def close(self) -> None:

@@ -59,6 +59,12 @@ class ServerSettings(TypedDict, total=False):
     """Whether to listen on an address other than loopback with TLS but without client certificates."""
     relay_homes: str
     """The homes that ranks may name here: shell patterns of ``host:port``, separated by commas."""
+    directory: str
+    """URL of the etcd in which the server and its engines are listed."""
+    directory_ttl: float
+    """Seconds for which the directory keeps what the server does not renew."""
+    directory_labels: str
+    """Labels of the server's engines in the directory: ``role=prefill,rack=a7``."""
     ttl: float
     """Seconds that a lease lasts from its acceptance or renewal."""
     max_ttl: float

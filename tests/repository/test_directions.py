@@ -39,7 +39,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "_memory": {"errors", "_arguments", "_engine_spec", "geometry", "planner"},
     "_transport": {*BASE, "geometry", "planner", "_memory"},
     "_wire": {*BASE, "geometry", "planner", "v1"},
-    "_control": {*BASE, "_work_queue", "geometry", "_engine_spec", "_wire", "v1"},
+    "_directory": {*BASE, "_wire"},
+    "_control": {*BASE, "_work_queue", "geometry", "_engine_spec", "_wire", "_directory", "v1"},
     "_reads": {
         *BASE,
         "_work_queue",
@@ -73,7 +74,7 @@ RULES = {**MAY_IMPORT, **FACES}
 RUN_A_HOME = {"_embed", "testing"}
 """What may import the server: nothing that an engine runs in production."""
 HEAVY = {"grpc", "nixl", "torch", "asyncio", "threading", "google"}
-OF_THE_SDK = {"errors", "geometry", "planner", "_wire", "_clock", "v1"}
+OF_THE_SDK = {"errors", "geometry", "planner", "_wire", "_directory", "_clock", "v1"}
 """What the server may use of it."""
 SERVER_RULES = {
     "domain": set[str](),

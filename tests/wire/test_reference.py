@@ -52,7 +52,6 @@ def test_router_made_reference_names_a_key_instead_of_a_publication() -> None:
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        ({"home": ""}, "no home"),
         ({"engine_id": ""}, "no engine"),
         ({"key": b"short"}, "5 bytes"),
         ({"publication": 0}, "neither"),
@@ -105,7 +104,12 @@ def test_an_engine_reference_comes_back_and_is_no_reference_to_read() -> None:
         parse_engine_reference(format_reference(reference()))
 
 
-@pytest.mark.parametrize("field", ["home", "engine_id", "incarnation", "key"])
+def test_a_reference_may_leave_its_home_to_the_readers_directory() -> None:
+    assert parse_reference(format_reference(reference(home=""))).home == ""
+    assert parse_engine_reference(format_engine_reference(engine_reference(home=""))).home == ""
+
+
+@pytest.mark.parametrize("field", ["engine_id", "incarnation", "key"])
 def test_an_engine_reference_needs_all_it_has(field: str) -> None:
     missing = engine_reference()
     missing.ClearField(field)  # type: ignore[arg-type]

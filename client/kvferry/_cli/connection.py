@@ -14,6 +14,7 @@ import typer
 
 # Nothing here imports gRPC or protobuf before a command runs: `kvferry --help` has to be quick.
 if TYPE_CHECKING:
+    from kvferry._directory.listing import Listed
     from kvferry.v1 import introspection_pb2
     from kvferry.v1.introspection_pb2_grpc import IntrospectionStub
 
@@ -26,6 +27,15 @@ Server = Annotated[
     str,
     typer.Option(
         "--server", envvar="KVFERRY_SERVER", metavar="ADDRESS", help="Node server to ask: unix:/path or host:port."
+    ),
+]
+Directory = Annotated[
+    str,
+    typer.Option(
+        "--directory",
+        envvar="KVFERRY_DIRECTORY",
+        metavar="URL",
+        help="Directory of the fleet: etcd://…, dns:///… or file:/….",
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON: the fields of the protos, complete and stable.")]
@@ -104,6 +114,27 @@ def with_connection(command: Callable[..., None]) -> Callable[..., None]:
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return run
+
+
+def look_up(url: str, timeout: float) -> Listed:
+    """Return what a directory says.
+
+    Raises:
+        typer.BadParameter: the URL cannot be used.
+        DirectoryUnavailable: the directory does not answer within `timeout` seconds.
+    """
+    from kvferry._directory.opening import open_directory
+    from kvferry.errors import InvalidInput
+
+    try:
+        directory = open_directory(url)
+    except InvalidInput as error:
+        raise typer.BadParameter(str(error)) from None
+    try:
+        directory.wait(timeout)
+        return directory.listed()
+    finally:
+        directory.close()
 
 
 class Asker:

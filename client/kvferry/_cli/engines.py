@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvferry._cli.connection import DEFAULT_SERVER, AsJson, Connection, Server, with_connection
+from kvferry._cli.connection import DEFAULT_SERVER, AsJson, Connection, Directory, Server, with_connection
+from kvferry._cli.fleet import ask, ask_all, end_after, home_of, homes_in, print_fleet
 from kvferry._cli.render import add_row, console, enum_name, print_json, ranges, safe, short, size, table
 
 if TYPE_CHECKING:
@@ -14,23 +15,54 @@ if TYPE_CHECKING:
 
 
 @with_connection
-def engines(server: Server = DEFAULT_SERVER, as_json: AsJson = False, *, connection: Connection) -> None:
-    """List the engines whose home is a node server."""
-    from kvferry.v1 import introspection_pb2
-
-    with connection.introspection(server) as asker:
-        response = asker.all_pages(asker.stub.ListEngines, introspection_pb2.ListEnginesRequest(), "engines")
+def engines(
+    servers: Annotated[
+        list[str],
+        typer.Option(
+            "--server",
+            envvar="KVFERRY_SERVER",
+            metavar="ADDRESS",
+            help="Node server to ask: unix:/path or host:port. May be given several times.",
+        ),
+    ] = [DEFAULT_SERVER],  # noqa: B006  typer copies it, and shows it in the help
+    every: Annotated[bool, typer.Option("--all", help="Ask all homes that the directory lists.")] = False,
+    directory: Directory = "",
+    as_json: AsJson = False,
+    *,
+    connection: Connection,
+) -> None:
+    """List the engines whose home is a node server, or several: with --all, those of a whole fleet."""
+    if every:
+        servers = homes_in(directory, connection.timeout)
+    elif len(servers) == 1:
+        response = ask(servers[0], connection)
+        if as_json:
+            print_json(response)
+        elif not response.engines:
+            console().print(f"No engine has its home at {safe(servers[0])}.", markup=False)
+        else:
+            console().print(_table([(servers[0], response)], with_home=False))
+        return
+    answered, failed = ask_all(list(dict.fromkeys(servers)), connection)
     if as_json:
-        print_json(response)
-        return
-    if not response.engines:
-        console().print(f"No engine has its home at {safe(server)}.", markup=False)
-        return
-    rows = table("Engine", "Incarnation", "State", ">Ranks", ">Requests", ">Leases", ">Cache")
-    for summary in response.engines:
+        print_fleet(answered, failed)
+    elif any(response.engines for _, response in answered):
+        console().print(_table(answered, with_home=True))
+    else:
+        console().print(f"No engine has its home at the {len(answered)} node servers that answered.", markup=False)
+    end_after(failed)
+
+
+def _table(answered: list[tuple[str, introspection_pb2.ListEnginesResponse]], *, with_home: bool) -> object:
+    rows = table(
+        "Engine", *(["Home"] if with_home else []), "Incarnation", "State", ">Ranks", ">Requests", ">Leases", ">Cache"
+    )
+    listed = [(summary, server) for server, response in answered for summary in response.engines]
+    for summary, server in sorted(listed, key=lambda each: (each[0].engine.engine_id, each[1])):
         add_row(
             rows,
             summary.engine.engine_id,
+            *([server] if with_home else []),
             short(summary.engine.incarnation),
             _state(summary),
             _registered(summary),
@@ -38,18 +70,21 @@ def engines(server: Server = DEFAULT_SERVER, as_json: AsJson = False, *, connect
             summary.leases,
             size(summary.cache_bytes),
         )
-    console().print(rows)
+    return rows
 
 
 @with_connection
 def engine(
     engine_id: Annotated[str, typer.Argument(metavar="ID", help="engine_id, as `kvferry engines` lists it.")],
     server: Server = DEFAULT_SERVER,
+    directory: Directory = "",
     as_json: AsJson = False,
     *,
     connection: Connection,
 ) -> None:
-    """Show one engine: identity, groups, and what each rank holds."""
+    """Show one engine: identity, groups, and what each rank holds. With a directory, at the home that it lists."""
+    if directory and server == DEFAULT_SERVER:
+        server = home_of(engine_id, directory, connection.timeout)
     with connection.introspection(server) as asker:
         response = asker.engine(engine_id)
     if as_json:

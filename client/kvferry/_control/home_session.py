@@ -38,6 +38,7 @@ class HomeSession:
         control: connection to the home.
         spec: the engine.
         timeout: seconds to keep trying to open the session.
+        home_in_references: whether references to publications contain the home's address.
 
     Attributes:
         spec: the engine.
@@ -48,7 +49,7 @@ class HomeSession:
         KvferryError: see `Client.open_engine`.
     """
 
-    def __init__(self, control: Control, spec: EngineSpec, timeout: float) -> None:
+    def __init__(self, control: Control, spec: EngineSpec, timeout: float, *, home_in_references: bool = True) -> None:
         self.spec = spec
         self._control = control
         self._secret = new_session_secret()
@@ -65,6 +66,7 @@ class HomeSession:
         self._watcher = Watcher(control, request, self._on_event, spec.engine_id)
         opened = self._watcher.open(timeout)
         self.advertise = opened.advertise
+        self._home_in_references = self.advertise if home_in_references else ""
 
     @property
     def token(self) -> EngineToken:
@@ -133,7 +135,7 @@ class HomeSession:
         pin = self.block_use.pin({name: listed.ids for name, listed in given.items()})
         with self._lock:
             # Number and record under one lock: a snapshot in between would include the number but not the record.
-            publication = self._offers.publish(self.advertise, step)
+            publication = self._offers.publish(self._home_in_references, step)
             # Under the same lock: after a release in between, the blocks would stay in use for ever.
             self.block_use.name(pin, publication.number, 0)
         return publication, Step(step)

@@ -1,8 +1,8 @@
 """The node servers that a client connects to: its own, and the homes in references, if it may.
 
 References come from routers and HTTP clients. If a client connected to any home in a reference, anybody could direct it
-at any host it can reach. So a home must be in the allow-list, or TLS must be configured: then the home must have a
-certificate of the configured authority.
+at any host it can reach. So a home must be in the allow-list or in the client's directory, or TLS must be configured:
+then the home must have a certificate of the configured authority.
 """
 
 from __future__ import annotations
@@ -12,9 +12,15 @@ from collections.abc import Sequence
 from fnmatch import fnmatchcase
 
 from kvferry._control.connection import Control
+from kvferry._directory.directory import Directory
 from kvferry._wire.channel import Dial, TlsConfig, connect, is_loopback
 from kvferry._wire.token import EngineToken
-from kvferry.errors import Closed, HomeNotAllowed
+from kvferry.errors import Closed, EngineNotListed, HomeNotAllowed
+from kvferry.v1 import kv_transfer_pb2 as pb
+
+FIRST_ANSWER_TIMEOUT = 2.0
+"""Seconds that a client waits for the first answer of its directory. Without one it goes on: only references without an
+address, and homes that nothing else allows, need it."""
 
 
 class Homes:
@@ -25,13 +31,23 @@ class Homes:
         tls: credentials for all TCP connections; with them every home is allowed.
         allowed: shell patterns of ``host:port`` that are allowed without TLS, beside loopback addresses.
         dial: makes the channels.
+        directory: says the homes of engines whose references name none, and lists homes that are allowed; None: none.
     """
 
-    def __init__(self, own: str, tls: TlsConfig | None, allowed: Sequence[str], dial: Dial = connect) -> None:
+    def __init__(
+        self,
+        own: str,
+        tls: TlsConfig | None,
+        allowed: Sequence[str],
+        dial: Dial = connect,
+        directory: Directory | None = None,
+    ) -> None:
         self.own = Control(own, tls, dial)
         self._tls = tls
         self._dial = dial
         self._allowed = (own, *allowed)
+        self._directory = directory
+        self._discovered = directory is None
         self._lock = threading.Lock()
         self._controls: dict[str, Control] = {own: self.own}
         self._closed = False
@@ -41,11 +57,41 @@ class Homes:
         with self._lock:
             self._controls.setdefault(advertise, self.own)
 
+    def discover(self) -> None:
+        """Begin to follow the directory, and wait for its first answer, if this has not been done before. Does not fail
+        if there is none."""
+        if not self._discovered and self._directory is not None:
+            self._discovered = True
+            self._directory.wait(FIRST_ANSWER_TIMEOUT)
+
+    def address_of(self, reference: pb.Reference | pb.EngineReference) -> str:
+        """Return the address of a reference's home: the one that it names, or else the one at which the directory lists
+        its engine. Does not wait.
+
+        Raises:
+            EngineNotListed: it names no address, and the directory, if there is one, does not list the engine.
+            DirectoryUnavailable: the directory is needed, and has not answered yet.
+        """
+        if reference.home:
+            return reference.home
+        if self._directory is None:
+            raise EngineNotListed(
+                f"the reference to engine {reference.engine_id!r} names no home, and this client has no directory",
+                engine_id=reference.engine_id,
+                directory="",
+            )
+        return self._directory.resolve(reference.engine_id, reference.incarnation).home
+
+    def of(self, reference: pb.Reference | pb.EngineReference) -> Control:
+        """Return the connection to the home of a reference. Raises as `address_of` and `get`."""
+        return self.get(self.address_of(reference))
+
     def get(self, address: str) -> Control:
-        """Return the connection to the node server at this address.
+        """Return the connection to the node server at this address. Does not wait.
 
         Raises:
             HomeNotAllowed: this client may not connect to it.
+            DirectoryUnavailable: only the directory could allow it, and has not answered yet.
             Closed: the client is closed.
         """
         with self._lock:
@@ -55,10 +101,7 @@ class Homes:
             if control is None:
                 allowed = self._tls is not None or is_loopback(address)
                 if not allowed and not any(fnmatchcase(address, pattern) for pattern in self._allowed):
-                    problem = (
-                        "is neither in this client's allowed_homes nor covered by TLS; add it there if you know it"
-                    )
-                    raise HomeNotAllowed(f"home {address!r} {problem}", home=address)
+                    self._check_listed(address)
                 control = self._controls[address] = Control(address, self._tls, self._dial)
             return control
 
@@ -68,10 +111,21 @@ class Homes:
         with self._lock:
             return self._controls.setdefault(token.home, Control(token.home, self._tls, self._dial))
 
+    def _check_listed(self, address: str) -> None:
+        if self._directory is not None and self._directory.listed().covers(address):
+            return
+        where = "in this client's allowed_homes" if self._directory is None else "in this client's directory"
+        raise HomeNotAllowed(
+            f"home {address!r} is neither {where} nor covered by TLS; add it to allowed_homes if you know it",
+            home=address,
+        )
+
     def close(self) -> None:
-        """Close all connections, and make no new ones."""
+        """Close all connections and the directory, and make no new ones."""
         with self._lock:
             self._closed = True
             controls = set(self._controls.values())
+        if self._directory is not None:
+            self._directory.close()
         for control in controls:
             control.close()

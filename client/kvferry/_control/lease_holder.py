@@ -87,17 +87,20 @@ class LeaseHolder(OneProcess):
         Raises:
             BadReference: the string is not a reference.
             HomeNotAllowed: this client may not connect to the home in the reference.
+            EngineNotListed, DirectoryUnavailable: the reference names no home, and the directory does not know it.
             InvalidField: an argument is out of range.
         """
         if not 0 < timeout < LONGEST:
             raise InvalidField("timeout", timeout, f"more than 0 seconds, and less than {LONGEST:g}")
         parsed = parse_reference(reference)
+        # What follows, such as the grant to a rank on another node, needs the address; a reference may lack it.
+        parsed.home = self._homes.address_of(parsed)
         home = self._homes.get(parsed.home)
         return AcquireRequest(home, parsed, reference, read_id, parties, expected_reads, now() + timeout)
 
     def check(self, reference: str) -> None:
         """Raise `BadReference` or `HomeNotAllowed` for a reference that cannot be read. Makes no RPC."""
-        self._homes.get(parse_reference(reference).home)
+        self._homes.of(parse_reference(reference))
 
     def acquire(
         self,
@@ -148,7 +151,7 @@ class LeaseHolder(OneProcess):
         Raises:
             BadReference, HomeNotAllowed: see `request`.
         """
-        home = self._homes.get(parse_reference(reference).home)
+        home = self._homes.of(parse_reference(reference))
         decline = pb.Notification(decline=pb.Decline(reference=reference))
         until = now() + DECLINE_PATIENCE
         self._teller.tell(home, [Message(told, until) for told in (*map(_cancelled, leases), decline)])

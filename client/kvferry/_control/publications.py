@@ -183,7 +183,7 @@ class Offers:
         """Add a publication with its first step, and give it a number. Send the step, then call `sent`.
 
         Args:
-            home: address of the home, for the reference.
+            home: address of the home, for the reference; empty: readers ask their directory.
             step: the step; its number is set here.
         """
         step.publication, self._next = self._next, self._next + 1

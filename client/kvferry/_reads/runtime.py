@@ -173,7 +173,7 @@ class RankRuntime:
     def warm(self, engine_reference: str, deadline: float) -> Future[tuple[int, ...]]:
         """See `Cache.warm`."""
         engine = parse_source_reference(engine_reference)
-        home = self.homes.get(engine.home)
+        home = self.homes.of(engine)
         done: Future[tuple[int, ...]] = Future()
         # Mark the future as running, so that callers cannot cancel it.
         done.set_running_or_notify_cancel()

@@ -41,7 +41,7 @@ def parse_reference(text: str) -> pb.Reference:
     if text.startswith(ENGINE_PREFIX):
         raise BadReference("it names an engine, not a publication")
     reference = _decoded(text, PREFIX, pb.Reference)
-    _check(reference.home, reference.engine_id, reference.key)
+    _check(reference.engine_id, reference.key)
     if reference.router_key:
         if reference.publication or reference.incarnation:
             raise BadReference("it names both a publication and a router's key")
@@ -62,7 +62,7 @@ def parse_engine_reference(text: str) -> pb.EngineReference:
         BadReference: the string is not an engine's reference.
     """
     reference = _decoded(text, ENGINE_PREFIX, pb.EngineReference)
-    _check(reference.home, reference.engine_id, reference.key)
+    _check(reference.engine_id, reference.key)
     if len(reference.incarnation) != INCARNATION_BYTES:
         raise BadReference(f"its incarnation has {len(reference.incarnation)} bytes, not {INCARNATION_BYTES}")
     return reference
@@ -98,8 +98,9 @@ def _decoded(text: str, prefix: str, of: type[Body]) -> Body:
         raise BadReference("its body is damaged") from None
 
 
-def _check(home: str, engine_id: str, key: bytes) -> None:
-    if not home or not engine_id:
-        raise BadReference("it names no home or no engine")
+def _check(engine_id: str, key: bytes) -> None:
+    # Without a home, the reader's directory says where the engine's is.
+    if not engine_id:
+        raise BadReference("it names no engine")
     if len(key) != KEY_BYTES:
         raise BadReference(f"its key has {len(key)} bytes, not {KEY_BYTES}")

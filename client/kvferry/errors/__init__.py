@@ -29,6 +29,7 @@
     │   └── NotImplementedHere
     ├── NotFound
     │   ├── EngineUnknown
+    │   ├── EngineNotListed            the directory does not list it
     │   ├── PublicationStale
     │   └── PublicationReleased
     ├── Unavailable                    retry as is
@@ -36,6 +37,7 @@
     │   ├── HomeRecovering
     │   ├── ServerDraining
     │   ├── Unreachable
+    │   ├── DirectoryUnavailable
     │   └── LimitReached
     ├── MessageTooLarge                .values has the size and the limit
     ├── PublicationTimeout (TimeoutError)
@@ -75,8 +77,10 @@ from kvferry.errors._peers import (
     AgentsWithheld,
     BadAgentMetadata,
     CacheDiffers,
+    DirectoryUnavailable,
     EngineIdInUse,
     EngineIncomplete,
+    EngineNotListed,
     EngineUnknown,
     HomeNotAllowed,
     HomeRecovering,
@@ -126,8 +130,10 @@ __all__ = [
     "Closed",
     "DataLoss",
     "DeadlineRequired",
+    "DirectoryUnavailable",
     "EngineIdInUse",
     "EngineIncomplete",
+    "EngineNotListed",
     "EngineUnknown",
     "ForkedClient",
     "HomeNotAllowed",

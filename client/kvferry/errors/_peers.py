@@ -92,8 +92,8 @@ class RelayLoop(Refused):
 class HomeNotAllowed(Refused):
     """The reference names a home that this client may not connect to. Values: home.
 
-    Next step: if the address is one of your node servers, add it to the client's allowed_homes, or use TLS; if not,
-    ask where the reference came from.
+    Next step: if the address is one of your node servers, add it to the client's allowed_homes, use TLS, or a directory
+    that lists it; if not, ask where the reference came from.
     """
 
 
@@ -118,6 +118,14 @@ class EngineUnknown(NotFound):
     """The node server knows no engine of this id. Values: engine_id."""
 
     reason = "ENGINE_UNKNOWN"
+
+
+class EngineNotListed(NotFound):
+    """The directory does not list the engine. Values: engine_id, directory.
+
+    Next step: see whether the engine's node server publishes in this directory and lists the engine
+    (`kvferry engines --all`). One that has just started is listed soon.
+    """
 
 
 class PublicationStale(NotFound):
@@ -166,6 +174,13 @@ class Unreachable(Unavailable):
     """A node server could not be reached. Values: address."""
 
     reason = "UNREACHABLE"
+
+
+class DirectoryUnavailable(Unavailable):
+    """The directory cannot be read, and has not been read before; or cannot be written. Values: directory, problem.
+
+    Next step: the problem says what failed. Reads whose references carry an address go on without a directory.
+    """
 
 
 class LimitReached(Unavailable):

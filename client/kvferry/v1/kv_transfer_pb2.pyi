@@ -294,7 +294,7 @@ class Reference(google.protobuf.message.Message):
     ROUTER_KEY_FIELD_NUMBER: builtins.int
     DATA_PARALLEL_RANK_FIELD_NUMBER: builtins.int
     home: builtins.str
-    """home is the host:port or unix:path of the source's home, as others reach it."""
+    """home is the host:port or unix:path of the source's home, as others reach it. Empty: the reader's directory says it."""
     engine_id: builtins.str
     """engine_id of the source."""
     incarnation: builtins.bytes
@@ -343,7 +343,7 @@ class EngineReference(google.protobuf.message.Message):
     INCARNATION_FIELD_NUMBER: builtins.int
     KEY_FIELD_NUMBER: builtins.int
     home: builtins.str
-    """home is the host:port or unix:path of the engine's home, as others reach it."""
+    """home is the host:port or unix:path of the engine's home, as others reach it. Empty: the reader's directory says it."""
     engine_id: builtins.str
     """engine_id of the engine."""
     incarnation: builtins.bytes

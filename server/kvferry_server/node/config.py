@@ -26,6 +26,8 @@ from pydantic_settings import (
     TomlConfigSettingsSource,
 )
 
+from kvferry._directory.listing import checked_labels
+from kvferry._directory.opening import open_directory
 from kvferry._wire.channel import Address, TlsConfig, parse_address
 from kvferry.errors import InvalidField, KvferryError
 from kvferry_server.domain.times import Times
@@ -106,6 +108,25 @@ class NodeConfig(BaseSettings):
         description="Homes that this server may relay to, as shell patterns of host:port, separated by commas. Empty: "
         "any home with tls_ca or `insecure`, otherwise only homes on this host.",
         json_schema_extra={"group": "security", "metavar": "PATTERNS"},
+    )
+
+    directory: str = Field(
+        "",
+        description="etcd in which to list this server and its engines, so that readers find them: "
+        "etcd://HOST:PORT[,HOST:PORT]/PREFIX, etcds:// for TLS (docs/directory.md). Empty: none.",
+        json_schema_extra={"group": "directory", "metavar": "URL"},
+    )
+    directory_ttl: float = Field(
+        15.0,
+        ge=2,
+        le=3600,
+        description="How long the directory keeps what this server does not renew. It renews after a third of that.",
+        json_schema_extra={"group": "directory"},
+    )
+    directory_labels: str = Field(
+        "",
+        description="Labels of this server's engines in the directory: role=prefill,rack=a7.",
+        json_schema_extra={"group": "directory", "metavar": "NAME=VALUE,..."},
     )
 
     ttl: float = Field(
@@ -201,7 +222,9 @@ class NodeConfig(BaseSettings):
     @model_validator(mode="after")
     def _fits_together(self) -> NodeConfig:
         # Each of these raises an InvalidField that names its setting.
-        _ = (self.times, self.tls, self.listen_address, self.unix_path)
+        _ = (self.times, self.tls, self.listen_address, self.unix_path, self.labels)
+        if self.directory and not open_directory(self.directory).publishes:
+            raise InvalidField("directory", self.directory, "etcd:// or etcds://: files and DNS are written by others")
         if self.tls is not None and self.tls.cert is None:
             raise InvalidField("tls_ca", str(self.tls_ca), "tls_cert and tls_key beside it")
         if self.policy is not None and self.tls_ca is None:
@@ -226,6 +249,17 @@ class NodeConfig(BaseSettings):
     def relay_patterns(self) -> tuple[str, ...]:
         """The patterns in `relay_homes`."""
         return tuple(pattern.strip() for pattern in self.relay_homes.split(",") if pattern.strip())
+
+    @property
+    def labels(self) -> dict[str, str]:
+        """The labels in `directory_labels`. Raises `InvalidField`."""
+        pairs = [pair.partition("=") for pair in self.directory_labels.split(",") if pair.strip()]
+        if not all(name.strip() and equals for name, equals, _ in pairs):
+            raise InvalidField("directory_labels", self.directory_labels, "NAME=VALUE, separated by commas")
+        try:
+            return checked_labels({name.strip(): value.strip() for name, _, value in pairs})
+        except InvalidField as error:
+            raise InvalidField("directory_labels", self.directory_labels, error.values["expected"]) from None
 
     @property
     def tls(self) -> TlsConfig | None:

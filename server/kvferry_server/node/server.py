@@ -18,6 +18,8 @@ from grpc_reflection.v1alpha.reflection import SERVICE_NAME as REFLECTION
 from grpc_reflection.v1alpha.reflection import aio as reflection_aio
 from grpc_reflection.v1alpha.reflection_pb2_grpc import add_ServerReflectionServicer_to_server
 
+from kvferry._directory.listing import checked_home
+from kvferry._directory.opening import open_directory
 from kvferry._wire.channel import MAX_CONNECTIONS, SERVER_OPTIONS
 from kvferry.errors import InternalError, InvalidField
 from kvferry.v1 import introspection_pb2, kv_transfer_pb2
@@ -30,6 +32,7 @@ from kvferry_server.node.connections import ConnectionLimiter, connections_each,
 from kvferry_server.node.grpc_server import make_server
 from kvferry_server.node.guard import Guard
 from kvferry_server.node.listen import Listener, TcpListener, UnixListener, advertised, check_exposure
+from kvferry_server.node.listings import Listings
 from kvferry_server.node.policy_file import read_policy
 from kvferry_server.node.serving import Serving
 from kvferry_server.node.times import DRAIN_STREAMS, LEASE_POLL
@@ -86,6 +89,9 @@ class NodeServer:
         self._reloading = asyncio.Lock()
         self._certificates: Certificates | None = None
         self._following: asyncio.Task[None] | None = None
+        self._listings: Listings | None = None
+        self._listing: asyncio.Task[None] | None = None
+        self._unlisting: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Reserve the addresses and start to serve.
@@ -117,6 +123,7 @@ class NodeServer:
                 self._limiter = asyncio.create_task(limiter.run(), name="kvferry-connections")
             for listener in self._listeners:
                 await self._serve(listener, connections)
+            self._list()
         except BaseException:
             await self.stop(0)
             raise
@@ -181,6 +188,8 @@ class NodeServer:
             # even a health Watch, would make gRPC wait for the whole grace.
             await self._health.enter_graceful_shutdown()
             self.home.drain()
+            # Beside the drain, which a directory out of reach shall not prolong.
+            self._unlisting = asyncio.create_task(self._unlist(), name="kvferry-unlisting")
             if grace > 0:
                 await asyncio.gather(*(guard.streams_ended(DRAIN_STREAMS) for guard in self._guards))
             for guard in self._guards:
@@ -190,13 +199,28 @@ class NodeServer:
         await asyncio.gather(*(serving.stop(grace) for serving in self._servings))
         if self._relays is not None:
             await self._relays.close()
-        for task in (self._driver, self._limiter, self._following):
+        if self._unlisting is not None:
+            await asyncio.wait([self._unlisting])
+        for task in (self._driver, self._limiter, self._following, self._listing):
             if task is not None:
                 task.cancel()
                 await asyncio.wait([task])
         for listener in self._listeners:
             listener.close()
         self._worker.close()
+
+    def _list(self) -> None:
+        """Begin to list this server in the directory, if there is one."""
+        config = self._config
+        if config.directory:
+            checked_home(self.advertise)
+            self._listings = Listings(open_directory(config.directory), self.home, config.labels, config.directory_ttl)
+            self._listing = asyncio.create_task(self._listings.run(), name="kvferry-listings")
+
+    async def _unlist(self) -> None:
+        listings, self._listings = self._listings, None
+        if listings is not None:
+            await listings.stop()
 
     async def _leases_end(self, grace: float) -> float:
         """Wait until no lease is live, at most `grace` seconds. Returns the seconds that are left."""

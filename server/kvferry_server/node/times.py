@@ -40,3 +40,9 @@ EXPIRY_NOTICE = 14 * 86_400.0
 EXPIRY_SHARE = 0.25
 """How long before a certificate expires it is first warned of: at most this long, and at most this share of the time
 for which it was made, so that certificates that live for an hour are not warned of all the time."""
+
+LISTING_POLL = 0.25
+"""Between two looks at which engines the directory should list."""
+
+WITHDRAW_PATIENCE = 3.0
+"""How long a server that stops waits until it is listed no more. Otherwise its listings end with their ttl."""

@@ -51,6 +51,8 @@ class ConnectorSettings:
     Attributes:
         address: address of this node's server, ``unix:/path`` or ``host:port``; otherwise from ``KVFERRY_ADDRESS``.
         allowed_homes: shell patterns of the ``host:port`` of homes that may be connected to without TLS.
+        directory: URL of the directory of homes and engines; empty: none.
+        home_in_references: whether references carry the address of the home.
         read_timeout: seconds until a read fails, the wait for its publication included.
         start_timeout: seconds for which the engine waits for its node server when it starts.
         max_waiting: how many requests may wait for their publications at once; further ones are not read.
@@ -65,6 +67,8 @@ class ConnectorSettings:
 
     address: str
     allowed_homes: tuple[str, ...] = ()
+    directory: str = ""
+    home_in_references: bool = True
     read_timeout: float = READ_TIMEOUT
     start_timeout: float = OPEN_TIMEOUT
     max_waiting: int = MAX_WAITING
@@ -83,6 +87,8 @@ class ConnectorSettings:
         parse_address(arguments.text("address", self.address))
         for name, value in (
             ("allowed_homes", arguments.texts("allowed_homes", self.allowed_homes)),
+            ("directory", arguments.text("directory", self.directory)),
+            ("home_in_references", arguments.flag("home_in_references", self.home_in_references)),
             ("read_timeout", arguments.seconds("read_timeout", self.read_timeout)),
             ("start_timeout", arguments.seconds("start_timeout", self.start_timeout)),
             ("max_waiting", arguments.integer("max_waiting", self.max_waiting, 1)),
@@ -109,6 +115,8 @@ class ConnectorSettings:
             self.address,
             tls=self.tls,
             allowed_homes=self.allowed_homes,
+            directory=self.directory,
+            home_in_references=self.home_in_references,
             options=self.nixl,
             staging=self.staging,
             integrity=self.integrity,

@@ -1,0 +1,108 @@
+"""A directory in DNS: the headless service of the node servers, whose records Kubernetes makes from its EndpointSlices.
+
+SRV records of ``_kvferry._tcp.NAME`` say host and port of each home, and the first label of a host is also taken as an
+engine_id: in a StatefulSet that is the pod's name. Without SRV records, the A and AAAA records of NAME are the homes,
+at one port, and no engine is listed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import dns.exception
+import dns.rdtypes.IN.SRV
+import dns.resolver
+
+from kvferry._directory.directory import Directory, unavailable
+from kvferry._directory.listing import Listed, Listing
+
+SERVICE = "_kvferry._tcp"
+"""The service and protocol of the SRV records: the name of the port in a Kubernetes Service is ``kvferry``."""
+
+ASK_AT_LEAST = 1.0
+ASK_AT_MOST = 30.0
+"""Shortest and longest seconds between questions; between them, the answers' TTL decides."""
+
+QUESTION_TIMEOUT = 5.0
+"""Seconds for one question, repetitions included."""
+
+NO_SUCH_RECORD = (dns.resolver.NoAnswer, dns.resolver.NXDOMAIN)
+
+
+class DnsDirectory(Directory):
+    """A name in DNS, asked again when its records' TTL has passed.
+
+    Args:
+        name: the directory's URL.
+        domain: the name.
+        port: port of homes that have no SRV record.
+        server: IP address and port of the name server; None: those of ``/etc/resolv.conf``.
+    """
+
+    def __init__(self, name: str, domain: str, port: int, server: tuple[str, int] | None) -> None:
+        super().__init__(name)
+        self._domain = domain
+        self._port = port
+        self._server = server
+
+    def _follow(self) -> None:
+        try:
+            resolver = dns.resolver.Resolver(configure=self._server is None)
+        except dns.resolver.NoResolverConfiguration as error:
+            raise unavailable(self.name, str(error)) from None
+        if self._server is not None:
+            resolver.nameservers, resolver.port = [self._server[0]], self._server[1]
+        resolver.lifetime = QUESTION_TIMEOUT
+        # Neither names of the pod's search path nor old answers.
+        resolver.search, resolver.cache = [], None
+        while not self._stop.is_set():
+            try:
+                listed, ttl = self._ask(resolver)
+            except dns.exception.DNSException as error:
+                raise unavailable(self.name, str(error) or type(error).__name__) from None
+            self._learn(listed)
+            self._stop.wait(min(max(ttl, ASK_AT_LEAST), ASK_AT_MOST))
+
+    def _ask(self, resolver: dns.resolver.Resolver) -> tuple[Listed, float]:
+        """Return what DNS says now, and for how many seconds it holds."""
+        try:
+            answer = resolver.resolve(f"{SERVICE}.{self._domain}", "SRV")
+        except NO_SUCH_RECORD:
+            addresses, ttl = self._addresses(resolver, self._domain)
+            if not addresses:
+                # Kubernetes says the same of a name that is misspelt and of a service without pods.
+                raise unavailable(self.name, "no SRV, A or AAAA record") from None
+            return Listed(frozenset(_home(address, self._port) for address in addresses)), ttl
+        records = [record for record in answer if isinstance(record, dns.rdtypes.IN.SRV.SRV)]
+        ttl = float(answer.rrset.ttl if answer.rrset is not None else 0.0)
+        homes: dict[str, Listing] = {}
+        aliases: set[str] = set()
+        for record in records:
+            host = record.target.to_text(omit_final_dot=True)
+            home = _home(host, record.port)
+            homes[home] = Listing(host.partition(".")[0], home)
+            # References say what --advertise says, which may be the address that the name stands for.
+            found, lasts = self._addresses(resolver, host)
+            aliases.update(_home(address, record.port) for address in found)
+            ttl = min(ttl, lasts)
+        return Listed(frozenset(homes), tuple(homes[home] for home in sorted(homes)), frozenset(aliases)), ttl
+
+    def _addresses(self, resolver: dns.resolver.Resolver, host: str) -> tuple[set[str], float]:
+        found: set[str] = set()
+        ttls: list[float] = []
+        for kind in ("A", "AAAA"):
+            try:
+                answer = resolver.resolve(host, kind)
+            except NO_SUCH_RECORD:
+                continue
+            found.update(_texts(answer))
+            ttls.append(float(answer.rrset.ttl if answer.rrset is not None else 0.0))
+        return found, min(ttls, default=0.0)
+
+
+def _texts(answer: Iterable[object]) -> set[str]:
+    return {str(record) for record in answer}
+
+
+def _home(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

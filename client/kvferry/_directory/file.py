@@ -1,0 +1,102 @@
+"""A directory in a file, which people or a configuration system write.
+
+    homes = ["10.0.0.7:7423", "10.0.0.8:7423"]
+
+    [engines.prefill-0]
+    home = "10.0.0.7:7423"
+    labels = { role = "prefill" }
+
+JSON has the same fields. A home need not be in `homes` if an engine names it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from kvferry._arguments import mapping, string_map, text, texts
+from kvferry._directory.directory import Directory, unavailable
+from kvferry._directory.listing import Listed, Listing, checked_home
+from kvferry.errors import InvalidField
+
+LOOK_EVERY = 1.0
+"""Seconds between looks at whether the file has changed."""
+
+MAX_FILE_BYTES = 16 * 1024 * 1024
+
+
+class FileDirectory(Directory):
+    """A file, read again when it changes. A file that cannot be read or is wrong leaves the last good content in use.
+
+    Args:
+        name: the directory's URL.
+        path: the file; ``.toml``, otherwise JSON.
+    """
+
+    def __init__(self, name: str, path: Path) -> None:
+        super().__init__(name)
+        self._path = path
+        self._seen: object = None
+
+    def _follow(self) -> None:
+        while not self._stop.is_set():
+            try:
+                found = self._path.stat()
+                seen = (found.st_mtime_ns, found.st_size, found.st_ino)
+                if seen != self._seen:
+                    self._learn(listed_in(self._path))
+                    # Only now: a file that was wrong is looked at again even if nobody touches it.
+                    self._seen = seen
+            except (OSError, InvalidField) as error:
+                self._seen = None
+                problem = error.strerror or "it cannot be read" if isinstance(error, OSError) else error.message
+                raise unavailable(self.name, problem) from None
+            self._stop.wait(LOOK_EVERY)
+
+
+def listed_in(path: Path) -> Listed:
+    """Read a file.
+
+    Raises:
+        InvalidField: it is not TOML or JSON, or a field in it is wrong.
+        OSError: it cannot be read.
+    """
+    with path.open("rb") as file:
+        content = file.read(MAX_FILE_BYTES + 1)
+    if len(content) > MAX_FILE_BYTES:
+        raise InvalidField("directory", f"{path}", f"a file of at most {MAX_FILE_BYTES} bytes")
+    kind = "TOML" if path.suffix == ".toml" else "JSON"
+    try:
+        said: Any = _toml(content.decode()) if kind == "TOML" else json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise InvalidField("directory", f"{path}", f"{kind} ({error})") from None
+    fields = mapping("directory", said, "a table with homes and engines")
+    unknown = sorted(map(str, fields.keys() - {"homes", "engines"}))
+    if unknown:
+        raise InvalidField("directory", unknown[0], "homes or engines")
+    homes = frozenset(map(checked_home, texts("homes", fields.get("homes", []))))
+    engines = tuple(
+        _listing(text("engine_id", engine_id), entry)
+        for engine_id, entry in mapping("engines", fields.get("engines", {}), "a table of engines").items()
+    )
+    return Listed(homes | {listing.home for listing in engines}, engines)
+
+
+def _listing(engine_id: str, entry: object) -> Listing:
+    where = f"engines.{engine_id}"
+    fields = mapping(where, entry, 'a table such as { home = "host:port" }')
+    unknown = sorted(map(str, fields.keys() - {"home", "labels"}))
+    if unknown:
+        raise InvalidField(where, unknown[0], "home or labels")
+    home = text(f"{where}.home", fields.get("home"))
+    return Listing(engine_id, home, labels=string_map(f"{where}.labels", fields.get("labels", {})))
+
+
+def _toml(content: str) -> object:
+    if sys.version_info >= (3, 11):
+        import tomllib
+    else:
+        import tomli as tomllib
+    return tomllib.loads(content)

@@ -1,0 +1,129 @@
+"""Directories by their URLs.
+
+file:/etc/kvferry/directory.toml
+dns:///kvferry-homes.default.svc.cluster.local:7423       dns://10.96.0.10/NAME  asks another name server
+etcd://etcd-0:2379,etcd-1:2379/kvferry?user=kvferry&password_file=/etc/kvferry/etcd-password
+etcds://etcd-0:2379/kvferry?ca=/etc/kvferry/etcd-ca.pem   over TLS; with cert= and key= for a client certificate
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from pathlib import Path
+from urllib.parse import SplitResult, parse_qs, unquote, urlsplit
+
+from kvferry._arguments import text
+from kvferry._directory.directory import Directory
+from kvferry._directory.etcd import EtcdDirectory
+from kvferry._directory.etcd_calls import EtcdAccess
+from kvferry._directory.file import FileDirectory
+from kvferry._wire.channel import Address, TlsConfig, parse_address
+from kvferry.errors import InvalidField
+
+DEFAULT_PORT = 7423
+"""The port of node servers, where a name in DNS has no SRV record and the URL no port."""
+
+DEFAULT_PREFIX = "/kvferry"
+"""What keys in etcd begin with if the URL says nothing."""
+
+MAX_ENDPOINTS = 16
+FORMS = "file:/PATH, dns:///NAME[:PORT], or etcd://HOST:PORT[,HOST:PORT]/PREFIX (etcds:// for TLS)"
+OF_ETCD = ("user", "password_file", "ca", "cert", "key")
+
+
+def open_directory(url: str) -> Directory:
+    """Open the directory that a URL names. It is read in the background, from its first use on.
+
+    Args:
+        url: ``file:/etc/kvferry/directory.toml``, ``dns:///name:port`` or ``etcd://host:port,host:port/prefix``; see
+            docs/directory.md. No URL contains a password: etcd's is read from the file in ``password_file``.
+
+    Raises:
+        InvalidField: the URL has another form, or names a file or package that is needed and missing.
+    """
+    given = text("directory", url)
+    if any(not character.isprintable() for character in given):
+        raise InvalidField("directory", ascii(given)[:80], FORMS)
+    try:
+        parts = urlsplit(given)
+    except ValueError:
+        raise InvalidField("directory", _shown(given), FORMS) from None
+    if parts.username is not None or "@" in parts.netloc:
+        # The message does not repeat the URL, which contains a password.
+        raise InvalidField("directory", f"{parts.scheme}://…@…", "no password: ?user=NAME&password_file=FILE instead")
+    if parts.fragment or (parts.query and parts.scheme not in ("etcd", "etcds")):
+        raise InvalidField("directory", given, f"no query and no fragment: {FORMS}")
+    if parts.scheme == "file":
+        if parts.netloc not in ("", "localhost") or not parts.path.startswith("/"):
+            raise InvalidField("directory", given, "file:/PATH, an absolute path")
+        return FileDirectory(given, Path(unquote(parts.path)))
+    if parts.scheme == "dns":
+        return _dns(given, parts)
+    if parts.scheme in ("etcd", "etcds"):
+        return _etcd(given, parts)
+    raise InvalidField("directory", given, FORMS)
+
+
+def _dns(url: str, parts: SplitResult) -> Directory:
+    expected = "dns:///NAME[:PORT] or dns://IP[:PORT]/NAME[:PORT]"
+    try:
+        from kvferry._directory.dns import DnsDirectory
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] != "dns":
+            raise
+        needed = "a kind that is installed: dns needs dnspython, pip install 'kvferry[directory]'"
+        raise InvalidField("directory", url, needed) from None
+    domain, colon, _ = parts.path.lstrip("/").partition(":")
+    if not domain or "/" in domain:
+        raise InvalidField("directory", url, expected)
+    port = _address(parts.path.lstrip("/"), url, expected).port if colon else DEFAULT_PORT
+    if not parts.netloc:
+        return DnsDirectory(url, domain.rstrip("."), port, None)
+    server = _server(parts.netloc, url, expected)
+    return DnsDirectory(url, domain.rstrip("."), port, (server.host, server.port))
+
+
+def _server(netloc: str, url: str, expected: str) -> Address:
+    has_port = netloc.rpartition(":")[1] and not netloc.endswith("]")
+    server = _address(netloc if has_port else f"{netloc}:53", url, expected)
+    try:
+        ipaddress.ip_address(server.host)
+    except ValueError:
+        raise InvalidField("directory", url, expected) from None
+    return server
+
+
+def _etcd(url: str, parts: SplitResult) -> Directory:
+    given = {name: values[-1] for name, values in parse_qs(parts.query, keep_blank_values=True).items()}
+    for name, value in given.items():
+        if name not in OF_ETCD or not value:
+            raise InvalidField("directory", _shown(url), f"parameters {', '.join(OF_ETCD)} with a value, not {name!r}")
+    endpoints = tuple(
+        str(_address(each, url, "etcd://HOST:PORT,HOST:PORT/PREFIX")) for each in parts.netloc.split(",") if each
+    )
+    if not 1 <= len(endpoints) <= MAX_ENDPOINTS:
+        raise InvalidField("directory", url, f"1 to {MAX_ENDPOINTS} endpoints: {FORMS}")
+    files = {name: Path(given[name]) if name in given else None for name in ("ca", "cert", "key")}
+    if parts.scheme == "etcd" and any(files.values()):
+        raise InvalidField("directory", url, "etcds://, because certificates are given")
+    if ("user" in given) != ("password_file" in given):
+        raise InvalidField("directory", url, "both user and password_file, or neither")
+    tls = TlsConfig(**files) if parts.scheme == "etcds" else None
+    password_file = Path(given["password_file"]) if "password_file" in given else None
+    prefix = "/" + unquote(parts.path).strip("/") if parts.path.strip("/") else DEFAULT_PREFIX
+    return EtcdDirectory(url, EtcdAccess(endpoints, tls, given.get("user", ""), password_file), prefix)
+
+
+def _address(address: str, url: str, expected: str) -> Address:
+    try:
+        parsed = parse_address(address)
+    except InvalidField:
+        parsed = Address()
+    if parsed.is_unix or not parsed.port:
+        raise InvalidField("directory", _shown(url), expected)
+    return parsed
+
+
+def _shown(url: str) -> str:
+    """A URL as an error may show it: without its query, where somebody may have put a password."""
+    return url.partition("?")[0]

@@ -1,0 +1,36 @@
+"""One real etcd for the tests of a module, started again if one of them has ended it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from kvferry import Directory, open_directory
+from tests.support.etcd import Etcd
+
+
+@pytest.fixture(scope="module")
+def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Etcd]:
+    with Etcd(tmp_path_factory.mktemp("etcd")) as running:
+        yield running
+
+
+@pytest.fixture
+def opened() -> Iterator[Callable[[str], Directory]]:
+    """Opens directories, and closes them in the end."""
+    with ExitStack() as stack:
+
+        def make(url: str) -> Directory:
+            made = open_directory(url)
+            stack.callback(made.close)
+            return made
+
+        yield make
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "directory.toml"

@@ -1,0 +1,244 @@
+"""A directory in a real etcd: what its readers see of listings that come and end, and of an etcd that fails."""
+
+from __future__ import annotations
+
+import logging
+import signal
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvferry import Directory, Listed, Listing
+from kvferry._directory import etcd as etcd_module
+from kvferry._directory import etcd_calls
+from kvferry._directory.etcd import EtcdDirectory
+from kvferry.errors import DirectoryUnavailable
+from tests.support.certificates import Authority
+from tests.support.etcd import Etcd
+from tests.support.node_servers import free_port
+from tests.support.waiting import until
+
+Open = Callable[[str], Directory]
+
+HERE, THERE = "10.0.0.1:7423", "10.0.0.2:7423"
+
+
+@pytest.fixture(autouse=True)
+def emptied(etcd: Etcd) -> None:
+    etcd.ctl("del", "--prefix", "/fleet/")
+
+
+def lists(directory: Directory, engine_id: str) -> bool:
+    return directory.wait() and directory.listed().find(engine_id) is not None
+
+
+def test_what_is_published_is_resolved_and_withdrawn(etcd: Etcd, opened: Open) -> None:
+    home, reader = opened(etcd.url), opened(etcd.url)
+    assert reader.wait()
+    told: list[Listed] = []
+    reader.watch(told.append)
+    first, second = Listing("prefill/0", HERE, b"i" * 16, {"role": "prefill"}), Listing("prefill 1", HERE)
+    home.publish(HERE, [first, second], 30.0)
+    until(lambda: lists(reader, "prefill 1"))
+    assert reader.resolve("prefill/0") == first
+    home.publish(HERE, [second], 30.0)
+    until(lambda: not lists(reader, "prefill/0"))
+    assert reader.listed() == Listed(frozenset({HERE}), (second,))
+    home.withdraw()
+    until(lambda: reader.listed() == Listed())
+    # Every watch is told of each state, and of nothing twice.
+    assert told[-1] == Listed()
+    assert all(before != after for before, after in pairwise(told))
+    # Nothing is left over, and another prefix was never touched.
+    assert etcd.keys() == []
+
+
+def test_what_is_not_renewed_ends_with_its_ttl(etcd: Etcd, opened: Open) -> None:
+    renewing, silent, reader = opened(etcd.url), opened(etcd.url), opened(etcd.url)
+    renewing.publish(HERE, [Listing("stays", HERE)], 1.0)
+    silent.publish(THERE, [Listing("ends", THERE)], 1.0)
+    until(lambda: lists(reader, "stays") and lists(reader, "ends"))
+    leases = etcd.keys()
+
+    def ended() -> bool:
+        renewing.renew()
+        return not lists(reader, "ends")
+
+    until(ended)
+    assert reader.resolve("stays").home == HERE
+    assert reader.listed().homes == {HERE}
+    assert len(leases) == 4
+
+
+def test_an_engine_that_moved_is_where_it_came_last(etcd: Etcd, opened: Open) -> None:
+    old, new, reader = opened(etcd.url), opened(etcd.url), opened(etcd.url)
+    old.publish(THERE, [Listing("moves", THERE, b"1" * 16)], 30.0)
+    new.publish(HERE, [Listing("moves", HERE, b"2" * 16)], 30.0)
+    until(lambda: reader.wait() and len(reader.listed().engines) == 2)
+    assert reader.resolve("moves").home == HERE
+    assert reader.resolve("moves", b"1" * 16).home == THERE
+    old.withdraw()
+    until(lambda: reader.listed().engines == (Listing("moves", HERE, b"2" * 16),))
+
+
+def test_while_etcd_is_away_the_last_answers_stay_and_then_the_watch_goes_on(
+    etcd: Etcd, opened: Open, caplog: pytest.LogCaptureFixture
+) -> None:
+    home, reader = opened(etcd.url), opened(etcd.url)
+    home.publish(HERE, [Listing("before", HERE)], 30.0)
+    until(lambda: lists(reader, "before"))
+    with caplog.at_level(logging.INFO):
+        etcd.stop()
+        until(lambda: "cannot be read" in caplog.text)
+        with pytest.raises(DirectoryUnavailable) as caught:
+            home.publish(HERE, [Listing("before", HERE), Listing("after", HERE)], 30.0)
+        assert caught.value.retryable
+        assert etcd.address in caught.value.values["problem"]
+        assert reader.resolve("before").home == HERE
+        etcd.start()
+        until(lambda: "answers again" in caplog.text)
+    assert caplog.text.count("cannot be read") == 1
+
+    def published() -> bool:
+        try:
+            home.renew()
+        except DirectoryUnavailable:
+            return False
+        return True
+
+    until(published)
+    until(lambda: lists(reader, "after"))
+    assert reader.resolve("before").home == HERE
+
+
+def test_listings_that_ended_while_etcd_hung_are_published_again(
+    etcd: Etcd, opened: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(etcd_calls, "CALL_TIMEOUT", 1.0)
+    home, reader = opened(etcd.url), opened(etcd.url)
+    home.publish(HERE, [Listing("hangs", HERE)], 1.0)
+    until(lambda: lists(reader, "hangs"))
+    etcd.signal(signal.SIGSTOP)
+    try:
+        with pytest.raises(DirectoryUnavailable):
+            home.renew()
+        # Looking up does not wait for an etcd that does not answer.
+        assert reader.resolve("hangs").home == HERE
+    finally:
+        etcd.signal(signal.SIGCONT)
+    until(lambda: not lists(reader, "hangs"))
+    home.renew()
+    until(lambda: lists(reader, "hangs"))
+
+
+def test_a_watch_that_begins_before_a_compaction_starts_over(
+    etcd: Etcd, opened: Open, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    home, reader = opened(etcd.url), opened(etcd.url)
+    home.publish(HERE, [Listing("early", HERE)], 30.0)
+    asked: list[int] = []
+    whole = EtcdDirectory._all
+
+    def compacted_behind(directory: EtcdDirectory) -> Any:
+        found, revision = whole(directory)
+        if not asked:
+            home.publish(HERE, [Listing("late", HERE)], 30.0)
+            home.publish(HERE, [Listing("late", HERE), Listing("last", HERE)], 30.0)
+            now = etcd.ctl("get", "x", "-w", "fields").stdout.split('"Revision" : ')[1].split()[0]
+            etcd.ctl("compact", now)
+        asked.append(revision)
+        return found, revision
+
+    monkeypatch.setattr(EtcdDirectory, "_all", compacted_behind)
+    until(lambda: lists(reader, "last"))
+    assert len(asked) == 2
+    assert not lists(reader, "early")
+    # It is no outage.
+    assert "cannot be read" not in caplog.text
+
+
+def test_a_large_directory_is_read_in_pages(etcd: Etcd, opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(etcd_module, "PAGE", 2)
+    home, reader = opened(etcd.url), opened(etcd.url)
+    engines = tuple(Listing(f"engine-{number}", HERE) for number in range(6))
+    home.publish(HERE, engines, 30.0)
+    assert reader.wait()
+    assert reader.listed() == Listed(frozenset({HERE}), engines)
+
+
+def test_entries_that_are_no_listings_spoil_no_others(
+    etcd: Etcd, opened: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home, reader = opened(etcd.url), opened(etcd.url)
+    for key, value in (
+        ("/fleet/engines/x/y", "not JSON"),
+        ("/fleet/engines/x/z", '{"engine_id": "x", "home": "unix:/run/kvferry/node.sock"}'),
+        ("/fleet/homes/unix%3A%2Frun", "{}"),
+        ("/fleet/homes/%FF", "{}"),
+        ("/fleet/other", "{}"),
+        ("/fleet", "{}"),
+        ("/fleets/homes/10.0.0.9%3A1", "{}"),
+    ):
+        etcd.ctl("put", key, value)
+    home.publish(HERE, [Listing("good", HERE)], 30.0)
+    until(lambda: lists(reader, "good"))
+    assert reader.listed() == Listed(frozenset({HERE}), (Listing("good", HERE),))
+    # Whoever can write there can also write very much.
+    monkeypatch.setattr(etcd_module, "MAX_KEYS", 3)
+    crowded = opened(etcd.url)
+    assert not crowded.wait(0.5)
+    with pytest.raises(DirectoryUnavailable, match="more than 3 keys"):
+        crowded.listed()
+
+
+def test_an_endpoint_that_is_away_is_passed_over(etcd: Etcd, opened: Open) -> None:
+    url = f"etcd://127.0.0.1:{free_port()},{etcd.address}/fleet"
+    home, reader = opened(url), opened(url)
+    with pytest.raises(DirectoryUnavailable):
+        home.publish(HERE, [Listing("a", HERE)], 30.0)
+    home.renew()
+    until(lambda: lists(reader, "a"))
+
+
+def test_users_prove_themselves_with_the_password_in_a_file(
+    opened: Open, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    password = tmp_path / "password"
+    with Etcd(tmp_path) as guarded:
+        guarded.ctl("user", "add", "root:hunter2")
+        guarded.ctl("user", "grant-role", "root", "root", check=False)
+        guarded.ctl("auth", "enable")
+        password.write_text("hunter1\n")
+        url = f"{guarded.url}?user=root&password_file={password}"
+        home, reader = opened(url), opened(url)
+        for directory, problem in ((home, "authentication failed"), (opened(guarded.url), "user name is empty")):
+            with pytest.raises(DirectoryUnavailable, match=problem) as caught:
+                directory.publish(HERE, [], 30.0)
+            assert "hunter1" not in f"{caught.value} {caught.value.values}"
+        assert not reader.wait(0.5)
+        # It is corrected without a restart of anything.
+        password.write_text("hunter2\n")
+        home.publish(HERE, [Listing("a", HERE)], 30.0)
+        until(lambda: lists(reader, "a"))
+        # A restarted etcd has forgotten its tokens.
+        guarded.stop()
+        guarded.start()
+        home.publish(HERE, [Listing("b", HERE)], 30.0)
+        until(lambda: lists(reader, "b"))
+    assert "hunter" not in caplog.text
+
+
+def test_etcd_over_tls_with_client_certificates(opened: Open, tmp_path: Path) -> None:
+    ours, theirs = Authority.make(tmp_path, "ours"), Authority.make(tmp_path, "theirs")
+    server, client = ours.issue("etcd"), ours.issue("client")
+    with Etcd(tmp_path, server) as guarded:
+        home = opened(f"{guarded.url}?ca={client.ca}&cert={client.cert}&key={client.key}")
+        home.publish(HERE, [Listing("a", HERE)], 30.0)
+        reader = opened(f"{guarded.url}?ca={client.ca}&cert={client.cert}&key={client.key}")
+        until(lambda: lists(reader, "a"))
+        stranger = opened(f"{guarded.url}?ca={theirs.certificate}")
+        with pytest.raises(DirectoryUnavailable, match=guarded.address):
+            stranger.publish(HERE, [], 30.0)

@@ -1,0 +1,110 @@
+"""A node server lists itself and its engines in a real etcd, and withdraws them. Without etcd it serves as well."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvferry import Directory, open_directory
+from kvferry._wire.channel import connect
+from kvferry_server.node.config import BadConfig, configure
+from tests.support.etcd import Etcd
+from tests.support.node_servers import Kvferryd, refused, serves
+from tests.support.raw_parties import Party
+from tests.support.waiting import until
+
+
+@pytest.fixture(scope="module")
+def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Etcd]:
+    with Etcd(tmp_path_factory.mktemp("etcd")) as running:
+        yield running
+
+
+@pytest.fixture
+def reader(etcd: Etcd) -> Iterator[Directory]:
+    directory = open_directory(etcd.url)
+    yield directory
+    directory.close()
+
+
+def listing(etcd: Etcd, *flags: str) -> Kvferryd:
+    return Kvferryd(
+        *("--unix", "", "--listen", "127.0.0.1:0", "--directory", etcd.url, "--directory-ttl", "2"),
+        *("--engine-ttl", "0.5", "--drain", "0", *flags),
+    )
+
+
+def test_engines_are_listed_while_they_live_and_homes_while_they_serve(etcd: Etcd, reader: Directory) -> None:
+    with listing(etcd, "--directory-labels", "role=prefill, rack=a7") as server, connect(server.address) as channel:
+        until(lambda: reader.wait() and reader.listed().homes == {server.advertise})
+        party = Party(channel, "listed")
+        party.works()
+        until(lambda: reader.listed().find(party.name) is not None)
+        found = reader.resolve(party.name)
+        assert (found.home, found.incarnation) == (server.advertise, bytes(party.ref.incarnation))
+        assert dict(found.labels) == {"model": "m", "role": "prefill", "rack": "a7"}
+        # Nothing that a directory holds is a key to anything.
+        held = etcd.ctl("get", "--prefix", "").stdout.encode()
+        for secret in (party.secret, party.reference().encode(), party.lease_id):
+            assert secret not in held
+            assert secret.hex().encode() not in held
+        party.close()
+        until(lambda: reader.listed().find(party.name) is None)
+        assert reader.listed().homes == {server.advertise}
+        server.signal(signal.SIGTERM)
+        server.wait()
+        # Withdrawn by itself: at once, and long before any ttl.
+        assert etcd.keys() == []
+    assert "not listed" not in server.log
+
+
+def test_a_killed_server_is_listed_until_its_ttl_ends(etcd: Etcd, reader: Directory) -> None:
+    with listing(etcd) as server:
+        until(lambda: reader.wait() and server.advertise in reader.listed().homes)
+        server.kill()
+        assert etcd.keys() != []
+        until(lambda: reader.listed().homes == set())
+
+
+def test_without_etcd_it_serves_and_lists_as_soon_as_there_is_one(etcd: Etcd, reader: Directory) -> None:
+    etcd.stop()
+    with listing(etcd) as server, connect(server.address) as channel:
+        until(lambda: "engines are not listed" in server.log)
+        assert serves(server.address)
+        Party(channel, "unlisted").works()
+        etcd.start()
+        until(lambda: "engines are listed again" in server.log)
+        until(lambda: reader.wait() and any(listing.home == server.advertise for listing in reader.listed().engines))
+        # Once per outage.
+        assert server.log.count("not listed") == 1
+        # An etcd that hangs does not keep a server from stopping; it says that the listings end by themselves.
+        etcd.signal(signal.SIGSTOP)
+        try:
+            server.signal(signal.SIGTERM)
+            assert server.wait() == 0
+        finally:
+            etcd.signal(signal.SIGCONT)
+    until(lambda: etcd.keys() == [])
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"directory": "file:/etc/kvferry.toml"}, "files and DNS are written by others"),
+        ({"directory": "etcd:2379"}, "etcd://HOST:PORT"),
+        ({"directory": "etcd://e:1", "directory_labels": "role"}, "NAME=VALUE"),
+        ({"directory": "etcd://e:1", "directory_ttl": 0.5}, "greater than or equal to 2"),
+    ],
+)
+def test_settings_that_list_nothing_are_refused(settings: dict[str, object], says: str) -> None:
+    with pytest.raises(BadConfig, match=says):
+        configure(**settings)
+
+
+def test_a_server_that_no_other_host_reaches_is_not_listed(tmp_path: Path) -> None:
+    done = refused("--listen", "", "--unix", f"{tmp_path}/node.sock", "--directory", "etcd://127.0.0.1:1")
+    assert done.returncode == 2
+    assert "as other hosts reach it" in done.stderr
