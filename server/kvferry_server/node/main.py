@@ -108,13 +108,13 @@ def run(arguments: Sequence[str]) -> int:
 async def _serve(loaded: Loaded) -> None:
     from kvferry_server.node.connections import raise_file_limit
     from kvferry_server.node.server import NodeServer
+    from kvferry_server.node.service_manager import ServiceManager
 
+    manager = ServiceManager()
     signals: asyncio.Queue[signal.Signals] = asyncio.Queue()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, signals.put_nowait, number)
-    # By default it would end the process without a drain, for example when a terminal closes.
-    loop.add_signal_handler(signal.SIGHUP, logger.warning, "SIGHUP: settings are not reloaded; restart to change them")
     raise_file_limit()
 
     server = NodeServer(loaded.config)
@@ -125,6 +125,16 @@ async def _serve(loaded: Loaded) -> None:
     message = f"kvferryd {kvferry.__version__} {line}"
     # Passed to the handlers directly, so that it appears at every log level, and as an info message.
     logger.handle(logger.makeRecord(logger.name, logging.INFO, __file__, 0, message, values, None))
+    status = f"listens on {' and '.join(server.addresses)}"
+
+    def reload() -> None:
+        manager.reloading()
+        logger.warning("SIGHUP: settings are not reloaded; restart to change them")
+        manager.ready(status)
+
+    # By default it would end the process without a drain, for example when a terminal closes.
+    loop.add_signal_handler(signal.SIGHUP, reload)
+    manager.ready(status)
 
     stopping = asyncio.ensure_future(signals.get())
     failed = asyncio.ensure_future(server.failed())
@@ -134,6 +144,7 @@ async def _serve(loaded: Loaded) -> None:
         await server.stop(0)
         await failed
     failed.cancel()
+    manager.stopping(loaded.config.drain)
     logger.info("%s: draining for at most %g s", stopping.result().name, loaded.config.drain)
     drained = asyncio.ensure_future(server.stop())
     again = asyncio.ensure_future(signals.get())
