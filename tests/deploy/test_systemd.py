@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvferry_server.node.config import NodeConfig
+from kvferry_server.node.config import configure
 from tests.support.repository import ROOT
 
 UNIT = ROOT / "deploy" / "systemd" / "kvferryd.service"
@@ -44,7 +44,7 @@ def test_unit_gives_little_to_whoever_takes_kvferryd_over() -> None:
 def test_unit_waits_longer_than_the_drain_and_gives_files_for_all_connections() -> None:
     parser = configparser.ConfigParser(strict=False, interpolation=None)
     parser.read(UNIT)
-    service, settings = parser["Service"], NodeConfig()
+    service, settings = parser["Service"], configure()
     assert float(service["TimeoutStopSec"]) > settings.drain
     assert int(service["LimitNOFILE"]) > 2 * settings.max_connections
     assert str(Path(settings.unix).parent) == f"/run/{service['RuntimeDirectory']}"
