@@ -1,5 +1,5 @@
-# Every target sets up what it needs by itself, in .venv, .venv-docs, .venv-oldest, .venv-proto
-# and tests/support/nodejs/node_modules.
+# Every target sets up what it needs by itself, in .venv, .venv-docs, .venv-oldest, .venv-package,
+# .venv-proto and tests/support/nodejs/node_modules.
 
 SHELL := bash
 .DEFAULT_GOAL := help
@@ -17,20 +17,20 @@ VENV := .venv/.installed
 NODE := tests/support/nodejs/node_modules/.installed
 
 .PHONY: help setup node demo test test-oldest test-vllm test-gpu gpu-bundle lint format reliability house errors soak mutate proto proto-check bench
-.PHONY: bench-vllm docs clean
+.PHONY: bench-vllm docs lock package sbom clean
 
 help: ## Show this help
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: $(VENV) ## Install kvferry and its tools into .venv
 
-$(VENV): pyproject.toml
+$(VENV): pyproject.toml requirements.lock
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
 		|| { echo "kvferry needs Python 3.10 or newer; name one with PYTHON=/path/to/python3" >&2; exit 1; }
 	@echo "Setting up .venv (the first time takes some minutes)"
 	@$(PYTHON) -m venv .venv
 	@$(PIP) install '$(TORCH)'
-	@$(PIP) install -e '.[server,nixl,test,dev]'
+	@$(PIP) install -c requirements.lock -e '.[server,nixl,test,dev]'
 	@touch $@
 
 # What the tests need from npm. Without npm those tests are skipped.
@@ -169,7 +169,42 @@ $(DOCS_VENV): pyproject.toml
 docs: $(DOCS_VENV) ## Build the documentation as a site in build/site
 	@NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict --quiet
 
+# What is released, in dist: the sdist, the wheel that is built from it, and the parts that a clean environment then has.
+PACKAGE_VENV := .venv-package/.installed
+RELEASE := build/release
+
+$(PACKAGE_VENV): pyproject.toml requirements.lock
+	@echo "Setting up .venv-package"
+	@$(PYTHON) -m venv .venv-package
+	@.venv-package/bin/python -m pip --disable-pip-version-check -qq install -c requirements.lock uv
+	@.venv-package/bin/uv pip install -q --python .venv-package -c requirements.lock -e '.[package,server,test]'
+	@touch $@
+
+package: setup $(PACKAGE_VENV) ## Build the wheel and the sdist into dist, install them into clean environments and check them
+	@rm -rf dist
+	@.venv-package/bin/python -m build --no-isolation >/dev/null
+	@.venv-package/bin/twine check --strict dist/*
+	@$(MAKE) --no-print-directory sbom
+	@.venv-package/bin/python -m pytest tests/package $(PYTEST_ARGS)
+
+# What is in the lock stays as it is, as far as pyproject.toml allows. UPGRADE=1 takes the newest. torch and what it brings
+# are not in it: TORCH says which.
+lock: ## Write requirements.lock, the versions for CI and the container (UPGRADE=1)
+	@$(PYTHON) -m venv build/lock && build/lock/bin/python -m pip --disable-pip-version-check -qq install 'uv>=0.13,<0.14'
+	@build/lock/bin/uv pip compile -q --universal --python-version 3.10 $(if $(UPGRADE),--upgrade) \
+		--extra server --extra nixl --extra test --extra dev --extra package \
+		--no-header --no-annotate --no-emit-index-url --no-emit-find-links --no-emit-package torch \
+		--custom-compile-command 'make lock' --output-file requirements.lock pyproject.toml >/dev/null
+	@sed -i -E '/^(nvidia-|cuda-|triton)/d' requirements.lock
+
+sbom: $(PACKAGE_VENV) ## List what the wheel in dist brings along, in dist/sbom.cdx.json (CycloneDX)
+	@rm -rf $(RELEASE)
+	@.venv-package/bin/uv venv -q --python .venv-package/bin/python $(RELEASE)
+	@.venv-package/bin/uv pip install -q --python $(RELEASE) -c requirements.lock "$$(echo dist/kvferry-*.whl)[server]"
+	@.venv-package/bin/cyclonedx-py environment --output-reproducible --pyproject pyproject.toml \
+		--output-file dist/sbom.cdx.json $(RELEASE)/bin/python
+
 clean: ## Remove everything that make has set up or left
-	rm -rf .venv .venv-docs .venv-oldest .venv-proto .venv-vllm* tests/support/nodejs/node_modules build dist
+	rm -rf .venv .venv-docs .venv-oldest .venv-package .venv-proto .venv-vllm* tests/support/nodejs/node_modules build dist
 	rm -rf .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find client server tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -10,7 +10,20 @@ from pathlib import Path
 from tests.support.repository import ROOT
 
 TESTS = ROOT / "tests"
-SUITES = {"benchmarks", "e2e", "faults", "fuzz", "gpu", "integrity", "model", "mutation", "repository", "soak"}
+SUITES = {
+    "benchmarks",
+    "deploy",
+    "e2e",
+    "faults",
+    "fuzz",
+    "gpu",
+    "integrity",
+    "model",
+    "mutation",
+    "package",
+    "repository",
+    "soak",
+}
 """Of the whole system, or of the repository: folders of no folder of the code."""
 API = {"api"}
 """Of the client's modules that are in no folder: `_cache`, `_client`, `aio`, `errors` and others."""

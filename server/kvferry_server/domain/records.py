@@ -161,6 +161,10 @@ class Records:
         """Yield all leases, including ended ones whose outcome is kept."""
         return iter(self.leases_by_id.values())
 
+    def pinning(self) -> bool:
+        """Whether a live lease pins blocks. One on a publication that has not arrived pins none."""
+        return any(lease.live and lease.publication.stage is not PublicationStage.AWAITED for lease in self.leases())
+
     def listed_publications(self) -> Mapping[EngineRef, Ordered[PublicationRecord]]:
         """Return `publications` by incarnation and number, for listings that need only a few of them."""
         return {source: book.listed for source, book in self.books.items()}

@@ -57,6 +57,7 @@ class Home:
         memory: budget of the bytes that all of these take.
         wakeups: wakes streams; its topics are publications and feeds.
         draining: no new work is accepted.
+        drained: Watches end, too.
     """
 
     def __init__(self, clock: Clock, times: Times, advertise: str, limits: Limits | None = None) -> None:
@@ -72,6 +73,7 @@ class Home:
         self.lessor = Lessor(self.records)
         self.wakeups = Wakeups()
         self.draining = False
+        self.drained = False
         self._started = clock.now()
         self._feeds: dict[Process, Feed] = {}
         self._feed_sizes: dict[EngineRef, int] = {}
@@ -99,14 +101,20 @@ class Home:
             await self._driver.wait(None if math.isinf(sleep) else max(SHORTEST_SLEEP, sleep))
 
     def drain(self) -> None:
-        """Accept no new work. Renewals are still answered and reports taken. Streams end with DRAINING; each Watch is
-        told before. Idempotent."""
+        """Accept no new work. Renewals are still answered and reports taken. Streams of readers end with DRAINING.
+        Watches are told and go on: a source must hear of the reads that end meanwhile, or it would publish their blocks
+        again after the restart, and nobody would read them. Idempotent."""
         if self.draining:
             return
         self.draining = True
         self.records.drain()
         for feed in self._feeds.values():
             feed.push(Draining())
+        self.wakeups.wake_all()
+
+    def end_watches(self) -> None:
+        """End the Watches of a draining home with DRAINING, once each has sent all its events."""
+        self.drained = True
         self.wakeups.wake_all()
 
     def check_not_draining(self) -> None:

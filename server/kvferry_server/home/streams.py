@@ -198,7 +198,7 @@ async def watch(
                 _check_current(feed, number)
                 if feed.after(told):
                     continue
-                if home.draining:
+                if home.drained:
                     raise ServerDraining("this node server is draining")
                 await waker.wait()
     finally:

@@ -116,23 +116,34 @@ def run(arguments: Sequence[str]) -> int:
 async def _serve(loaded: Loaded) -> None:
     from kvferry_server.node.connections import raise_file_limit
     from kvferry_server.node.server import NodeServer
+    from kvferry_server.node.service_manager import ServiceManager
 
+    manager = ServiceManager()
     signals: asyncio.Queue[signal.Signals] = asyncio.Queue()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, signals.put_nowait, number)
     server = NodeServer(loaded.config)
+    # What systemd shows once the server serves.
+    status = ""
     reloads = set[asyncio.Task[None]]()
 
-    def reload() -> None:
+    async def reload() -> None:
+        if status:
+            manager.reloading()
+        await server.reload()
+        if status:
+            manager.ready(status)
+
+    def on_sighup() -> None:
         logger.info("SIGHUP: reading the policy and the TLS files again; other settings need a restart")
-        reloading = asyncio.create_task(server.reload())
+        reloading = asyncio.create_task(reload())
         # The event loop alone would not keep it.
         reloads.add(reloading)
         reloading.add_done_callback(reloads.discard)
 
     # By default it would end the process without a drain, for example when a terminal closes.
-    loop.add_signal_handler(signal.SIGHUP, reload)
+    loop.add_signal_handler(signal.SIGHUP, on_sighup)
     raise_file_limit()
 
     await server.start()
@@ -142,6 +153,8 @@ async def _serve(loaded: Loaded) -> None:
     message = f"kvferryd {kvferry.__version__} {line}"
     # Passed to the handlers directly, so that it appears at every log level, and as an info message.
     logger.handle(logger.makeRecord(logger.name, logging.INFO, __file__, 0, message, values, None))
+    status = f"listens on {' and '.join(server.addresses)}"
+    manager.ready(status)
 
     stopping = asyncio.ensure_future(signals.get())
     failed = asyncio.ensure_future(server.failed())
@@ -151,6 +164,9 @@ async def _serve(loaded: Loaded) -> None:
         await server.stop(0)
         await failed
     failed.cancel()
+    # A reload that ends from here on must not say that it serves.
+    status = ""
+    manager.stopping(loaded.config.drain)
     logger.info("%s: draining for at most %g s", stopping.result().name, loaded.config.drain)
     drained = asyncio.ensure_future(server.stop())
     again = asyncio.ensure_future(signals.get())

@@ -184,18 +184,21 @@ class NodeServer:
         grace = self._config.drain if grace is None else grace
         if self._servings and self._relays is not None:
             self._relays.stop()
-            # The order matters: load balancers leave, then new work is refused, then streams end. A single open stream,
-            # even a health Watch, would make gRPC wait for the whole grace.
+            # The order matters: load balancers leave, then new work is refused, then readers report what they have read
+            # and sources hear of it, then streams end. Only gRPC's stop refuses reports. A single open stream, even a
+            # health Watch, would make it wait for the whole grace.
             await self._health.enter_graceful_shutdown()
             self.home.drain()
             # Beside the drain, which a directory out of reach shall not prolong.
             self._unlisting = asyncio.create_task(self._unlist(), name="kvferry-unlisting")
+            until = asyncio.get_running_loop().time() + grace
+            await self._leases_end(until)
+            self.home.end_watches()
             if grace > 0:
                 await asyncio.gather(*(guard.streams_ended(DRAIN_STREAMS) for guard in self._guards))
             for guard in self._guards:
                 guard.end_streams()
-            # Readers can still report what they have read: only gRPC's stop refuses new calls.
-            grace = await self._leases_end(grace)
+            grace = max(0.0, until - asyncio.get_running_loop().time())
         await asyncio.gather(*(serving.stop(grace) for serving in self._servings))
         if self._relays is not None:
             await self._relays.close()
@@ -222,14 +225,12 @@ class NodeServer:
         if listings is not None:
             await listings.stop()
 
-    async def _leases_end(self, grace: float) -> float:
-        """Wait until no lease is live, at most `grace` seconds. Returns the seconds that are left."""
+    async def _leases_end(self, until: float) -> None:
+        """Wait until no lease pins blocks, at most until a time of the event loop."""
         loop = asyncio.get_running_loop()
-        until = loop.time() + grace
         # Polled, because the domain has no asyncio events to wait for.
-        while any(lease.live for lease in self.home.records.leases()) and loop.time() < until:  # noqa: ASYNC110
+        while self.home.records.pinning() and loop.time() < until:  # noqa: ASYNC110
             await asyncio.sleep(LEASE_POLL)
-        return max(0.0, until - loop.time())
 
     def _hold(self) -> TcpListener | None:
         """Reserve all addresses, and read the TLS files. Returns the TCP listener; None: no TCP."""

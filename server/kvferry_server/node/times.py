@@ -18,6 +18,9 @@ RETRY_AFTER = 0.25
 DRAIN_STREAMS = 0.5
 """How long streams get to end by themselves when a drain has told them to, before they are ended."""
 
+STOP_MARGIN = 10.0
+"""How long a drained server may take to end its connections, home and threads, before its service manager kills it."""
+
 LEASE_POLL = 0.05
 """Between two checks whether leases are still live, during a drain."""
 

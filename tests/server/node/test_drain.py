@@ -21,6 +21,7 @@ from kvferry._wire.status import from_rpc_error
 from kvferry.errors import InternalError, ServerDraining, Unavailable
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry.v1.kv_transfer_pb2_grpc import KVTransferStub
+from kvferry_server.domain.publications import PublicationStage
 from kvferry_server.home.home import Home
 from kvferry_server.node.config import configure
 from kvferry_server.node.server import NodeServer
@@ -108,10 +109,12 @@ async def test_the_order_of_a_drain(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
     recorded(server._health, "enter_graceful_shutdown", later=True)
     recorded(server.home, "drain", later=False)
+    recorded(server, "_leases_end", later=True)
+    recorded(server.home, "end_watches", later=False)
     recorded(server._guards[0], "end_streams", later=False)
     recorded(server._servings[0], "stop", later=True)
     await server.stop()
-    assert steps == ["enter_graceful_shutdown", "drain", "end_streams", "stop"]
+    assert steps == ["enter_graceful_shutdown", "drain", "_leases_end", "end_watches", "end_streams", "stop"]
     assert names(tmp_path) == set()
 
 
@@ -156,7 +159,9 @@ async def test_a_drain_waits_for_live_leases_and_takes_their_reports(
 ) -> None:
     server = NodeServer(configure(unix=str(tmp_path / "node.sock"), listen="", drain=3600))
     await server.start()
-    leases = [SimpleNamespace(live=False), SimpleNamespace(live=True)]
+    # Nobody publishes any more what the third waits for.
+    stages = (False, PublicationStage.PUBLISHED), (True, PublicationStage.PUBLISHED), (True, PublicationStage.AWAITED)
+    leases = [SimpleNamespace(live=live, publication=SimpleNamespace(stage=stage)) for live, stage in stages]
     monkeypatch.setattr(server.home.records, "leases", lambda: iter(leases))
     stopping = asyncio.ensure_future(server.stop())
     async with connect_async(server.addresses[0]) as channel:

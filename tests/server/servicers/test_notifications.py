@@ -177,7 +177,6 @@ async def test_a_draining_home_says_so_ends_its_streams_and_still_takes_reports(
     ready.home.drain()
     assert await watch.kinds(1) == ["draining"]
     for call in (
-        watch.next(),
         stream.next(),
         ready.read(2).next(),
         ready.register(),
@@ -189,3 +188,7 @@ async def test_a_draining_home_says_so_ends_its_streams_and_still_takes_reports(
     renewed, ended = await ready.reader(pb.Notification(renew=pb.Renew(lease_id=lease_id)), read_done(lease_id, 0))
     assert from_duration(renewed.renewed.remaining) == TIMES.ttl
     assert ended.read_ended.verdict == pb.VERDICT_VALID
+    # The source hears of it, so it does not publish the same again after the restart.
+    assert (await watch.next()).released.publication == 1
+    ready.home.end_watches()
+    assert isinstance(await raised(watch.next()), ServerDraining)

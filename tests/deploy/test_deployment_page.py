@@ -1,0 +1,63 @@
+"""What docs/deployment.md says, copied into a shell."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import tomllib
+
+from kvferry_server.node.config import load
+from tests.support.node_servers import environment, free_port
+from tests.support.repository import ROOT
+
+PAGE = (ROOT / "docs" / "deployment.md").read_text()
+SECTION = PAGE[PAGE.index("## Two nodes") : PAGE.index("## systemd")]
+BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+
+def test_two_nodes_by_copying(tmp_path: Path) -> None:
+    commands = [text for kind, text in BLOCK.findall(SECTION) if kind == "sh"]
+    assert len(commands) == 7
+    install, *rest = commands
+    # Everything is installed already, and 7423 may be somebody else's.
+    assert install == "pip install '.[server,nixl]'\n"
+    script = "set -e\n" + "".join(rest).replace("7423", str(free_port()))
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    programs = Path(sys.executable).parent
+    env = environment()
+    shell = subprocess.Popen(
+        ["bash", "-c", script],
+        cwd=tmp_path,
+        env={**env, "PATH": f"{programs}:{env['PATH']}"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        said, complained = shell.communicate(timeout=100)
+    finally:
+        # Nothing of it may be left when it fails.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(shell.pid, signal.SIGKILL)
+        shell.communicate()
+    logs = "".join((tmp_path / node / "log").read_text() for node in ("node-a", "node-b"))
+    assert shell.returncode == 0, complained + logs
+    for promised in re.findall(r"`([^`]*(?:moved|released)[^`]*)`", SECTION):
+        assert promised in said
+    # The operator's two commands.
+    assert re.search(r"^\W*prefill\b", said, re.MULTILINE), said
+    assert "request-1" in said
+    assert logs.count("stopped\n") == 2
+
+
+def test_settings_of_the_unit_are_settings() -> None:
+    (toml,) = [text for kind, text in BLOCK.findall(PAGE) if kind == "toml"]
+    given = tomllib.loads(toml)
+    assert load(given).config.advertise == given["advertise"]
