@@ -16,6 +16,7 @@
     │   ├── WrongKey
     │   ├── WrongSession
     │   ├── WrongIdentity
+    │   ├── NotPermitted
     │   ├── CacheDiffers
     │   ├── EngineIdInUse              retry after .retry_after seconds
     │   ├── PeerRestarted
@@ -85,6 +86,7 @@ from kvferry.errors._peers import (
     MessageTooLarge,
     NotFound,
     NotImplementedHere,
+    NotPermitted,
     PeerRestarted,
     PublicationAborted,
     PublicationReleased,
@@ -144,6 +146,7 @@ __all__ = [
     "NixlMissing",
     "NotFound",
     "NotImplementedHere",
+    "NotPermitted",
     "PartiesMismatch",
     "PeerRestarted",
     "PublicationAborted",

@@ -35,6 +35,13 @@ class WrongIdentity(Refused):
     code = "PERMISSION_DENIED"
 
 
+class NotPermitted(Refused):
+    """This caller may not make this call. Values: method, needed."""
+
+    reason = "NOT_PERMITTED"
+    code = "PERMISSION_DENIED"
+
+
 class CacheDiffers(Refused):
     """The rank is already registered, with different content. Values: engine_id, rank, field."""
 
@@ -51,7 +58,8 @@ class EngineIdInUse(Refused):
 
 
 class PeerRestarted(Refused):
-    """The message names an incarnation of the engine that has ended. Values: engine_id, incarnation, current."""
+    """The message names an incarnation of the engine that has ended: another took its place, or an operator evicted it.
+    Values: engine_id, incarnation, current."""
 
     reason = "PEER_RESTARTED"
 
@@ -76,7 +84,7 @@ class WatchTakenOver(Refused):
 
 
 class RelayLoop(Refused):
-    """A relayed registration reached a node server that is not the home. Values: relayed_by."""
+    """A relayed call reached a node server that is not the home. Values: relayed_by."""
 
     reason = "RELAY_LOOP"
 

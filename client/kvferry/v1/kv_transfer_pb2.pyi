@@ -55,6 +55,8 @@ class _RevokeReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._E
     """REVOKE_REASON_SOURCE_LOST: the source engine is gone or was replaced."""
     REVOKE_REASON_FINAL_DEADLINE: _RevokeReason.ValueType  # 3
     """REVOKE_REASON_FINAL_DEADLINE: the publication's final deadline is near; there will be no more renewals."""
+    REVOKE_REASON_OPERATOR: _RevokeReason.ValueType  # 4
+    """REVOKE_REASON_OPERATOR: an operator has ended the lease."""
 
 class RevokeReason(_RevokeReason, metaclass=_RevokeReasonEnumTypeWrapper):
     """RevokeReason says why a source takes its offer back."""
@@ -67,6 +69,8 @@ REVOKE_REASON_SOURCE_LOST: RevokeReason.ValueType  # 2
 """REVOKE_REASON_SOURCE_LOST: the source engine is gone or was replaced."""
 REVOKE_REASON_FINAL_DEADLINE: RevokeReason.ValueType  # 3
 """REVOKE_REASON_FINAL_DEADLINE: the publication's final deadline is near; there will be no more renewals."""
+REVOKE_REASON_OPERATOR: RevokeReason.ValueType  # 4
+"""REVOKE_REASON_OPERATOR: an operator has ended the lease."""
 global___RevokeReason = RevokeReason
 
 class _ResyncPhase:
@@ -1412,19 +1416,29 @@ global___CancelRead = CancelRead
 
 @typing.final
 class Decline(google.protobuf.message.Message):
-    """Decline ends the hold of a publication that nobody will read: released at once, or with its last live lease. Idempotent."""
+    """Decline ends the hold of a publication that nobody will read: released at once, or with its last live lease. Idempotent.
+
+    Any node server takes it: one that does not have the engine sends it on to the home that the reference names, if that is
+    one that it may relay to, and answers what the home answers. A home that cannot be reached is UNREACHABLE.
+    """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     REFERENCE_FIELD_NUMBER: builtins.int
+    RELAYED_BY_FIELD_NUMBER: builtins.int
     reference: builtins.str
-    """reference as the source's engine gave it; its key is checked."""
+    """reference as the source's engine gave it, at most 4096 bytes; its key is checked."""
+    relayed_by: builtins.str
+    """relayed_by is the advertised address of the node server that sends it on, at most 256 bytes; one that has been sent on
+    is not sent on again (RELAY_LOOP). Empty: not relayed.
+    """
     def __init__(
         self,
         *,
         reference: builtins.str = ...,
+        relayed_by: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["reference", b"reference"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["reference", b"reference", "relayed_by", b"relayed_by"]) -> None: ...
 
 global___Decline = Decline
 

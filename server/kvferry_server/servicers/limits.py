@@ -64,6 +64,10 @@ DEFAULT_PAGE_SIZE = 100
 MAX_PAGE_SIZE = 1000
 """Entries of a listing's page."""
 
+MAX_LOOKS = 1 << 14
+"""Entries that are looked at for one filtered page, reads of a publication included. That takes a few milliseconds on
+the event loop."""
+
 MAX_PAGE_TOKEN = 4096
 """Characters of a page token."""
 

@@ -20,7 +20,7 @@ import grpc.aio
 
 from kvferry._wire.channel import TlsConfig, connect_async, is_loopback, parse_address
 from kvferry._wire.status import from_rpc_error
-from kvferry.errors import InvalidField, LimitReached, RelayLoop
+from kvferry.errors import InvalidField, LimitReached, RelayLoop, Unreachable
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry.v1.kv_transfer_pb2_grpc import KVTransferStub
 from kvferry_server.servicers.limits import MAX_HOMES
@@ -96,6 +96,32 @@ class Relays:
             await self._leave(home)
         answer.advertise = self._advertise
         return answer
+
+    async def decline(
+        self, home: str, declines: Sequence[pb.Decline], timeout: float
+    ) -> Sequence[pb.NotificationResult]:
+        """Send declines on to the home that their references name, marked, so that it does not send them on again.
+        Returns its results, in order.
+
+        Args:
+            home: the home.
+            declines: what it is told.
+            timeout: seconds that it may take.
+
+        Raises: as `register_cache`.
+        """
+        marked = [pb.Decline(reference=decline.reference, relayed_by=self._advertise) for decline in declines]
+        request = pb.NotifyRequest(notifications=[pb.Notification(decline=decline) for decline in marked])
+        stub = self._enter(home)
+        try:
+            answer = await stub.Notify(request, timeout=timeout)
+        except grpc.RpcError as error:
+            raise from_rpc_error(error, home, self._tls) from None
+        finally:
+            await self._leave(home)
+        if len(answer.results) != len(declines):
+            raise Unreachable(f"{home} gave {len(answer.results)} answers to {len(declines)} declines", address=home)
+        return answer.results
 
     async def watch(self, request: pb.WatchRequest) -> AsyncGenerator[pb.WatchResponse, None]:
         """Relay a rank's Watch and yield the home's messages, until either side ends. Raises as `register_cache`."""
