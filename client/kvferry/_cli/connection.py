@@ -14,6 +14,8 @@ import typer
 
 # Nothing here imports gRPC or protobuf before a command runs: `kvferry --help` has to be quick.
 if TYPE_CHECKING:
+    import grpc
+
     from kvferry.v1 import introspection_pb2
     from kvferry.v1.introspection_pb2_grpc import IntrospectionStub
 
@@ -60,6 +62,14 @@ class Connection:
 
     @contextmanager
     def introspection(self, server: str) -> Iterator[Asker]:
+        """Connect to a node server's service Introspection. Raises as `channel`."""
+        from kvferry.v1.introspection_pb2_grpc import IntrospectionStub
+
+        with self.channel(server) as channel:
+            yield Asker(IntrospectionStub(channel), self.timeout)
+
+    @contextmanager
+    def channel(self, server: str) -> Iterator[grpc.Channel]:
         """Connect to a node server.
 
         Raises:
@@ -71,7 +81,6 @@ class Connection:
         from kvferry._wire.channel import TlsConfig, connect
         from kvferry._wire.status import from_rpc_error
         from kvferry.errors import InvalidInput
-        from kvferry.v1.introspection_pb2_grpc import IntrospectionStub
 
         files = self.tls_ca, self.tls_cert, self.tls_key
         try:
@@ -81,7 +90,7 @@ class Connection:
             raise typer.BadParameter(str(error)) from None
         with channel:
             try:
-                yield Asker(IntrospectionStub(channel), self.timeout)
+                yield channel
             except grpc.RpcError as error:
                 raise from_rpc_error(error, server, tls) from None
 

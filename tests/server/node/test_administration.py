@@ -118,9 +118,8 @@ async def test_reflection_of_both_versions_describes_everything(server: NodeServ
     asked += [reflection_pb2.ServerReflectionRequest(file_containing_symbol=symbol) for symbol in symbols]
     asked += [reflection_pb2.ServerReflectionRequest(file_by_filename="google/rpc/error_details.proto")]
     async with connect_async(server.addresses[0]) as channel:
-        call: Any = channel.stream_stream(f"/{service}/ServerReflectionInfo")(
-            iter([r.SerializeToString() for r in asked])
-        )
+        untyped: Any = channel
+        call = untyped.stream_stream(f"/{service}/ServerReflectionInfo")(iter([r.SerializeToString() for r in asked]))
         answers = [reflection_pb2.ServerReflectionResponse.FromString(raw) async for raw in call]
     listed = [one.name for one in answers[0].list_services_response.service]
     assert sorted(listed) == sorted(OFFERED)
@@ -130,5 +129,6 @@ async def test_reflection_of_both_versions_describes_everything(server: NodeServ
             descriptor_pb2.FileDescriptorProto.FromString(raw)
             for raw in answer.file_descriptor_response.file_descriptor_proto
         ]
-        declared = {f"{file.package}.{one.name}" for file in files for one in (*file.message_type, *file.service)}
+        declared = {f"{file.package}.{message.name}" for file in files for message in file.message_type}
+        declared |= {f"{file.package}.{service.name}" for file in files for service in file.service}
         assert symbol in declared
