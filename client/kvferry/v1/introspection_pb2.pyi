@@ -8,8 +8,7 @@ fewer where they would take more than about 256 KiB. A filtered page may have no
 most 16384 entries for it: go on until next_page_token is empty. Filters are exact and hold together; with another
 filter, begin at the first page.
 
-Nothing here is a secret: leases are named by their public numbers. engine_ids and request_ids that are asked for have at
-most 256 bytes, page tokens at most 4096.
+Nothing here is a secret: leases are named by their public numbers.
 """
 
 import builtins
@@ -244,7 +243,7 @@ class ListEnginesRequest(google.protobuf.message.Message):
     page_size: builtins.int
     """page_size, at most 1000. 0 means 100."""
     page_token: builtins.str
-    """page_token from the page before. Empty: the first page."""
+    """page_token from the page before, at most 4096 bytes. Empty: the first page."""
     def __init__(
         self,
         *,
@@ -293,11 +292,13 @@ class GetEngineRequest(google.protobuf.message.Message):
     PAGE_SIZE_FIELD_NUMBER: builtins.int
     PAGE_TOKEN_FIELD_NUMBER: builtins.int
     engine_id: builtins.str
-    """engine_id of the engine."""
+    """engine_id of the engine, at most 256 bytes."""
     page_size: builtins.int
     """page_size is the number of ranks, at most 1000. 0 means as many as fit."""
     page_token: builtins.str
-    """page_token from the page before. Empty: the first page. PEER_RESTARTED if the engine has restarted since."""
+    """page_token from the page before, at most 4096 bytes. Empty: the first page. PEER_RESTARTED if the engine has restarted
+    since.
+    """
     def __init__(
         self,
         *,
@@ -413,13 +414,13 @@ class ListRequestsRequest(google.protobuf.message.Message):
     page_size: builtins.int
     """page_size, at most 1000. 0 means 100."""
     page_token: builtins.str
-    """page_token from the page before. Empty: the first page."""
+    """page_token from the page before, at most 4096 bytes. Empty: the first page."""
     engine_id: builtins.str
-    """engine_id to list. Empty: all."""
+    """engine_id to list, at most 256 bytes. Empty: all."""
     request_id: builtins.str
-    """request_id to list. Empty: all."""
+    """request_id to list, at most 256 bytes. Empty: all."""
     reader_engine_id: builtins.str
-    """reader_engine_id lists what this engine reads or has read. Empty: all."""
+    """reader_engine_id lists what this engine reads or has read, at most 256 bytes. Empty: all."""
     def __init__(
         self,
         *,
@@ -522,13 +523,13 @@ class ListTransfersRequest(google.protobuf.message.Message):
     page_size: builtins.int
     """page_size, at most 1000. 0 means 100."""
     page_token: builtins.str
-    """page_token from the page before. Empty: the first page."""
+    """page_token from the page before, at most 4096 bytes. Empty: the first page."""
     engine_id: builtins.str
-    """engine_id of the source. Empty: all."""
+    """engine_id of the source, at most 256 bytes. Empty: all."""
     request_id: builtins.str
-    """request_id at the source. Empty: all."""
+    """request_id at the source, at most 256 bytes. Empty: all."""
     reader_engine_id: builtins.str
-    """reader_engine_id of the reader. Empty: all."""
+    """reader_engine_id of the reader, at most 256 bytes. Empty: all."""
     def __init__(
         self,
         *,
@@ -582,9 +583,9 @@ class PlanReadRequest(google.protobuf.message.Message):
     DESTINATION_GEOMETRY_FIELD_NUMBER: builtins.int
     RANKS_FIELD_NUMBER: builtins.int
     source_engine_id: builtins.str
-    """source_engine_id of an engine whose home this is."""
+    """source_engine_id of an engine whose home this is, at most 256 bytes."""
     destination_engine_id: builtins.str
-    """destination_engine_id of an engine whose home this is."""
+    """destination_engine_id of an engine whose home this is, at most 256 bytes."""
     @property
     def source_geometry(self) -> kvferry.v1.geometry_pb2.EngineGeometry:
         """source_geometry as it would be declared."""
@@ -595,7 +596,7 @@ class PlanReadRequest(google.protobuf.message.Message):
 
     @property
     def ranks(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """ranks of the destination to plan for. Empty: all."""
+        """ranks of the destination to plan for, at most 4096. Empty: all."""
 
     def __init__(
         self,

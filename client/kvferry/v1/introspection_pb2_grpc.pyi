@@ -8,8 +8,7 @@ fewer where they would take more than about 256 KiB. A filtered page may have no
 most 16384 entries for it: go on until next_page_token is empty. Filters are exact and hold together; with another
 filter, begin at the first page.
 
-Nothing here is a secret: leases are named by their public numbers. engine_ids and request_ids that are asked for have at
-most 256 bytes, page tokens at most 4096.
+Nothing here is a secret: leases are named by their public numbers.
 """
 
 import abc

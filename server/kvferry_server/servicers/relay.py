@@ -23,6 +23,7 @@ from kvferry._wire.status import from_rpc_error
 from kvferry.errors import InvalidField, LimitReached, RelayLoop, Unreachable
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry.v1.kv_transfer_pb2_grpc import KVTransferStub
+from kvferry_server.servicers import checks
 from kvferry_server.servicers.limits import MAX_HOMES
 from kvferry_server.servicers.times import RANK_LEFT_TIMEOUT, REGISTER_TIMEOUT, RELAY_RETRY_AFTER
 
@@ -66,7 +67,10 @@ class Relays:
 
         Raises:
             RelayLoop: it is for another home, but another node server has relayed it to this one.
+            InvalidField: an address is too long.
         """
+        checks.text("home", home, least=0)
+        checks.text("relayed_by", relayed_by, least=0)
         if not home or home == self._advertise:
             return False
         if relayed_by:

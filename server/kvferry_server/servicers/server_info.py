@@ -15,7 +15,7 @@ from kvferry_server.home.home import Home
 from kvferry_server.servicers import encode, limits
 
 CONTRACT_REVISION = 1
-"""Raised by each release that adds to the protos. `make breaking` finds out that one has not been."""
+"""Raised with the first addition to the protos after each release."""
 
 CAPABILITIES = ("admin", "checksums", "decline_forwarding", "list_filters", "poll_blocks")
 """What callers may ask for before they rely on it, because servers in other languages may not have it."""
