@@ -204,7 +204,7 @@ def test_health_over_mutual_tls(tmp_path: Path) -> None:
         # Over TCP with certificates nobody is an operator.
         refused = run_kvferry("drain", "--yes", "--server", server.address, *probe)
         assert refused.returncode == 1
-        assert refused.stderr.rstrip().endswith("[NOT_PERMITTED]")
+        assert refused.stderr.rstrip().endswith("[NOT_ALLOWED]")
 
 
 def test_a_probe_starts_without_what_it_does_not_need(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@
     │   ├── WrongKey
     │   ├── WrongSession
     │   ├── WrongIdentity
-    │   ├── NotPermitted
+    │   ├── NotAllowed                 the node server's policy does not let this caller do it
     │   ├── CacheDiffers
     │   ├── EngineIdInUse              retry after .retry_after seconds
     │   ├── PeerRestarted
@@ -84,9 +84,9 @@ from kvferry.errors._peers import (
     LeaseEnded,
     LimitReached,
     MessageTooLarge,
+    NotAllowed,
     NotFound,
     NotImplementedHere,
-    NotPermitted,
     PeerRestarted,
     PublicationAborted,
     PublicationReleased,
@@ -144,9 +144,9 @@ __all__ = [
     "Mismatch",
     "NixlError",
     "NixlMissing",
+    "NotAllowed",
     "NotFound",
     "NotImplementedHere",
-    "NotPermitted",
     "PartiesMismatch",
     "PeerRestarted",
     "PublicationAborted",

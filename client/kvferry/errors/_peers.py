@@ -35,10 +35,11 @@ class WrongIdentity(Refused):
     code = "PERMISSION_DENIED"
 
 
-class NotPermitted(Refused):
-    """This caller may not make this call. Values: method, needed."""
+class NotAllowed(Refused):
+    """The policy of the node server does not let this caller do that. Values: identity, the names in its certificate;
+    role, what it lacks; engine_id, for which engine, if it is about one; method."""
 
-    reason = "NOT_PERMITTED"
+    reason = "NOT_ALLOWED"
     code = "PERMISSION_DENIED"
 
 

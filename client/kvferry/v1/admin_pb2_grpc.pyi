@@ -8,7 +8,7 @@ No call cuts a lease short: its reader may be reading the blocks at that moment,
 a lease ended before its reader knows, the source would change the blocks under a read that counts as good. So calls stop
 grants and renewals, and tell the reader; the lease ends by its time or by its reader's reports.
 
-Who may call: callers on the UNIX socket, and callers of the same host over TCP without TLS. Others get NOT_PERMITTED,
+Who may call: callers on the UNIX socket, and callers of the same host over TCP without TLS. Others get NOT_ALLOWED,
 unless the node server's policy makes them administrators.
 """
 

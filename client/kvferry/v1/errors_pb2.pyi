@@ -182,9 +182,12 @@ class _ErrorReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     lease_number. Next step: give all ranks of one engine certificates that share a name (subjectAltName or common
     name). If they do, somebody else uses this lease_id.
     """
-    ERROR_REASON_NOT_PERMITTED: _ErrorReason.ValueType  # 32
-    """PERMISSION_DENIED: this caller may not make this call. Metadata: method, needed. Next step: call the node server over
-    its UNIX socket, from a user who may enter the socket's directory.
+    ERROR_REASON_NOT_ALLOWED: _ErrorReason.ValueType  # 32
+    """PERMISSION_DENIED: the policy of the node server does not let the caller do this. Said before anything else is looked
+    up. Metadata: identity, the DNS names and URIs in the caller's certificate, empty without one; role, which it lacks;
+    engine_id, the engine for which it lacks it, empty if the call is about none; method. Next step: if the caller should
+    be allowed to, give `identity` the role in the file that kvferryd's `--policy` names and send kvferryd a SIGHUP. An
+    admin calls over the UNIX socket, or with a certificate that the policy makes one.
     """
 
 class ErrorReason(_ErrorReason, metaclass=_ErrorReasonEnumTypeWrapper):
@@ -346,8 +349,11 @@ ERROR_REASON_WRONG_IDENTITY: ErrorReason.ValueType  # 31
 lease_number. Next step: give all ranks of one engine certificates that share a name (subjectAltName or common
 name). If they do, somebody else uses this lease_id.
 """
-ERROR_REASON_NOT_PERMITTED: ErrorReason.ValueType  # 32
-"""PERMISSION_DENIED: this caller may not make this call. Metadata: method, needed. Next step: call the node server over
-its UNIX socket, from a user who may enter the socket's directory.
+ERROR_REASON_NOT_ALLOWED: ErrorReason.ValueType  # 32
+"""PERMISSION_DENIED: the policy of the node server does not let the caller do this. Said before anything else is looked
+up. Metadata: identity, the DNS names and URIs in the caller's certificate, empty without one; role, which it lacks;
+engine_id, the engine for which it lacks it, empty if the call is about none; method. Next step: if the caller should
+be allowed to, give `identity` the role in the file that kvferryd's `--policy` names and send kvferryd a SIGHUP. An
+admin calls over the UNIX socket, or with a certificate that the policy makes one.
 """
 global___ErrorReason = ErrorReason

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 
 from kvferry._clock import to_duration
-from kvferry.errors import InvalidField, KvferryError, LeaseEnded, NotPermitted
+from kvferry.errors import InvalidField, KvferryError, LeaseEnded, NotAllowed
 from kvferry.v1 import admin_pb2 as apb
 from kvferry.v1.admin_pb2_grpc import AdminServicer
 from kvferry_server.domain.identity import EngineRef
@@ -21,7 +21,7 @@ audit = logging.getLogger("kvferry_server.audit")
 
 
 def check_operator(method: str, context: Context, *, certificates: bool) -> None:
-    """Raise `NotPermitted` unless a caller may administer this node server: one on the UNIX socket, or one of this host
+    """Raise `NotAllowed` unless a caller may administer this node server: one on the UNIX socket, or one of this host
     over TCP without certificates. This is the whole policy where no roles are configured.
 
     Args:
@@ -30,10 +30,13 @@ def check_operator(method: str, context: Context, *, certificates: bool) -> None
         certificates: callers of this address may have certificates, none of which makes an administrator by itself.
     """
     if not on_unix_socket(context) and (certificates or remote_host(context)):
-        raise NotPermitted(
-            f"Admin/{method} is for callers on the node server's UNIX socket, or of its own host without TLS",
-            method=method,
-            needed="the UNIX socket",
+        raise NotAllowed(
+            f"{method} takes the role admin, which callers on the node server's UNIX socket have, and those of its own "
+            "host without TLS",
+            identity="",
+            role="admin",
+            engine_id="",
+            method=f"/kvferry.v1.Admin/{method}",
         )
 
 

@@ -17,7 +17,7 @@ from grpc_reflection.v1alpha import reflection_pb2
 
 from kvferry._wire.channel import connect_async
 from kvferry._wire.status import from_rpc_error
-from kvferry.errors import InvalidField, NotPermitted
+from kvferry.errors import InvalidField, NotAllowed
 from kvferry.v1 import admin_pb2 as apb
 from kvferry.v1 import introspection_pb2 as ipb
 from kvferry.v1.admin_pb2_grpc import AdminStub
@@ -61,15 +61,15 @@ async def test_a_certificate_makes_no_operator(tmp_path: Path, caplog: pytest.Lo
     await server.start()
     try:
         refused = await problem(server.addresses[1], client)
-        assert isinstance(refused, NotPermitted)
-        assert refused.values["method"] == "Drain"
+        assert isinstance(refused, NotAllowed)
+        assert refused.values["method"] == "/kvferry.v1.Admin/Drain"
         assert isinstance(await problem(server.addresses[0]), InvalidField)
     finally:
         await server.stop(0)
     (line,) = [record for record in caplog.records if record.name.endswith("audit") and "ipv" in record.getMessage()]
     assert line.levelno == logging.WARNING
     assert line.getMessage().startswith("Drain by 'spiffe://fleet/somebody' at ipv4:127.0.0.1:")
-    assert line.getMessage().endswith("NOT_PERMITTED")
+    assert line.getMessage().endswith("NOT_ALLOWED")
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_who_may_administer_without_a_policy(peer: str, certificates: bool, may:
     if may:
         check_operator("Drain", context, certificates=certificates)
     else:
-        with pytest.raises(NotPermitted):
+        with pytest.raises(NotAllowed):
             check_operator("Drain", context, certificates=certificates)
 
 
