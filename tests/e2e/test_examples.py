@@ -185,6 +185,35 @@ def test_a_client_in_typescript_lists_declines_and_follows(
     assert refused.stderr.rstrip().endswith("[BAD_REFERENCE]")
 
 
+GO = all(map(shutil.which, ("go", "protoc", "protoc-gen-go", "protoc-gen-go-grpc"))) and all(
+    Path("/usr/share/gocode/src", path).exists()
+    for path in ("google.golang.org/grpc", "github.com/golang/protobuf/proto/registry.go")
+)
+"""Whether the packages that examples/go/generate.sh names are installed."""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not GO, reason="Go, or one of its libraries, is not installed")
+def test_a_client_in_go_is_generated_and_declines(
+    homes: tuple[str, str], engine: Callable[..., Engine], tmp_path: Path
+) -> None:
+    generate = [str(ROOT / "examples" / "go" / "generate.sh"), str(tmp_path)]
+    made = subprocess.run(generate, capture_output=True, text=True, timeout=100, check=False)
+    assert made.returncode == 0, made.stderr
+    source = engine(homes[0], Model(), shards(4, 1)).ready()
+    offered = source.session.publish("go", {"full": Blocks([1])})
+    command = [str(tmp_path / "example"), homes[1], offered.reference]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"kvferryd {kvferry.__version__} at ")
+    assert done.stdout.endswith("declined\n")
+    assert source.release_of(offered).outcome is ReleaseOutcome.DECLINED
+    command = [str(tmp_path / "example"), homes[0]]
+    listed = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    incarnation = source.session.token.incarnation.hex()
+    assert f"engine {source.spec.engine_id} {incarnation} ENGINE_STATE_READY\n" in listed
+
+
 def test_router_routes_and_declines(
     homes: tuple[str, str],
     engine: Callable[..., Engine],
