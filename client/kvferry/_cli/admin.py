@@ -81,7 +81,7 @@ def end_lease(
     from kvferry.v1 import admin_pb2, introspection_pb2, kv_transfer_pb2
 
     with _operator(connection, server) as (asker, admin):
-        source = asker.engine(engine_id).summary.engine
+        source = asker.summary(engine_id).engine
         # The number and the home's epoch are of one listing.
         asked = introspection_pb2.ListTransfersRequest(engine_id=engine_id)
         listing = asker.all_pages(asker.stub.ListTransfers, asked, "transfers")
@@ -118,7 +118,7 @@ def abort(
     from kvferry.v1 import admin_pb2, introspection_pb2
 
     with _operator(connection, server) as (asker, admin):
-        source = asker.engine(engine_id).summary.engine
+        source = asker.summary(engine_id).engine
         _confirm(yes, f"Abort publication {publication} of {engine_id!r}?")
         request = admin_pb2.AbortPublicationRequest(source=source, publication=publication)
         answer = admin.AbortPublication(request, timeout=asker.timeout)
@@ -143,7 +143,7 @@ def evict(
     from kvferry.v1 import admin_pb2
 
     with _operator(connection, server) as (asker, admin):
-        summary = asker.engine(engine_id).summary
+        summary = asker.summary(engine_id)
         what = f"{engine_id!r}, incarnation {summary.engine.incarnation.hex()}, with {summary.publications} requests"
         _confirm(yes, f"Evict {what} and {summary.leases} leases? It has to be started again.")
         answer = admin.EvictEngine(admin_pb2.EvictEngineRequest(engine=summary.engine), timeout=asker.timeout)

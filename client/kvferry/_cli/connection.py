@@ -135,6 +135,13 @@ class Asker:
             whole.next_page_token = page.next_page_token
         return whole
 
+    def summary(self, engine_id: str) -> introspection_pb2.EngineSummary:
+        """Ask for an engine without its ranks."""
+        from kvferry.v1 import introspection_pb2
+
+        request = introspection_pb2.GetEngineRequest(engine_id=engine_id, page_size=1)
+        return self.stub.GetEngine(request, timeout=self.timeout).summary
+
     def all_pages(self, call: Callable[..., Response], request: Any, field: str) -> Response:
         """Ask for all pages of a list, and return them as one response."""
         request.page_size = PAGE_SIZE

@@ -93,6 +93,10 @@ MAX_WAITING_BYTES = 256 << 20
 MAX_HOMES = 256
 """Homes that the relays are connected to at once."""
 
+MAX_DECLINE_HOMES = MAX_HOMES // 4
+"""Homes that the relays are connected to up to which declines may add one: whoever has a reference sends those, and
+ranks that register must not wait for them."""
+
 POLL_BYTES = 1 << 20
 """Bytes of blocks after which an answer to PollBlocks takes no more steps."""
 

@@ -24,7 +24,7 @@ from kvferry.errors import InvalidField, LimitReached, RelayLoop, Unreachable
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry.v1.kv_transfer_pb2_grpc import KVTransferStub
 from kvferry_server.servicers import checks
-from kvferry_server.servicers.limits import MAX_HOMES
+from kvferry_server.servicers.limits import MAX_DECLINE_HOMES, MAX_HOMES
 from kvferry_server.servicers.times import RANK_LEFT_TIMEOUT, REGISTER_TIMEOUT, RELAY_RETRY_AFTER
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ class Relays:
         """
         marked = [pb.Decline(reference=decline.reference, relayed_by=self._advertise) for decline in declines]
         request = pb.NotifyRequest(notifications=[pb.Notification(decline=decline) for decline in marked])
-        stub = self._enter(home)
+        stub = self._enter(home, MAX_DECLINE_HOMES)
         try:
             answer = await stub.Notify(request, timeout=timeout)
         except grpc.RpcError as error:
@@ -182,14 +182,14 @@ class Relays:
         if self._endings.get(process) is ending:
             del self._endings[process]
 
-    def _enter(self, home: str) -> KVTransferAsyncStub:
+    def _enter(self, home: str, most: int = MAX_HOMES) -> KVTransferAsyncStub:
         self._check(home)
-        if home not in self._channels and len(self._channels) >= MAX_HOMES:
+        if home not in self._channels and len(self._channels) >= most:
             raise LimitReached(
-                f"relayed_homes: this node server is already connected to {MAX_HOMES} homes",
+                f"relayed_homes: this node server is already connected to {most} homes",
                 retry_after=RELAY_RETRY_AFTER,
                 limit="relayed_homes",
-                value=MAX_HOMES,
+                value=most,
             )
         channel, users = self._channels.get(home) or (connect_async(home, self._tls), 0)
         self._channels[home] = channel, users + 1

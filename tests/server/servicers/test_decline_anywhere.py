@@ -26,6 +26,7 @@ from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry.v1.kv_transfer_pb2_grpc import KVTransferStub, add_KVTransferServicer_to_server
 from kvferry_server.node.config import configure
 from kvferry_server.node.server import NodeServer
+from kvferry_server.servicers import relay
 from tests.support.node_in_process import TIMEOUT, proto, publish_notification, register_request, snapshot
 from tests.support.node_servers import free_port
 from tests.support.parties import SECRETS, P
@@ -154,3 +155,12 @@ async def test_what_a_strange_home_answers_is_not_passed_on(stage: Stage, answer
     assert isinstance(error, Unreachable)
     assert len(str(error)) < 500
     await server.stop(0)
+
+
+async def test_declines_leave_room_for_ranks_that_register(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(relay, "MAX_DECLINE_HOMES", 2)
+    homes = [f"127.0.0.1:{free_port()}" for _ in range(4)]
+    errors = await notify(stage.other, *(changed(stage.references[0], home=home) for home in homes))
+    assert sorted(type(error).__name__ for error in errors) == ["LimitReached"] * 2 + ["Unreachable"] * 2
+    # Nothing of it stays.
+    assert await notify(stage.other, stage.references[0]) == [None]
