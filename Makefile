@@ -16,11 +16,11 @@ CODE := $(wildcard client server tests benchmarks examples scripts)
 VENV := .venv/.installed
 NODE := tests/support/nodejs/node_modules/.installed
 
-.PHONY: help setup node demo test test-oldest test-vllm test-gpu gpu-bundle lint format reliability house errors soak mutate proto proto-check bench
-.PHONY: bench-vllm docs lock package sbom clean
+.PHONY: help setup node demo test test-oldest test-vllm test-gpu gpu-bundle lint format reliability house errors soak mutate
+.PHONY: proto proto-check breaking release-protos bench bench-vllm docs lock package sbom clean
 
 help: ## Show this help
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: $(VENV) ## Install kvferry and its tools into .venv
 
@@ -132,7 +132,7 @@ soak: setup ## Leaks after 10,000 requests; then random load and faults, every b
 mutate: setup ## Change one decision at a time; a test has to notice (SAMPLE=10, SEED=, ONLY=part of a path)
 	@.venv/bin/python -m tests.mutation --sample $(or $(SAMPLE),10) $(if $(SEED),--seed $(SEED)) $(if $(ONLY),--only $(ONLY))
 
-lint: setup $(NODE) proto-check ## Check style, types, the protos and the generated code
+lint: setup $(NODE) proto-check breaking ## Check style, types, the protos and the generated code
 	.venv/bin/ruff check
 	.venv/bin/ruff format --check
 	.venv/bin/mypy --strict $(CODE)
@@ -147,6 +147,13 @@ proto: ## Generate client/kvferry/v1 from protos/
 
 proto-check: ## Check that client/kvferry/v1 is what protos/ generates
 	@scripts/generate_protos.sh --check
+
+breaking: $(NODE) ## Check that the protos do not break callers of the last release
+	@scripts/breaking.sh
+
+# At a release, when the version in pyproject.toml is its own.
+release-protos: $(NODE) ## Keep the protos as those of this version's release
+	@scripts/breaking.sh --release
 
 # matplotlib draws the curves.
 bench: setup ## Run the benchmarks, and write docs/performance.md from them (TOPICS=)

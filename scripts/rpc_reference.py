@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 PROTOS = Path(__file__).parents[1] / "protos" / "kvferry" / "v1"
-FILES = ("kv_transfer", "introspection", "geometry", "errors")
+FILES = ("kv_transfer", "introspection", "admin", "geometry", "errors")
 
-METHOD = re.compile(r"rpc (\w+)\((stream )?(\w+)\) returns \((stream )?(\w+)\);")
+METHOD = re.compile(r"rpc (\w+)\((stream )?(\w+)\) returns \((stream )?(\w+)\) \{")
 FIELD = re.compile(r"(repeated |optional )?(map<[^>]+>|[\w.]+) (\w+) = (\d+)(?: \[deprecated = true\])?;")
 VALUE = re.compile(r"(\w+) = (\d+);")
 
@@ -60,7 +60,7 @@ def declarations(text: str) -> tuple[str, list[Declaration]]:
             continue
         if line.startswith("syntax"):
             head = said
-        elif line.startswith(("package", "import")):
+        elif line.startswith(("package", "import", "option")):
             pass
         elif opened := re.fullmatch(r"(service|message|enum) (\w+) \{(\})?", line):
             found.append(Declaration(opened[1], opened[2], said))

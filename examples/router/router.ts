@@ -5,15 +5,16 @@
 // decline: when no decode engine takes the request, the prefill engine gets its blocks back now and not when the hold
 // ends.
 //
-// usage: node router.js PORT PREFILL_URL[,…] DECODE_URL[,…] PROTO_ROOT
+// It never looks into a reference: any node server takes a decline, and passes it on to the home.
+//
+// usage: node router.js PORT PREFILL_URL[,…] DECODE_URL[,…] NODE_SERVER PROTO_ROOT
 
-import * as grpc from "@grpc/grpc-js";
-import * as protoLoader from "@grpc/proto-loader";
 import { createServer } from "node:http";
 import { randomUUID } from "node:crypto";
+import { NodeServer } from "./kvferry.js";
 
-const [port, prefills, decodes, protoRoot] = process.argv.slice(2) as [string, string, string, string];
-const CALL_TIMEOUT_MS = 5_000;
+const [port, prefills, decodes, address, protoRoot] = process.argv.slice(2) as [string, string, string, string, string];
+const nodeServer = new NodeServer(address, protoRoot);
 
 interface TransferParams {
   kvferry_reference?: string;
@@ -23,10 +24,6 @@ interface TransferParams {
 interface Completion {
   kv_transfer_params?: TransferParams;
   [name: string]: unknown;
-}
-
-interface NotifyAnswer {
-  results: { error?: { message: string } | null }[];
 }
 
 /** One engine after the other, beginning where the last request ended. */
@@ -41,33 +38,14 @@ class Pool {
   }
 }
 
-const definition = protoLoader.loadSync("kvferry/v1/kv_transfer.proto", { includeDirs: [protoRoot], keepCase: true });
-const { kvferry } = grpc.loadPackageDefinition(definition) as any;
-const clients = new Map<string, any>();
-
-/** The home that a reference names: field 1 of kvferry.v1.Reference, which is what the text encodes. */
-function homeOf(reference: string): string {
-  const body = Buffer.from(reference.slice("kvf1.".length), "base64url");
-  // Fields in any order; 1 is a string: tag 0x0a, length, bytes. It is the first that our encoder writes.
-  if (body[0] !== 0x0a) throw new Error("not a reference");
-  return body.subarray(2, 2 + body[1]!).toString();
-}
-
 /** Nobody will read it. */
-function decline(reference: string): Promise<void> {
-  const home = homeOf(reference);
-  const client = clients.get(home) ?? new kvferry.v1.KVTransfer(home, grpc.credentials.createInsecure());
-  clients.set(home, client);
-  const request = { notifications: [{ decline: { reference } }] };
-  const deadline = { deadline: Date.now() + CALL_TIMEOUT_MS };
-  return new Promise((resolve) =>
-    client.Notify(request, deadline, (error: grpc.ServiceError | null, answer?: NotifyAnswer) => {
-      // The call may go well and the decline be refused: WRONG_KEY, HOME_RECOVERING ... Time releases it all the same.
-      const problem = error ?? answer?.results[0]?.error;
-      if (problem) console.error(`decline at ${home}: ${problem.message}`);
-      resolve();
-    }),
-  );
+async function decline(reference: string): Promise<void> {
+  try {
+    await nodeServer.decline(reference);
+  } catch (error) {
+    // WRONG_KEY, UNREACHABLE … Time releases it all the same.
+    console.error(`decline: ${error}`);
+  }
 }
 
 async function ask(url: string, body: Completion): Promise<Completion> {

@@ -19,11 +19,15 @@ def test_help_lists_the_commands() -> None:
     command = [sys.executable, "-m", "kvferry._cli", "--help"]
     done = subprocess.run(command, capture_output=True, text=True, env={**environment(), "COLUMNS": "120"})
     assert done.returncode == 0
-    for name in ("engines", "engine", "requests", "transfers", "plan", "demo", "doctor", "version"):
+    asking = ("info", "engines", "engine", "requests", "transfers", "health")
+    for name in (*asking, "drain", "end-lease", "abort", "evict", "plan", "demo", "doctor", "version"):
         assert f" {name} " in done.stdout
 
 
-@pytest.mark.parametrize("command", ["engines", "engine", "requests", "transfers"])
+ASKING = ("info", "engines", "engine", "requests", "transfers", "drain", "end-lease", "abort", "evict")
+
+
+@pytest.mark.parametrize("command", ASKING)
 def test_every_command_that_asks_a_server_has_the_same_options(command: str) -> None:
     text = run_kvferry(command, "--help").stdout
     for option in ("--server", "KVFERRY_SERVER", "--json", "--timeout", "--tls-ca", "--tls-cert", "--tls-key"):
@@ -32,10 +36,10 @@ def test_every_command_that_asks_a_server_has_the_same_options(command: str) -> 
 
 
 @pytest.mark.parametrize(
-    "command", [[], ["engines"], ["engine"], ["requests"], ["transfers"], ["plan"], ["demo"], ["doctor"]]
+    "command", ["", "engines", "engine", "requests", "transfers", "plan", "demo", "doctor", "drain", "health"]
 )
-def test_help_cuts_nothing_off_in_80_columns(command: list[str]) -> None:
-    arguments = [sys.executable, "-m", "kvferry._cli", *command, "--help"]
+def test_help_cuts_nothing_off_in_80_columns(command: str) -> None:
+    arguments = [sys.executable, "-m", "kvferry._cli", *command.split(), "--help"]
     done = subprocess.run(arguments, capture_output=True, text=True, env={**environment(), "COLUMNS": "80"})
     assert done.returncode == 0
     assert "..." not in done.stdout.replace("COMMAND [ARGS]...", "")

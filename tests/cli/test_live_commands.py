@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import subprocess
 from pathlib import Path
@@ -40,7 +39,7 @@ def test_engines_as_json(kvferry: Run, stage: Stage) -> None:
     assert set(found) == {"home_epoch", "engines"}
     (source,) = [engine for engine in found["engines"] if engine["engine"]["engine_id"] == SOURCE]
     assert source == {
-        "engine": {"engine_id": SOURCE, "incarnation": base64.b64encode(stage.incarnation).decode()},
+        "engine": {"engine_id": SOURCE, "incarnation": stage.incarnation.hex()},
         "state": "ENGINE_STATE_READY",
         "num_ranks": 2,
         "missing_ranks": [],

@@ -19,10 +19,11 @@ import pytest
 from google.protobuf import json_format, message_factory
 from grpc_health.v1 import health_pb2
 
+import kvferry
 from examples import engine_pair
 from kvferry import Blocks, ReleaseOutcome
 from kvferry.testing import Fabric
-from kvferry.v1 import introspection_pb2, kv_transfer_pb2
+from kvferry.v1 import admin_pb2, introspection_pb2, kv_transfer_pb2
 from tests.support.caches import Model, shards
 from tests.support.engines import Engine
 from tests.support.node_servers import free_port
@@ -85,7 +86,10 @@ def test_every_grpcurl_line_says_what_the_server_understands() -> None:
     assert len(calls) == text.count(" -d '")
     services = {
         service.full_name: service
-        for file in (health_pb2.DESCRIPTOR, kv_transfer_pb2.DESCRIPTOR, introspection_pb2.DESCRIPTOR)
+        for file in (
+            health_pb2.DESCRIPTOR,
+            *(one.DESCRIPTOR for one in (kv_transfer_pb2, introspection_pb2, admin_pb2)),
+        )
         for service in file.services_by_name.values()
     }
     for data, service, method in calls:
@@ -132,18 +136,90 @@ def answering() -> Iterator[Callable[[Callable[[Any], Any]], Answering]]:
         server.close()
 
 
-@pytest.mark.skipif(not MODULES.exists(), reason="tests/support/nodejs is not installed: npm was missing at set-up")
-def test_router_compiles_routes_and_declines(
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder with the TypeScript examples, compiled."""
+    if not MODULES.exists():
+        pytest.skip("tests/support/nodejs is not installed: npm was missing at set-up")
+    folder = tmp_path_factory.mktemp("router")
+    for file in (ROOT / "examples" / "router").iterdir():
+        shutil.copy(file, folder)
+    (folder / "node_modules").symlink_to(MODULES)
+    done = subprocess.run([MODULES / ".bin" / "tsc"], cwd=folder, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+    return folder
+
+
+def test_a_client_in_typescript_lists_declines_and_follows(
+    homes: tuple[str, str], engine: Callable[..., Engine], compiled: Path
+) -> None:
+    def command(server: str, *arguments: str) -> list[str]:
+        return ["node", str(compiled / "look.js"), server, str(ROOT / "protos"), *arguments]
+
+    def look(*arguments: str, server: str = homes[0]) -> list[Any]:
+        done = subprocess.run(command(server, *arguments), capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode == 0, done.stderr
+        return [json.loads(line) for line in done.stdout.splitlines()]
+
+    source = engine(homes[0], Model(), shards(4, 1)).ready()
+    offered = source.session.publish("followed", {"full": Blocks([1])})
+    (info,) = look("info")
+    assert info["version"] == kvferry.__version__
+    assert "decline_forwarding" in info["capabilities"]
+    listed = {one["engine"]["engine_id"]: one for one in look("engines")}
+    assert listed[source.spec.engine_id]["engine"]["incarnation"] == source.session.token.incarnation.hex()
+    assert "followed" in [one["request_id"] for one in look("requests")]
+    assert look("transfers") == []
+    following = subprocess.Popen(command(homes[0], "follow", "followed"), stdout=subprocess.PIPE, text=True)
+    assert following.stdout is not None
+    with following:
+        ((one,),) = [json.loads(following.stdout.readline())]
+        assert (one["state"], one["leases"]) == ("REQUEST_STATE_PUBLISHED", "0")
+        # Another node server than the home of the reference.
+        assert look("decline", offered.reference, server=homes[1]) == []
+        assert source.release_of(offered).outcome is ReleaseOutcome.DECLINED
+        assert json.loads(following.stdout.readlines()[-1]) == []
+        assert following.wait(30) == 0
+    refused = subprocess.run(command(homes[1], "decline", "kvf1.x"), capture_output=True, text=True, timeout=60)
+    assert refused.returncode == 1
+    assert refused.stderr.rstrip().endswith("[BAD_REFERENCE]")
+
+
+GO = all(map(shutil.which, ("go", "protoc", "protoc-gen-go", "protoc-gen-go-grpc"))) and all(
+    Path("/usr/share/gocode/src", path).exists()
+    for path in ("google.golang.org/grpc", "github.com/golang/protobuf/proto/registry.go")
+)
+"""Whether the packages that examples/go/generate.sh names are installed."""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not GO, reason="Go, or one of its libraries, is not installed")
+def test_a_client_in_go_is_generated_and_declines(
+    homes: tuple[str, str], engine: Callable[..., Engine], tmp_path: Path
+) -> None:
+    generate = [str(ROOT / "examples" / "go" / "generate.sh"), str(tmp_path)]
+    made = subprocess.run(generate, capture_output=True, text=True, timeout=100, check=False)
+    assert made.returncode == 0, made.stderr
+    source = engine(homes[0], Model(), shards(4, 1)).ready()
+    offered = source.session.publish("go", {"full": Blocks([1])})
+    command = [str(tmp_path / "example"), homes[1], offered.reference]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"kvferryd {kvferry.__version__} at ")
+    assert done.stdout.endswith("declined\n")
+    assert source.release_of(offered).outcome is ReleaseOutcome.DECLINED
+    command = [str(tmp_path / "example"), homes[0]]
+    listed = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    incarnation = source.session.token.incarnation.hex()
+    assert f"engine {source.spec.engine_id} {incarnation} ENGINE_STATE_READY\n" in listed
+
+
+def test_router_routes_and_declines(
     homes: tuple[str, str],
     engine: Callable[..., Engine],
     answering: Callable[[Callable[[Any], Any]], Answering],
-    tmp_path: Path,
+    compiled: Path,
 ) -> None:
-    for file in (ROOT / "examples" / "router").iterdir():
-        shutil.copy(file, tmp_path)
-    (tmp_path / "node_modules").symlink_to(MODULES)
-    compiled = subprocess.run([MODULES / ".bin" / "tsc"], cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert compiled.returncode == 0, compiled.stdout
     source = engine(homes[0], Model(), shards(4, 1)).ready()
     offered = []
 
@@ -159,8 +235,9 @@ def test_router_compiles_routes_and_declines(
 
     port = free_port()
     urls = [answering(prefill).url, f"{answering(lambda _: None).url},{answering(decode).url}"]
-    command = ["node", "router.js", str(port), *urls, str(ROOT / "protos")]
-    router = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE)
+    # It declines at a node server that is not the source's home.
+    command = ["node", str(compiled / "router.js"), str(port), *urls, homes[1], str(ROOT / "protos")]
+    router = subprocess.Popen(command, stdout=subprocess.PIPE)
     try:
         assert router.stdout is not None
         assert router.stdout.readline() == b"listening\n"

@@ -33,8 +33,9 @@ def buf_curl(url: str, *arguments: str) -> str:
     return done.stdout
 
 
-def test_reflection_lists_the_services(homes: tuple[str, str]) -> None:
-    listed = buf_curl(f"http://{homes[0]}", "--list-services").split()
+@pytest.mark.parametrize("version", ["grpc-v1", "grpc-v1alpha"])
+def test_reflection_lists_the_services(homes: tuple[str, str], version: str) -> None:
+    listed = buf_curl(f"http://{homes[0]}", "--list-services", "--reflect-protocol", version).split()
     assert {"kvferry.v1.KVTransfer", "kvferry.v1.Introspection", "grpc.health.v1.Health"} <= set(listed)
 
 

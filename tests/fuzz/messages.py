@@ -10,9 +10,10 @@ from typing import Any
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2
-from grpc_reflection.v1alpha import reflection_pb2
 from hypothesis import strategies as st
 
+from kvferry.v1 import admin_pb2
+from kvferry.v1 import kv_transfer_pb2 as pb
 from tests.fuzz.methods import Method
 from tests.support.raw_parties import Party
 
@@ -60,7 +61,9 @@ def seed(method: Method, party: Party) -> Message:
         "Notify": party.notifications,
         "KVTransfer/Watch": party.watch_request,
         "PlanRead": party.plan,
-        "ServerReflectionInfo": lambda: reflection_pb2.ServerReflectionRequest(file_containing_symbol="kvferry.v1"),
+        # The party itself would be gone for good.
+        "EvictEngine": lambda: admin_pb2.EvictEngineRequest(engine=pb.EngineRef(engine_id="~", incarnation=bytes(16))),
+        "ServerReflectionInfo": lambda: method.request_class(file_containing_symbol="kvferry.v1"),
         "Check": lambda: health_pb2.HealthCheckRequest(service="kvferry.v1.KVTransfer"),
     }
     for name, make in known.items():

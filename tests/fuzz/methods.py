@@ -9,11 +9,11 @@ from google.protobuf import descriptor_pool, message_factory
 from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import Message
 from grpc_health.v1.health import SERVICE_NAME as HEALTH
-from grpc_reflection.v1alpha.reflection import SERVICE_NAME as REFLECTION
 
+from kvferry_server.node.reflection import REFLECTIONS
 from kvferry_server.node.server import SERVICES
 
-OFFERED = (*SERVICES, HEALTH, REFLECTION)
+OFFERED = (*SERVICES, HEALTH, *REFLECTIONS)
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,7 +45,12 @@ OWN_ID = "~hostile"
 SIZES = (16, 32)
 """Lengths of what the contract calls secret."""
 
-_SENT = {method.path: method for method in METHODS if method.path.startswith("/kvferry.")}
+_SENT = {
+    method.path: method
+    for method in METHODS
+    # Not Admin: whoever may call that is an operator.
+    if method.path.startswith(("/kvferry.v1.KVTransfer/", "/kvferry.v1.Introspection/"))
+}
 _ANSWERS: dict[str, type[Message]] = {}
 for _service in (pb.DESCRIPTOR.services_by_name["KVTransfer"], ipb.DESCRIPTOR.services_by_name["Introspection"]):
     for _method in _service.methods:
@@ -58,6 +63,7 @@ WEIGHTS = {
     "ListEngines": 2,
     "ListRequests": 2,
     "GetEngine": 1,
+    "GetServerInfo": 1,
     "PlanRead": 1,
     "Notify": 14,
     "ReadBlocks": 5,

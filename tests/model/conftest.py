@@ -18,6 +18,8 @@ MODEL = settings(
     report_multiple_bugs=False,
 )
 
+OPERATED = settings(MODEL, max_examples=max(1, EXAMPLES // 5))
+
 LYING = settings(MODEL, max_examples=max(1, EXAMPLES // 3))
 """With a liar, more happens in each."""
 

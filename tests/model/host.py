@@ -21,6 +21,7 @@ from kvferry_server.home.wakeups import Waker, Wakeups
 from kvferry_server.servicers import decode, encode
 from kvferry_server.servicers.introspection import Introspection
 from kvferry_server.servicers.notify import notify
+from kvferry_server.servicers.relay import Relays
 from tests.model.clocks import PartyClock
 
 if TYPE_CHECKING:
@@ -118,7 +119,8 @@ class Host:
     def lie(self, request: pb.NotifyRequest) -> pb.NotifyResponse:
         """As `notify`, from a party that nobody believes to have renewed anything."""
         # Nothing in it waits; a long batch only lets others have their turn.
-        answering = notify(self.home, request, NOBODY)
+        relays = Relays(self.home.advertise, None, anywhere=False)
+        answering = notify(self.home, relays, request, NOBODY, 0.0)
         while True:
             try:
                 answering.send(None)
@@ -127,7 +129,7 @@ class Host:
 
     def list_transfers(self, request: ipb.ListTransfersRequest) -> ipb.ListTransfersResponse:
         """As the servicer does."""
-        listing = Introspection(self.home, cast(Any, None)).ListTransfers(request, cast(Any, None))
+        listing = Introspection(self.home, cast(Any, None), {}).ListTransfers(request, cast(Any, None))
         try:
             listing.send(None)
         except StopIteration as answer:

@@ -6,9 +6,10 @@ from __future__ import annotations
 import pytest
 from hypothesis.stateful import run_state_machine_as_test
 
-from tests.model.conftest import EXAMPLES, LYING, MODEL
+from tests.model.conftest import EXAMPLES, LYING, MODEL, OPERATED
 from tests.model.lying import LyingMachine
 from tests.model.machine import Machine
+from tests.model.operated import OperatedMachine
 
 pytestmark = pytest.mark.timeout(300 + EXAMPLES)
 
@@ -19,3 +20,7 @@ def test_the_rules_hold() -> None:
 
 def test_the_rules_hold_beside_a_liar() -> None:
     run_state_machine_as_test(LyingMachine, settings=LYING)
+
+
+def test_everything_holds_whatever_an_operator_does() -> None:
+    run_state_machine_as_test(OperatedMachine, settings=OPERATED)

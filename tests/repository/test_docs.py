@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import kvferry
-from kvferry.v1 import errors_pb2, geometry_pb2, introspection_pb2, kv_transfer_pb2
+from kvferry.v1 import admin_pb2, errors_pb2, geometry_pb2, introspection_pb2, kv_transfer_pb2
 from scripts import rpc_reference
 from tests.support.repository import ROOT
 
@@ -145,7 +145,7 @@ def test_the_rpc_reference_describes_every_declaration_with_a_comment() -> None:
         for declared in rpc_reference.declarations((rpc_reference.PROTOS / f"{name}.proto").read_text())[1]
     }
     expected: dict[str, Any] = {}
-    for module in (kv_transfer_pb2, introspection_pb2, geometry_pb2, errors_pb2):
+    for module in (kv_transfer_pb2, introspection_pb2, admin_pb2, geometry_pb2, errors_pb2):
         file: Any = module.DESCRIPTOR
         expected |= {name: service.methods_by_name for name, service in file.services_by_name.items()}
         expected |= {name: message.fields_by_name for name, message in file.message_types_by_name.items()}

@@ -22,6 +22,7 @@ from kvferry.errors import KvferryError
 from kvferry.geometry import Group, RankGeometry
 from kvferry.v1 import geometry_pb2
 from kvferry.v1 import kv_transfer_pb2 as pb
+from kvferry.v1.admin_pb2_grpc import AdminStub
 from kvferry.v1.introspection_pb2_grpc import IntrospectionStub
 from kvferry.v1.kv_transfer_pb2_grpc import KVTransferStub
 from kvferry_server.domain.identity import EngineRef
@@ -39,6 +40,7 @@ from kvferry_server.servicers.worker import Worker
 from tests.support.parties import FULL, SECRETS, TIMES, D, FakeClock, P, agent_of, key, rank_geometry, read_id
 
 if TYPE_CHECKING:
+    from kvferry.v1.admin_pb2_grpc import AdminAsyncStub
     from kvferry.v1.introspection_pb2_grpc import IntrospectionAsyncStub
     from kvferry.v1.kv_transfer_pb2_grpc import KVTransferAsyncStub
 
@@ -64,6 +66,7 @@ class Node:
         self.clock = clock
         self.kv = cast("KVTransferAsyncStub", KVTransferStub(channel))
         self.introspection = cast("IntrospectionAsyncStub", IntrospectionStub(channel))
+        self.admin = cast("AdminAsyncStub", AdminStub(channel))
         self._watches: list[Watch] = []
         """Referenced: the older grpcio ends a call that nobody refers to."""
 

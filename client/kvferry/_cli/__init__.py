@@ -1,9 +1,10 @@
-"""The command `kvferry`: shows what a node server knows, as tables or JSON; plans reads; runs a demonstration.
+"""The command `kvferry`: shows what a node server knows, as tables or JSON; acts on it; plans reads; runs a
+demonstration.
 
 Commands import what they need when they run, so that help is quick, and nothing here imports torch or NIXL.
 
-Exit codes: 0; 1 when a node server refuses or cannot be reached, or `doctor` found a problem; 2 for wrong usage; 130
-after Ctrl-C.
+Exit codes: 0; 1 when a node server refuses, cannot be reached or does not serve, when `doctor` found a problem, or when
+you say no; 2 for wrong usage; 130 after Ctrl-C.
 """
 
 from __future__ import annotations
@@ -13,9 +14,12 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from kvferry._cli.admin import abort, drain, end_lease, evict
 from kvferry._cli.demo import demo
 from kvferry._cli.doctor import doctor
 from kvferry._cli.engines import engine, engines
+from kvferry._cli.health import health
+from kvferry._cli.info import info
 from kvferry._cli.plan import plan
 from kvferry._cli.requests import requests
 from kvferry._cli.transfers import transfers
@@ -26,14 +30,16 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     name="kvferry",
-    help="Look at what moves between inference engines. Every command takes --help.",
+    help="Look at what moves between inference engines, and act on it. Every command takes --help.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     # Plain help: in 80 columns, rich cuts names of options, and calls flags <bool>.
     rich_markup_mode=None,
 )
-for _command in (engines, engine, requests, transfers, plan, demo, doctor, version):
+_ASKING = (info, engines, engine, requests, transfers)
+_ACTING = (drain, end_lease, abort, evict)
+for _command in (*_ASKING, *_ACTING, health, plan, demo, doctor, version):
     app.command()(_command)
 
 

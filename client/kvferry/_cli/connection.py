@@ -14,6 +14,8 @@ import typer
 
 # Nothing here imports gRPC or protobuf before a command runs: `kvferry --help` has to be quick.
 if TYPE_CHECKING:
+    import grpc
+
     from kvferry._directory.listing import Listed
     from kvferry.v1 import introspection_pb2
     from kvferry.v1.introspection_pb2_grpc import IntrospectionStub
@@ -35,7 +37,7 @@ Directory = Annotated[
         "--directory",
         envvar="KVFERRY_DIRECTORY",
         metavar="URL",
-        help="Directory of the fleet: etcd://…, dns:///… or file:/….",
+        help="Directory of the fleet: etcd://HOST:PORT, dns:///NAME or file:/PATH.",
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON: the fields of the protos, complete and stable.")]
@@ -70,6 +72,14 @@ class Connection:
 
     @contextmanager
     def introspection(self, server: str) -> Iterator[Asker]:
+        """Connect to a node server's service Introspection. Raises as `channel`."""
+        from kvferry.v1.introspection_pb2_grpc import IntrospectionStub
+
+        with self.channel(server) as channel:
+            yield Asker(IntrospectionStub(channel), self.timeout)
+
+    @contextmanager
+    def channel(self, server: str) -> Iterator[grpc.Channel]:
         """Connect to a node server.
 
         Raises:
@@ -81,7 +91,6 @@ class Connection:
         from kvferry._wire.channel import TlsConfig, connect
         from kvferry._wire.status import from_rpc_error
         from kvferry.errors import InvalidInput
-        from kvferry.v1.introspection_pb2_grpc import IntrospectionStub
 
         files = self.tls_ca, self.tls_cert, self.tls_key
         try:
@@ -91,7 +100,7 @@ class Connection:
             raise typer.BadParameter(str(error)) from None
         with channel:
             try:
-                yield Asker(IntrospectionStub(channel), self.timeout)
+                yield channel
             except grpc.RpcError as error:
                 raise from_rpc_error(error, server, tls) from None
 
@@ -156,6 +165,13 @@ class Asker:
             whole.geometry.ranks.extend(page.geometry.ranks)
             whole.next_page_token = page.next_page_token
         return whole
+
+    def summary(self, engine_id: str) -> introspection_pb2.EngineSummary:
+        """Ask for an engine without its ranks."""
+        from kvferry.v1 import introspection_pb2
+
+        request = introspection_pb2.GetEngineRequest(engine_id=engine_id, page_size=1)
+        return self.stub.GetEngine(request, timeout=self.timeout).summary
 
     def all_pages(self, call: Callable[..., Response], request: Any, field: str) -> Response:
         """Ask for all pages of a list, and return them as one response."""

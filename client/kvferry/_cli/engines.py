@@ -31,7 +31,7 @@ def engines(
     *,
     connection: Connection,
 ) -> None:
-    """List the engines whose home is a node server, or several: with --all, those of a whole fleet."""
+    """List the engines of one node server, of several, or of a fleet."""
     if every:
         servers = homes_in(directory, connection.timeout)
     elif len(servers) == 1:

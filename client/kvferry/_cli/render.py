@@ -1,8 +1,9 @@
 """Prints what commands show: JSON for programs, tables for people.
 
 JSON is the protobuf JSON mapping of the response, with the names of the .proto files (snake_case), fields of
-value zero included: enums are their names, bytes are base64, 64-bit integers are strings, durations are like
-``"1.5s"``. Lists come whole, without paging.
+value zero included: enums are their names, 64-bit integers are strings, durations are like ``"1.5s"``. Bytes are
+hexadecimal digits, not base64: all of them are ids, which tables, errors, logs and agents' names write in this way.
+Lists come whole, without paging.
 """
 
 from __future__ import annotations
@@ -32,7 +33,23 @@ def as_dict(message: Message) -> dict[str, Any]:
     found: dict[str, Any] = MessageToDict(message, preserving_proto_field_name=True, **options)
     # Lists come whole: there is no next page.
     found.pop("next_page_token", None)
+    _write_bytes_in_hex(message, found)
     return found
+
+
+def _write_bytes_in_hex(message: Message, found: dict[str, Any]) -> None:
+    """Replace base64 by hexadecimal digits in the plain values of a message."""
+    for field in message.DESCRIPTOR.fields:
+        value: Any = getattr(message, field.name)
+        if field.type == field.TYPE_BYTES:
+            if field.name in found:
+                found[field.name] = [one.hex() for one in value] if isinstance(found[field.name], list) else value.hex()
+        elif field.message_type is not None and field.name in found and not field.message_type.GetOptions().map_entry:
+            if isinstance(found[field.name], list):
+                for one, plain in zip(value, found[field.name], strict=True):
+                    _write_bytes_in_hex(one, plain)
+            elif isinstance(found[field.name], dict):
+                _write_bytes_in_hex(value, found[field.name])
 
 
 def print_json(message: Message) -> None:

@@ -13,6 +13,10 @@ from kvferry._cli.render import add_row, console, duration, enum_name, print_jso
 @with_connection
 def requests(
     engine_id: Annotated[str, typer.Option("--engine", metavar="ID", help="Only requests of this engine.")] = "",
+    request_id: Annotated[str, typer.Option("--request", metavar="ID", help="Only requests of this name.")] = "",
+    reader: Annotated[
+        str, typer.Option("--reader", metavar="ID", help="Only what this engine reads or has read.")
+    ] = "",
     server: Server = DEFAULT_SERVER,
     as_json: AsJson = False,
     *,
@@ -23,13 +27,16 @@ def requests(
     from kvferry.v1 import introspection_pb2
 
     with connection.introspection(server) as asker:
-        asked = introspection_pb2.ListRequestsRequest(engine_id=engine_id)
+        asked = introspection_pb2.ListRequestsRequest(
+            engine_id=engine_id, request_id=request_id, reader_engine_id=reader
+        )
         response = asker.all_pages(asker.stub.ListRequests, asked, "requests")
     if as_json:
         print_json(response)
         return
     if not response.requests:
-        console().print(f"No request is published at {safe(server)}.", markup=False)
+        which = "Nothing that was asked for" if engine_id or request_id or reader else "No request"
+        console().print(f"{which} is published at {safe(server)}.", markup=False)
         return
     rows = table("Engine", ">Publication", "Request", "State", ">Blocks", ">Reads", ">Leases", ">Age")
     for request in response.requests:

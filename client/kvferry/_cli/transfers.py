@@ -13,17 +13,21 @@ from kvferry._cli.render import add_row, console, duration, enum_name, print_jso
 @with_connection
 def transfers(
     engine_id: Annotated[str, typer.Option("--engine", metavar="ID", help="Only reads from this engine.")] = "",
+    request_id: Annotated[str, typer.Option("--request", metavar="ID", help="Only reads of this request.")] = "",
+    reader: Annotated[str, typer.Option("--reader", metavar="ID", help="Only reads by this engine.")] = "",
     server: Server = DEFAULT_SERVER,
     as_json: AsJson = False,
     *,
     connection: Connection,
 ) -> None:
-    """List the reads from a node server's engines, and their leases."""
+    """List reads from a node server's engines, and their leases."""
     from kvferry._clock import from_duration
     from kvferry.v1 import introspection_pb2, kv_transfer_pb2
 
     with connection.introspection(server) as asker:
-        asked = introspection_pb2.ListTransfersRequest(engine_id=engine_id)
+        asked = introspection_pb2.ListTransfersRequest(
+            engine_id=engine_id, request_id=request_id, reader_engine_id=reader
+        )
         response = asker.all_pages(asker.stub.ListTransfers, asked, "transfers")
     if as_json:
         print_json(response)

@@ -59,7 +59,8 @@ class EngineIdInUse(Refused):
 
 
 class PeerRestarted(Refused):
-    """The message names an incarnation of the engine that has ended. Values: engine_id, incarnation, current."""
+    """The message names an incarnation of the engine that has ended: another took its place, or an operator evicted it.
+    Values: engine_id, incarnation, current."""
 
     reason = "PEER_RESTARTED"
 
@@ -84,7 +85,7 @@ class WatchTakenOver(Refused):
 
 
 class RelayLoop(Refused):
-    """A relayed registration reached a node server that is not the home. Values: relayed_by."""
+    """A relayed call reached a node server that is not the home. Values: relayed_by."""
 
     reason = "RELAY_LOOP"
 

@@ -88,9 +88,10 @@ class _ErrorReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     of its whole engine.
     """
     ERROR_REASON_PEER_RESTARTED: _ErrorReason.ValueType  # 13
-    """FAILED_PRECONDITION: the message speaks of an incarnation that is not the engine's any more. Metadata: engine_id,
-    incarnation, current. Next step: drop what is held of the old incarnation, and send the request to prefill again,
-    or compute it in decode.
+    """FAILED_PRECONDITION: the message speaks of an incarnation that is not the engine's any more: another took its place,
+    or an operator has evicted it. Metadata: engine_id, incarnation, current. Next step: drop what is held of the old
+    incarnation, and send the request to prefill again, or compute it in decode. The engine itself must be started
+    again.
     """
     ERROR_REASON_PUBLICATION_STALE: _ErrorReason.ValueType  # 14
     """NOT_FOUND: a publication number at or below the high-water mark that is not live. Metadata: engine_id,
@@ -143,7 +144,7 @@ class _ErrorReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     setting of kvferryd if it is one, or spread callers over more node servers.
     """
     ERROR_REASON_RELAY_LOOP: _ErrorReason.ValueType  # 24
-    """FAILED_PRECONDITION: a relayed registration reached a node server that is not the home. Metadata: relayed_by.
+    """FAILED_PRECONDITION: a relayed call reached a node server that is not the home. Metadata: relayed_by.
     Next step: look where the home's address leads: to a load balancer, or to a node server with another
     `--advertise`.
     """
@@ -254,9 +255,10 @@ two ranks that run at once different rank numbers. A rank that starts again with
 of its whole engine.
 """
 ERROR_REASON_PEER_RESTARTED: ErrorReason.ValueType  # 13
-"""FAILED_PRECONDITION: the message speaks of an incarnation that is not the engine's any more. Metadata: engine_id,
-incarnation, current. Next step: drop what is held of the old incarnation, and send the request to prefill again,
-or compute it in decode.
+"""FAILED_PRECONDITION: the message speaks of an incarnation that is not the engine's any more: another took its place,
+or an operator has evicted it. Metadata: engine_id, incarnation, current. Next step: drop what is held of the old
+incarnation, and send the request to prefill again, or compute it in decode. The engine itself must be started
+again.
 """
 ERROR_REASON_PUBLICATION_STALE: ErrorReason.ValueType  # 14
 """NOT_FOUND: a publication number at or below the high-water mark that is not live. Metadata: engine_id,
@@ -309,7 +311,7 @@ the pause that RetryInfo says; without one, ask for less. If it lasts, `limit` n
 setting of kvferryd if it is one, or spread callers over more node servers.
 """
 ERROR_REASON_RELAY_LOOP: ErrorReason.ValueType  # 24
-"""FAILED_PRECONDITION: a relayed registration reached a node server that is not the home. Metadata: relayed_by.
+"""FAILED_PRECONDITION: a relayed call reached a node server that is not the home. Metadata: relayed_by.
 Next step: look where the home's address leads: to a load balancer, or to a node server with another
 `--advertise`.
 """

@@ -105,7 +105,7 @@ class Group(google.protobuf.message.Message):
     """window_tokens is the size of the window. 0 unless kind is GROUP_KIND_WINDOW."""
     pool: builtins.str
     """pool is the memory pool of the group; groups of one rank with equal pool share one space of block ids, so that a
-    block id belongs to one group at a time. Empty: a pool of its own.
+    block id belongs to one group at a time. Empty: a pool of its own. At most 256 KiB together with all groups.
     """
     def __init__(
         self,
@@ -198,11 +198,13 @@ class Plane(google.protobuf.message.Message):
     conv_q, conv_k, conv_v, ssm, or kv for formats that mix key and value. Not empty, at most 64 bytes.
     """
     group: builtins.str
-    """group is the name of the plane's group."""
+    """group is the name of the plane's group, at most 128 bytes."""
     format: builtins.str
-    """format names what the bytes mean; compared verbatim. Planes of different formats are never read from each other."""
+    """format names what the bytes mean, at most 3.5 MiB with the rank; compared verbatim. Planes of different formats are
+    never read from each other.
+    """
     dtype: builtins.str
-    """dtype of one element, compared verbatim, e.g. "bfloat16". May be empty if format says it all."""
+    """dtype of one element, compared verbatim, e.g. "bfloat16", at most 3.5 MiB with the rank. May be empty if format says it all."""
     memory_kind: global___MemoryKind.ValueType
     """memory_kind of the plane's addresses."""
     device: builtins.int
@@ -312,11 +314,13 @@ class RankGeometry(google.protobuf.message.Message):
     """rank is the index of the rank in its engine, 0 to num_ranks - 1."""
     @property
     def labels(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
-        """labels for people and tools (tp_rank, pp_rank, dcp_rank ...). The planner never looks at them."""
+        """labels for people and tools (tp_rank, pp_rank, dcp_rank ...), at most 3.5 MiB with the rank. The planner never looks at
+        them.
+        """
 
     @property
     def planes(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Plane]:
-        """planes of the rank."""
+        """planes of the rank, at most 3.5 MiB with it and its agent."""
 
     def __init__(
         self,
@@ -357,22 +361,22 @@ class EngineGeometry(google.protobuf.message.Message):
     GROUPS_FIELD_NUMBER: builtins.int
     RANKS_FIELD_NUMBER: builtins.int
     engine_id: builtins.str
-    """engine_id of the engine."""
+    """engine_id of the engine, at most 256 bytes."""
     incarnation: builtins.bytes
     """incarnation of the engine, 16 bytes; empty in geometries that no running engine declared."""
     @property
     def identity(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
         """identity of what the cache was computed with: model, revision digest, quantisation, rope, draft model, static scales.
-        Both engines of a read must have equal identity, key by key.
+        Both engines of a read must have equal identity, key by key. At most 256 entries.
         """
 
     @property
     def groups(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Group]:
-        """groups of the engine, the same for all ranks."""
+        """groups of the engine, the same for all ranks; at most 256 KiB together with the identity."""
 
     @property
     def ranks(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___RankGeometry]:
-        """ranks of the engine, by rising rank."""
+        """ranks of the engine, by rising rank; at most 4096, of which one message has as many as fit."""
 
     def __init__(
         self,
@@ -428,18 +432,21 @@ class Agent(google.protobuf.message.Message):
     METADATA_SHA256_FIELD_NUMBER: builtins.int
     REGIONS_FIELD_NUMBER: builtins.int
     name: builtins.str
-    """name of the agent, unique per incarnation: it contains the incarnation, in hexadecimal digits. Readers refuse others,
-    since NIXL knows agents by name alone, and one named as another engine's would take its place.
+    """name of the agent, at most 512 bytes, unique per incarnation: it contains the incarnation, in hexadecimal digits.
+    Readers refuse others, since NIXL knows agents by name alone, and one named as another engine's would take its
+    place.
     """
     metadata: builtins.bytes
-    """metadata as NIXL's agent gave it; opaque."""
+    """metadata as NIXL's agent gave it, at most 2 MiB; opaque."""
     metadata_sha256: builtins.bytes
     """metadata_sha256 is the SHA-256 of metadata, 32 bytes. A reader that sees another digest does not load it: NIXL can
     be killed by damaged metadata.
     """
     @property
     def regions(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___MemoryRegion]:
-        """regions registered by the agent; every address of the rank's planes lies in one of them."""
+        """regions registered by the agent, at most 3.5 MiB with it and its rank; every address of the rank's planes lies in
+        one of them.
+        """
 
     def __init__(
         self,

@@ -4,7 +4,11 @@ isort:skip_file
 What operators and tools ask a node server. Read-only; nothing here is needed to move data.
 
 Lists are paged (AIP-158) and ordered by engine_id, then by what they list. A page holds at most page_size entries, and
-fewer where they would take more than about 256 KiB. Nothing here is a secret: leases are named by their public numbers.
+fewer where they would take more than about 256 KiB. A filtered page may have none at all, since the home looks through at
+most 16384 entries for it: go on until next_page_token is empty. Filters are exact and hold together; with another
+filter, begin at the first page.
+
+Nothing here is a secret: leases are named by their public numbers.
 """
 
 import builtins
@@ -87,6 +91,97 @@ REQUEST_STATE_RELEASED: RequestState.ValueType  # 4
 global___RequestState = RequestState
 
 @typing.final
+class GetServerInfoRequest(google.protobuf.message.Message):
+    """GetServerInfoRequest asks for nothing else."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+global___GetServerInfoRequest = GetServerInfoRequest
+
+@typing.final
+class GetServerInfoResponse(google.protobuf.message.Message):
+    """GetServerInfoResponse describes the node server."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    @typing.final
+    class LimitsEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.int
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.int = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
+    HOME_EPOCH_FIELD_NUMBER: builtins.int
+    VERSION_FIELD_NUMBER: builtins.int
+    CONTRACT_REVISION_FIELD_NUMBER: builtins.int
+    ADVERTISE_FIELD_NUMBER: builtins.int
+    UPTIME_FIELD_NUMBER: builtins.int
+    DRAINING_FIELD_NUMBER: builtins.int
+    TIMES_FIELD_NUMBER: builtins.int
+    LIMITS_FIELD_NUMBER: builtins.int
+    CAPABILITIES_FIELD_NUMBER: builtins.int
+    home_epoch: builtins.bytes
+    """home_epoch of the node server, 16 bytes."""
+    version: builtins.str
+    """version of kvferryd."""
+    contract_revision: builtins.int
+    """contract_revision counts the additions to kvferry.v1 that came with a release. A node server has all of those before."""
+    advertise: builtins.str
+    """advertise is its address as others reach it."""
+    draining: builtins.bool
+    """draining: it takes no new work."""
+    @property
+    def uptime(self) -> google.protobuf.duration_pb2.Duration:
+        """uptime since its start."""
+
+    @property
+    def times(self) -> kvferry.v1.kv_transfer_pb2.Times:
+        """times in force."""
+
+    @property
+    def limits(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
+        """limits by the name that a LIMIT error gives in its metadata, and those on the fields of requests by the name of the
+        field: counts, and bytes where the comment of a field says bytes.
+        """
+
+    @property
+    def capabilities(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """capabilities that a caller may ask for before it relies on them: "admin", "checksums", "decline_forwarding",
+        "list_filters", "poll_blocks". Unknown ones are to be ignored.
+        """
+
+    def __init__(
+        self,
+        *,
+        home_epoch: builtins.bytes = ...,
+        version: builtins.str = ...,
+        contract_revision: builtins.int = ...,
+        advertise: builtins.str = ...,
+        uptime: google.protobuf.duration_pb2.Duration | None = ...,
+        draining: builtins.bool = ...,
+        times: kvferry.v1.kv_transfer_pb2.Times | None = ...,
+        limits: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
+        capabilities: collections.abc.Iterable[builtins.str] | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["times", b"times", "uptime", b"uptime"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["advertise", b"advertise", "capabilities", b"capabilities", "contract_revision", b"contract_revision", "draining", b"draining", "home_epoch", b"home_epoch", "limits", b"limits", "times", b"times", "uptime", b"uptime", "version", b"version"]) -> None: ...
+
+global___GetServerInfoResponse = GetServerInfoResponse
+
+@typing.final
 class EngineSummary(google.protobuf.message.Message):
     """EngineSummary is a line about an engine."""
 
@@ -148,7 +243,7 @@ class ListEnginesRequest(google.protobuf.message.Message):
     page_size: builtins.int
     """page_size, at most 1000. 0 means 100."""
     page_token: builtins.str
-    """page_token from the page before. Empty: the first page."""
+    """page_token from the page before, at most 4096 bytes. Empty: the first page."""
     def __init__(
         self,
         *,
@@ -197,11 +292,13 @@ class GetEngineRequest(google.protobuf.message.Message):
     PAGE_SIZE_FIELD_NUMBER: builtins.int
     PAGE_TOKEN_FIELD_NUMBER: builtins.int
     engine_id: builtins.str
-    """engine_id of the engine."""
+    """engine_id of the engine, at most 256 bytes."""
     page_size: builtins.int
     """page_size is the number of ranks, at most 1000. 0 means as many as fit."""
     page_token: builtins.str
-    """page_token from the page before. Empty: the first page. PEER_RESTARTED if the engine has restarted since."""
+    """page_token from the page before, at most 4096 bytes. Empty: the first page. PEER_RESTARTED if the engine has restarted
+    since.
+    """
     def __init__(
         self,
         *,
@@ -312,20 +409,28 @@ class ListRequestsRequest(google.protobuf.message.Message):
     PAGE_SIZE_FIELD_NUMBER: builtins.int
     PAGE_TOKEN_FIELD_NUMBER: builtins.int
     ENGINE_ID_FIELD_NUMBER: builtins.int
+    REQUEST_ID_FIELD_NUMBER: builtins.int
+    READER_ENGINE_ID_FIELD_NUMBER: builtins.int
     page_size: builtins.int
     """page_size, at most 1000. 0 means 100."""
     page_token: builtins.str
-    """page_token from the page before. Empty: the first page."""
+    """page_token from the page before, at most 4096 bytes. Empty: the first page."""
     engine_id: builtins.str
-    """engine_id to list. Empty: all."""
+    """engine_id to list, at most 256 bytes. Empty: all."""
+    request_id: builtins.str
+    """request_id to list, at most 256 bytes. Empty: all."""
+    reader_engine_id: builtins.str
+    """reader_engine_id lists what this engine reads or has read, at most 256 bytes. Empty: all."""
     def __init__(
         self,
         *,
         page_size: builtins.int = ...,
         page_token: builtins.str = ...,
         engine_id: builtins.str = ...,
+        request_id: builtins.str = ...,
+        reader_engine_id: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["engine_id", b"engine_id", "page_size", b"page_size", "page_token", b"page_token"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["engine_id", b"engine_id", "page_size", b"page_size", "page_token", b"page_token", "reader_engine_id", b"reader_engine_id", "request_id", b"request_id"]) -> None: ...
 
 global___ListRequestsRequest = ListRequestsRequest
 
@@ -413,20 +518,28 @@ class ListTransfersRequest(google.protobuf.message.Message):
     PAGE_SIZE_FIELD_NUMBER: builtins.int
     PAGE_TOKEN_FIELD_NUMBER: builtins.int
     ENGINE_ID_FIELD_NUMBER: builtins.int
+    REQUEST_ID_FIELD_NUMBER: builtins.int
+    READER_ENGINE_ID_FIELD_NUMBER: builtins.int
     page_size: builtins.int
     """page_size, at most 1000. 0 means 100."""
     page_token: builtins.str
-    """page_token from the page before. Empty: the first page."""
+    """page_token from the page before, at most 4096 bytes. Empty: the first page."""
     engine_id: builtins.str
-    """engine_id of the source. Empty: all."""
+    """engine_id of the source, at most 256 bytes. Empty: all."""
+    request_id: builtins.str
+    """request_id at the source, at most 256 bytes. Empty: all."""
+    reader_engine_id: builtins.str
+    """reader_engine_id of the reader, at most 256 bytes. Empty: all."""
     def __init__(
         self,
         *,
         page_size: builtins.int = ...,
         page_token: builtins.str = ...,
         engine_id: builtins.str = ...,
+        request_id: builtins.str = ...,
+        reader_engine_id: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["engine_id", b"engine_id", "page_size", b"page_size", "page_token", b"page_token"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["engine_id", b"engine_id", "page_size", b"page_size", "page_token", b"page_token", "reader_engine_id", b"reader_engine_id", "request_id", b"request_id"]) -> None: ...
 
 global___ListTransfersRequest = ListTransfersRequest
 
@@ -470,9 +583,9 @@ class PlanReadRequest(google.protobuf.message.Message):
     DESTINATION_GEOMETRY_FIELD_NUMBER: builtins.int
     RANKS_FIELD_NUMBER: builtins.int
     source_engine_id: builtins.str
-    """source_engine_id of an engine whose home this is."""
+    """source_engine_id of an engine whose home this is, at most 256 bytes."""
     destination_engine_id: builtins.str
-    """destination_engine_id of an engine whose home this is."""
+    """destination_engine_id of an engine whose home this is, at most 256 bytes."""
     @property
     def source_geometry(self) -> kvferry.v1.geometry_pb2.EngineGeometry:
         """source_geometry as it would be declared."""
@@ -483,7 +596,7 @@ class PlanReadRequest(google.protobuf.message.Message):
 
     @property
     def ranks(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """ranks of the destination to plan for. Empty: all."""
+        """ranks of the destination to plan for, at most 4096. Empty: all."""
 
     def __init__(
         self,

@@ -15,6 +15,11 @@ class IntrospectionStub(object):
         Args:
             channel: A grpc.Channel.
         """
+        self.GetServerInfo = channel.unary_unary(
+                '/kvferry.v1.Introspection/GetServerInfo',
+                request_serializer=kvferry_dot_v1_dot_introspection__pb2.GetServerInfoRequest.SerializeToString,
+                response_deserializer=kvferry_dot_v1_dot_introspection__pb2.GetServerInfoResponse.FromString,
+                )
         self.ListEngines = channel.unary_unary(
                 '/kvferry.v1.Introspection/ListEngines',
                 request_serializer=kvferry_dot_v1_dot_introspection__pb2.ListEnginesRequest.SerializeToString,
@@ -45,6 +50,13 @@ class IntrospectionStub(object):
 class IntrospectionServicer(object):
     """Introspection is served by every node server, for the engines whose home it is.
     """
+
+    def GetServerInfo(self, request, context):
+        """GetServerInfo says what this node server is and does. Idempotent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
 
     def ListEngines(self, request, context):
         """ListEngines lists engines. Idempotent.
@@ -84,6 +96,11 @@ class IntrospectionServicer(object):
 
 def add_IntrospectionServicer_to_server(servicer, server):
     rpc_method_handlers = {
+            'GetServerInfo': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetServerInfo,
+                    request_deserializer=kvferry_dot_v1_dot_introspection__pb2.GetServerInfoRequest.FromString,
+                    response_serializer=kvferry_dot_v1_dot_introspection__pb2.GetServerInfoResponse.SerializeToString,
+            ),
             'ListEngines': grpc.unary_unary_rpc_method_handler(
                     servicer.ListEngines,
                     request_deserializer=kvferry_dot_v1_dot_introspection__pb2.ListEnginesRequest.FromString,
@@ -119,6 +136,23 @@ def add_IntrospectionServicer_to_server(servicer, server):
 class Introspection(object):
     """Introspection is served by every node server, for the engines whose home it is.
     """
+
+    @staticmethod
+    def GetServerInfo(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(request, target, '/kvferry.v1.Introspection/GetServerInfo',
+            kvferry_dot_v1_dot_introspection__pb2.GetServerInfoRequest.SerializeToString,
+            kvferry_dot_v1_dot_introspection__pb2.GetServerInfoResponse.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
 
     @staticmethod
     def ListEngines(request,

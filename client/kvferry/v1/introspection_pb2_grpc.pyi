@@ -4,7 +4,11 @@ isort:skip_file
 What operators and tools ask a node server. Read-only; nothing here is needed to move data.
 
 Lists are paged (AIP-158) and ordered by engine_id, then by what they list. A page holds at most page_size entries, and
-fewer where they would take more than about 256 KiB. Nothing here is a secret: leases are named by their public numbers.
+fewer where they would take more than about 256 KiB. A filtered page may have none at all, since the home looks through at
+most 16384 entries for it: go on until next_page_token is empty. Filters are exact and hold together; with another
+filter, begin at the first page.
+
+Nothing here is a secret: leases are named by their public numbers.
 """
 
 import abc
@@ -25,6 +29,12 @@ class IntrospectionStub:
     """Introspection is served by every node server, for the engines whose home it is."""
 
     def __init__(self, channel: typing.Union[grpc.Channel, grpc.aio.Channel]) -> None: ...
+    GetServerInfo: grpc.UnaryUnaryMultiCallable[
+        kvferry.v1.introspection_pb2.GetServerInfoRequest,
+        kvferry.v1.introspection_pb2.GetServerInfoResponse,
+    ]
+    """GetServerInfo says what this node server is and does. Idempotent."""
+
     ListEngines: grpc.UnaryUnaryMultiCallable[
         kvferry.v1.introspection_pb2.ListEnginesRequest,
         kvferry.v1.introspection_pb2.ListEnginesResponse,
@@ -58,6 +68,12 @@ class IntrospectionStub:
 class IntrospectionAsyncStub:
     """Introspection is served by every node server, for the engines whose home it is."""
 
+    GetServerInfo: grpc.aio.UnaryUnaryMultiCallable[
+        kvferry.v1.introspection_pb2.GetServerInfoRequest,
+        kvferry.v1.introspection_pb2.GetServerInfoResponse,
+    ]
+    """GetServerInfo says what this node server is and does. Idempotent."""
+
     ListEngines: grpc.aio.UnaryUnaryMultiCallable[
         kvferry.v1.introspection_pb2.ListEnginesRequest,
         kvferry.v1.introspection_pb2.ListEnginesResponse,
@@ -90,6 +106,14 @@ class IntrospectionAsyncStub:
 
 class IntrospectionServicer(metaclass=abc.ABCMeta):
     """Introspection is served by every node server, for the engines whose home it is."""
+
+    @abc.abstractmethod
+    def GetServerInfo(
+        self,
+        request: kvferry.v1.introspection_pb2.GetServerInfoRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[kvferry.v1.introspection_pb2.GetServerInfoResponse, collections.abc.Awaitable[kvferry.v1.introspection_pb2.GetServerInfoResponse]]:
+        """GetServerInfo says what this node server is and does. Idempotent."""
 
     @abc.abstractmethod
     def ListEngines(

@@ -55,6 +55,8 @@ class _RevokeReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._E
     """REVOKE_REASON_SOURCE_LOST: the source engine is gone or was replaced."""
     REVOKE_REASON_FINAL_DEADLINE: _RevokeReason.ValueType  # 3
     """REVOKE_REASON_FINAL_DEADLINE: the publication's final deadline is near; there will be no more renewals."""
+    REVOKE_REASON_OPERATOR: _RevokeReason.ValueType  # 4
+    """REVOKE_REASON_OPERATOR: an operator has ended the lease."""
 
 class RevokeReason(_RevokeReason, metaclass=_RevokeReasonEnumTypeWrapper):
     """RevokeReason says why a source takes its offer back."""
@@ -67,6 +69,8 @@ REVOKE_REASON_SOURCE_LOST: RevokeReason.ValueType  # 2
 """REVOKE_REASON_SOURCE_LOST: the source engine is gone or was replaced."""
 REVOKE_REASON_FINAL_DEADLINE: RevokeReason.ValueType  # 3
 """REVOKE_REASON_FINAL_DEADLINE: the publication's final deadline is near; there will be no more renewals."""
+REVOKE_REASON_OPERATOR: RevokeReason.ValueType  # 4
+"""REVOKE_REASON_OPERATOR: an operator has ended the lease."""
 global___RevokeReason = RevokeReason
 
 class _ResyncPhase:
@@ -262,7 +266,7 @@ class EngineRef(google.protobuf.message.Message):
     ENGINE_ID_FIELD_NUMBER: builtins.int
     INCARNATION_FIELD_NUMBER: builtins.int
     engine_id: builtins.str
-    """engine_id is the stable name."""
+    """engine_id is the stable name, at most 256 bytes."""
     incarnation: builtins.bytes
     """incarnation is chosen once per start by one process of the engine: the first 16 bytes of
     SHA-256("kvferry incarnation 1" || session secret).
@@ -397,11 +401,13 @@ class RegisterCacheRequest(google.protobuf.message.Message):
     session_secret: builtins.bytes
     """session_secret of the engine, 32 random bytes drawn by the process that chose the incarnation."""
     home: builtins.str
-    """home is the address of the engine's home. Empty: this node server is the home."""
+    """home is the address of the engine's home, at most 256 bytes. Empty: this node server is the home."""
     num_ranks: builtins.int
     """num_ranks of the engine, at least 1, equal in every rank's registration."""
     relayed_by: builtins.str
-    """relayed_by is the advertised address of the node server that relays this call to the home. Empty: not relayed."""
+    """relayed_by is the advertised address of the node server that relays this call to the home, at most 256 bytes. Empty:
+    not relayed.
+    """
     agent_key: builtins.bytes
     """agent_key proves that the agent is this rank's, where the agent was made before the incarnation was known: 32 random
     bytes. The agent is then named "kvferry.agent/DIGEST/...", DIGEST being the SHA-256 of "kvferry agent 1" and the key,
@@ -419,7 +425,7 @@ class RegisterCacheRequest(google.protobuf.message.Message):
 
     @property
     def groups(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[kvferry.v1.geometry_pb2.Group]:
-        """groups, equal in every rank's registration."""
+        """groups, equal in every rank's registration. At most 256 KiB together with the identity."""
 
     @property
     def rank(self) -> kvferry.v1.geometry_pb2.RankGeometry:
@@ -519,22 +525,24 @@ class HandshakeRequest(google.protobuf.message.Message):
     RANK_FIELD_NUMBER: builtins.int
     REFERENCE_FIELD_NUMBER: builtins.int
     engine_id: builtins.str
-    """engine_id of the source."""
+    """engine_id of the source, at most 256 bytes."""
     incarnation: builtins.bytes
     """incarnation expected, 16 bytes. Empty: whatever lives."""
     reference: builtins.str
-    """reference to a publication of the engine, or the engine's own. Empty: the geometry alone is asked for."""
+    """reference to a publication of the engine, or the engine's own, at most 4096 bytes. Empty: the geometry alone is asked
+    for.
+    """
     @property
     def reader(self) -> global___EngineRef:
         """reader is the engine that asks."""
 
     @property
     def identity(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
-        """identity of the reader; see EngineGeometry."""
+        """identity of the reader; see EngineGeometry. At most 256 entries."""
 
     @property
     def groups(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[kvferry.v1.geometry_pb2.Group]:
-        """groups of the reader."""
+        """groups of the reader, at most 4 MiB with the whole message, as is the rank."""
 
     @property
     def rank(self) -> kvferry.v1.geometry_pb2.RankGeometry:
@@ -666,7 +674,7 @@ class GroupBlocks(google.protobuf.message.Message):
     RUN_STARTS_FIELD_NUMBER: builtins.int
     RUN_COUNTS_FIELD_NUMBER: builtins.int
     group: builtins.str
-    """group name."""
+    """group name, at most 128 bytes."""
     first_token: builtins.int
     """first_token held in the blocks."""
     end_token: builtins.int
@@ -675,11 +683,11 @@ class GroupBlocks(google.protobuf.message.Message):
     """state_token is the number of tokens that the state has seen. GROUP_KIND_STATE only."""
     @property
     def run_starts(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """run_starts are the first ids of the runs."""
+        """run_starts are the first ids of the runs, at most 131072 in all groups of a step."""
 
     @property
     def run_counts(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """run_counts are the lengths of the runs, at least 1, as many as run_starts."""
+        """run_counts are the lengths of the runs, at least 1, as many as run_starts: at most 131072 in all groups of a step."""
 
     def __init__(
         self,
@@ -708,7 +716,7 @@ class ReadBlocksRequest(google.protobuf.message.Message):
     EXPECTED_READS_FIELD_NUMBER: builtins.int
     WAIT_FIELD_NUMBER: builtins.int
     reference: builtins.str
-    """reference as the source's engine gave it."""
+    """reference as the source's engine gave it, at most 4096 bytes."""
     read_id: builtins.bytes
     """read_id chosen by the reader, the same in every call of one read; 16 bytes that nobody else can guess. With it and the
     reference a replay gets the lease.
@@ -796,7 +804,7 @@ class PollBlocksRequest(google.protobuf.message.Message):
     LEASE_ID_FIELD_NUMBER: builtins.int
     NEXT_STEP_FIELD_NUMBER: builtins.int
     lease_id: builtins.bytes
-    """lease_id that the reader has. Empty: none yet."""
+    """lease_id that the reader has, 16 bytes. Empty: none yet."""
     next_step: builtins.int
     """next_step is the number of steps that the reader has under this lease: they are told from there. At most as many as the
     publication has (INVALID_FIELD). Ignored without the lease.
@@ -991,8 +999,8 @@ class NotifyRequest(google.protobuf.message.Message):
     SESSION_SECRET_FIELD_NUMBER: builtins.int
     NOTIFICATIONS_FIELD_NUMBER: builtins.int
     session_secret: builtins.bytes
-    """session_secret of the sender; required for notifications of a source (publish, abort, released_ack, resync, checksums,
-    rank_left), whose home this is. Empty otherwise.
+    """session_secret of the sender, 32 bytes; required for notifications of a source (publish, abort, released_ack,
+    resync, checksums, rank_left), whose home this is. Empty otherwise.
     """
     @property
     def sender(self) -> global___EngineRef:
@@ -1109,7 +1117,7 @@ class Publish(google.protobuf.message.Message):
     publication: builtins.int
     """publication number, from 1, rising per incarnation, one per request."""
     request_id: builtins.str
-    """request_id at the source."""
+    """request_id at the source, at most 256 bytes."""
     step: builtins.int
     """step of this message, from 0, without gaps."""
     last: builtins.bool
@@ -1163,24 +1171,25 @@ class Checksums(google.protobuf.message.Message):
     rank: builtins.int
     """rank of the source that holds the plane."""
     plane: builtins.str
-    """plane as "layer/component"."""
+    """plane as "layer/component", at most 321 bytes."""
     unit_begin: builtins.int
     """unit_begin of the units summed."""
     unit_end: builtins.int
     """unit_end of the units summed."""
     @property
     def place_starts(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """place_starts are the first places of runs of consecutive blocks. The place of a block is where it stands in the
-        request: the block that holds token t of its group has the place t / block_tokens; that of a state has the place 0.
+        """place_starts are the first places of runs of consecutive blocks, at most 131072 in a page. The place of a block is
+        where it stands in the request: the block that holds token t of its group has the place t / block_tokens; that of a
+        state has the place 0.
         """
 
     @property
     def place_counts(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """place_counts are the lengths of the runs, at least 1, as many as place_starts. Places rise."""
+        """place_counts are the lengths of the runs, at least 1, as many as place_starts: at most 131072 in a page. Places rise."""
 
     @property
     def sums(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """sums of the blocks in order, and for each block of its units in order."""
+        """sums of the blocks in order, and for each block of its units in order; at most 131072 in a page."""
 
     def __init__(
         self,
@@ -1330,7 +1339,7 @@ class Renew(google.protobuf.message.Message):
 
     LEASE_ID_FIELD_NUMBER: builtins.int
     lease_id: builtins.bytes
-    """lease_id from Accepted."""
+    """lease_id from Accepted, 16 bytes."""
     def __init__(
         self,
         *,
@@ -1351,7 +1360,7 @@ class ReadDone(google.protobuf.message.Message):
     LEASE_ID_FIELD_NUMBER: builtins.int
     REPORTS_FIELD_NUMBER: builtins.int
     lease_id: builtins.bytes
-    """lease_id from Accepted."""
+    """lease_id from Accepted, 16 bytes."""
     @property
     def reports(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___RankReport]:
         """reports of ranks, at least one and at most 4096."""
@@ -1400,7 +1409,7 @@ class CancelRead(google.protobuf.message.Message):
 
     LEASE_ID_FIELD_NUMBER: builtins.int
     lease_id: builtins.bytes
-    """lease_id from Accepted."""
+    """lease_id from Accepted, 16 bytes."""
     def __init__(
         self,
         *,
@@ -1412,19 +1421,29 @@ global___CancelRead = CancelRead
 
 @typing.final
 class Decline(google.protobuf.message.Message):
-    """Decline ends the hold of a publication that nobody will read: released at once, or with its last live lease. Idempotent."""
+    """Decline ends the hold of a publication that nobody will read: released at once, or with its last live lease. Idempotent.
+
+    Any node server takes it: one that does not have the engine sends it on to the home that the reference names, if that is
+    one that it may relay to, and answers what the home answers. A home that cannot be reached is UNREACHABLE.
+    """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     REFERENCE_FIELD_NUMBER: builtins.int
+    RELAYED_BY_FIELD_NUMBER: builtins.int
     reference: builtins.str
-    """reference as the source's engine gave it; its key is checked."""
+    """reference as the source's engine gave it, at most 4096 bytes; its key is checked."""
+    relayed_by: builtins.str
+    """relayed_by is the advertised address of the node server that sends it on, at most 256 bytes; one that has been sent on
+    is not sent on again (RELAY_LOOP). Empty: not relayed.
+    """
     def __init__(
         self,
         *,
         reference: builtins.str = ...,
+        relayed_by: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["reference", b"reference"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["reference", b"reference", "relayed_by", b"relayed_by"]) -> None: ...
 
 global___Decline = Decline
 
@@ -1438,7 +1457,7 @@ class ReadChecksumsRequest(google.protobuf.message.Message):
     LEASE_ID_FIELD_NUMBER: builtins.int
     QUERIES_FIELD_NUMBER: builtins.int
     lease_id: builtins.bytes
-    """lease_id from Accepted."""
+    """lease_id from Accepted, 16 bytes."""
     @property
     def reader(self) -> global___EngineRef:
         """reader is the engine that reads."""
@@ -1479,15 +1498,15 @@ class ChecksumQuery(google.protobuf.message.Message):
     """unit_end of the units asked."""
     @property
     def planes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """planes as "layer/component"."""
+        """planes as "layer/component", at most 4096 in all queries."""
 
     @property
     def place_starts(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """place_starts, see Checksums."""
+        """place_starts, see Checksums: places with at most 524288 sums in all queries."""
 
     @property
     def place_counts(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """place_counts, see Checksums."""
+        """place_counts, see Checksums: places with at most 524288 sums in all queries."""
 
     def __init__(
         self,
@@ -1767,13 +1786,17 @@ class WatchRequest(google.protobuf.message.Message):
     rank: builtins.int
     """rank of a rank's Watch."""
     resume_epoch: builtins.bytes
-    """resume_epoch is the home_epoch of the Watch to resume; empty: full state."""
+    """resume_epoch is the home_epoch of the Watch to resume, 16 bytes; empty: full state."""
     resume_sequence: builtins.int
     """resume_sequence is the last sequence seen. With another epoch, or too far back: full state."""
     relayed_by: builtins.str
-    """relayed_by is the advertised address of a node server that watches for a rank of another node. Empty: not relayed."""
+    """relayed_by is the advertised address of a node server that watches for a rank of another node, at most 256 bytes.
+    Empty: not relayed.
+    """
     home: builtins.str
-    """home is the address of the engine's home, for a rank's Watch; its node server relays. Empty: this node server is it."""
+    """home is the address of the engine's home, at most 256 bytes, for a rank's Watch; its node server relays. Empty: this
+    node server is it.
+    """
     @property
     def engine(self) -> global___EngineRef:
         """engine of the process."""

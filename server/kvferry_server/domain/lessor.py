@@ -185,6 +185,21 @@ class Lessor:
         if lease is not None and lease.live:
             self._records.end_lease(lease, LeaseState.CANCELLED, now)
 
+    def revoke(self, source: EngineRef, lease_number: int) -> Lease:
+        """Renew a lease no more, for an operator, and advise its reader to stop. It ends by its time, or by its
+        reader's reports: to end it at once would let the source change blocks that are being read (R2). Idempotent.
+
+        Raises:
+            LeaseEnded: this home has no record of such a lease.
+        """
+        now = self._records.advance(MAX_ENDED_AT_ONCE)
+        lease = self._records.lease_of_number(source, lease_number, now)
+        if lease is None:
+            problem = f"this home has no lease {lease_number} on a publication of {source}: it ended long ago"
+            raise LeaseEnded(problem, lease_number=lease_number)
+        self._records.revoke_lease(lease, RevokeReason.OPERATOR)
+        return lease
+
     def decline(self, source: EngineRef, number: int, key: bytes) -> None:
         """End a publication that nobody will read: it is released at once, or when its last live lease ends.
 

@@ -43,6 +43,7 @@ class RevokeReason(enum.IntEnum):
     ABORTED = 1
     SOURCE_LOST = 2
     FINAL_DEADLINE = 3
+    OPERATOR = 4
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,6 +61,7 @@ class Records:
         leases_by_id: by lease_id, the live leases, and the ended ones whose outcome is kept. Looking one up reveals
             nothing about the others by its duration: a dictionary compares a keyed hash of the whole id first.
         leases_by_read: the same leases by what makes two calls one read.
+        leases_by_number: the same leases by their public numbers.
         leases_by_source: the same leases by incarnation, in the order of the numbers of publication and lease.
         lease_budget: budget of the number of leases, by source.
         draining: nothing more is granted or renewed, and no new publication accepted.
@@ -74,6 +75,7 @@ class Records:
         self.books: dict[EngineRef, Book] = {}
         self.leases_by_id: dict[bytes, Lease] = {}
         self.leases_by_read: dict[ReadKey, Lease] = {}
+        self.leases_by_number: dict[int, Lease] = {}
         self.leases_by_source: dict[EngineRef, Ordered[Lease]] = {}
         self.lease_budget = Budget(limits.leases)
         self.draining = False
@@ -148,9 +150,24 @@ class Records:
         """Return the lease of a read as of the present, even if `advance` has not acted on its deadline yet."""
         return self._as_of(self.leases_by_read.get(read), now)
 
+    def lease_of_number(self, source: EngineRef, number: int, now: float) -> Lease | None:
+        """Return a lease on a publication of this source by its public number, as of the present."""
+        lease = self._as_of(self.leases_by_number.get(number), now)
+        return lease if lease is not None and lease.publication.source == source else None
+
     def key(self, publication: PublicationRecord) -> bytes:
         """Return the key in a publication's reference."""
         return self.book(publication.source).key(publication.number)
+
+    def live_leases(self, source: EngineRef | None = None) -> tuple[int, float]:
+        """Return how many leases are live, and when the last of them ends, in seconds on the home's clock; 0 if there
+        is none.
+
+        Args:
+            source: only leases on this incarnation's publications; None: all.
+        """
+        books = self.books.values() if source is None else [book for book in [self.books.get(source)] if book]
+        return sum(book.live_leases for book in books), max((book.live_until() for book in books), default=0.0)
 
     def publications(self) -> Iterator[PublicationRecord]:
         """Yield all publications that have arrived and whose release is not acknowledged."""
@@ -196,6 +213,7 @@ class Records:
         publication = lease.publication
         book = self.books[publication.source]
         self.leases_by_id[lease.lease_id] = self.leases_by_read[lease.request.read] = lease
+        self.leases_by_number[lease.number] = lease
         of_source = self.leases_by_source.get(publication.source)
         if of_source is None:
             of_source = self.leases_by_source[publication.source] = Ordered()
@@ -275,6 +293,12 @@ class Records:
         for lease in publication.leases:
             lease.revoked = lease.revoked or reason
         self.changed(publication)
+
+    def revoke_lease(self, lease: Lease, reason: RevokeReason) -> None:
+        """Mark a lease as not renewable, as `revoke` does with all of a publication."""
+        if lease.live:
+            lease.revoked = lease.revoked or reason
+            self.changed(lease.publication)
 
     def forget(self, publication: PublicationRecord) -> None:
         """Remove a publication from its book."""
@@ -356,6 +380,7 @@ class Records:
         else:
             del self.leases_by_id[lease.lease_id]
             del self.leases_by_read[lease.request.read]
+            del self.leases_by_number[lease.number]
             lease.forget_at = NEVER
             source = lease.publication.source
             self.lease_budget.give(source)

@@ -204,6 +204,22 @@ class Registry:
             engine.lost_at = now
             self._agenda.put(engine)
 
+    def evict(self, ref: EngineRef) -> None:
+        """End an incarnation for good, alive or not, as if another one had taken its place. Idempotent.
+
+        Raises:
+            EngineUnknown: this home has never had it, or has forgotten it.
+            HomeRecovering: this home has just started, and it is not back yet.
+        """
+        now = self.advance()
+        if self._is_retired(ref):
+            return
+        engine = self._engines.get(ref)
+        if engine is None:
+            raise self._unknown(ref.engine_id)
+        self._forget(engine)
+        self._retired[ref] = now + self._times.retire
+
     def open_rank(self, ref: EngineRef, secret: bytes, rank: int, node: str = "") -> Engine:
         """Open the Watch of a rank's process. Returns its engine.
 
@@ -335,8 +351,9 @@ class Registry:
     def _restarted(self, ref: EngineRef) -> PeerRestarted:
         others = self._named(ref.engine_id)
         current = others[0].ref.incarnation.hex() if others else ""
+        how = "was replaced by another incarnation" if others else "was replaced, or evicted by an operator"
         return PeerRestarted(
-            f"{ref} was replaced by another incarnation",
+            f"{ref} {how}: it has to be started again",
             engine_id=ref.engine_id,
             incarnation=ref.incarnation.hex(),
             current=current,

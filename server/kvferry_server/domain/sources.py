@@ -154,6 +154,22 @@ class Sources:
             self._touch(book, publication, now)
         self._abort(publication, now)
 
+    def withdraw(self, source: EngineRef, number: int) -> PublicationRecord:
+        """Abort a publication for an operator, as `abort` does for its source. Returns its record. Idempotent.
+
+        Raises:
+            PublicationStale: it has not arrived, or was forgotten.
+        """
+        now = self._records.advance(MAX_ENDED_AT_ONCE)
+        book = self._records.book(source)
+        publication = self._records.publication(book, number, now)
+        if publication is None or publication.stage is PublicationStage.AWAITED:
+            problem = f"this home has no publication {number} of {source}: it has not come, or its release is settled"
+            raise PublicationStale(problem, engine_id=source.engine_id, publication=number)
+        if publication.grantable:
+            self._abort(publication, now)
+        return publication
+
     def acknowledge(self, source: EngineRef, numbers: Iterable[int]) -> None:
         """Forget released publications whose release the source acknowledges. Idempotent; other numbers are ignored."""
         self._records.advance(MAX_ENDED_AT_ONCE)

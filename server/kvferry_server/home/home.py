@@ -57,7 +57,7 @@ class Home:
         memory: budget of the bytes that all of these take.
         wakeups: wakes streams; its topics are publications and feeds.
         draining: no new work is accepted.
-        drained: Watches end, too.
+        stopping: the node server is about to end, and Watches with it.
     """
 
     def __init__(self, clock: Clock, times: Times, advertise: str, limits: Limits | None = None) -> None:
@@ -72,8 +72,7 @@ class Home:
         self.sources = Sources(self.records)
         self.lessor = Lessor(self.records)
         self.wakeups = Wakeups()
-        self.draining = False
-        self.drained = False
+        self.draining = self.stopping = False
         self._started = clock.now()
         self._feeds: dict[Process, Feed] = {}
         self._feed_sizes: dict[EngineRef, int] = {}
@@ -114,8 +113,18 @@ class Home:
 
     def end_watches(self) -> None:
         """End the Watches of a draining home with DRAINING, once each has sent all its events."""
-        self.drained = True
+        self.stopping = True
         self.wakeups.wake_all()
+
+    @property
+    def uptime(self) -> float:
+        """Seconds since the start."""
+        return self.clock.now() - self._started
+
+    def check_may_watch(self, process: Process) -> None:
+        """Raise `ServerDraining` unless a process may open a Watch: in a drain, only those that had one."""
+        if self.stopping or process not in self._feeds:
+            self.check_not_draining()
 
     def check_not_draining(self) -> None:
         """Raise `ServerDraining` if no new work is accepted."""
@@ -162,6 +171,16 @@ class Home:
         elif process in self._feeds:
             self.engines.close_engine(process.engine)
             self.sources.lose(process.engine)
+
+    def evict(self, engine: EngineRef) -> None:
+        """End an incarnation for good, for an operator, within a turn: its publications end, leases on them run out,
+        its Watches end, and its engine_id is free. Idempotent. Raises as `Registry.evict`."""
+        feeds = [feed for process, feed in self._feeds.items() if process.engine == engine]
+        self.engines.evict(engine)
+        self.settle()
+        for feed in feeds:
+            feed.evicted = True
+            self.wakeups.wake(feed)
 
     def register(self, registration: Registration, secret: bytes) -> Engine:
         """Register a rank's cache, within a turn. Returns its engine. Raises as `Registry.register`."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import TypeAlias
 
-from kvferry.errors import InvalidField, PublicationTimeout, ServerDraining, WatchTakenOver
+from kvferry.errors import InvalidField, PeerRestarted, PublicationTimeout, ServerDraining, WatchTakenOver
 from kvferry_server.domain.limits import MAX_STALE_STREAMS, check_limit
 from kvferry_server.domain.publications import Lease, PublicationRecord, PublicationStage
 from kvferry_server.domain.reads import LeaseRequest, RevokeReason
@@ -162,11 +162,12 @@ async def watch(
 
     Raises:
         WatchTakenOver: a newer Watch of the process has opened.
-        ServerDraining: the node server is draining, which the process was told.
+        PeerRestarted: the engine was replaced or evicted.
+        ServerDraining: the node server ends, which the process was told; or it is draining and the process is new.
         KvferryError: all that `Home.open_watch` raises.
     """
     with home.turn():
-        home.check_not_draining()
+        home.check_may_watch(process)
         feed = home.open_watch(process, secret, host)
         number = feed.take_over()
         home.wakeups.wake(feed)
@@ -198,12 +199,12 @@ async def watch(
                 _check_current(feed, number)
                 if feed.after(told):
                     continue
-                if home.drained:
+                if home.stopping:
                     raise ServerDraining("this node server is draining")
                 await waker.wait()
     finally:
-        # A stream that ended because of a drain says nothing about its process.
-        if feed.current_watch == number and not home.draining:
+        # A stream that ended with the node server says nothing about its process.
+        if feed.current_watch == number and not home.stopping:
             with home.turn():
                 home.close_watch(process)
 
@@ -297,6 +298,10 @@ def _streaming(home: Home, lease: Lease) -> Iterator[None]:
 
 
 def _check_current(feed: Feed, number: int) -> None:
+    if feed.evicted:
+        ref = feed.process.engine
+        problem = f"{ref} was evicted by an operator: it has to be started again"
+        raise PeerRestarted(problem, engine_id=ref.engine_id, incarnation=ref.incarnation.hex(), current="")
     if feed.current_watch != number:
         engine_id = feed.process.engine.engine_id
         raise WatchTakenOver(f"a newer Watch of the same process of {engine_id!r} took over", engine_id=engine_id)

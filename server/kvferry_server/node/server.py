@@ -14,15 +14,12 @@ from grpc_health.v1 import health_pb2
 from grpc_health.v1.health import SERVICE_NAME as HEALTH
 from grpc_health.v1.health import aio as health_aio
 from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
-from grpc_reflection.v1alpha.reflection import SERVICE_NAME as REFLECTION
-from grpc_reflection.v1alpha.reflection import aio as reflection_aio
-from grpc_reflection.v1alpha.reflection_pb2_grpc import add_ServerReflectionServicer_to_server
 
 from kvferry._directory.listing import checked_home
 from kvferry._directory.opening import open_directory
 from kvferry._wire.channel import MAX_CONNECTIONS, SERVER_OPTIONS
 from kvferry.errors import InternalError, InvalidField
-from kvferry.v1 import introspection_pb2, kv_transfer_pb2
+from kvferry.v1 import admin_pb2, introspection_pb2, kv_transfer_pb2
 from kvferry_server.domain.clock import BootClock, Clock
 from kvferry_server.domain.policy import Policy
 from kvferry_server.home.home import Home
@@ -34,6 +31,7 @@ from kvferry_server.node.guard import Guard
 from kvferry_server.node.listen import Listener, TcpListener, UnixListener, advertised, check_exposure
 from kvferry_server.node.listings import Listings
 from kvferry_server.node.policy_file import read_policy
+from kvferry_server.node.reflection import REFLECTIONS, add_reflection
 from kvferry_server.node.serving import Serving
 from kvferry_server.node.times import DRAIN_STREAMS, LEASE_POLL
 from kvferry_server.servicers import add_servicers
@@ -47,10 +45,11 @@ logger = logging.getLogger(__name__)
 SERVICES = (
     kv_transfer_pb2.DESCRIPTOR.services_by_name["KVTransfer"].full_name,
     introspection_pb2.DESCRIPTOR.services_by_name["Introspection"].full_name,
+    admin_pb2.DESCRIPTOR.services_by_name["Admin"].full_name,
 )
 """The services of the contract."""
 
-OFFERED = (*SERVICES, HEALTH, REFLECTION)
+OFFERED = (*SERVICES, HEALTH, *REFLECTIONS)
 """All services, with health and reflection."""
 
 
@@ -151,6 +150,12 @@ class NodeServer:
             if waited:
                 await asyncio.wait(waited)
         raise InternalError(f"{what} has stopped") from cause
+
+    async def drain(self) -> None:
+        """Take no new work from now on, and go on with what is live; see `Home.drain`. `stop` ends the server.
+        Idempotent."""
+        await self._health.enter_graceful_shutdown()
+        self.home.drain()
 
     async def reload(self) -> None:
         """Read the policy and the TLS files again. What cannot be used is logged, and stays as it was. Calls in
@@ -279,8 +284,7 @@ class NodeServer:
     def _add_services(self, names_of: NamesOf, server: Any) -> None:
         if self._relays is None:
             raise InternalError("the server was not started")
-        add_servicers(server, self.home, self._relays, self._worker, names_of)
+        calls = {name: getattr(self._config, name) for name in ("max_calls", "max_streams", "max_connections")}
+        add_servicers(server, self.home, self._relays, self._worker, names_of, drain=self.drain, call_limits=calls)
         add_HealthServicer_to_server(self._health, server)
-        # grpc_reflection ships no types.
-        add_reflection: Any = add_ServerReflectionServicer_to_server
-        add_reflection(reflection_aio.ReflectionServicer(OFFERED), server)
+        add_reflection(server, OFFERED)

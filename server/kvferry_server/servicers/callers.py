@@ -58,6 +58,19 @@ def identities_of(context: Context) -> tuple[str, ...]:
     )
 
 
+def on_unix_socket(context: Context) -> bool:
+    """Whether a call came over a UNIX socket, whose directory's mode says who may connect."""
+    return context.peer().startswith("unix:")
+
+
+def caller(context: Context, names: Names) -> str:
+    """Return who makes a call, for the audit log: the names in the certificate if there is one, and the address. Names
+    come from whoever has signed the certificate, so they are escaped."""
+    where = "the UNIX socket" if on_unix_socket(context) else context.peer()
+    who = ", ".join(sorted(repr(name.decode(errors="backslashreplace")) for name in names))
+    return f"{who} at {where}" if who else where
+
+
 def remote_host(context: Context) -> str:
     """Return the host that a call is counted against in budgets, as `host_of` does; empty for a caller on this host,
     whose processes cannot be told apart."""

@@ -116,6 +116,12 @@ def reference(given: str) -> tuple[EngineRef, int, bytes]:
     return engine_ref("reference", source), parsed.publication, parsed.key
 
 
+def decline(message: pb.Decline) -> tuple[EngineRef, int, bytes, str]:
+    """Decode a decline into source, publication number, key, and the home that the reference names. Raises as
+    `reference`."""
+    return *reference(message.reference), parse_reference(message.reference).home
+
+
 def handshake_reference(request: pb.HandshakeRequest) -> tuple[EngineRef, int, bytes] | None:
     """Decode the reference that entitles a handshake to agents, as `reference` does. The publication number is 0 for
     an engine reference. None if the handshake has no reference.

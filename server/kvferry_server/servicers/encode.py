@@ -109,6 +109,16 @@ def revoke_reason(reason: RevokeReason | None) -> pb.RevokeReason.ValueType:
     return pb.RevokeReason.ValueType(reason or 0)
 
 
+def read_state(lease: Lease) -> pb.ReadState.ValueType:
+    """Encode the state of a read."""
+    return pb.ReadState.ValueType(lease.state)
+
+
+def request_state(publication: PublicationRecord) -> ipb.RequestState.ValueType:
+    """Encode the state of a publication that has arrived. One that was forgotten meanwhile was released before."""
+    return _STAGES.get(publication.stage, ipb.REQUEST_STATE_RELEASED)
+
+
 def engine_summary(engine: Engine, publications: int, leases: int) -> ipb.EngineSummary:
     """Encode the summary of an engine, with how many unreleased publications and live leases it has."""
     state = ipb.ENGINE_STATE_READY
@@ -134,7 +144,7 @@ def request_summary(publication: PublicationRecord, now: float) -> ipb.RequestSu
         engine=engine_ref(publication.source),
         publication=publication.number,
         request_id=publication.request_id,
-        state=_STAGES[publication.stage],
+        state=request_state(publication),
         blocks=publication.blocks,
         leases=len(publication.leases),
         reads_valid=publication.valid_reads,
@@ -199,7 +209,7 @@ def _read_summary(lease: Lease) -> pb.ReadSummary:
     return pb.ReadSummary(
         reader=engine_ref(lease.request.read.reader),
         lease_number=lease.number,
-        state=pb.ReadState.ValueType(lease.state),
+        state=read_state(lease),
         parties=lease.request.parties,
         reported=len(lease.reports),
         # A reader may report any number of bytes, but the field has 64 bits.

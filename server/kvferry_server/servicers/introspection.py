@@ -22,11 +22,13 @@ from kvferry_server.domain.engine import Engine
 from kvferry_server.domain.engine_description import engine_header
 from kvferry_server.domain.identity import EngineRef
 from kvferry_server.domain.ordered import Ordered
+from kvferry_server.domain.publications import Lease, PublicationRecord
 from kvferry_server.home.home import Home
 from kvferry_server.servicers import checks, encode
 from kvferry_server.servicers.callers import Context, remote_host
 from kvferry_server.servicers.limits import ENGINE_PAGE_BYTES, MAX_PAGE_SIZE, MAX_PLAN_BYTES
 from kvferry_server.servicers.paging import check_page_size, make_token, number_key, page, parse_token
+from kvferry_server.servicers.server_info import server_info
 from kvferry_server.servicers.times import PLAN_SECONDS
 from kvferry_server.servicers.worker import Worker
 
@@ -34,13 +36,20 @@ Entries = TypeVar("Entries")
 
 
 class Introspection(IntrospectionServicer):
-    """The service of one home. Runs on the home's event loop; plans are made in a thread of its own."""
+    """The service of one home. Runs on the home's event loop; plans are made in a thread of its own. `call_limits` are
+    the node server's own limits, by name, which GetServerInfo tells."""
 
-    def __init__(self, home: Home, worker: Worker) -> None:
+    def __init__(self, home: Home, worker: Worker, call_limits: Mapping[str, int]) -> None:
         self._home = home
+        self._call_limits = call_limits
         self._worker = worker
         # Not on the worker thread: a tool's large plans must not delay handshakes.
         self._planner = ThreadPoolExecutor(1, "kvferry-plan")
+
+    async def GetServerInfo(self, request: ipb.GetServerInfoRequest, context: Context) -> ipb.GetServerInfoResponse:
+        """Describe this node server."""
+        with self._home.turn():
+            return server_info(self._home, self._call_limits)
 
     async def ListEngines(self, request: ipb.ListEnginesRequest, context: Context) -> ipb.ListEnginesResponse:
         """List the engines that are not dead, in pages."""
@@ -85,21 +94,35 @@ class Introspection(IntrospectionServicer):
     async def ListRequests(self, request: ipb.ListRequestsRequest, context: Context) -> ipb.ListRequestsResponse:
         """List the publications of one engine or of all, in pages."""
         home = self._home
-        wanted = checks.text("engine_id", request.engine_id, least=0)
+        engine_id, request_id, reader = _filters(request)
+
+        def wanted(publication: PublicationRecord) -> tuple[bool, int]:
+            if request_id not in ("", publication.request_id):
+                return False, 1
+            reads = publication.reads
+            return not reader or any(read.request.read.reader.engine_id == reader for read in reads), 1 + len(reads)
+
         with home.turn() as now:
-            publications = _of_engine(wanted, home.records.listed_publications())
+            publications = _of_engine(engine_id, home.records.listed_publications())
             encoded = partial(encode.request_summary, now=now)
-            summaries, token = page(publications, encoded, request.page_size, request.page_token)
+            among = wanted if request_id or reader else None
+            summaries, token = page(publications, encoded, request.page_size, request.page_token, among)
         return ipb.ListRequestsResponse(home_epoch=home.epoch, requests=summaries, next_page_token=token)
 
     async def ListTransfers(self, request: ipb.ListTransfersRequest, context: Context) -> ipb.ListTransfersResponse:
         """List the reads of one engine's publications or of all, in pages."""
         home = self._home
-        wanted = checks.text("engine_id", request.engine_id, least=0)
+        engine_id, request_id, reader = _filters(request)
+
+        def wanted(lease: Lease) -> tuple[bool, int]:
+            of_request = request_id in ("", lease.publication.request_id)
+            return of_request and reader in ("", lease.request.read.reader.engine_id), 1
+
         with home.turn() as now:
-            leases = _of_engine(wanted, home.records.listed_leases())
+            leases = _of_engine(engine_id, home.records.listed_leases())
             encoded = partial(encode.transfer_summary, now=now)
-            summaries, token = page(leases, encoded, request.page_size, request.page_token)
+            among = wanted if request_id or reader else None
+            summaries, token = page(leases, encoded, request.page_size, request.page_token, among)
         return ipb.ListTransfersResponse(home_epoch=home.epoch, transfers=summaries, next_page_token=token)
 
     async def PlanRead(self, request: ipb.PlanReadRequest, context: Context) -> ipb.PlanReadResponse:
@@ -167,6 +190,15 @@ def _rank_after(page_token: str) -> tuple[bytes, int]:
     if [len(part) for part in key] != [16, 8]:
         raise InvalidField("page_token", page_token[:64], "a token from the page before")
     return key[0], int.from_bytes(key[1], "big")
+
+
+def _filters(request: ipb.ListRequestsRequest | ipb.ListTransfersRequest) -> tuple[str, str, str]:
+    """Return engine_id, request_id and reader_engine_id of a listing, each may be empty. Raises `InvalidField`."""
+    return (
+        checks.text("engine_id", request.engine_id, least=0),
+        checks.text("request_id", request.request_id, least=0),
+        checks.text("reader_engine_id", request.reader_engine_id, least=0),
+    )
 
 
 def _of_engine(engine_id: str, listed: Mapping[EngineRef, Entries]) -> Mapping[EngineRef, Entries]:

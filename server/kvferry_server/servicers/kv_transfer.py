@@ -120,7 +120,7 @@ class KVTransfer(KVTransferServicer):
 
     async def Notify(self, request: pb.NotifyRequest, context: Context) -> pb.NotifyResponse:
         """Act on a batch of notifications; see `notify`."""
-        return await notify(self._home, request, self._names_of(context))
+        return await notify(self._home, self._relays, request, self._names_of(context), _time_to_wait(context))
 
     async def ReadChecksums(self, request: pb.ReadChecksumsRequest, context: Context) -> pb.ReadChecksumsResponse:
         """Send the checksums of a leased publication's blocks; see `read_checksums`."""
@@ -155,7 +155,7 @@ class KVTransfer(KVTransferServicer):
 
 
 def _time_to_wait(context: Context) -> float:
-    """Return the seconds that a ReadBlocks may wait for a publication, given its deadline."""
+    """Return the seconds that a call may wait, so that its answer arrives before its deadline."""
     remaining = context.time_remaining()
     if remaining is None:
         return math.inf

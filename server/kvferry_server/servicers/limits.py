@@ -64,6 +64,10 @@ DEFAULT_PAGE_SIZE = 100
 MAX_PAGE_SIZE = 1000
 """Entries of a listing's page."""
 
+MAX_LOOKS = 1 << 14
+"""Entries that are looked at for one filtered page, reads of a publication included. That takes a few milliseconds on
+the event loop."""
+
 MAX_PAGE_TOKEN = 4096
 """Characters of a page token."""
 
@@ -88,6 +92,10 @@ MAX_WAITING_BYTES = 256 << 20
 
 MAX_HOMES = 256
 """Homes that the relays are connected to at once."""
+
+MAX_DECLINE_HOMES = MAX_HOMES // 4
+"""Homes that the relays are connected to up to which declines may add one: whoever has a reference sends those, and
+ranks that register must not wait for them."""
 
 POLL_BYTES = 1 << 20
 """Bytes of blocks after which an answer to PollBlocks takes no more steps."""

@@ -2,30 +2,40 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Sequence
+
 from kvferry._clock import to_duration
-from kvferry._wire.status import to_notification_error
-from kvferry.errors import InvalidField, KvferryError
+from kvferry._wire.status import NOTIFICATION_ERROR_BYTES, to_notification_error
+from kvferry.errors import EngineUnknown, HomeRecovering, InvalidField, KvferryError, Unreachable
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry_server.domain.identity import EngineRef, Names
 from kvferry_server.home.home import Home
 from kvferry_server.servicers import checks, decode, encode
 from kvferry_server.servicers.checksums import publish_checksums
 from kvferry_server.servicers.limits import MAX_ACKNOWLEDGED, MAX_NOTIFICATIONS, MAX_SNAPSHOT_NAME
+from kvferry_server.servicers.relay import Relays
 from kvferry_server.servicers.time_slice import TimeSlice
+from kvferry_server.servicers.times import DECLINE_TIMEOUT
 
 OF_A_SOURCE = frozenset({"publish", "abort", "released_ack", "resync", "checksums", "rank_left"})
 """Kinds that are sent in an engine's name, and so need its session secret."""
 
 
-async def notify(home: Home, request: pb.NotifyRequest, names: Names) -> pb.NotifyResponse:
-    """Act on a batch of notifications, in order. An error of one becomes its result; the others are acted on.
+async def notify(
+    home: Home, relays: Relays, request: pb.NotifyRequest, names: Names, time_left: float
+) -> pb.NotifyResponse:
+    """Act on a batch of notifications, in order. An error of one becomes its result; the others are acted on. Declines
+    of other homes' publications are sent on at the end.
 
     The answer fits one message: an error takes at most `status.NOTIFICATION_ERROR_BYTES`.
 
     Args:
         home: the home.
+        relays: connections to other homes.
         request: the call.
         names: the names in the caller's certificate.
+        time_left: seconds until the call's deadline.
 
     Raises:
         InvalidField: there are too many notifications, or the sender is malformed.
@@ -48,22 +58,48 @@ async def notify(home: Home, request: pb.NotifyRequest, names: Names) -> pb.Noti
 
     check()
     results, time_slice = list[pb.NotificationResult](), TimeSlice(check)
-    for notification in request.notifications:
+    elsewhere: dict[str, list[int]] = {}
+    for index, notification in enumerate(request.notifications):
         if time_slice.over:
             await time_slice.pause()
-        results.append(await _result(home, sender, names, notification, time_slice))
+        try:
+            results.append(await _result(home, relays, sender, names, notification, time_slice))
+        except _Elsewhere as other:
+            elsewhere.setdefault(other.home, []).append(index)
+            results.append(pb.NotificationResult())
+    if elsewhere:
+        timeout = min(DECLINE_TIMEOUT, time_left)
+        declines = {at: [request.notifications[index].decline for index in found] for at, found in elsewhere.items()}
+        answers = await asyncio.gather(*(_sent_on(relays, at, found, timeout) for at, found in declines.items()))
+        for found, answered in zip(elsewhere.values(), answers, strict=True):
+            for index, result in zip(found, answered, strict=True):
+                results[index] = result
     return pb.NotifyResponse(home_epoch=home.epoch, results=results)
 
 
+class _Elsewhere(Exception):
+    """A decline is for another home, which is to be told."""
+
+    def __init__(self, home: str) -> None:
+        super().__init__()
+        self.home = home
+
+
 async def _result(
-    home: Home, sender: EngineRef | None, names: Names, notification: pb.Notification, time_slice: TimeSlice
+    home: Home,
+    relays: Relays,
+    sender: EngineRef | None,
+    names: Names,
+    notification: pb.Notification,
+    time_slice: TimeSlice,
 ) -> pb.NotificationResult:
+    """Act on one notification. Raises `_Elsewhere` for a decline that must be sent on."""
     kind = notification.WhichOneof("kind")
     try:
         if kind is None:
             raise InvalidField("notification.kind", None, "a kind that this node server knows")
         if kind == "decline":
-            return _decline(home, notification.decline)
+            return _decline(home, relays, notification.decline)
         if sender is None:
             raise InvalidField("sender", None, "the engine that sends the notification")
         if kind == "checksums":
@@ -139,12 +175,36 @@ def _from_reader(
     return _done()
 
 
-def _decline(home: Home, decline: pb.Decline) -> pb.NotificationResult:
-    source, number, key = decode.reference(decline.reference)
+def _decline(home: Home, relays: Relays, decline: pb.Decline) -> pb.NotificationResult:
+    source, number, key, named = decode.decline(decline)
     with home.turn():
-        engine = home.engines.find_live(source.engine_id, source.incarnation)
+        try:
+            engine = home.engines.find_live(source.engine_id, source.incarnation)
+        except (EngineUnknown, HomeRecovering):
+            # Only then: a home knows its engines whatever address a reference names it by.
+            if relays.applies(named, decline.relayed_by):
+                raise _Elsewhere(named) from None
+            raise
         home.lessor.decline(engine.ref, number, key)
     return _done()
+
+
+async def _sent_on(
+    relays: Relays, home: str, declines: Sequence[pb.Decline], timeout: float
+) -> list[pb.NotificationResult]:
+    """Send declines on to their home; its results, or an error for each."""
+    try:
+        return [_checked(home, result) for result in await relays.decline(home, declines, timeout)]
+    except KvferryError as error:
+        return [pb.NotificationResult(error=to_notification_error(error))] * len(declines)
+
+
+def _checked(home: str, result: pb.NotificationResult) -> pb.NotificationResult:
+    """Return what another home answered, if it is an answer to a decline that fits this home's own."""
+    if result.WhichOneof("kind") in ("done", "error") and result.ByteSize() <= NOTIFICATION_ERROR_BYTES:
+        return result
+    error = Unreachable(f"{home} answered a decline with something else", address=home)
+    return pb.NotificationResult(error=to_notification_error(error))
 
 
 def _done() -> pb.NotificationResult:

@@ -18,7 +18,13 @@ from kvferry.errors import InvalidField
 from kvferry_server.domain.identity import EngineRef
 from kvferry_server.domain.ordered import Ordered
 from kvferry_server.servicers.checks import entry_size
-from kvferry_server.servicers.limits import DEFAULT_PAGE_SIZE, LISTING_PAGE_BYTES, MAX_PAGE_SIZE, MAX_PAGE_TOKEN
+from kvferry_server.servicers.limits import (
+    DEFAULT_PAGE_SIZE,
+    LISTING_PAGE_BYTES,
+    MAX_LOOKS,
+    MAX_PAGE_SIZE,
+    MAX_PAGE_TOKEN,
+)
 
 Key: TypeAlias = "tuple[bytes, ...]"
 Entry = TypeVar("Entry")
@@ -30,22 +36,24 @@ def page(
     encode: Callable[[Entry], Summary],
     page_size: int,
     page_token: str,
+    wanted: Callable[[Entry], tuple[bool, int]] | None = None,
 ) -> tuple[list[Summary], str]:
     """Return one page, and the token of the next page, empty after the last. A page ends early if it would exceed
-    `LISTING_PAGE_BYTES`.
+    `LISTING_PAGE_BYTES`, or if `MAX_LOOKS` were used up to find the wanted entries; then it may be empty.
 
     Args:
         listed: by incarnation, entries by numbers below 2**64.
         encode: encodes an entry.
         page_size: at most 1000; 0 means 100.
         page_token: from the page before; empty: the first page.
+        wanted: whether an entry belongs to the listing, and how many looks it took to find out; None: all do.
 
     Raises:
         InvalidField: the page size or the token is malformed.
     """
     size = check_page_size(page_size) or DEFAULT_PAGE_SIZE
     after = parse_token(page_token)
-    room, last = LISTING_PAGE_BYTES, after
+    room, looks, last = LISTING_PAGE_BYTES, MAX_LOOKS, after
     found: list[Summary] = []
     for engine_key, ref in sorted((_engine_key(ref), ref) for ref in listed):
         if engine_key < after[:2]:
@@ -53,12 +61,20 @@ def page(
         # Only the incarnation at which the page before ended has entries that were on it.
         begun = tuple(int.from_bytes(part, "big") for part in after[2:]) if engine_key == after[:2] else None
         for numbers, entry in listed[ref].after(begun):
+            if wanted is not None:
+                if looks <= 0:
+                    return found, make_token(last)
+                it_is, took = wanted(entry)
+                looks -= took
+                if not it_is:
+                    last = _entry_key(engine_key, numbers)
+                    continue
             summary = encode(entry)
             room -= entry_size(summary)
             if found and (room < 0 or len(found) == size):
                 return found, make_token(last)
             found.append(summary)
-            last = (*engine_key, *(number_key(number) for number in numbers))
+            last = _entry_key(engine_key, numbers)
     return found, ""
 
 
@@ -77,6 +93,10 @@ def number_key(number: int) -> bytes:
 def _engine_key(ref: EngineRef) -> Key:
     """Return an incarnation as a key that sorts by engine_id."""
     return ref.engine_id.encode(), ref.incarnation
+
+
+def _entry_key(engine_key: Key, numbers: tuple[int, ...]) -> Key:
+    return (*engine_key, *map(number_key, numbers))
 
 
 def make_token(key: Key) -> str:

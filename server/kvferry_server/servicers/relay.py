@@ -21,10 +21,11 @@ import grpc.aio
 
 from kvferry._wire.channel import TlsConfig, TlsContent, connect_async, is_loopback, parse_address
 from kvferry._wire.status import from_rpc_error
-from kvferry.errors import InvalidField, LimitReached, RelayLoop
+from kvferry.errors import InvalidField, LimitReached, RelayLoop, Unreachable
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry.v1.kv_transfer_pb2_grpc import KVTransferStub
-from kvferry_server.servicers.limits import MAX_HOMES
+from kvferry_server.servicers import checks
+from kvferry_server.servicers.limits import MAX_DECLINE_HOMES, MAX_HOMES
 from kvferry_server.servicers.times import RANK_LEFT_TIMEOUT, REGISTER_TIMEOUT, RELAY_RETRY_AFTER
 
 if TYPE_CHECKING:
@@ -87,7 +88,10 @@ class Relays:
 
         Raises:
             RelayLoop: it is for another home, but another node server has relayed it to this one.
+            InvalidField: an address is too long.
         """
+        checks.text("home", home, least=0)
+        checks.text("relayed_by", relayed_by, least=0)
         if not home or home == self._advertise:
             return False
         if relayed_by:
@@ -117,6 +121,32 @@ class Relays:
             await self._leave(home, connection)
         answer.advertise = self._advertise
         return answer
+
+    async def decline(
+        self, home: str, declines: Sequence[pb.Decline], timeout: float
+    ) -> Sequence[pb.NotificationResult]:
+        """Send declines on to the home that their references name, marked, so that it does not send them on again.
+        Returns its results, in order.
+
+        Args:
+            home: the home.
+            declines: what it is told.
+            timeout: seconds that it may take.
+
+        Raises: as `register_cache`.
+        """
+        marked = [pb.Decline(reference=decline.reference, relayed_by=self._advertise) for decline in declines]
+        request = pb.NotifyRequest(notifications=[pb.Notification(decline=decline) for decline in marked])
+        stub, connection = self._enter(home, MAX_DECLINE_HOMES)
+        try:
+            answer = await stub.Notify(request, timeout=timeout)
+        except grpc.RpcError as error:
+            raise from_rpc_error(error, home, self._tls) from None
+        finally:
+            await self._leave(home, connection)
+        if len(answer.results) != len(declines):
+            raise Unreachable(f"{home} gave {len(answer.results)} answers to {len(declines)} declines", address=home)
+        return answer.results
 
     async def watch(self, request: pb.WatchRequest) -> AsyncGenerator[pb.WatchResponse, None]:
         """Relay a rank's Watch and yield the home's messages, until either side ends. Raises as `register_cache`."""
@@ -176,14 +206,14 @@ class Relays:
         if self._endings.get(process) is ending:
             del self._endings[process]
 
-    def _enter(self, home: str) -> tuple[KVTransferAsyncStub, _HomeChannel]:
+    def _enter(self, home: str, most: int = MAX_HOMES) -> tuple[KVTransferAsyncStub, _HomeChannel]:
         self._check(home)
-        if home not in self._connections and len(self._connections) >= MAX_HOMES:
+        if home not in self._connections and len(self._connections) >= most:
             raise LimitReached(
-                f"relayed_homes: this node server is already connected to {MAX_HOMES} homes",
+                f"relayed_homes: this node server is already connected to {most} homes",
                 retry_after=RELAY_RETRY_AFTER,
                 limit="relayed_homes",
-                value=MAX_HOMES,
+                value=most,
             )
         tls = self._tls if self._content is None else self._content()
         connection = self._connections.get(home)

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+import kvferry
 from kvferry._clock import from_duration
 from kvferry._wire.geometry_codec import engine_to_proto
 from kvferry.errors import (
@@ -21,9 +22,10 @@ from kvferry.v1 import geometry_pb2
 from kvferry.v1 import introspection_pb2 as ipb
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry_server.domain.limits import MAX_RANK_BYTES
+from kvferry_server.servicers import paging
 from tests.server.servicers.registrations import of_size
-from tests.support.node_in_process import TIMEOUT, Node, proto, raised, read_done
-from tests.support.parties import FULL, P2, TIMES, D, P, rank_geometry, read_id, start
+from tests.support.node_in_process import ADVERTISE, TIMEOUT, Node, proto, raised, read_done
+from tests.support.parties import FULL, P2, TIMES, D, E, P, rank_geometry, read_id, start
 
 
 def engine(name: str, ranks: int, heads: int = 8) -> EngineGeometry:
@@ -260,3 +262,74 @@ async def test_plans_that_cannot_be(node: Node) -> None:
     ]
     for request, expected in cases:
         assert isinstance(await raised(node.introspection.PlanRead(request, timeout=TIMEOUT)), expected), request
+
+
+async def test_a_node_server_says_what_it_is_and_what_it_allows(node: Node) -> None:
+    node.pass_by(5)
+    answer = await node.introspection.GetServerInfo(ipb.GetServerInfoRequest(), timeout=TIMEOUT)
+    assert (answer.home_epoch, answer.version, answer.advertise) == (node.home.epoch, kvferry.__version__, ADVERTISE)
+    assert from_duration(answer.uptime) == pytest.approx(1005)
+    assert from_duration(answer.times.ttl) == TIMES.ttl
+    assert not answer.draining
+    assert answer.contract_revision >= 1
+    # The names are those that a caller meets in errors, and in requests.
+    assert answer.limits["leases"] == node.home.limits.leases
+    assert answer.limits["notifications"] == 1024
+    assert answer.limits["message_bytes"] == 4 << 20
+    assert {"admin", "decline_forwarding", "list_filters"} <= set(answer.capabilities)
+
+
+async def listed(node: Node, request: ipb.ListRequestsRequest | ipb.ListTransfersRequest) -> tuple[list[str], int]:
+    """The entries of all pages, as "engine request reader", and the number of pages."""
+    found, pages = list[str](), 0
+    while not pages or request.page_token:
+        pages += 1
+        if isinstance(request, ipb.ListRequestsRequest):
+            requests = await node.introspection.ListRequests(request, timeout=TIMEOUT)
+            found += [f"{one.engine.engine_id} {one.request_id}" for one in requests.requests]
+            request.page_token = requests.next_page_token
+        else:
+            transfers = await node.introspection.ListTransfers(request, timeout=TIMEOUT)
+            found += [f"{one.request_id} {one.read.reader.engine_id}" for one in transfers.transfers]
+            request.page_token = transfers.next_page_token
+    return found, pages
+
+
+async def test_listings_are_filtered_by_request_and_by_reader(ready: Node) -> None:
+    for number in (1, 2, 3):
+        await ready.publish(number, request_id=f"r{(number + 1) // 2}", expected_reads=9)
+    for number, reader in ((1, D), (2, E), (3, D), (3, E)):
+        await ready.read(number, reader=reader, read_id=read_id(reader.engine_id)).next()
+    name = "other-decode"
+    assert E.engine_id == name
+    for page_size in (1, 1000):
+        size = {"page_size": page_size}
+        for filters, entries in (
+            ({"request_id": "r1"}, ["prefill r1", "prefill r1"]),
+            ({"reader_engine_id": name}, ["prefill r1", "prefill r2"]),
+            ({"reader_engine_id": name, "request_id": "r1"}, ["prefill r1"]),
+            ({"request_id": "r1", "engine_id": "nobody"}, []),
+            ({"request_id": "r"}, []),
+        ):
+            assert (await listed(ready, ipb.ListRequestsRequest(**size, **filters)))[0] == entries  # type: ignore[arg-type]
+        for filters, entries in (
+            ({"request_id": "r1"}, ["r1 decode", f"r1 {name}"]),
+            ({"reader_engine_id": "decode"}, ["r1 decode", "r2 decode"]),
+            ({"reader_engine_id": "decode", "request_id": "r2"}, ["r2 decode"]),
+            ({"reader_engine_id": "nobody"}, []),
+        ):
+            assert (await listed(ready, ipb.ListTransfersRequest(**size, **filters)))[0] == entries  # type: ignore[arg-type]
+    for field in ("request_id", "reader_engine_id"):
+        for request in (ipb.ListRequestsRequest(**{field: "x" * 257}), ipb.ListTransfersRequest(**{field: "x" * 257})):  # type: ignore[arg-type]
+            assert isinstance(await raised(listed(ready, request)), InvalidField)
+
+
+async def test_a_filter_that_finds_little_looks_through_a_bounded_number_for_each_page(
+    ready: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(paging, "MAX_LOOKS", 4)
+    for number in range(1, 11):
+        await ready.publish(number, request_id="wanted" if number in (6, 10) else "x")
+    found, pages = await listed(ready, ipb.ListRequestsRequest(request_id="wanted"))
+    assert (found, pages) == (["prefill wanted"] * 2, 3)
+    assert (await listed(ready, ipb.ListRequestsRequest()))[1] == 1

@@ -180,7 +180,6 @@ async def test_a_draining_home_says_so_ends_its_streams_and_still_takes_reports(
         stream.next(),
         ready.read(2).next(),
         ready.register(),
-        Watch(ready).next(),
         ready.handshake(),
     ):
         assert isinstance(await raised(call), ServerDraining)

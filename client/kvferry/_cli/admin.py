@@ -1,0 +1,196 @@
+"""What operators do: `kvferry drain`, `end-lease`, `abort` and `evict`. Each asks first, unless told ``--yes``."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvferry._cli.connection import DEFAULT_SERVER, AsJson, Asker, Connection, Server, with_connection
+from kvferry._cli.render import duration, enum_name, print_json, safe
+
+if TYPE_CHECKING:
+    from google.protobuf.duration_pb2 import Duration
+
+    from kvferry.v1.admin_pb2_grpc import AdminStub
+
+POLL = 0.5
+"""Seconds between two questions how many leases are live."""
+
+Yes = Annotated[bool, typer.Option("--yes", help="Do not ask before.")]
+Engine = Annotated[str, typer.Argument(metavar="ENGINE", help="engine_id, as `kvferry engines` lists it.")]
+
+
+@with_connection
+def drain(
+    wait: Annotated[
+        float, typer.Option("--wait", min=0, metavar="SECONDS", help="Wait until no lease is live, at most so long.")
+    ] = 0.0,
+    yes: Yes = False,
+    server: Server = DEFAULT_SERVER,
+    as_json: AsJson = False,
+    *,
+    connection: Connection,
+) -> None:
+    """Make a node server take no new work, before it is stopped.
+
+    It stays up for what is live. Only a restart makes it serve again. With --wait the exit code is 1 if leases are
+    still live at the end.
+    """
+    from kvferry.v1 import admin_pb2, introspection_pb2
+
+    with _operator(connection, server) as (asker, admin):
+        about = asker.stub.GetServerInfo(introspection_pb2.GetServerInfoRequest(), timeout=asker.timeout)
+        _confirm(
+            yes, f"Drain {server}, which has been up for {_seconds(about.uptime)}? Only a restart makes it serve again."
+        )
+        request = admin_pb2.DrainRequest(home_epoch=about.home_epoch)
+        until = time.monotonic() + wait
+        while True:
+            answer = admin.Drain(request, timeout=asker.timeout)
+            left = until - time.monotonic()
+            if not answer.leases or left <= 0:
+                break
+            time.sleep(min(POLL, left))
+    _answer(answer, as_json, f"{server} is draining. {_leases(answer.leases, answer.leases_remaining)}")
+    if wait and answer.leases:
+        sys.exit(1)
+
+
+@with_connection
+def end_lease(
+    engine_id: Engine,
+    lease_number: Annotated[
+        int, typer.Argument(metavar="LEASE", help="Number, as `kvferry transfers` lists it.", min=1)
+    ],
+    yes: Yes = False,
+    server: Server = DEFAULT_SERVER,
+    as_json: AsJson = False,
+    *,
+    connection: Connection,
+) -> None:
+    """Let a lease on an engine's blocks run out.
+
+    It is not renewed any more, and its reader is told to stop. It ends within its ttl and never at once: the reader may
+    be reading the blocks at this moment.
+    """
+    from kvferry.v1 import admin_pb2, introspection_pb2, kv_transfer_pb2
+
+    with _operator(connection, server) as (asker, admin):
+        source = asker.summary(engine_id).engine
+        # The number and the home's epoch are of one listing.
+        asked = introspection_pb2.ListTransfersRequest(engine_id=engine_id)
+        listing = asker.all_pages(asker.stub.ListTransfers, asked, "transfers")
+        named = [one for one in listing.transfers if one.read.lease_number == lease_number]
+        for one in named:
+            source = one.source
+            what = (
+                f"lease {lease_number} of {one.read.reader.engine_id!r} on request {one.request_id!r} of {engine_id!r}"
+            )
+            _confirm(yes, f"Let {what} run out?")
+        request = admin_pb2.EndLeaseRequest(home_epoch=listing.home_epoch, source=source, lease_number=lease_number)
+        answer = admin.EndLease(request, timeout=asker.timeout)
+    state = enum_name(kv_transfer_pb2.ReadState, answer.state, "READ_STATE_")
+    ends = _ends(answer.remaining)
+    _answer(answer, as_json, f"Lease {lease_number} {f'ends {ends}' if ends else f'has ended as {state}'}.")
+
+
+@with_connection
+def abort(
+    engine_id: Engine,
+    publication: Annotated[
+        int, typer.Argument(metavar="PUBLICATION", help="Number, as `kvferry requests` lists it.", min=1)
+    ],
+    yes: Yes = False,
+    server: Server = DEFAULT_SERVER,
+    as_json: AsJson = False,
+    *,
+    connection: Connection,
+) -> None:
+    """Take a published request back, as its engine would.
+
+    Nobody gets a lease on it any more; its blocks are released with the last live lease.
+    """
+    from kvferry.v1 import admin_pb2, introspection_pb2
+
+    with _operator(connection, server) as (asker, admin):
+        source = asker.summary(engine_id).engine
+        _confirm(yes, f"Abort publication {publication} of {engine_id!r}?")
+        request = admin_pb2.AbortPublicationRequest(source=source, publication=publication)
+        answer = admin.AbortPublication(request, timeout=asker.timeout)
+    state = enum_name(introspection_pb2.RequestState, answer.state, "REQUEST_STATE_")
+    _answer(answer, as_json, f"Publication {publication} is {state}. {_leases(answer.leases, answer.leases_remaining)}")
+
+
+@with_connection
+def evict(
+    engine_id: Engine,
+    yes: Yes = False,
+    server: Server = DEFAULT_SERVER,
+    as_json: AsJson = False,
+    *,
+    connection: Connection,
+) -> None:
+    """End a stuck engine at its home, for good.
+
+    Its publications end and its name is free at once; leases on its blocks run out. Its processes do not come back:
+    stop them, and start the engine again.
+    """
+    from kvferry.v1 import admin_pb2
+
+    with _operator(connection, server) as (asker, admin):
+        summary = asker.summary(engine_id)
+        what = f"{engine_id!r}, incarnation {summary.engine.incarnation.hex()}, with {summary.publications} requests"
+        _confirm(yes, f"Evict {what} and {summary.leases} leases? It has to be started again.")
+        answer = admin.EvictEngine(admin_pb2.EvictEngineRequest(engine=summary.engine), timeout=asker.timeout)
+    _answer(answer, as_json, f"{engine_id!r} is evicted. {_leases(answer.leases, answer.leases_remaining)}")
+
+
+@contextmanager
+def _operator(connection: Connection, server: str) -> Iterator[tuple[Asker, AdminStub]]:
+    """Connect to a node server's two services for operators. Raises as `Connection.channel`."""
+    from kvferry.v1.admin_pb2_grpc import AdminStub
+    from kvferry.v1.introspection_pb2_grpc import IntrospectionStub
+
+    with connection.channel(server) as channel:
+        yield Asker(IntrospectionStub(channel), connection.timeout), AdminStub(channel)
+
+
+def _confirm(yes: bool, question: str) -> None:
+    """Ask on the terminal, and end with exit code 1 unless the answer is yes. Without a terminal there is nobody to
+    ask: exit code 2."""
+    if yes:
+        return
+    if not sys.stdin.isatty():
+        raise typer.BadParameter("there is no terminal to ask on: say --yes")
+    typer.confirm(safe(question), abort=True, err=True)
+
+
+def _answer(answer: Any, as_json: bool, text: str) -> None:
+    if as_json:
+        print_json(answer)
+    else:
+        print(safe(text))
+
+
+def _leases(count: int, remaining: Duration) -> str:
+    if not count:
+        return "No lease is live."
+    return f"{count} {'lease is' if count == 1 else 'leases are'} live; the last ends {_ends(remaining)} at the latest."
+
+
+def _ends(remaining: Duration) -> str:
+    """Return when a lease ends; empty if it has."""
+    from kvferry._clock import from_duration
+
+    return f"in {_seconds(remaining)}" if from_duration(remaining) else ""
+
+
+def _seconds(value: Duration) -> str:
+    from kvferry._clock import from_duration
+
+    return duration(from_duration(value))

@@ -1,0 +1,69 @@
+"""Server reflection, as v1 and as v1alpha. Tools ask for v1 first; grpcio-reflection has v1alpha only.
+
+The two differ in the name of the package alone, so one servicer serves both, and the descriptors of v1 are those of
+v1alpha under the other name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import grpc
+from google.protobuf import descriptor_pb2, descriptor_pool
+
+# Imported for its descriptors: with them tools decode the details of errors.
+from google.rpc import error_details_pb2  # noqa: F401
+from grpc_reflection.v1alpha import reflection_pb2
+from grpc_reflection.v1alpha.reflection import SERVICE_NAME as V1ALPHA
+from grpc_reflection.v1alpha.reflection import aio as reflection_aio
+
+V1 = V1ALPHA.replace(".v1alpha.", ".v1.")
+
+REFLECTIONS = (V1, V1ALPHA)
+"""The reflection services."""
+
+
+def add_reflection(server: Any, services: Sequence[str]) -> None:
+    """Add both reflection services to a server.
+
+    Args:
+        server: a server, or what stands in for one.
+        services: full names of the services that they list.
+    """
+    # grpc_reflection ships no types.
+    make: Any = reflection_aio.ReflectionServicer
+    handlers = {
+        "ServerReflectionInfo": grpc.stream_stream_rpc_method_handler(
+            make(services).ServerReflectionInfo,
+            request_deserializer=reflection_pb2.ServerReflectionRequest.FromString,
+            response_serializer=reflection_pb2.ServerReflectionResponse.SerializeToString,
+        )
+    }
+    for service in REFLECTIONS:
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, handlers),))
+
+
+def _describe_v1() -> None:
+    """Add the descriptors of v1 to protobuf's pool, unless something else in this process has."""
+    pool: Any = descriptor_pool.Default()
+    try:
+        pool.FindServiceByName(V1)
+        return
+    except KeyError:
+        pass
+    file = descriptor_pb2.FileDescriptorProto()
+    reflection_pb2.DESCRIPTOR.CopyToProto(file)
+    file.name, file.package = (name.replace("v1alpha", "v1") for name in (file.name, file.package))
+    for message in file.message_type:
+        for field in message.field:
+            if field.HasField("type_name"):
+                field.type_name = field.type_name.replace(".v1alpha.", ".v1.")
+    for service in file.service:
+        for method in service.method:
+            method.input_type = method.input_type.replace(".v1alpha.", ".v1.")
+            method.output_type = method.output_type.replace(".v1alpha.", ".v1.")
+    pool.AddSerializedFile(file.SerializeToString())
+
+
+_describe_v1()

@@ -1,0 +1,119 @@
+"""The service `kvferry.v1.Admin`: what operators do to a home. Every call is written to the audit log."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+
+from kvferry._clock import to_duration
+from kvferry.errors import InvalidField, KvferryError, LeaseEnded
+from kvferry.v1 import admin_pb2 as apb
+from kvferry.v1.admin_pb2_grpc import AdminServicer
+from kvferry_server.domain.identity import EngineRef
+from kvferry_server.home.home import Home
+from kvferry_server.servicers import checks, encode
+from kvferry_server.servicers.callers import Context, NamesOf, caller
+from kvferry_server.servicers.limits import MAX_TEXT
+
+audit = logging.getLogger("kvferry_server.audit")
+"""A line for each call of an operator: who made it, what it names, and how it ended."""
+
+
+class Admin(AdminServicer):
+    """The service of one home. Runs on the home's event loop.
+
+    Args:
+        home: the home.
+        drain: makes the whole node server take no new work, the home included.
+        names_of: returns the names in the certificate of a caller, for the audit log.
+    """
+
+    def __init__(self, home: Home, drain: Callable[[], Awaitable[None]], names_of: NamesOf) -> None:
+        self._home = home
+        self._drain = drain
+        self._names_of = names_of
+
+    async def Drain(self, request: apb.DrainRequest, context: Context) -> apb.DrainResponse:
+        """Take no new work, and say how many leases are live."""
+        home = self._home
+        with self._audited("Drain", context, {}):
+            epoch = checks.random_bytes("home_epoch", request.home_epoch)
+            if epoch != home.epoch:
+                expected = f"{home.epoch.hex()}, this start of the node server"
+                raise InvalidField("home_epoch", epoch.hex(), expected)
+            await self._drain()
+            with home.turn() as now:
+                leases, until = home.records.live_leases()
+        remaining = to_duration(max(0.0, until - now))
+        return apb.DrainResponse(home_epoch=home.epoch, leases=leases, leases_remaining=remaining)
+
+    async def EndLease(self, request: apb.EndLeaseRequest, context: Context) -> apb.EndLeaseResponse:
+        """Renew a lease no more."""
+        home = self._home
+        values = {**_named(request.source.engine_id, request.source.incarnation), "lease_number": request.lease_number}
+        with self._audited("EndLease", context, values):
+            epoch = checks.random_bytes("home_epoch", request.home_epoch)
+            source = checks.engine_ref("source", request.source)
+            number = checks.positive("lease_number", request.lease_number)
+            if epoch != home.epoch:
+                problem = f"lease {number} is of another start of the node server, {epoch.hex()}: it has ended"
+                raise LeaseEnded(problem, lease_number=number)
+            with home.turn() as now:
+                lease = home.lessor.revoke(source, number)
+        return apb.EndLeaseResponse(
+            home_epoch=home.epoch, state=encode.read_state(lease), remaining=to_duration(lease.remaining(now))
+        )
+
+    async def AbortPublication(
+        self, request: apb.AbortPublicationRequest, context: Context
+    ) -> apb.AbortPublicationResponse:
+        """Abort a publication."""
+        home = self._home
+        values = {**_named(request.source.engine_id, request.source.incarnation), "publication": request.publication}
+        with self._audited("AbortPublication", context, values):
+            source = checks.engine_ref("source", request.source)
+            number = checks.positive("publication", request.publication)
+            with home.turn() as now:
+                home.engines.find(source)
+                publication = home.sources.withdraw(source, number)
+        until = max((lease.expires for lease in publication.leases), default=now)
+        return apb.AbortPublicationResponse(
+            home_epoch=home.epoch,
+            state=encode.request_state(publication),
+            leases=len(publication.leases),
+            leases_remaining=to_duration(max(0.0, until - now)),
+        )
+
+    async def EvictEngine(self, request: apb.EvictEngineRequest, context: Context) -> apb.EvictEngineResponse:
+        """End an incarnation for good."""
+        home = self._home
+        with self._audited("EvictEngine", context, _named(request.engine.engine_id, request.engine.incarnation)):
+            engine: EngineRef = checks.engine_ref("engine", request.engine)
+            with home.turn() as now:
+                home.evict(engine)
+                leases, until = home.records.live_leases(engine)
+        remaining = to_duration(max(0.0, until - now))
+        return apb.EvictEngineResponse(home_epoch=home.epoch, leases=leases, leases_remaining=remaining)
+
+    @contextmanager
+    def _audited(self, method: str, context: Context, values: dict[str, object]) -> Iterator[None]:
+        """Write to the audit log how a call ended. Whatever is raised within is the result, and goes on to the caller.
+        Callers without the role admin do not come here: the guard refuses them."""
+        result = "INTERNAL"
+        try:
+            yield
+            result = "OK"
+        except KvferryError as error:
+            result = error.reason
+            raise
+        finally:
+            named = "".join(f" {name}={value!r}" for name, value in values.items())
+            who = caller(context, self._names_of(context))
+            level = logging.INFO if result == "OK" else logging.WARNING
+            audit.log(level, "%s by %s%s: %s", method, who, named, result)
+
+
+def _named(engine_id: str, incarnation: bytes) -> dict[str, object]:
+    """Return an incarnation for the audit log, cut to the length that a right one has: callers send what they like."""
+    return {"engine_id": engine_id[:MAX_TEXT], "incarnation": incarnation[:16].hex()}

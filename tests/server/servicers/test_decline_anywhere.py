@@ -1,0 +1,166 @@
+"""A decline at any node server: it is sent on to the home that its reference names, once, and only where it may be."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import pytest_asyncio
+
+from kvferry._wire.reference import format_reference, parse_reference
+from kvferry._wire.status import from_notification_error
+from kvferry.errors import (
+    EngineUnknown,
+    HomeRecovering,
+    InvalidField,
+    KvferryError,
+    RelayLoop,
+    Unreachable,
+    WrongKey,
+)
+from kvferry.v1 import kv_transfer_pb2 as pb
+from kvferry.v1.kv_transfer_pb2_grpc import KVTransferStub, add_KVTransferServicer_to_server
+from kvferry_server.node.config import configure
+from kvferry_server.node.server import NodeServer
+from kvferry_server.servicers import relay
+from tests.support.node_in_process import TIMEOUT, proto, publish_notification, register_request, snapshot
+from tests.support.node_servers import free_port
+from tests.support.parties import SECRETS, P
+
+
+async def notify(address: str, *references: str, relayed_by: str = "") -> list[KvferryError | None]:
+    """Decline at a node server; the error of each, None where it was done."""
+    declines = [pb.Decline(reference=reference, relayed_by=relayed_by) for reference in references]
+    request = pb.NotifyRequest(notifications=[pb.Notification(decline=decline) for decline in declines])
+    async with grpc.aio.insecure_channel(address) as channel:
+        stub: Any = KVTransferStub(channel)
+        results = (await stub.Notify(request, timeout=TIMEOUT)).results
+    kinds = {result.WhichOneof("kind") for result in results}
+    assert kinds <= {"done", "error"}
+    return [from_notification_error(result.error) if result.HasField("error") else None for result in results]
+
+
+class Stage:
+    """A home with engine P, which has published, and another node server."""
+
+    home: str
+    other: str
+    references: list[str]
+    watch: Any
+
+    async def released(self) -> tuple[int, int]:
+        """What the source hears next."""
+        released = (await self.watch.read()).released
+        return released.publication, released.outcome
+
+
+@pytest_asyncio.fixture
+async def stage(tmp_path: Path) -> AsyncIterator[Stage]:
+    made = Stage()
+    async with AsyncExitStack() as stack:
+        servers = []
+        for _ in range(2):
+            server = NodeServer(configure(listen="127.0.0.1:0", unix="", drain=0, engine_ttl=0.01))
+            await server.start()
+            stack.push_async_callback(server.stop, 0)
+            servers.append(server)
+        made.home, made.other = servers[0].advertise, servers[1].advertise
+        channel = await stack.enter_async_context(grpc.aio.insecure_channel(made.home))
+        stub: Any = KVTransferStub(channel)
+        request = pb.WatchRequest(engine=proto(P), session_secret=SECRETS[P], role=pb.WATCH_ROLE_SCHEDULER)
+        made.watch = stub.Watch(request)
+        for _ in range(2):
+            await made.watch.read()
+        await stub.RegisterCache(register_request(), timeout=TIMEOUT)
+        said = [*snapshot(), *map(publish_notification, (1, 2, 3))]
+        sent = pb.NotifyRequest(sender=proto(P), session_secret=SECRETS[P], notifications=said)
+        results = (await stub.Notify(sent, timeout=TIMEOUT)).results
+        made.references = [result.published.reference for result in results[2:]]
+        yield made
+        made.watch.cancel()
+
+
+def changed(reference: str, **changes: Any) -> str:
+    """A reference with other fields."""
+    message = parse_reference(reference)
+    for name, value in changes.items():
+        setattr(message, name, value)
+    return format_reference(message)
+
+
+async def test_any_node_server_takes_a_decline(stage: Stage) -> None:
+    first, second, third = stage.references
+    # A batch: each has its own result, at its own place.
+    errors = await notify(stage.other, first, "kvf1.nonsense", changed(second, key=bytes(16)), third)
+    assert [type(error).__name__ for error in errors] == ["NoneType", "BadReference", "WrongKey", "NoneType"]
+    assert {await stage.released() for _ in range(2)} == {
+        (1, pb.RELEASE_OUTCOME_DECLINED),
+        (3, pb.RELEASE_OUTCOME_DECLINED),
+    }
+    # Again, at the home and elsewhere: nothing changes.
+    assert await notify(stage.home, first) == await notify(stage.other, first) == [None]
+    assert isinstance(errors[2], WrongKey)
+
+
+async def test_a_home_knows_its_engines_by_whatever_address(stage: Stage) -> None:
+    assert await notify(stage.home, changed(stage.references[0], home="203.0.113.9:7423")) == [None]
+    assert (await stage.released())[0] == 1
+
+
+async def test_a_decline_is_sent_on_once_and_only_to_homes_that_may_be_dialled(stage: Stage) -> None:
+    reference = stage.references[0]
+    (loop,) = await notify(stage.other, reference, relayed_by="node.example:7423")
+    assert isinstance(loop, RelayLoop)
+    # The home of this one is the other server itself, which has no such engine.
+    (gone,) = await notify(stage.home, changed(reference, home=stage.other, engine_id="nobody"))
+    assert isinstance(gone, (EngineUnknown, HomeRecovering))
+    for home in ("203.0.113.9:7423", "unix:/run/kvferry/node.sock"):
+        (refused,) = await notify(stage.other, changed(reference, home=home))
+        assert isinstance(refused, InvalidField)
+        assert refused.values["field"] == "home"
+    (unreachable,) = await notify(stage.other, changed(reference, home=f"127.0.0.1:{free_port()}"))
+    assert isinstance(unreachable, Unreachable)
+    (malformed,) = await notify(stage.other, reference, relayed_by="x" * 257)
+    assert isinstance(malformed, InvalidField)
+
+
+@pytest.mark.parametrize(
+    "answers",
+    [
+        [],
+        [pb.NotificationResult()],
+        [pb.NotificationResult(published=pb.Published(reference="kvf1.x"))],
+        [pb.NotificationResult(error=pb.NotificationError(code=5, message="x" * 100_000))],
+        [pb.NotificationResult(done=pb.Acknowledged())] * 2,
+    ],
+    ids=["none", "empty", "another kind", "huge", "too many"],
+)
+async def test_what_a_strange_home_answers_is_not_passed_on(stage: Stage, answers: list[pb.NotificationResult]) -> None:
+    class Strange:
+        def __getattr__(self, name: str) -> object:
+            async def notify(request: pb.NotifyRequest, context: object) -> pb.NotifyResponse:
+                return pb.NotifyResponse(results=answers)
+
+            return notify
+
+    server = grpc.aio.server()
+    add_KVTransferServicer_to_server(Strange(), server)  # type: ignore[arg-type]
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    (error,) = await notify(stage.other, changed(stage.references[0], home=f"127.0.0.1:{port}"))
+    assert isinstance(error, Unreachable)
+    assert len(str(error)) < 500
+    await server.stop(0)
+
+
+async def test_declines_leave_room_for_ranks_that_register(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(relay, "MAX_DECLINE_HOMES", 2)
+    homes = [f"127.0.0.1:{free_port()}" for _ in range(4)]
+    errors = await notify(stage.other, *(changed(stage.references[0], home=home) for home in homes))
+    assert sorted(type(error).__name__ for error in errors) == ["LimitReached"] * 2 + ["Unreachable"] * 2
+    # Nothing of it stays.
+    assert await notify(stage.other, stage.references[0]) == [None]
