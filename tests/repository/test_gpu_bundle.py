@@ -20,8 +20,17 @@ from tests.support.repository import ROOT
 PACKED = {path.relative_to(ROOT) for path in gpu_bundle.sources()}
 CODE = sorted(path for path in PACKED if path.suffix == ".py")
 OURS = {"kvferry", "kvferry_server", "tests"}
-LEFT_OUT = {"tests/support/vllm_engine_program.py": {"vllm"}, "tests/support/vllm_engines.py": {"transformers"}}
-"""What is the machine's own, or makes a test skip itself."""
+ADMIN = {"aiohttp", "prometheus_client"}
+LEFT_OUT = {
+    "tests/support/vllm_engine_program.py": {"vllm"},
+    "tests/support/vllm_engines.py": {"transformers"},
+    "server/kvferry_server/admin/collector.py": ADMIN,
+    "server/kvferry_server/admin/listener.py": ADMIN,
+    "server/kvferry_server/admin/service.py": ADMIN,
+    "server/kvferry_server/node/logs.py": {"pythonjsonlogger"},
+}
+"""What is the machine's own, makes a test skip itself, or is imported only by a node server with an admin listener or a
+log of JSON, which those of tests there have not."""
 
 
 def modules(path: Path) -> Iterator[str]:

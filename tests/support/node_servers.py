@@ -55,9 +55,10 @@ def wait_serving(address: str, alive: Callable[[], bool]) -> bool:
 
 
 def environment(**more: str) -> dict[str, str]:
-    """This process's environment without settings of kvferry."""
+    """This process's environment without settings of kvferry. Node servers have no admin listener unless they are told
+    to: only one could have its default port."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("KVFERRY_")}
-    return {**kept, **more}
+    return {**kept, "KVFERRY_ADMIN": "", **more}
 
 
 class NodeServerProcess:

@@ -29,13 +29,14 @@ from kvferry.errors import (
     InternalError,
     InvalidField,
     KvferryError,
-    LimitReached,
     NotImplementedHere,
     ServerDraining,
 )
+from kvferry_server.admin.call_counts import CallCounts
 from kvferry_server.domain.budgets import Budget, check_budget
 from kvferry_server.domain.hosts import host_of
 from kvferry_server.node.arrivals import Arrivals, RequestSlot
+from kvferry_server.node.call_budget import CallBudget
 from kvferry_server.node.connections import end_connection
 from kvferry_server.node.limits import (
     LARGE_MESSAGE,
@@ -77,50 +78,11 @@ WAITING = frozenset({KV_TRANSFER + "PollBlocks"})
 """Unary calls that wait for news as streams do. They count as streams, and end with them."""
 
 
-class CallBudget:
-    """How many calls may run at once, and how many of them one host may have.
-
-    A host may start a call as long as it has fewer than are free: one host alone gets half, each of two gets a third,
-    and one is always free for a host that has none. Callers on the UNIX socket cannot be told apart and may have all.
-
-    Args:
-        limit: the name of the limit, for errors.
-        most: how many calls may run at once.
-    """
-
-    def __init__(self, limit: str, most: int) -> None:
-        self._limit, self._most = limit, most
-        self._hosts: dict[str, int] = {}
-        self._all = 0
-
-    def start(self, host: str) -> None:
-        """Count one call of a host, until `end`; raises `LimitReached` if it may not start."""
-        mine, left = self._hosts.get(host, 0), self._most - self._all
-        if left <= 0 or (host and mine >= left):
-            who = f"{mine} of them from {host}" if host else "over the UNIX socket"
-            raise LimitReached(
-                f"{self._limit}: {self._all} of at most {self._most} calls are running, {who}",
-                retry_after=RETRY_AFTER,
-                limit=self._limit,
-                value=self._most,
-            )
-        self._hosts[host] = mine + 1
-        self._all += 1
-
-    def end(self, host: str) -> None:
-        """Note the end of a call that has started."""
-        self._all -= 1
-        mine = self._hosts[host] - 1
-        if mine:
-            self._hosts[host] = mine
-        else:
-            del self._hosts[host]
-
-
 class Guard(grpc.aio.ServerInterceptor):
     """Wraps every handler of one gRPC server; see the module. Belongs to one event loop."""
 
-    def __init__(self, limits: CallLimits) -> None:
+    def __init__(self, limits: CallLimits, counts: CallCounts | None = None) -> None:
+        self._counts = counts or CallCounts()
         self._call_budget = CallBudget("max_calls", limits.calls)
         self._stream_budget = CallBudget("max_streams", limits.streams)
         self._answer_budget = Budget(MAX_PENDING_ANSWERS, 0)
@@ -152,6 +114,16 @@ class Guard(grpc.aio.ServerInterceptor):
         behaviour: Any = handler.unary_stream or handler.stream_stream
         guarded = self._guarded_stream(method, behaviour, decode, one_request=handler.unary_stream is not None)
         return grpc.stream_stream_rpc_method_handler(guarded, None, encode)
+
+    @property
+    def running(self) -> tuple[CallBudget, CallBudget]:
+        """The budgets of calls and of streams."""
+        return self._call_budget, self._stream_budget
+
+    @property
+    def answers(self) -> Budget:
+        """The budget of large answers that wait to be taken."""
+        return self._answer_budget
 
     @property
     def open_streams(self) -> int:
@@ -200,14 +172,14 @@ class Guard(grpc.aio.ServerInterceptor):
                 # Either the client has left, or the server ends what waits.
                 if not (waits and self._ending):
                     raise
-                await _abort(context, method, _draining())
+                await self._abort(context, method, _draining())
             except Exception as error:
-                await _abort(context, method, error)
+                await self._abort(context, method, error)
             finally:
                 if waits:
                     self._close_stream()
 
-        return call
+        return self._counts.counted(method, call, timed=not waits)
 
     def _send(self, context: Context, peer: str, host: str, size: int) -> None:
         """Count a large answer, which gRPC sends next, until it is taken. A client that takes nothing for
@@ -257,13 +229,22 @@ class Guard(grpc.aio.ServerInterceptor):
                 # Either the client has left, or the server ends its streams.
                 if not self._ending:
                     raise
-                await _abort(context, method, _draining())
+                await self._abort(context, method, _draining())
             except Exception as error:
-                await _abort(context, method, error)
+                await self._abort(context, method, error)
             finally:
                 self._close_stream()
 
-        return stream
+        return self._counts.counted(method, stream, timed=method in PAGED_ANSWERS)
+
+    async def _abort(self, context: Context, method: str, error: Exception) -> NoReturn:
+        """End a call with the status of an error, and count it."""
+        if not is_gone(error):
+            reason = error.reason if isinstance(error, KvferryError) else "INTERNAL"
+            values = error.values if isinstance(error, KvferryError) else {}
+            aborted = isinstance(error, grpc.aio.AbortError)
+            self._counts.refused(method, context.peer(), "" if aborted else reason or "INTERNAL", values)
+        await _abort(context, method, error)
 
     def _open_stream(self) -> None:
         """Count the current task's call among the streams; raises `ServerDraining` if they are ended."""

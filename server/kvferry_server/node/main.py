@@ -10,6 +10,7 @@ import argparse
 import asyncio
 import contextlib
 import logging
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -21,7 +22,16 @@ from kvferry.errors import InternalError, InvalidInput, KvferryError
 if TYPE_CHECKING:
     from kvferry_server.node.config import Loaded
 
-EXTRA = {"grpc_health", "grpc_reflection", "pydantic", "pydantic_settings", "uvloop"}
+EXTRA = {
+    "aiohttp",
+    "grpc_health",
+    "grpc_reflection",
+    "prometheus_client",
+    "pydantic",
+    "pydantic_settings",
+    "pythonjsonlogger",
+    "uvloop",
+}
 """Top-level packages of the extra `server`."""
 
 DESCRIPTION = """\
@@ -46,6 +56,8 @@ logger = logging.getLogger("kvferryd")
 
 def main() -> None:
     """Run the command with the process's arguments, and exit."""
+    # Read when gRPC is first used. Without it gRPC also writes lines that are no errors, in a form of its own.
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     try:
         sys.exit(run(sys.argv[1:]))
     except ModuleNotFoundError as error:
@@ -60,6 +72,7 @@ def run(arguments: Sequence[str]) -> int:
     import uvloop
 
     from kvferry_server.node.config import BadConfig, add_flags, config_file, load
+    from kvferry_server.node.logs import set_up_logging
     from kvferry_server.node.times import SWITCH_INTERVAL
 
     parser = argparse.ArgumentParser(
@@ -82,11 +95,7 @@ def run(arguments: Sequence[str]) -> int:
     if check_only:
         print(loaded.describe())
         return 0
-    logging.basicConfig(
-        level=loaded.config.log_level.upper(),
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-        stream=sys.stderr,
-    )
+    set_up_logging(loaded.config.log_level, loaded.config.log_format)
     # While the worker thread compares geometries, the event loop waits at most this long for the interpreter. With
     # Python's default of 5 ms, renewals take tenths of a second while a hundred ranks handshake. Set here and not in
     # NodeServer, because it applies to the whole process.
@@ -106,6 +115,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 async def _serve(loaded: Loaded) -> None:
+    from kvferry_server.domain.event_log import FIELDS
     from kvferry_server.node.connections import raise_file_limit
     from kvferry_server.node.server import NodeServer
 
@@ -119,12 +129,17 @@ async def _serve(loaded: Loaded) -> None:
 
     server = NodeServer(loaded.config)
     await server.start()
-    # People and scripts learn the real port from this line.
-    line = "ready: listens on %s, advertises %s, epoch %s"
-    values = (" and ".join(server.addresses), server.advertise, server.home.epoch.hex()[:8])
-    message = f"kvferryd {kvferry.__version__} {line}"
-    # Passed to the handlers directly, so that it appears at every log level, and as an info message.
-    logger.handle(logger.makeRecord(logger.name, logging.INFO, __file__, 0, message, values, None))
+    # People and scripts learn the real ports from this line.
+    told = {
+        "version": kvferry.__version__,
+        "addresses": " and ".join(server.addresses),
+        "advertise": server.advertise,
+        "epoch": server.home.epoch.hex()[:8],
+        "admin": f"http://{server.admin}/" if server.admin else "",
+    }
+    line = "kvferryd %(version)s ready: listens on %(addresses)s, advertises %(advertise)s, epoch %(epoch)s"
+    line += ", admin %(admin)s" if server.admin else ""
+    logger.info(line, told, extra={FIELDS: {"event": "ready", **told}})
 
     stopping = asyncio.ensure_future(signals.get())
     failed = asyncio.ensure_future(server.failed())

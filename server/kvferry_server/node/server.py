@@ -23,6 +23,7 @@ from kvferry.errors import InternalError
 from kvferry.v1 import introspection_pb2, kv_transfer_pb2
 from kvferry_server.domain.clock import BootClock, Clock
 from kvferry_server.home.home import Home
+from kvferry_server.node.admin import Admin, ShownState
 from kvferry_server.node.config import NodeConfig
 from kvferry_server.node.connections import ConnectionLimiter, connections_each, file_limit
 from kvferry_server.node.grpc_server import make_server
@@ -61,11 +62,13 @@ class NodeServer:
         home: the home behind the servicers; set by `start`.
         addresses: the addresses that it listens on, UNIX socket first, with real ports.
         advertise: the address that goes into references.
+        admin: the address of the admin listener; empty: there is none.
     """
 
     home: Home
     addresses: tuple[str, ...] = ()
     advertise: str = ""
+    admin: str = ""
 
     def __init__(self, config: NodeConfig, clock: Clock | None = None) -> None:
         self._config = config
@@ -78,6 +81,9 @@ class NodeServer:
         self._servings: list[Serving] = []
         self._driver: asyncio.Task[None] | None = None
         self._limiter: asyncio.Task[None] | None = None
+        self._lag: asyncio.Task[None] | None = None
+        self._shown: ShownState | None = None
+        self._admin: Admin | None = None
 
     async def start(self) -> None:
         """Reserve the addresses and start to serve.
@@ -101,6 +107,7 @@ class NodeServer:
             if tcp is not None:
                 limiter = ConnectionLimiter(tcp.address.port, connections)
                 self._limiter = asyncio.create_task(limiter.run(), name="kvferry-connections")
+            await self._start_admin(self._relays, connections)
             for listener in self._listeners:
                 await self._serve(listener, connections)
         except BaseException:
@@ -153,12 +160,15 @@ class NodeServer:
         await asyncio.gather(*(serving.stop(grace) for serving in self._servings))
         if self._relays is not None:
             await self._relays.close()
-        for task in (self._driver, self._limiter):
+        for task in (self._driver, self._limiter, self._lag):
             if task is not None:
                 task.cancel()
                 await asyncio.wait([task])
         for listener in self._listeners:
             listener.close()
+        # Last, so that whoever asks is told of the drain to its end.
+        if self._admin is not None:
+            await self._admin.close()
         self._worker.close()
 
     async def _leases_end(self, grace: float) -> float:
@@ -191,8 +201,24 @@ class NodeServer:
         self.addresses = tuple(str(listener.address) for listener in self._listeners)
         return tcp
 
+    async def _start_admin(self, relays: Relays, connections: int) -> None:
+        """Listen for operators, before anything else is served: they are told why it is not ready yet."""
+
+        def home_runs() -> bool:
+            return self._driver is not None and not self._driver.done()
+
+        expiry = getattr(self, "certificate_expiry", lambda: None)
+        shown = ShownState(self._config, self.home, self._worker, relays, connections, home_runs, expiry)
+        shown.addresses = self.addresses
+        self._shown = shown
+        self._lag = asyncio.create_task(shown.lag.run(), name="kvferry-loop-lag")
+        if self._config.admin_address is not None:
+            self._admin = Admin(self._config, shown)
+            self.admin = await self._admin.start()
+
     async def _serve(self, listener: Listener, connections: int) -> None:
-        guard = Guard(self._config.call_limits)
+        shown = self._shown
+        guard = Guard(self._config.call_limits, shown.calls if shown is not None else None)
         options = (*SERVER_OPTIONS, (MAX_CONNECTIONS, connections))
         with_tls = isinstance(listener, TcpListener) and self._config.tls is not None
         add_services = partial(self._add_services, names_of if with_tls else nobody)
@@ -200,6 +226,8 @@ class NodeServer:
         self._guards.append(guard)
         self._servings.append(serving)
         await serving.start()
+        if shown is not None:
+            shown.listeners.append((serving, guard))
 
     def _add_services(self, names_of: NamesOf, server: Any) -> None:
         if self._relays is None:

@@ -51,6 +51,7 @@ async def notify(home: Home, request: pb.NotifyRequest, names: Names) -> pb.Noti
     for notification in request.notifications:
         if time_slice.over:
             await time_slice.pause()
+        home.journal.notifications[notification.WhichOneof("kind") or "unknown"] += 1
         results.append(await _result(home, sender, names, notification, time_slice))
     return pb.NotifyResponse(home_epoch=home.epoch, results=results)
 
@@ -73,6 +74,7 @@ async def _result(
             return _from_source(home, sender, kind, notification)
         return _from_reader(home, sender, names, kind, notification)
     except KvferryError as error:
+        home.journal.notification_refused(kind or "unknown", error.reason, error.values, sender)
         return pb.NotificationResult(error=to_notification_error(error))
 
 
