@@ -26,7 +26,7 @@ from kvferry.errors import EngineUnknown
 from kvferry.v1.introspection_pb2 import GetEngineRequest
 from kvferry.v1.introspection_pb2_grpc import IntrospectionStub
 
-READY = re.compile(r"ready: listens on (.+), advertises (\S+), epoch ([0-9a-f]+)")
+READY = re.compile(r"ready: listens on (.+), advertises ([^\s,]+), epoch ([0-9a-f]+)(?:, admin http://([^/\s]+)/)?")
 START_TIMEOUT = 30.0
 STOP_TIMEOUT = 30.0
 
@@ -183,11 +183,16 @@ class Kvferryd:
             raise RuntimeError(f"kvferryd did not start:\n{self.log}")
         self.addresses = started[1].split(" and ")
         self.advertise, self.epoch = started[2], started[3]
+        self.admin = started[4] or ""
 
     @property
     def address(self) -> str:
         """The first address: the UNIX socket if there is one."""
         return self.addresses[0]
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
 
     @property
     def log(self) -> str:

@@ -105,9 +105,8 @@ class AdminService:
         handler = self._paths.get(request.path)
         if handler is None:
             return 404, HTML, page.problem_page("There is no such page.").encode()
-        query = dict(parse_qsl(request.query_string, max_num_fields=16, errors="replace"))
         try:
-            found = handler(query)
+            found = handler(dict(parse_qsl(request.query_string, max_num_fields=16, errors="replace")))
             return await found if isinstance(found, Awaitable) else found
         except KvferryError as error:
             code = 503 if isinstance(error, LimitReached) else 404
