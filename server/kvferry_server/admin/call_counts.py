@@ -19,6 +19,9 @@ TAKING = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 
 OK = "OK"
 
+INTERNAL = "INTERNAL"
+"""The reason of a call that failed because of a bug."""
+
 LEFT = "CANCELLED"
 """The result of a call whose client has left."""
 
@@ -68,6 +71,7 @@ class CallCounts:
         name = method.removeprefix("/") if method.startswith("/") else "unknown"
         # From the start, because a rate needs a value to begin with.
         self.results[name, OK] += 0
+        self.results[name, INTERNAL] += 0
         distribution = self.taken.setdefault(name, Distribution(TAKING)) if timed else None
 
         async def call(request: Any, context: Any) -> Any:
