@@ -120,7 +120,9 @@ class Scene:
                 done = run_kvferry(*command.split(), *more, "--server", self.server.address)
                 self.sees(f"kvferry {command} {when}", done.stdout + done.stderr)
         for path in ADMIN_PATHS:
-            self.sees(f"{path} {when}", get(self.admin, path).body)
+            got = get(self.admin, path)
+            assert got.code == 200, path
+            self.sees(f"{path} {when}", got.body)
 
     def handshakes(self, when: str, reference: str) -> None:
         """A stranger handshakes with the source."""
@@ -303,7 +305,13 @@ def test_no_secret_is_seen_by_anybody_else(scene: Scene, caplog: pytest.LogCaptu
     for shown in (session.token, begun, lost, *reads, waiting, failed, *session.released(), grant):
         scene.sees("a repr", repr(shown))
     scene.sees("the reader's and the source's log", caplog.text)
+    # One request is found in all three logs by one name.
+    told = [record.getMessage() for record in caplog.records if "request_id='begun'" in record.getMessage()]
+    assert any(line.startswith("published") for line in told)
+    assert sum(" ended: " in line for line in told) == 2
+    assert "released: request_id='declined'" in caplog.text
     log = (scene.server.folder / "log").read_bytes()
     assert log.count(b"lease_granted") >= 3
+    assert b"begun" in log
     scene.sees("the node server's log", log)
     assert found(secrets, scene.seen) == []

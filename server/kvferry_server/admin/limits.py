@@ -18,6 +18,10 @@ METRICS_KEPT = 0.5
 """Seconds for which metrics are answered again as they are: a client that scrapes without pause costs as much as one
 that scrapes twice a second."""
 
+PAGE_SHARE = 0.1
+"""Of the event loop's time that pages and lists may take, however many are asked for: each is followed by a pause, in
+which others wait."""
+
 PAGE_SIZE = 50
 """Entries of a listing on one page."""
 

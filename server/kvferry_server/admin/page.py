@@ -10,7 +10,7 @@ from kvferry_server.admin import status
 from kvferry_server.admin.markup import Child, Html, element, join, table
 from kvferry_server.admin.node_state import NodeState
 from kvferry_server.admin.status import Row
-from kvferry_server.admin.timeline import timeline
+from kvferry_server.admin.timeline import COLOURS, timeline
 from kvferry_server.domain.engine import Engine
 from kvferry_server.domain.event_log import short
 
@@ -33,7 +33,8 @@ def document(title: str, *content: Child) -> Html:
         element("a", "kvferry", href="/", class_="home"),
         element("a", "state", href="/statusz"),
         element("a", "metrics", href="/metrics"),
-        element("label", element("input", type="checkbox", id="live", checked=""), "live"),
+        element("label", element("input", type="checkbox", id="live", checked=""), "live "),
+        element("span", id="updated"),
     )
     body = element("body", bar, element("main", *content))
     return join(Html("<!doctype html>\n"), element("html", head, body, lang="en"))
@@ -54,6 +55,7 @@ def front(node: NodeState, query: Mapping[str, str]) -> Html:
         _rows("engines", [_with_link(row) for row in engines], ENGINE_COLUMNS),
         _more("engines", more_engines, query),
         element("h2", "The last reads"),
+        element("p", *(element("span", name, class_=name) for name in COLOURS), class_="legend"),
         timeline(ended),
         element("h2", "Reads"),
         element("p", "Under way, and ended ones whose outcome is kept.", class_="note"),

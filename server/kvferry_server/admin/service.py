@@ -16,7 +16,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from kvferry.errors import KvferryError, LimitReached
 from kvferry_server.admin import page, status
 from kvferry_server.admin.collector import NodeCollector
-from kvferry_server.admin.limits import METRICS_KEPT
+from kvferry_server.admin.limits import METRICS_KEPT, PAGE_SHARE
 from kvferry_server.admin.node_state import NodeState
 from kvferry_server.admin.pictures import Pictures
 
@@ -61,23 +61,25 @@ class AdminService:
         self._pictures = Pictures(node)
         self._metrics: tuple[float, bytes] = (float("-inf"), b"")
         self._scraping = asyncio.Lock()
+        self._listing = asyncio.Lock()
+        self._listed_until = float("-inf")
         static = files("kvferry_server.admin").joinpath("static")
         self._files = {
             "/page.css": ("text/css; charset=utf-8", static.joinpath("page.css").read_bytes()),
             "/page.js": ("text/javascript; charset=utf-8", static.joinpath("page.js").read_bytes()),
         }
         self._paths: dict[str, Callable[[Mapping[str, str]], Answer | Awaitable[Answer]]] = {
-            "/": self._front,
-            "/ui": self._front,
+            "/": self._in_turn(self._front),
+            "/ui": self._in_turn(self._front),
             "/metrics": self._scrape,
             "/healthz": self._health,
             "/readyz": self._ready,
-            "/statusz": self._state,
-            "/statusz/engines": self._engines,
-            "/statusz/requests": self._requests,
-            "/statusz/reads": self._reads,
-            "/statusz/last-reads": self._last_reads,
-            "/engine": self._engine,
+            "/statusz": self._in_turn(self._state),
+            "/statusz/engines": self._in_turn(self._engines),
+            "/statusz/requests": self._in_turn(self._requests),
+            "/statusz/reads": self._in_turn(self._reads),
+            "/statusz/last-reads": self._in_turn(self._last_reads),
+            "/engine": self._in_turn(self._engine),
             "/plan": self._plan,
             "/plan.svg": self._picture,
         }
@@ -128,6 +130,22 @@ class AdminService:
                 text = self._collector.text(loads)
                 self._metrics = loop.time(), text
         return 200, CONTENT_TYPE_LATEST, text
+
+    def _in_turn(self, make: Callable[[Mapping[str, str]], Answer]) -> Callable[[Mapping[str, str]], Awaitable[Answer]]:
+        """Make a page or list when it is its turn: together they take at most `PAGE_SHARE` of the event loop."""
+
+        async def made(query: Mapping[str, str]) -> Answer:
+            loop = asyncio.get_running_loop()
+            async with self._listing:
+                await asyncio.sleep(max(0.0, self._listed_until - loop.time()))
+                began = loop.time()
+                try:
+                    return make(query)
+                finally:
+                    took = loop.time() - began
+                    self._listed_until = began + took / PAGE_SHARE
+
+        return made
 
     def _health(self, _: Mapping[str, str]) -> Answer:
         return _probe(self._node.why_not_healthy())

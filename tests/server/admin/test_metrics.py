@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import secrets
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -13,6 +15,8 @@ import pytest
 from kvferry._wire.channel import connect
 from kvferry.v1 import errors_pb2
 from kvferry.v1 import kv_transfer_pb2 as pb
+from kvferry_server.node.config import configure
+from kvferry_server.node.server import NodeServer
 from tests.server.admin.conftest import Watched
 from tests.support.admin_listeners import Scraped, get
 from tests.support.node_servers import Kvferryd
@@ -94,8 +98,9 @@ def test_a_day_of_an_engine_is_counted(tmp_path: Path) -> None:
 def test_methods_that_nobody_offers_share_a_label(watched: Watched) -> None:
     with connect(watched.server.addresses[1]) as channel:
         for name in ("a", "b", "c"):
+            call: Any = channel.unary_unary(f"/kvferry.v1.KVTransfer/{name}")
             with pytest.raises(grpc.RpcError):
-                channel.unary_unary(f"/kvferry.v1.KVTransfer/{name}")(b"", timeout=10)
+                call(b"", timeout=10)
     seen = scraped(watched.admin, "kvferry_calls_total", 3, method="unknown", result="NOT_IMPLEMENTED")
     assert not any(label.endswith("/a") for label in seen.labels)
 
@@ -108,6 +113,22 @@ def test_no_label_grows_with_the_fleet(watched: Watched) -> None:
     assert [label for label in seen.labels - reasons if not allowed.fullmatch(label)] == []
     for secret in (watched.party.name, watched.party.ref.incarnation.hex(), "request-1"):
         assert secret not in seen.text
+
+
+async def test_a_scrape_goes_through_no_list_that_grows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A home may have a quarter of a million leases, and its event loop waits for the scrape."""
+    node = NodeServer(configure(unix=str(tmp_path / "node.sock"), listen="", admin="127.0.0.1:0"))
+    await node.start()
+    try:
+        for name in ("leases", "publications", "listed_leases", "listed_publications", "released"):
+            monkeypatch.setattr(node.home.records, name, None)
+        for name in ("leases_by_id", "leases_by_read", "leases_by_source", "books"):
+            monkeypatch.setattr(node.home.records, name, None)
+        seen = await asyncio.to_thread(Scraped, node.admin)
+        assert seen("kvferry_leases", state="reading") == 0
+    finally:
+        monkeypatch.undo()
+        await node.stop(0)
 
 
 def test_scrapes_without_pause_are_answered_from_one(watched: Watched) -> None:

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import os
 import socket
-from contextlib import ExitStack
+import time
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
+from aiohttp import web
 
+from kvferry._wire.channel import Address
+from kvferry_server.admin import listener, page
 from kvferry_server.admin.limits import MAX_CONNECTIONS
+from kvferry_server.admin.markup import Html
+from kvferry_server.node.config import configure
+from kvferry_server.node.server import NodeServer
 from tests.server.admin.conftest import Watched
 from tests.support.admin_listeners import get
 from tests.support.waiting import until
@@ -81,7 +90,28 @@ def test_one_connection_has_one_request(watched: Watched) -> None:
     assert answer.count(b"HTTP/1.1 200") == 1
 
 
-def test_clients_that_take_nothing_are_dropped(watched: Watched, tmp_path: Path) -> None:
+async def test_a_connection_lasts_for_a_bounded_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether it says nothing or never ends what it says."""
+    monkeypatch.setattr(listener, "CONNECTION_SECONDS", 0.2)
+
+    async def answer(_: web.BaseRequest) -> web.StreamResponse:
+        await asyncio.Event().wait()
+        return web.Response()
+
+    served = listener.AdminListener(Address(host="127.0.0.1", port=0), answer)
+    await served.start()
+    try:
+        for said in (b"", b"GET / HTTP/1.1\r\n", b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"):
+            reader, writer = await asyncio.open_connection(served.address.host, served.address.port)
+            writer.write(said)
+            with suppress(ConnectionError):
+                assert await asyncio.wait_for(reader.read(), 30) == b""
+            writer.close()
+    finally:
+        await served.close()
+
+
+def test_clients_that_take_nothing_are_dropped(watched: Watched) -> None:
     before = open_files(watched.server.pid)
     with ExitStack() as stack:
         for _ in range(MAX_CONNECTIONS):
@@ -91,3 +121,23 @@ def test_clients_that_take_nothing_are_dropped(watched: Watched, tmp_path: Path)
         watched.party.works()
         assert get(watched.admin, "/healthz").code == 200
         until(lambda: open_files(watched.server.pid) <= before + 8, within=40)
+
+
+async def test_pages_take_a_share_of_the_event_loop(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Whoever asks for page after page waits; the loop goes on."""
+    node = NodeServer(configure(unix=str(tmp_path / "node.sock"), listen="", admin="127.0.0.1:0"))
+    made: list[float] = []
+
+    def slow(*_: object) -> Html:
+        made.append(time.monotonic())
+        time.sleep(0.05)
+        return Html("")
+
+    monkeypatch.setattr(page, "front", slow)
+    await node.start()
+    try:
+        await asyncio.gather(*(asyncio.to_thread(get, node.admin, f"/?engines={index}") for index in range(4)))
+    finally:
+        await node.stop(0)
+    # The pause is a lower bound, so a busy machine changes nothing.
+    assert min(after - before for before, after in itertools.pairwise(made)) >= 0.4

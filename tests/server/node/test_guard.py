@@ -28,8 +28,9 @@ from kvferry.errors import (
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry.v1.kv_transfer_pb2_grpc import KVTransferServicer, KVTransferStub, add_KVTransferServicer_to_server
 from kvferry_server.node.arrivals import Arrivals
+from kvferry_server.node.call_budget import CallBudget
 from kvferry_server.node.grpc_server import make_server
-from kvferry_server.node.guard import UNKNOWN_METHOD, CallBudget, Guard
+from kvferry_server.node.guard import UNKNOWN_METHOD, Guard
 from kvferry_server.node.limits import CallLimits
 from kvferry_server.node.server import SERVICES
 

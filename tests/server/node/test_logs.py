@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -78,7 +79,7 @@ def test_strangers_cannot_fill_the_log(tmp_path: Path, form: str) -> None:
     """Neither with calls that are refused nor with bytes that are not gRPC's; gRPC's own lines count as well."""
     with Kvferryd("--unix", "", "--listen", "127.0.0.1:0", "--drain", "0", "--log-format", form) as server:
         with connect(server.address) as channel:
-            call = channel.unary_unary("/kvferry.v1.KVTransfer/Notify")
+            call: Any = channel.unary_unary("/kvferry.v1.KVTransfer/Notify")
             for _ in range(300):
                 with pytest.raises(grpc.RpcError):
                     call(b"\xff\xff", timeout=10)

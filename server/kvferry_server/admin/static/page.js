@@ -16,6 +16,7 @@ setInterval(async () => {
     // A picture is not drawn again and again.
     if (!picture) {
       main.replaceWith(document.adoptNode(loaded.querySelector("main")));
+      document.querySelector("#updated").textContent = new Date().toLocaleTimeString();
     }
   } catch {
     // The node server is away; the next try may find it.
