@@ -90,6 +90,28 @@ def test_one_connection_has_one_request(watched: Watched) -> None:
     assert answer.count(b"HTTP/1.1 200") == 1
 
 
+async def test_one_connection_too_many_ends_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listener, "CONNECTION_SECONDS", 3600)
+    monkeypatch.setattr(listener, "MAX_CONNECTIONS", 4)
+
+    async def answer(_: web.BaseRequest) -> web.StreamResponse:
+        return web.Response(text="here")
+
+    served = listener.AdminListener(Address(host="127.0.0.1", port=0), answer)
+    await served.start()
+    try:
+        opened = [await asyncio.open_connection(served.address.host, served.address.port) for _ in range(5)]
+        with suppress(ConnectionError):
+            assert await asyncio.wait_for(opened[0][0].read(), 30) == b""
+        for reader, writer in opened[1:]:
+            writer.write(b"GET / HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+            assert (await asyncio.wait_for(reader.read(), 30)).endswith(b"here")
+        for _, writer in opened:
+            writer.close()
+    finally:
+        await served.close()
+
+
 async def test_a_connection_lasts_for_a_bounded_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether it says nothing or never ends what it says."""
     monkeypatch.setattr(listener, "CONNECTION_SECONDS", 0.2)
