@@ -94,6 +94,6 @@ def node_server(*flags: str) -> Iterator[ServerProcess]:
     """
     with tempfile.TemporaryDirectory(prefix="kvferry-") as folder:
         socket = f"{folder}/node.sock"
-        arguments = ["-m", "kvferry_server.node.main", "--listen", "", "--unix", socket, "--drain", "0"]
+        arguments = ["-m", "kvferry_server.node.main", "--listen", "", "--unix", socket, "--drain", "0", "--admin", ""]
         with server_process([*arguments, "--log-level", "error", *flags], socket) as server:
             yield server

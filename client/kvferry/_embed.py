@@ -32,7 +32,16 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-EXTRA = {"cryptography", "grpc_health", "grpc_reflection", "pydantic", "pydantic_settings", "uvloop"}
+EXTRA = {
+    "aiohttp",
+    "cryptography",
+    "grpc_health",
+    "grpc_reflection",
+    "prometheus_client",
+    "pydantic",
+    "pydantic_settings",
+    "uvloop",
+}
 """Top-level packages of the extra ``server``."""
 
 
@@ -40,7 +49,8 @@ class ServerSettings(TypedDict, total=False):
     """The settings of a node server that `serve` takes by keyword; each may be left out.
 
     They are those of `kvferryd`, with the same names, types and defaults, and ``kvferryd --help`` has their defaults
-    and details. Only ``log_level`` is missing: in this process your own logging decides what is logged.
+    and details; only ``admin`` is empty by default. ``log_level`` and ``log_format`` are missing: in this process your
+    own logging decides what is logged.
     """
 
     advertise: str
@@ -53,6 +63,10 @@ class ServerSettings(TypedDict, total=False):
     """PEM file of authorities. Clients must show a certificate of one of them (mTLS)."""
     policy: Path | None
     """TOML file that says which identities in client certificates have which roles. Read once."""
+    admin: str
+    """TCP address for metrics, health and a page, over HTTP. Empty, as by default: none."""
+    admin_insecure: bool
+    """Whether ``admin`` may be an address other than loopback."""
     insecure: bool
     """Whether to listen on an address other than loopback without TLS."""
     anonymous_tls: bool
@@ -117,6 +131,8 @@ def serve(listen: str = "127.0.0.1:0", *, unix: str = "", **settings: Unpack[Ser
             f"kvferry.serve() needs {error.name}. Install the server with: pip install 'kvferry[server]'",
             name=error.name,
         ) from error
+    # Programs start several servers, and have metrics of their own: whoever wants these asks for them.
+    settings.setdefault("admin", "")
     config = configure(listen=listen, unix=unix, **settings)
     return EmbeddedServer(NodeServer, uvloop.new_event_loop(), config)
 

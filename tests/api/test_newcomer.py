@@ -183,7 +183,17 @@ def test_a_worker_that_closes_is_not_said_to_have_died(caplog: pytest.LogCapture
 
 
 def test_a_node_server_that_logs_errors_alone_is_ready_without_an_error() -> None:
-    command = [sys.executable, "-m", "kvferry_server.node.main", "--listen", "127.0.0.1:0", "--log-level", "error"]
+    command = [
+        sys.executable,
+        "-m",
+        "kvferry_server.node.main",
+        "--listen",
+        "127.0.0.1:0",
+        "--admin",
+        "",
+        "--log-level",
+        "error",
+    ]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         line = process.stderr.readline()

@@ -26,19 +26,42 @@ from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry.v1.introspection_pb2_grpc import IntrospectionStub
 from kvferry.v1.kv_transfer_pb2_grpc import KVTransferStub
 from tests.e2e.secrets_in import forms, found
+from tests.support.admin_listeners import get
 from tests.support.command_line import run_kvferry
-from tests.support.node_servers import NodeServerProcess
+from tests.support.node_servers import NodeServerProcess, free_port
 from tests.support.waiting import until
 
 GROUP = Group("full", block_tokens=16, num_blocks=8)
 AXES = ("kv", "block", "head", "token", "content")
 
 
+ADMIN_PATHS = (
+    "/",
+    "/metrics",
+    "/healthz",
+    "/readyz",
+    "/statusz",
+    "/statusz?format=json",
+    "/statusz/engines",
+    "/statusz/requests",
+    "/statusz/reads",
+    "/statusz/last-reads",
+    "/engine?engine_id=source",
+    "/engine?engine_id=reader",
+    "/plan?source=source&destination=reader",
+    "/plan.svg?source=source&destination=reader",
+)
+"""All that the admin listener shows of this scene."""
+
+
 class Scene:
     """A source, a reader, and what a stranger sees of them."""
 
-    def __init__(self, server: NodeServerProcess, source: Client, reader: Client, channel: grpc.Channel) -> None:
+    def __init__(
+        self, server: NodeServerProcess, admin: str, source: Client, reader: Client, channel: grpc.Channel
+    ) -> None:
         self.server = server
+        self.admin = admin
         self.reader_client = reader
         self.source = cache(source, "source")
         self.reader = cache(reader, "reader")
@@ -96,6 +119,10 @@ class Scene:
             for more in ((), ("--json",)):
                 done = run_kvferry(*command.split(), *more, "--server", self.server.address)
                 self.sees(f"kvferry {command} {when}", done.stdout + done.stderr)
+        for path in ADMIN_PATHS:
+            got = get(self.admin, path)
+            assert got.code == 200, path
+            self.sees(f"{path} {when}", got.body)
 
     def handshakes(self, when: str, reference: str) -> None:
         """A stranger handshakes with the source."""
@@ -202,16 +229,19 @@ def part_of(cache: Cache) -> bytes:
     return metadata[len(metadata) // 2 :][:32]
 
 
-@pytest.fixture
-def scene(tmp_path: Path) -> Iterator[Scene]:
-    server = NodeServerProcess(tmp_path / "home", tcp=True, log_level="debug", engine_ttl=5, drain=0)
+@pytest.fixture(params=["text", "json"])
+def scene(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Scene]:
+    admin, form = f"127.0.0.1:{free_port()}", request.param
+    server = NodeServerProcess(
+        tmp_path / "home", tcp=True, log_level="debug", log_format=form, admin=admin, engine_ttl=5, drain=0
+    )
     with (
         server,
         Client(server.address) as source,
         Client(server.address) as reader,
         grpc.insecure_channel(server.address) as channel,
     ):
-        yield Scene(server, source, reader, channel)
+        yield Scene(server, admin, source, reader, channel)
 
 
 def test_secrets_are_found_in_every_form() -> None:
@@ -275,5 +305,13 @@ def test_no_secret_is_seen_by_anybody_else(scene: Scene, caplog: pytest.LogCaptu
     for shown in (session.token, begun, lost, *reads, waiting, failed, *session.released(), grant):
         scene.sees("a repr", repr(shown))
     scene.sees("the reader's and the source's log", caplog.text)
-    scene.sees("the node server's log", (scene.server.folder / "log").read_bytes())
+    # One request is found in all three logs by one name.
+    told = [record.getMessage() for record in caplog.records if "request_id='begun'" in record.getMessage()]
+    assert any(line.startswith("published") for line in told)
+    assert sum(" ended: " in line for line in told) == 2
+    assert "released: request_id='declined'" in caplog.text
+    log = (scene.server.folder / "log").read_bytes()
+    assert log.count(b"lease_granted") >= 3
+    assert b"begun" in log
+    scene.sees("the node server's log", log)
     assert found(secrets, scene.seen) == []

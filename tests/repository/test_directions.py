@@ -80,7 +80,8 @@ SERVER_RULES = {
     "domain": set[str](),
     "home": {"domain"},
     "servicers": {"domain", "home"},
-    "node": {"domain", "home", "servicers"},
+    "admin": {"domain", "home", "servicers"},
+    "node": {"domain", "home", "servicers", "admin"},
 }
 
 

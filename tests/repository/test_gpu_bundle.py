@@ -20,13 +20,19 @@ from tests.support.repository import ROOT
 PACKED = {path.relative_to(ROOT) for path in gpu_bundle.sources()}
 CODE = sorted(path for path in PACKED if path.suffix == ".py")
 OURS = {"kvferry", "kvferry_server", "tests"}
+ADMIN = {"aiohttp", "prometheus_client"}
 LEFT_OUT = {
     "tests/support/vllm_engine_program.py": {"vllm"},
     "tests/support/vllm_engines.py": {"transformers"},
     "client/kvferry/_directory/dns.py": {"dns"},
     "client/kvferry/_directory/file.py": {"tomli"},
+    "server/kvferry_server/admin/collector.py": ADMIN,
+    "server/kvferry_server/admin/listener.py": ADMIN,
+    "server/kvferry_server/admin/service.py": ADMIN,
+    "server/kvferry_server/node/logs.py": {"pythonjsonlogger"},
 }
-"""What is the machine's own, makes a test skip itself, or is for directories, which no test of GPUs uses."""
+"""What is the machine's own, makes a test skip itself, is for directories, or is imported only by a node server with an
+admin listener or a log of JSON, none of which tests of GPUs have."""
 
 
 def modules(path: Path) -> Iterator[str]:

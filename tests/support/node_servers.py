@@ -26,7 +26,7 @@ from kvferry.errors import EngineUnknown
 from kvferry.v1.introspection_pb2 import GetEngineRequest
 from kvferry.v1.introspection_pb2_grpc import IntrospectionStub
 
-READY = re.compile(r"ready: listens on (.+), advertises (\S+), epoch ([0-9a-f]+)")
+READY = re.compile(r"ready: listens on (.+), advertises ([^\s,]+), epoch ([0-9a-f]+)(?:, admin http://([^/\s]+)/)?")
 START_TIMEOUT = 30.0
 STOP_TIMEOUT = 30.0
 
@@ -55,9 +55,10 @@ def wait_serving(address: str, alive: Callable[[], bool]) -> bool:
 
 
 def environment(**more: str) -> dict[str, str]:
-    """This process's environment without settings of kvferry."""
+    """This process's environment without settings of kvferry. Node servers have no admin listener unless they are told
+    to: only one could have its default port."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("KVFERRY_")}
-    return {**kept, **more}
+    return {**kept, "KVFERRY_ADMIN": "", **more}
 
 
 class NodeServerProcess:
@@ -182,11 +183,16 @@ class Kvferryd:
             raise RuntimeError(f"kvferryd did not start:\n{self.log}")
         self.addresses = started[1].split(" and ")
         self.advertise, self.epoch = started[2], started[3]
+        self.admin = started[4] or ""
 
     @property
     def address(self) -> str:
         """The first address: the UNIX socket if there is one."""
         return self.addresses[0]
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
 
     @property
     def log(self) -> str:

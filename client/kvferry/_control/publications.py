@@ -9,6 +9,7 @@ Pure: no threads, no RPCs, no clock of its own. `HomeSession` makes the calls an
 from __future__ import annotations
 
 import enum
+import logging
 import math
 import secrets
 from collections import deque
@@ -20,6 +21,8 @@ from kvferry._wire.authority import publication_key
 from kvferry._wire.reference import format_reference
 from kvferry.errors import InternalError, KvferryError, Unreachable, WrongState
 from kvferry.v1 import kv_transfer_pb2 as pb
+
+logger = logging.getLogger(__name__)
 
 LOCAL_RELEASE_MARGIN = 5.0
 LOCAL_RELEASE_SHARE = 0.01
@@ -197,6 +200,7 @@ class Offers:
         )
         publication = Publication(step.publication, step.request_id, format_reference(reference))
         self._held[publication.number] = _Held(publication, [step], sending=1)
+        logger.debug("published: request_id=%r publication=%d", step.request_id, publication.number)
         return publication
 
     def publish_more(self, number: int, step: pb.Publish) -> None:
@@ -324,6 +328,17 @@ class Offers:
         held = self._held.pop(number, None)
         if held is not None:
             self._released.append(Release(number, held.publication.request_id, outcome, reads, local))
+            expected = outcome in (ReleaseOutcome.READ, ReleaseOutcome.DECLINED)
+            logger.log(
+                logging.DEBUG if expected else logging.INFO,
+                "released: request_id=%r publication=%d engine_id=%r outcome=%s reads=%d%s",
+                held.publication.request_id,
+                number,
+                self._engine.engine_id,
+                outcome.name,
+                len(reads),
+                ", by the engine itself: its home was not heard" if local else "",
+            )
 
 
 _STATES: dict[int, ReadEnding] = {

@@ -306,6 +306,7 @@ class LeasedReads(Generic[SomeRead]):
     def _refuse(self, read: SomeRead, error: KvferryError) -> None:
         read.error, read.stage = error, ReadStage.REFUSED
         self._under_way.discard(read)
+        _log_end(read, "was not granted")
         self._owner.on_refused(read)
 
     def _all_ended(self, read: SomeRead) -> None:
@@ -355,6 +356,7 @@ class LeasedReads(Generic[SomeRead]):
         if read.acquired is not None:
             self._holder.drop(read.acquired)
         _set_quiet(read)
+        _log_end(read, "ended")
         self._owner.on_ended(read)
 
     def _settle(self, read: SomeRead) -> None:
@@ -362,6 +364,26 @@ class LeasedReads(Generic[SomeRead]):
         if read.stage is ReadStage.ENDED and not read.not_quiet:
             _set_quiet(read)
             self._owner.on_quiesced(read)
+
+
+def _log_end(read: LeasedRead, how: str) -> None:
+    """Log the end of a read under the names that its home and its source use as well."""
+    level = logging.DEBUG if read.error is None or isinstance(read.error, TransferCancelled) else logging.INFO
+    if not logger.isEnabledFor(level):
+        return
+    reference, acquired = read.request.reference, read.acquired
+    logger.log(
+        level,
+        "read %r %s: request_id=%r publication=%d engine_id=%r bytes=%d confirmed=%s %s",
+        read.read_id,
+        how,
+        reference.request_id if acquired is None else acquired.request_id,
+        reference.publication,
+        reference.engine_id,
+        read.bytes,
+        read.confirmed,
+        "done" if read.error is None else f"{type(read.error).__name__}: {read.error}",
+    )
 
 
 def _set_quiet(read: LeasedRead) -> None:

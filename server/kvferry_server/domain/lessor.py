@@ -123,7 +123,9 @@ class Lessor:
         now = self._records.advance(MAX_ENDED_AT_ONCE)
         lease = self._lease(lease_id, reader, names, now)
         if lease is None:
+            self._records.journal.renewal_unknown(reader)
             raise LeaseEnded("this home has no record of the lease: it ended long ago, or the home has restarted since")
+        extended = False
         if lease.live and lease.revoked is None and not self._records.draining:
             publication = lease.publication
             latest = publication.final_at
@@ -131,8 +133,10 @@ class Lessor:
                 latest = lease.granted_at + self._times.max_wait
             if self._records.book(publication.source).standing is Standing.LIVE:
                 lease.expires = max(lease.expires, min(now + self._times.ttl, latest))
+                extended = True
             if lease.expires == publication.final_at:
                 self._records.revoke(publication, RevokeReason.FINAL_DEADLINE)
+        self._records.journal.renewed(lease, extended=extended)
         return Renewal(lease.remaining(now), lease.revoked)
 
     def leased(self, lease_id: bytes, reader: EngineRef, names: Names = NOBODY) -> PublicationRecord:
@@ -165,9 +169,12 @@ class Lessor:
         now = self._records.advance(MAX_ENDED_AT_ONCE)
         lease = self._lease(lease_id, reader, names, now)
         if lease is None:
-            return ReportAnswer(Verdict.EXPIRED if self._records.knows_all_live(now) else Verdict.UNKNOWN)
+            verdict = Verdict.EXPIRED if self._records.knows_all_live(now) else Verdict.UNKNOWN
+            self._records.journal.reported(verdict, reader, None)
+            return ReportAnswer(verdict)
         before = lease.size
         verdict = lease.add(reports)
+        self._records.journal.reported(verdict, reader, lease)
         self._memory.take(lease.publication.source, lease.size - before)
         if lease.live and lease.complete:
             done = all(report.outcome is RankOutcome.DONE for report in lease.reports.values())

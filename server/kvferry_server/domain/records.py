@@ -17,6 +17,7 @@ from kvferry_server.domain.book import NUMBER_BYTES, Book, Standing
 from kvferry_server.domain.budgets import Budget, MemoryBudget
 from kvferry_server.domain.clock import Clock
 from kvferry_server.domain.identity import EngineRef
+from kvferry_server.domain.journal import Journal
 from kvferry_server.domain.limits import Limits
 from kvferry_server.domain.ordered import Ordered
 from kvferry_server.domain.publications import (
@@ -55,6 +56,7 @@ class Records:
         times: the durations in force.
         limits: how much the home holds at most.
         memory: budget of the home's memory; None: one of its own.
+        journal: what is noted of publications and leases; None: one of its own.
 
     Attributes:
         books: by incarnation.
@@ -68,10 +70,18 @@ class Records:
         effects: what others must be told; see `take_effects`.
     """
 
-    def __init__(self, clock: Clock, times: Times, limits: Limits, memory: MemoryBudget | None = None) -> None:
+    def __init__(
+        self,
+        clock: Clock,
+        times: Times,
+        limits: Limits,
+        memory: MemoryBudget | None = None,
+        journal: Journal | None = None,
+    ) -> None:
         self.times = times
         self.limits = limits
         self.memory = memory or MemoryBudget(limits.memory, limits.engine_memory, times.renew_every)
+        self.journal = journal or Journal(clock)
         self.books: dict[EngineRef, Book] = {}
         self.leases_by_id: dict[bytes, Lease] = {}
         self.leases_by_read: dict[ReadKey, Lease] = {}
@@ -226,11 +236,13 @@ class Records:
         if publication.stage is PublicationStage.AWAITED:
             book.waiting_reads.take(lease.request.holder)
         self._lease_agenda.put(lease)
+        self.journal.lease_granted(lease)
 
     def add_awaited(self, book: Book, number: int) -> PublicationRecord:
         """Add a record of a publication that has not arrived."""
         publication = book.publications[number] = PublicationRecord(book.source, number)
         self.memory.take(book.source, PUBLICATION_BYTES)
+        self.journal.moved(publication, None, self._clock.now())
         return publication
 
     def arrive(self, book: Book, publication: PublicationRecord, now: float) -> None:
@@ -243,7 +255,13 @@ class Records:
         for lease in publication.leases:
             book.waiting_reads.give(lease.request.holder)
         publication.first_at = now
-        publication.stage = PublicationStage.PUBLISHING
+        self.move(publication, PublicationStage.PUBLISHING, now)
+
+    def move(self, publication: PublicationRecord, stage: PublicationStage, now: float) -> None:
+        """Note that a publication has come to a stage, which may be the one it is at."""
+        before, publication.stage = publication.stage, stage
+        if before is not stage:
+            self.journal.moved(publication, before, now)
 
     def reschedule(self, publication: PublicationRecord) -> None:
         """Note that one of a publication's deadlines may have moved earlier."""
@@ -262,6 +280,7 @@ class Records:
         book.live_leases -= 1
         if publication.stage is PublicationStage.AWAITED:
             book.waiting_reads.give(lease.request.holder)
+        self.journal.lease_ended(lease, state, now)
         lease.ended_as = state
         lease.forget_at = now + self.times.keep_outcome
         self._lease_agenda.put(lease)
@@ -284,14 +303,18 @@ class Records:
         The only place where a publication ends."""
         if not publication.grantable:
             return
-        publication.stage, publication.outcome = PublicationStage.ENDING, outcome
+        publication.outcome = outcome
+        self.move(publication, PublicationStage.ENDING, now)
         self.changed(publication)
         self._settle(publication, now)
 
     def revoke(self, publication: PublicationRecord, reason: RevokeReason) -> None:
         """Mark the live leases of a publication as not renewable. They end when they would have ended anyway."""
-        for lease in publication.leases:
-            lease.revoked = lease.revoked or reason
+        unrevoked = [lease for lease in publication.leases if lease.revoked is None]
+        for lease in unrevoked:
+            lease.revoked = reason
+        if unrevoked:
+            self.journal.revoked(publication, reason)
         self.changed(publication)
 
     def revoke_lease(self, lease: Lease, reason: RevokeReason) -> None:
@@ -317,7 +340,7 @@ class Records:
             if book.recovering:
                 book.gone.add(publication.number)
                 size -= NUMBER_BYTES
-        publication.stage = PublicationStage.FORGOTTEN
+        self.move(publication, PublicationStage.FORGOTTEN, self._clock.now())
         self.memory.give(book.source, size)
         self.close_if_empty(book)
 
@@ -357,7 +380,7 @@ class Records:
 
     def _release(self, publication: PublicationRecord, now: float) -> None:
         book = self.books[publication.source]
-        publication.stage = PublicationStage.RELEASED
+        self.move(publication, PublicationStage.RELEASED, now)
         book.num_released += 1
         checksum_bytes = publication.checksums.clear()
         self.memory.give(book.source, publication.size + checksum_bytes)

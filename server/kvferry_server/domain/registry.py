@@ -15,7 +15,7 @@ From then on they are two engines: references name their incarnations.
 from __future__ import annotations
 
 import hmac
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from kvferry._wire.authority import incarnation_of
@@ -32,7 +32,9 @@ from kvferry_server.domain.agenda import Agenda
 from kvferry_server.domain.budgets import Budget, MemoryBudget, check_budget
 from kvferry_server.domain.clock import Clock
 from kvferry_server.domain.engine import Engine
+from kvferry_server.domain.event_log import short
 from kvferry_server.domain.identity import EngineRef
+from kvferry_server.domain.journal import LOCAL, Journal
 from kvferry_server.domain.limits import Limits, check_limit
 from kvferry_server.domain.registrations import Registration, check_same, engine_difference, first_difference
 from kvferry_server.domain.times import RECOVERING_RETRY_AFTER, Times
@@ -70,10 +72,19 @@ class Registry:
         times: the durations in force.
         limits: how much the home holds at most.
         memory: budget of the home's memory; None: one of its own.
+        journal: what is noted of engines and ranks; None: one of its own.
     """
 
-    def __init__(self, clock: Clock, times: Times, limits: Limits, memory: MemoryBudget | None = None) -> None:
+    def __init__(
+        self,
+        clock: Clock,
+        times: Times,
+        limits: Limits,
+        memory: MemoryBudget | None = None,
+        journal: Journal | None = None,
+    ) -> None:
         self._clock = clock
+        self._journal = journal or Journal(clock)
         self._times = times
         self._limits = limits
         self._memory = memory or MemoryBudget(limits.memory, limits.engine_memory, times.renew_every)
@@ -104,6 +115,10 @@ class Registry:
         return effects
 
     # Looking engines up.
+
+    def all_engines(self) -> Collection[Engine]:
+        """Return all engines, including dead ones that may come back, in no order."""
+        return self._engines.values()
 
     def engines(self) -> Iterator[Engine]:
         """Yield the engines that are not dead, ordered by engine_id."""
@@ -188,10 +203,16 @@ class Registry:
             if host and all(other.host != host for other in replaced):
                 check_budget("engines", self._engines_by_host, host, self._times.engine_ttl)
             for other in replaced:
+                by = {"by": short(ref.incarnation), "peer": host or LOCAL}
+                self._journal.engine("engine_replaced", other.ref, by)
                 self._forget(other)
                 self._retired[other.ref] = now + self._times.retire
             engine = Engine(ref, self._times.engine_ttl, self._times.retire)
             self._engines[ref] = engine
+            self._journal.engine("engine_opened", ref, {"peer": host or LOCAL})
+        elif engine.lost_at is not None:
+            back = {"peer": host or LOCAL, "lost_s": now - engine.lost_at}
+            self._journal.engine("engine_back", ref, back)
         engine.lost_at, engine.dead = None, False
         self._comes_from(engine, host)
         return engine
@@ -203,6 +224,8 @@ class Registry:
         if engine is not None and engine.lost_at is None:
             engine.lost_at = now
             self._agenda.put(engine)
+            lost = {"peer": engine.host or LOCAL, "dead_in_s": engine.ttl}
+            self._journal.engine("engine_lost", ref, lost, bad=True)
 
     def evict(self, ref: EngineRef) -> None:
         """End an incarnation for good, alive or not, as if another one had taken its place. Idempotent.
@@ -291,8 +314,16 @@ class Registry:
         if registration.rank in engine.lost_ranks and registration.rank not in engine.watched_ranks:
             # It is back without a Watch: it has one engine_ttl to open one.
             engine.rank_lost_at[registration.rank] = now
+        back = registration.rank in engine.lost_ranks
         engine.add(registration)
         self._agenda.put(engine)
+        if before is None or back:
+            fields = {"rank": registration.rank, "ranks": engine.num_ranks, "missing": engine.num_missing}
+            node = {"node": engine.nodes.get(registration.rank)}
+            self._journal.engine("rank_registered" if before is None else "rank_back", engine.ref, {**fields, **node})
+            if not engine.num_missing:
+                whole = {"ranks": engine.num_ranks, "cache_bytes": engine.cache_bytes}
+                self._journal.engine("engine_complete", engine.ref, whole)
         return engine
 
     # Helpers.
@@ -373,12 +404,16 @@ class Registry:
                 engine.lost_ranks.add(rank)
                 node, node_lost = engine.nodes.get(rank, ""), engine.lost_with_node(rank)
                 self._effects.append(RankDied(engine.ref, rank, node, node_lost))
+                lost = {"rank": rank, "node": node or None, "node_lost": node_lost or None}
+                self._journal.engine("rank_lost", engine.ref, lost, bad=True)
         if engine.lost_at is None or engine.lost_at + engine.ttl > now:
             return
         if not engine.dead:
             engine.dead = True
             self._effects.append(EngineDied(engine.ref))
+            self._journal.engine("engine_dead", engine.ref, {"lost_s": now - engine.lost_at}, bad=True)
         elif engine.lost_at + engine.ttl + engine.retire <= now:
+            self._journal.engine("engine_forgotten", engine.ref, {})
             self._forget(engine)
 
 

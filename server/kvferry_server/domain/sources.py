@@ -298,7 +298,7 @@ class Sources:
         publication.add(step)
         publication.expected_reads = max(publication.expected_reads, step.expected_reads)
         publication.hold_until = now + self._times.hold
-        publication.stage = PublicationStage.PUBLISHED if step.last else PublicationStage.PUBLISHING
+        self._records.move(publication, PublicationStage.PUBLISHED if step.last else PublicationStage.PUBLISHING, now)
         self._memory.take(book.source, step.size)
         self._touch(book, publication, now)
         self._records.reschedule(publication)

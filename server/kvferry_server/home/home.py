@@ -7,6 +7,7 @@ nothing is pending, so streams only see settled states.
 
 from __future__ import annotations
 
+import logging
 import math
 import secrets
 from collections.abc import Collection
@@ -20,6 +21,7 @@ from kvferry_server.domain.budgets import MemoryBudget
 from kvferry_server.domain.clock import Clock
 from kvferry_server.domain.engine import Engine
 from kvferry_server.domain.identity import EngineRef
+from kvferry_server.domain.journal import Journal
 from kvferry_server.domain.lessor import Lessor
 from kvferry_server.domain.limits import MAX_ENDED_AT_ONCE, Limits
 from kvferry_server.domain.publications import PublicationRecord
@@ -55,6 +57,7 @@ class Home:
         engines: the engines; to be used within a `turn`.
         sources, lessor, records: what sources and readers do, and the records of it; to be used within a `turn`.
         memory: budget of the bytes that all of these take.
+        journal: what has happened so far.
         wakeups: wakes streams; its topics are publications and feeds.
         draining: no new work is accepted.
         stopping: the node server is about to end, and Watches with it.
@@ -67,8 +70,9 @@ class Home:
         self.limits = limits or Limits()
         self.epoch = secrets.token_bytes(16)
         self.memory = MemoryBudget(self.limits.memory, self.limits.engine_memory, times.renew_every)
-        self.engines = Registry(clock, times, self.limits, self.memory)
-        self.records = Records(clock, times, self.limits, self.memory)
+        self.journal = Journal(clock)
+        self.engines = Registry(clock, times, self.limits, self.memory, self.journal)
+        self.records = Records(clock, times, self.limits, self.memory, self.journal)
         self.sources = Sources(self.records)
         self.lessor = Lessor(self.records)
         self.wakeups = Wakeups()
@@ -106,6 +110,9 @@ class Home:
         if self.draining:
             return
         self.draining = True
+        live = sum(self.journal.live_leases.values())
+        pinned = len(self.journal.pinned)
+        self.journal.events.write(logging.INFO, "draining", {"live_leases": live, "pinned": pinned})
         self.records.drain()
         for feed in self._feeds.values():
             feed.push(Draining())

@@ -1,4 +1,4 @@
-"""How many calls may run at once, shared out over the hosts that make them."""
+"""The budget of calls: how many run at once on one listener."""
 
 from __future__ import annotations
 
@@ -15,30 +15,35 @@ class CallBudget:
     Args:
         limit: the name of the limit, for errors.
         most: how many calls may run at once.
+
+    Attributes:
+        most: how many calls may run at once.
+        used: how many run.
     """
 
     def __init__(self, limit: str, most: int) -> None:
-        self._limit, self._most = limit, most
+        self.most = most
+        self.used = 0
+        self._limit = limit
         self._hosts: dict[str, int] = {}
-        self._all = 0
 
     def start(self, host: str) -> None:
         """Count one call of a host, until `end`; raises `LimitReached` if it may not start."""
-        mine, left = self._hosts.get(host, 0), self._most - self._all
+        mine, left = self._hosts.get(host, 0), self.most - self.used
         if left <= 0 or (host and mine >= left):
             who = f"{mine} of them from {host}" if host else "over the UNIX socket"
             raise LimitReached(
-                f"{self._limit}: {self._all} of at most {self._most} calls are running, {who}",
+                f"{self._limit}: {self.used} of at most {self.most} calls are running, {who}",
                 retry_after=RETRY_AFTER,
                 limit=self._limit,
-                value=self._most,
+                value=self.most,
             )
         self._hosts[host] = mine + 1
-        self._all += 1
+        self.used += 1
 
     def end(self, host: str) -> None:
         """Note the end of a call that has started."""
-        self._all -= 1
+        self.used -= 1
         mine = self._hosts[host] - 1
         if mine:
             self._hosts[host] = mine

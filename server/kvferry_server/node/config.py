@@ -72,6 +72,13 @@ class NodeConfig(BaseSettings):
         json_schema_extra={"group": "addresses", "metavar": "HOST[:PORT]"},
     )
 
+    admin: str = Field(
+        "127.0.0.1:7424",
+        description="TCP address for metrics, health and a page for people, over HTTP without TLS. Port 0: a free "
+        "port. Empty: none. If the default is in use, there is none either.",
+        json_schema_extra={"group": "addresses", "metavar": "HOST:PORT"},
+    )
+
     tls_cert: Path | None = Field(
         None,
         description="PEM file with this server's certificate chain. Turns on TLS for TCP.",
@@ -101,6 +108,12 @@ class NodeConfig(BaseSettings):
     anonymous_tls: bool = Field(
         False,
         description="Allow listening beyond loopback with TLS but without client certificates (no tls_ca).",
+        json_schema_extra={"group": "security"},
+    )
+    admin_insecure: bool = Field(
+        False,
+        description="Allow `admin` beyond loopback. Whoever can connect there sees the names of engines, requests and "
+        "hosts, and can change nothing.",
         json_schema_extra={"group": "security"},
     )
     relay_homes: str = Field(
@@ -201,6 +214,11 @@ class NodeConfig(BaseSettings):
         description="Level from which messages are logged, to stderr.",
         json_schema_extra={"group": "operation"},
     )
+    log_format: Literal["text", "json"] = Field(
+        "text",
+        description="How messages are logged: lines of text with key=value, or an object of JSON each.",
+        json_schema_extra={"group": "operation", "metavar": "FORMAT"},
+    )
 
     @classmethod
     def settings_customise_sources(
@@ -222,7 +240,7 @@ class NodeConfig(BaseSettings):
     @model_validator(mode="after")
     def _fits_together(self) -> NodeConfig:
         # Each of these raises an InvalidField that names its setting.
-        _ = (self.times, self.tls, self.listen_address, self.unix_path, self.labels)
+        _ = (self.times, self.tls, self.listen_address, self.unix_path, self.admin_address, self.labels)
         if self.directory and not open_directory(self.directory).publishes:
             raise InvalidField("directory", self.directory, "etcd:// or etcds://: files and DNS are written by others")
         if self.tls is not None and self.tls.cert is None:
@@ -276,6 +294,16 @@ class NodeConfig(BaseSettings):
         address = parse_address(self.listen, "listen")
         if address.is_unix:
             raise InvalidField("listen", self.listen, "host:port; set a UNIX socket with unix")
+        return address
+
+    @property
+    def admin_address(self) -> Address | None:
+        """The TCP address of the admin listener; None: none. Raises `InvalidField`."""
+        if not self.admin:
+            return None
+        address = parse_address(self.admin, "admin")
+        if address.is_unix:
+            raise InvalidField("admin", self.admin, "host:port")
         return address
 
     @property

@@ -17,7 +17,9 @@ import socket
 import stat
 from collections import Counter, defaultdict
 from dataclasses import dataclass
+from pathlib import Path
 
+from kvferry._wire.channel import Address
 from kvferry_server.domain.hosts import host_of, host_of_address
 from kvferry_server.node.limits import FULL_CONNECTIONS, MIN_CONNECTIONS, RESERVED_FILES
 from kvferry_server.node.times import CONNECTION_POLL
@@ -129,6 +131,24 @@ class ConnectionLimiter:
         except OSError:
             return None
         return _Connection(host, self._first_checks.get(inode, self._checks), fd, inode)
+
+
+def count_connections(address: Address) -> int:
+    """Return how many connections to an address of this process are open. Looks at all open files; any thread may call
+    it."""
+    count = 0
+    for fd in _descriptors():
+        with contextlib.suppress(OSError), _duplicate(fd) as duplicate:
+            internet = duplicate.family in (socket.AF_INET, socket.AF_INET6)
+            if address.is_unix == internet:
+                continue
+            # A socket that listens has no peer: getpeername raises.
+            duplicate.getpeername()
+            name = duplicate.getsockname()
+            # The socket was bound beside its path, and renamed.
+            path = Path(address.path)
+            count += name[1] == address.port if internet else name in (str(path), str(path.with_name("." + path.name)))
+    return count
 
 
 def end_connection(peer: str) -> None:

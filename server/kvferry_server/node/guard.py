@@ -33,6 +33,7 @@ from kvferry.errors import (
     NotImplementedHere,
     ServerDraining,
 )
+from kvferry_server.admin.call_counts import CallCounts
 from kvferry_server.domain.budgets import Budget, check_budget
 from kvferry_server.domain.hosts import host_of
 from kvferry_server.node.arrivals import Arrivals, RequestSlot
@@ -83,8 +84,9 @@ WAITING = frozenset({KV_TRANSFER + "PollBlocks"})
 class Guard(grpc.aio.ServerInterceptor):
     """Wraps every handler of one gRPC server; see the module. Belongs to one event loop."""
 
-    def __init__(self, limits: CallLimits, check: Check) -> None:
+    def __init__(self, limits: CallLimits, check: Check, counts: CallCounts | None = None) -> None:
         self._check = check
+        self._counts = counts or CallCounts()
         self._call_budget = CallBudget("max_calls", limits.calls)
         self._stream_budget = CallBudget("max_streams", limits.streams)
         self._answer_budget = Budget(MAX_PENDING_ANSWERS, 0)
@@ -118,6 +120,16 @@ class Guard(grpc.aio.ServerInterceptor):
         behaviour: Any = handler.unary_stream or handler.stream_stream
         guarded = self._guarded_stream(method, behaviour, decode, one_request=handler.unary_stream is not None)
         return grpc.stream_stream_rpc_method_handler(guarded, None, encode)
+
+    @property
+    def running(self) -> tuple[CallBudget, CallBudget]:
+        """The budgets of calls and of streams."""
+        return self._call_budget, self._stream_budget
+
+    @property
+    def answers(self) -> Budget:
+        """The budget of large answers that wait to be taken."""
+        return self._answer_budget
 
     @property
     def open_streams(self) -> int:
@@ -169,14 +181,14 @@ class Guard(grpc.aio.ServerInterceptor):
                 # Either the client has left, or the server ends what waits.
                 if not (waits and self._ending):
                     raise
-                await _abort(context, method, _draining())
+                await self._abort(context, method, _draining())
             except Exception as error:
-                await _abort(context, method, error)
+                await self._abort(context, method, error)
             finally:
                 if waits:
                     self._close_stream()
 
-        return call
+        return self._counts.counted(method, call, timed=not waits)
 
     def _send(self, context: Context, peer: str, host: str, size: int) -> None:
         """Count a large answer, which gRPC sends next, until it is taken. A client that takes nothing for
@@ -227,13 +239,22 @@ class Guard(grpc.aio.ServerInterceptor):
                 # Either the client has left, or the server ends its streams.
                 if not self._ending:
                     raise
-                await _abort(context, method, _draining())
+                await self._abort(context, method, _draining())
             except Exception as error:
-                await _abort(context, method, error)
+                await self._abort(context, method, error)
             finally:
                 self._close_stream()
 
-        return stream
+        return self._counts.counted(method, stream, timed=method in PAGED_ANSWERS)
+
+    async def _abort(self, context: Context, method: str, error: Exception) -> NoReturn:
+        """End a call with the status of an error, and count it."""
+        if not is_gone(error):
+            reason = error.reason if isinstance(error, KvferryError) else "INTERNAL"
+            values = error.values if isinstance(error, KvferryError) else {}
+            aborted = isinstance(error, grpc.aio.AbortError)
+            self._counts.refused(method, context.peer(), "" if aborted else reason or "INTERNAL", values)
+        await _abort(context, method, error)
 
     def _open_stream(self) -> None:
         """Count the current task's call among the streams; raises `ServerDraining` if they are ended."""

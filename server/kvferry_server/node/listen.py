@@ -295,7 +295,7 @@ def check_exposure(address: Address, tls: TlsConfig | None, *, insecure: bool, a
     Raises:
         InvalidField: the address is not on loopback, and neither mTLS nor one of the two settings is on.
     """
-    if insecure or _is_loopback(address):
+    if insecure or is_on_loopback(address):
         return
     if tls is not None and (tls.ca is not None or anonymous_tls):
         return
@@ -344,7 +344,7 @@ def advertised(wanted: str, listening: Address | None, unix: Address | None) -> 
     raise InvalidField("listen", "", "a TCP address, unless unix has a path: both are empty")
 
 
-def _is_loopback(address: Address) -> bool:
+def is_on_loopback(address: Address) -> bool:
     """Whether all addresses of the host are loopback; False for a name that does not resolve."""
     try:
         found = socket.getaddrinfo(address.host, None, type=socket.SOCK_STREAM)

@@ -11,6 +11,7 @@ import argparse
 import asyncio
 import contextlib
 import logging
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -22,7 +23,17 @@ from kvferry.errors import InternalError, InvalidInput, KvferryError
 if TYPE_CHECKING:
     from kvferry_server.node.config import Loaded
 
-EXTRA = {"cryptography", "grpc_health", "grpc_reflection", "pydantic", "pydantic_settings", "uvloop"}
+EXTRA = {
+    "aiohttp",
+    "cryptography",
+    "grpc_health",
+    "grpc_reflection",
+    "prometheus_client",
+    "pydantic",
+    "pydantic_settings",
+    "pythonjsonlogger",
+    "uvloop",
+}
 """Top-level packages of the extra `server`."""
 
 DESCRIPTION = """\
@@ -47,6 +58,8 @@ logger = logging.getLogger("kvferryd")
 
 def main() -> None:
     """Run the command with the process's arguments, and exit."""
+    # Read when gRPC is first used. Without it gRPC also writes lines that are no errors, in a form of its own.
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     try:
         sys.exit(run(sys.argv[1:]))
     except ModuleNotFoundError as error:
@@ -61,6 +74,7 @@ def run(arguments: Sequence[str]) -> int:
     import uvloop
 
     from kvferry_server.node.config import BadConfig, add_flags, config_file, load
+    from kvferry_server.node.logs import set_up_logging
     from kvferry_server.node.named_files import file_problems
     from kvferry_server.node.times import SWITCH_INTERVAL
 
@@ -90,11 +104,7 @@ def run(arguments: Sequence[str]) -> int:
         for line in problems:
             print(f"kvferryd: {line}", file=sys.stderr)
         return 2 if problems else 0
-    logging.basicConfig(
-        level=loaded.config.log_level.upper(),
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-        stream=sys.stderr,
-    )
+    set_up_logging(loaded.config.log_level, loaded.config.log_format)
     # While the worker thread compares geometries, the event loop waits at most this long for the interpreter. With
     # Python's default of 5 ms, renewals take tenths of a second while a hundred ranks handshake. Set here and not in
     # NodeServer, because it applies to the whole process.
@@ -114,6 +124,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 async def _serve(loaded: Loaded) -> None:
+    from kvferry_server.domain.event_log import FIELDS
     from kvferry_server.node.connections import raise_file_limit
     from kvferry_server.node.server import NodeServer
     from kvferry_server.node.service_manager import ServiceManager
@@ -147,12 +158,17 @@ async def _serve(loaded: Loaded) -> None:
     raise_file_limit()
 
     await server.start()
-    # People and scripts learn the real port from this line.
-    line = "ready: listens on %s, advertises %s, epoch %s"
-    values = (" and ".join(server.addresses), server.advertise, server.home.epoch.hex()[:8])
-    message = f"kvferryd {kvferry.__version__} {line}"
-    # Passed to the handlers directly, so that it appears at every log level, and as an info message.
-    logger.handle(logger.makeRecord(logger.name, logging.INFO, __file__, 0, message, values, None))
+    # People and scripts learn the real ports from this line.
+    told = {
+        "version": kvferry.__version__,
+        "addresses": " and ".join(server.addresses),
+        "advertise": server.advertise,
+        "epoch": server.home.epoch.hex()[:8],
+        "admin": f"http://{server.admin}/" if server.admin else "",
+    }
+    line = "kvferryd %(version)s ready: listens on %(addresses)s, advertises %(advertise)s, epoch %(epoch)s"
+    line += ", admin %(admin)s" if server.admin else ""
+    logger.info(line, told, extra={FIELDS: {"event": "ready", **told}})
     status = f"listens on {' and '.join(server.addresses)}"
     manager.ready(status)
 

@@ -23,6 +23,7 @@ from kvferry.v1 import admin_pb2, introspection_pb2, kv_transfer_pb2
 from kvferry_server.domain.clock import BootClock, Clock
 from kvferry_server.domain.policy import Policy
 from kvferry_server.home.home import Home
+from kvferry_server.node.admin import AdminServing, ShownState
 from kvferry_server.node.certificates import Certificates
 from kvferry_server.node.config import NodeConfig
 from kvferry_server.node.connections import ConnectionLimiter, connections_each, file_limit
@@ -67,11 +68,13 @@ class NodeServer:
         home: the home behind the servicers; set by `start`.
         addresses: the addresses that it listens on, UNIX socket first, with real ports.
         advertise: the address that goes into references.
+        admin: the address of the admin listener; empty: there is none.
     """
 
     home: Home
     addresses: tuple[str, ...] = ()
     advertise: str = ""
+    admin: str = ""
 
     def __init__(self, config: NodeConfig, clock: Clock | None = None) -> None:
         self._config = config
@@ -91,6 +94,9 @@ class NodeServer:
         self._listings: Listings | None = None
         self._listing: asyncio.Task[None] | None = None
         self._unlisting: asyncio.Task[None] | None = None
+        self._lag: asyncio.Task[None] | None = None
+        self._shown: ShownState | None = None
+        self._admin: AdminServing | None = None
 
     async def start(self) -> None:
         """Reserve the addresses and start to serve.
@@ -120,6 +126,7 @@ class NodeServer:
             if tcp is not None:
                 limiter = ConnectionLimiter(tcp.address.port, connections)
                 self._limiter = asyncio.create_task(limiter.run(), name="kvferry-connections")
+            await self._start_admin(self._relays, connections)
             for listener in self._listeners:
                 await self._serve(listener, connections)
             self._list()
@@ -209,12 +216,15 @@ class NodeServer:
             await self._relays.close()
         if self._unlisting is not None:
             await asyncio.wait([self._unlisting])
-        for task in (self._driver, self._limiter, self._following, self._listing):
+        for task in (self._driver, self._limiter, self._following, self._listing, self._lag):
             if task is not None:
                 task.cancel()
                 await asyncio.wait([task])
         for listener in self._listeners:
             listener.close()
+        # Last, so that whoever asks is told of the drain to its end.
+        if self._admin is not None:
+            await self._admin.close()
         self._worker.close()
 
     def _list(self) -> None:
@@ -264,8 +274,26 @@ class NodeServer:
         self.addresses = tuple(str(listener.address) for listener in self._listeners)
         return tcp
 
+    async def _start_admin(self, relays: Relays, connections: int) -> None:
+        """Listen for operators, before anything else is served: they are told why it is not ready yet."""
+
+        def home_runs() -> bool:
+            return self._driver is not None and not self._driver.done()
+
+        shown = ShownState(
+            self._config, self.home, self._worker, relays, connections, home_runs, self.certificate_expiry
+        )
+        shown.addresses = self.addresses
+        self._shown = shown
+        self._lag = asyncio.create_task(shown.lag.run(), name="kvferry-loop-lag")
+        if self._config.admin_address is not None:
+            self._admin = AdminServing(self._config, shown)
+            self.admin = await self._admin.start()
+
     async def _serve(self, listener: Listener, connections: int) -> None:
-        guard = Guard(self._config.call_limits, self._access(listener).check)
+        shown = self._shown
+        counts = shown.calls if shown is not None else None
+        guard = Guard(self._config.call_limits, self._access(listener).check, counts)
         options = (*SERVER_OPTIONS, (MAX_CONNECTIONS, connections))
         with_tls = isinstance(listener, TcpListener) and self._config.tls is not None
         add_services = partial(self._add_services, names_of if with_tls else nobody)
@@ -273,6 +301,8 @@ class NodeServer:
         self._guards.append(guard)
         self._servings.append(serving)
         await serving.start()
+        if shown is not None:
+            shown.listeners.append((serving, guard))
 
     def _access(self, listener: Listener) -> Access:
         if not isinstance(listener, TcpListener):

@@ -42,6 +42,11 @@ class Serving:
         self._server = await self._started()
         self._replacing = asyncio.create_task(self._replace(), name=f"kvferry-serving-{self.listener.address}")
 
+    @property
+    def is_serving(self) -> bool:
+        """Whether a gRPC server is there; not while one replaces another."""
+        return self._server is not None
+
     async def failed(self) -> None:
         """Wait until replacing servers fails, which would be a bug, and raise its exception."""
         if self._replacing is not None:

@@ -62,6 +62,7 @@ async def notify(
     for index, notification in enumerate(request.notifications):
         if time_slice.over:
             await time_slice.pause()
+        home.journal.notifications[notification.WhichOneof("kind") or "unknown"] += 1
         try:
             results.append(await _result(home, relays, sender, names, notification, time_slice))
         except _Elsewhere as other:
@@ -109,6 +110,7 @@ async def _result(
             return _from_source(home, sender, kind, notification)
         return _from_reader(home, sender, names, kind, notification)
     except KvferryError as error:
+        home.journal.notification_refused(kind or "unknown", error.reason, error.values, sender)
         return pb.NotificationResult(error=to_notification_error(error))
 
 

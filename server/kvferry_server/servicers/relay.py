@@ -74,6 +74,11 @@ class Relays:
         self._endings: dict[tuple[bytes, int], asyncio.Task[None]] = {}
         self._stopping = False
 
+    @property
+    def num_homes(self) -> int:
+        """How many homes it is connected to."""
+        return len(self._connections)
+
     def stop(self) -> None:
         """Note that this node server stops: no home is told that a rank has left when its Watch ends from now on."""
         self._stopping = True

@@ -52,7 +52,7 @@ async def test_operators_are_those_on_the_unix_socket(server: NodeServer) -> Non
     assert isinstance(await problem(over_tcp), NotAllowed)
 
 
-async def test_a_certificate_makes_no_operator(tmp_path: Path) -> None:
+async def test_a_certificate_makes_no_operator(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     authority = Authority.make(tmp_path, "ours")
     node, client = authority.issue("node"), authority.issue("somebody", "URI:spiffe://fleet/somebody")
     files = {"tls_cert": node.cert, "tls_key": node.key, "tls_ca": node.ca}
@@ -65,6 +65,11 @@ async def test_a_certificate_makes_no_operator(tmp_path: Path) -> None:
         assert isinstance(await problem(server.addresses[0]), InvalidField)
     finally:
         await server.stop(0)
+    # Each refusal is in the log, with who asked, and strangers cannot fill it.
+    (line,) = [record.getMessage() for record in caplog.records if "NOT_ALLOWED" in record.getMessage()]
+    assert "method=Drain" in line
+    assert "identity=spiffe://fleet/somebody" in line
+    assert "peer=ipv4:127.0.0.1:" in line
 
 
 async def test_a_drain_reaches_health_and_leaves_the_server_up(server: NodeServer) -> None:

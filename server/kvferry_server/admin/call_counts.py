@@ -1,0 +1,99 @@
+"""What is counted of the gRPC calls of a node server: rate, errors by reason and duration, by method.
+
+Methods come from the contract and reasons from `ErrorReason`, so there is a bounded number of both.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from contextvars import ContextVar
+from time import perf_counter
+from typing import Any
+
+from kvferry_server.domain.distribution import Distribution
+from kvferry_server.domain.event_log import EventLog
+
+TAKING = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
+"""Bounds, in seconds, of how long calls take."""
+
+OK = "OK"
+
+INTERNAL = "INTERNAL"
+"""The reason of a call that failed because of a bug."""
+
+LEFT = "CANCELLED"
+"""The result of a call whose client has left."""
+
+ABORTED = "ABORTED"
+"""The result of a call that its handler aborted without a reason, as those of health and reflection do."""
+
+
+class _Call:
+    """A call in progress."""
+
+    __slots__ = ("result",)
+
+    def __init__(self) -> None:
+        self.result = LEFT
+
+
+_current: ContextVar[_Call | None] = ContextVar("kvferry_call", default=None)
+
+
+class CallCounts:
+    """Counts of calls. Not thread-safe: they belong to the event loop that serves the calls.
+
+    Args:
+        events: where refusals are written; None: nowhere.
+
+    Attributes:
+        results: calls that ended, by method and result: ``OK``, the reason of the error, ``CANCELLED`` if the client
+            left, ``ABORTED`` for an error without a reason.
+        taken: how long calls took that do not wait for news, by method.
+    """
+
+    def __init__(self, events: EventLog | None = None) -> None:
+        self.results: Counter[tuple[str, str]] = Counter()
+        self.taken: dict[str, Distribution] = {}
+        self._events = events
+
+    def counted(
+        self, method: str, behaviour: Callable[[Any, Any], Awaitable[Any]], *, timed: bool
+    ) -> Callable[[Any, Any], Awaitable[Any]]:
+        """Return a method's handler that counts its calls.
+
+        Args:
+            method: its path, or how messages name unknown methods.
+            behaviour: its handler.
+            timed: its calls do not wait for news, so that their duration says something.
+        """
+        name = method.removeprefix("/") if method.startswith("/") else "unknown"
+        # From the start, because a rate needs a value to begin with.
+        self.results[name, OK] += 0
+        self.results[name, INTERNAL] += 0
+        distribution = self.taken.setdefault(name, Distribution(TAKING)) if timed else None
+
+        async def call(request: Any, context: Any) -> Any:
+            running, began = _Call(), perf_counter()
+            # Each call has a task of its own, so this is not seen by any other.
+            _current.set(running)
+            try:
+                answer = await behaviour(request, context)
+                running.result = OK
+                return answer
+            finally:
+                self.results[name, running.result] += 1
+                if distribution is not None:
+                    distribution.add(perf_counter() - began)
+
+        return call
+
+    def refused(self, method: str, peer: str, reason: str, values: dict[str, str]) -> None:
+        """Note that the current call ends with an error; `reason` is empty if it has none."""
+        running = _current.get()
+        if running is not None:
+            running.result = reason or ABORTED
+        if self._events is not None and reason:
+            name = method.rpartition("/")[2]
+            self._events.refusal(name, reason, values, {"peer": peer.rstrip(":")})

@@ -1,0 +1,88 @@
+"""The admin listener: HTTP for operators, on the node server's event loop, with little for a client to hold on to.
+
+A connection has one request, and ends after `CONNECTION_SECONDS` whatever it does; if there are too many, the oldest
+ends. So clients that are slow, say nothing or take nothing cost a bounded number of descriptors for a bounded time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+
+from aiohttp import web
+
+from kvferry._wire.channel import Address
+from kvferry_server.admin.limits import CONNECTION_SECONDS, MAX_CONNECTIONS, MAX_HEADERS, MAX_LINE
+
+_silent = logging.getLogger("kvferry_server.admin.http")
+_silent.addHandler(logging.NullHandler())
+_silent.propagate = False
+"""aiohttp logs an error with its stack for each malformed request, so that strangers could fill the log."""
+
+
+class AdminListener:
+    """Serves HTTP on one address until `close`. Belongs to one event loop.
+
+    Args:
+        address: where to listen; port 0: a free one.
+        answer: answers a request.
+
+    Attributes:
+        address: with its real port once `start` has returned.
+    """
+
+    def __init__(self, address: Address, answer: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]) -> None:
+        self.address = address
+        self._answer = answer
+        self._server: asyncio.Server | None = None
+        self._connections: _Connections | None = None
+
+    async def start(self) -> None:
+        """Listen; raises `OSError` if the address cannot be had."""
+        self._connections = _Connections(self._answer)
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_server(self._connections, self.address.host, self.address.port)
+        port: int = self._server.sockets[0].getsockname()[1]
+        self.address = Address(host=self.address.host, port=port)
+
+    async def close(self) -> None:
+        """End all connections and give the address up. Idempotent."""
+        if self._server is not None:
+            self._server.close()
+        if self._connections is not None:
+            await self._connections.shutdown(0)
+
+
+class _Connections(web.Server):
+    """aiohttp's server of connections, with limits on how many there are and how long each lasts."""
+
+    def __init__(self, answer: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]) -> None:
+        super().__init__(
+            answer,
+            logger=_silent,
+            access_log=None,
+            keepalive_timeout=0,
+            lingering_time=0,
+            max_line_size=MAX_LINE,
+            max_field_size=MAX_LINE,
+            max_headers=MAX_HEADERS,
+            handler_cancellation=True,
+        )
+        # The oldest first.
+        self._open: dict[web.RequestHandler, tuple[asyncio.Transport, asyncio.TimerHandle]] = {}
+
+    def connection_made(self, handler: web.RequestHandler, transport: asyncio.Transport) -> None:
+        """Count a connection, and start its time."""
+        super().connection_made(handler, transport)
+        timer = asyncio.get_running_loop().call_later(CONNECTION_SECONDS, transport.abort)
+        self._open[handler] = transport, timer
+        if len(self._open) > MAX_CONNECTIONS:
+            next(iter(self._open.values()))[0].abort()
+
+    def connection_lost(self, handler: web.RequestHandler, exc: BaseException | None = None) -> None:
+        """Forget a connection."""
+        super().connection_lost(handler, exc)
+        found = self._open.pop(handler, None)
+        if found is not None:
+            found[1].cancel()

@@ -1,0 +1,84 @@
+"""What the admin listener shows of its node server, beside the home."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvferry_server.admin.call_counts import CallCounts
+from kvferry_server.admin.loop_lag import LoopLag
+from kvferry_server.domain.budgets import Budget
+from kvferry_server.home.home import Home
+from kvferry_server.servicers.worker import Worker
+
+
+@dataclass(frozen=True, slots=True)
+class ListenerLoad:
+    """What one gRPC listener carries, and how much it may.
+
+    Attributes:
+        name: ``unix`` or ``tcp``.
+        calls, streams: in progress.
+        max_calls, max_streams: at most.
+        connections: open ones.
+        max_connections: at most.
+    """
+
+    name: str
+    calls: int
+    max_calls: int
+    streams: int
+    max_streams: int
+    connections: int
+    max_connections: int
+
+
+class NodeState(Protocol):
+    """A node server, for the admin listener."""
+
+    @property
+    def home(self) -> Home:
+        """Its home."""
+
+    @property
+    def worker(self) -> Worker:
+        """Its thread for geometries."""
+
+    @property
+    def calls(self) -> CallCounts:
+        """What is counted of its calls."""
+
+    @property
+    def lag(self) -> LoopLag:
+        """How late its event loop is."""
+
+    @property
+    def started_at(self) -> float:
+        """When it started, in seconds since 1970."""
+
+    @property
+    def addresses(self) -> Sequence[str]:
+        """What it listens on."""
+
+    @property
+    def settings(self) -> Mapping[str, object]:
+        """Its settings that may be shown: durations and limits."""
+
+    def why_not_ready(self) -> str:
+        """Return why it takes no new work; empty if it does."""
+
+    def why_not_healthy(self) -> str:
+        """Return why only a restart helps; empty if it works."""
+
+    def loads(self) -> Sequence[ListenerLoad]:
+        """Return what its listeners carry. Takes a while if there are many connections; any thread may call it."""
+
+    def relayed_homes(self) -> int:
+        """Return how many homes it is connected to as a relay."""
+
+    def answers(self) -> Sequence[Budget]:
+        """Return the budgets of answers that wait to be taken, one per listener."""
+
+    def certificate_expiry(self) -> float | None:
+        """Return when its certificate ends, in seconds since 1970; None: it has none."""

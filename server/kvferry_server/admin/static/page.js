@@ -1,0 +1,24 @@
+"use strict";
+// Loads the page again every two seconds, as long as somebody looks at it, and exchanges what is in <main>.
+setInterval(async () => {
+  const form = document.querySelector("form");
+  if (!document.querySelector("#live").checked || document.hidden || (form && form.contains(document.activeElement))) {
+    return;
+  }
+  try {
+    const answer = await fetch(location.href, { cache: "no-store" });
+    if (!answer.ok) {
+      return;
+    }
+    const loaded = new DOMParser().parseFromString(await answer.text(), "text/html");
+    const main = document.querySelector("main");
+    const picture = main.querySelector("img");
+    // A picture is not drawn again and again.
+    if (!picture) {
+      main.replaceWith(document.adoptNode(loaded.querySelector("main")));
+      document.querySelector("#updated").textContent = new Date().toLocaleTimeString();
+    }
+  } catch {
+    // The node server is away; the next try may find it.
+  }
+}, 2000);

@@ -1,0 +1,159 @@
+"""The event log: one structured line for each thing that happens to an engine, rank, publication or lease.
+
+An event has a name and fields. Any handler of Python's `logging` writes it as ``name key=value ...``; formatters that
+know `FIELDS` (kvferryd's own) get the fields themselves. Names, and the keys of fields, are fixed; values may come from
+strangers and are quoted, so that none makes up a line or a field.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Mapping
+
+from kvferry_server.domain.clock import Clock
+from kvferry_server.domain.identity import EngineRef
+
+FIELDS = "kvferry_fields"
+"""The attribute of a log record that has an event's name and fields."""
+
+WINDOW = 10.0
+"""Seconds in which an event is written at most `MOST_IN_WINDOW` times; the next one written says how many were not."""
+
+MOST_IN_WINDOW = 20
+
+MAX_KEYS = 1024
+"""Kinds of events that are told apart. Kinds are names of this code, so there are far fewer."""
+
+NAMING = frozenset(
+    {
+        "engine_id",
+        "identity",
+        "incarnation",
+        "lease_number",
+        "limit",
+        "missing_ranks",
+        "nodes",
+        "publication",
+        "rank",
+        "request_id",
+        "role",
+    }
+)
+"""Values of an error that name something; they are in listings as well."""
+
+ALARMING = frozenset(
+    {
+        "BAD_AGENT_METADATA",
+        "ENGINE_ID_IN_USE",
+        "INTERNAL",
+        "LIMIT",
+        "NOT_ALLOWED",
+        "WRONG_IDENTITY",
+        "WRONG_KEY",
+        "WRONG_SESSION",
+    }
+)
+"""Reasons of refusals that an operator should look at."""
+
+ROUTINE = frozenset({"PUBLICATION_TIMEOUT"})
+"""Reasons of refusals that are answers rather than refusals: the reader asks again."""
+
+logger = logging.getLogger("kvferry_server.events")
+
+_BARE = re.compile(r"[\w.:/@+\-\[\],]+", re.ASCII)
+
+
+class Fields:
+    """An event's fields, written as ``key=value`` when somebody asks for the text."""
+
+    def __init__(self, fields: Mapping[str, object]) -> None:
+        self._fields = fields
+
+    def __str__(self) -> str:
+        return "".join(f" {key}={quoted(value)}" for key, value in self._fields.items())
+
+
+class EventLog:
+    """Writes events, each kind at a bounded rate. Not thread-safe.
+
+    Args:
+        clock: where the time comes from.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        # By kind: when its window began, how many events were written in it, and how many were not.
+        self._windows: dict[str, tuple[float, int, int]] = {}
+
+    def writes(self, level: int) -> bool:
+        """Whether events of a level are written at all; asked before fields are put together."""
+        return logger.isEnabledFor(level)
+
+    def write(self, level: int, name: str, fields: Mapping[str, object], *, kind: str = "") -> None:
+        """Write an event.
+
+        Args:
+            level: of `logging`. Only events from INFO on are limited.
+            name: what has happened.
+            fields: its fields; None is left out.
+            kind: events of one kind share a limit; empty: the name.
+        """
+        if not self.writes(level):
+            return
+        left_out = self._left_out(kind or name) if level >= logging.INFO else 0
+        if left_out is None:
+            return
+        given = {key: value for key, value in fields.items() if value is not None}
+        if left_out:
+            given["left_out"] = left_out
+        logger.log(level, "%s%s", name, Fields(given), extra={FIELDS: {"event": name, **given}})
+
+    def refusal(self, method: str, reason: str, values: Mapping[str, str], more: Mapping[str, object]) -> None:
+        """Write that a call was refused, at a level that depends on the reason.
+
+        Args:
+            method: what was called.
+            reason: name of the error's reason.
+            values: of the error. Only `NAMING` ones are written: others may hold what the caller sent.
+            more: further fields.
+        """
+        level = logging.WARNING if reason in ALARMING else logging.DEBUG if reason in ROUTINE else logging.INFO
+        named = {name: value for name, value in values.items() if name in NAMING}
+        if "incarnation" in named:
+            named["incarnation"] = named["incarnation"][:8]
+        fields = {"method": method, "reason": reason, **named, **more}
+        self.write(level, "refused", fields, kind=f"refused {method} {reason}")
+
+    def _left_out(self, kind: str) -> int | None:
+        """Return how many events of a kind were not written since the last one; None if this one is not either."""
+        now = self._clock.now()
+        if len(self._windows) >= MAX_KEYS:
+            self._windows.clear()
+        began, written, left_out = self._windows.get(kind, (now, 0, 0))
+        if now - began >= WINDOW:
+            began, written = now, 0
+        if written >= MOST_IN_WINDOW:
+            self._windows[kind] = began, written, left_out + 1
+            return None
+        self._windows[kind] = began, written + 1, 0
+        return left_out
+
+
+def engine_fields(ref: EngineRef) -> dict[str, object]:
+    """Return the fields that name an engine: its engine_id and the first digits of its incarnation."""
+    return {"engine_id": ref.engine_id, "incarnation": short(ref.incarnation)}
+
+
+def short(incarnation: bytes) -> str:
+    """Return the first digits of an incarnation, enough to tell two starts of one engine apart."""
+    return incarnation.hex()[:8]
+
+
+def quoted(value: object) -> str:
+    """Return a value as text without blanks, line ends or quotes of its own."""
+    if isinstance(value, float):
+        return f"{value:.3f}"
+    text = str(value)
+    return text if _BARE.fullmatch(text) else json.dumps(text)

@@ -1,0 +1,288 @@
+"""The journal of a home: plain numbers of what has happened, its last reads, and a line in the event log for each.
+
+What happens once per request is logged at DEBUG, so that a thousand requests a second write nothing at INFO. What ends
+badly, and what happens to engines and ranks, is logged at INFO or WARNING, each kind at a bounded rate.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter, deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from kvferry_server.domain.clock import Clock
+from kvferry_server.domain.distribution import Distribution
+from kvferry_server.domain.event_log import EventLog, engine_fields, short
+from kvferry_server.domain.identity import EngineRef
+from kvferry_server.domain.publications import Lease, PublicationOutcome, PublicationRecord, PublicationStage
+from kvferry_server.domain.reads import LeaseState, RevokeReason, Verdict
+
+LAST_READS = 100
+"""Ended reads that are kept, whatever becomes of their records."""
+
+LASTING = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+"""Bounds, in seconds, of how long leases and pins last."""
+
+LOCAL = "unix"
+"""The peer of callers on the UNIX socket, in events: they cannot be told apart."""
+
+EXPECTED_OUTCOMES = frozenset({PublicationOutcome.READ, PublicationOutcome.DECLINED})
+"""How publications end when all is well."""
+
+EXPECTED_ENDS = frozenset({LeaseState.VALID, LeaseState.CANCELLED})
+"""How leases end when all is well."""
+
+
+@dataclass(frozen=True, slots=True)
+class EndedRead:
+    """A read that has ended, for the timeline. Times are seconds on the home's clock.
+
+    Attributes:
+        lease_number: the public name of its lease.
+        source, reader: the engines.
+        publication: number of the publication.
+        request_id: of the publication; empty if it never arrived.
+        state: how it ended.
+        granted_at, ended_at: when its lease began and ended.
+        bytes: as its ranks reported.
+    """
+
+    lease_number: int
+    source: EngineRef
+    reader: EngineRef
+    publication: int
+    request_id: str
+    state: LeaseState
+    granted_at: float
+    ended_at: float
+    bytes: int
+
+
+class Journal:
+    """What has happened at one home. Not thread-safe: it belongs to its home's event loop.
+
+    Args:
+        clock: where the time comes from.
+
+    Attributes:
+        events: the event log.
+        engine_events: how often each thing happened to engines and ranks, by its name in the log.
+        stages: publications that are here, by stage.
+        pinned: those that have arrived and are not released, oldest first.
+        published: publications that have all their blocks.
+        outcomes: released publications by outcome.
+        hold: how long publications were pinned, from their first step to their release.
+        live_leases: live leases by state.
+        granted: leases granted.
+        ended: leases ended, by state.
+        lasted: how long leases lasted.
+        renewals: leases extended, and renewals refused, by ``extended`` and ``refused``.
+        verdicts: verdicts given on reports.
+        read_bytes: bytes that readers reported of reads that ended VALID.
+        notifications: notifications that arrived, by kind.
+        refused: notifications that were refused, by kind and reason.
+        last_reads: the last reads that ended, oldest first.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self.events = EventLog(clock)
+        self.engine_events: Counter[str] = Counter()
+        self.stages: Counter[PublicationStage] = Counter()
+        self.pinned: dict[PublicationRecord, None] = {}
+        self.published = 0
+        self.outcomes: Counter[PublicationOutcome] = Counter()
+        self.hold = Distribution(LASTING)
+        self.live_leases: Counter[LeaseState] = Counter()
+        self.granted = 0
+        self.ended: Counter[LeaseState] = Counter()
+        self.lasted = Distribution(LASTING)
+        self.renewals: Counter[str] = Counter()
+        self.verdicts: Counter[Verdict] = Counter()
+        self.read_bytes = 0
+        self.notifications: Counter[str] = Counter()
+        self.refused: Counter[tuple[str, str]] = Counter()
+        self.last_reads: deque[EndedRead] = deque(maxlen=LAST_READS)
+
+    # Engines and ranks.
+
+    def engine(self, event: str, ref: EngineRef, fields: Mapping[str, object], *, bad: bool = False) -> None:
+        """Note what happened to an engine or to a rank of it, at WARNING if it is `bad`."""
+        self.engine_events[event] += 1
+        self.events.write(logging.WARNING if bad else logging.INFO, event, {**engine_fields(ref), **fields})
+
+    # Publications.
+
+    def moved(self, publication: PublicationRecord, before: PublicationStage | None, now: float) -> None:
+        """Note that a publication is at another stage than `before`; None: it is new.
+
+        Args:
+            publication: at its new stage.
+            before: its stage before.
+            now: the present.
+        """
+        if before is not None:
+            self.stages[before] -= 1
+        stage = publication.stage
+        if stage is not PublicationStage.FORGOTTEN:
+            self.stages[stage] += 1
+        if before is PublicationStage.AWAITED and stage is PublicationStage.PUBLISHING:
+            self.pinned[publication] = None
+        elif stage is PublicationStage.PUBLISHED:
+            self.published += 1
+            # What waited for blocks has them all now.
+            waiting = len(publication.leases)
+            self.live_leases[LeaseState.WAITING] -= waiting
+            self.live_leases[LeaseState.READING] += waiting
+            self._publication(logging.DEBUG, "publication_published", publication, blocks=publication.blocks)
+        elif stage is PublicationStage.ENDING:
+            bad = publication.outcome not in EXPECTED_OUTCOMES
+            self._ended(logging.INFO if bad else logging.DEBUG, publication, now)
+        elif stage is PublicationStage.FORGOTTEN:
+            self.pinned.pop(publication, None)
+        elif stage is PublicationStage.RELEASED:
+            self.pinned.pop(publication, None)
+            held = now - publication.first_at
+            self.hold.add(held)
+            if publication.outcome is not None:
+                self.outcomes[publication.outcome] += 1
+            self._publication(
+                logging.DEBUG,
+                "publication_released",
+                publication,
+                outcome=_name(publication.outcome),
+                held_s=held,
+                reads_valid=publication.valid_reads,
+            )
+
+    def _ended(self, level: int, publication: PublicationRecord, now: float) -> None:
+        outcome = _name(publication.outcome)
+        self._publication(
+            level,
+            "publication_ended",
+            publication,
+            outcome=outcome,
+            age_s=now - publication.first_at,
+            live_leases=len(publication.leases),
+        )
+
+    def _publication(self, level: int, event: str, publication: PublicationRecord, **fields: object) -> None:
+        if self.events.writes(level):
+            kind = f"{event} {fields.get('outcome') or fields.get('reason') or ''}"
+            self.events.write(level, event, {**_publication_fields(publication), **fields}, kind=kind)
+
+    # Leases.
+
+    def lease_granted(self, lease: Lease) -> None:
+        """Note a new lease."""
+        self.granted += 1
+        self.live_leases[lease.state] += 1
+        self._lease(logging.DEBUG, "lease_granted", lease, parties=lease.request.parties)
+
+    def lease_ended(self, lease: Lease, state: LeaseState, now: float) -> None:
+        """Note that a lease ends as `state`, before it does."""
+        self.live_leases[lease.state] -= 1
+        self.ended[state] += 1
+        lasted, size = now - lease.granted_at, sum(report.bytes for report in lease.reports.values())
+        self.lasted.add(lasted)
+        if state is LeaseState.VALID:
+            self.read_bytes += size
+        publication, reader = lease.publication, lease.request.read.reader
+        self.last_reads.append(
+            EndedRead(
+                lease.number,
+                publication.source,
+                reader,
+                publication.number,
+                publication.request_id,
+                state,
+                lease.granted_at,
+                now,
+                size,
+            )
+        )
+        self._lease(
+            logging.DEBUG if state in EXPECTED_ENDS else logging.WARNING,
+            "lease_ended",
+            lease,
+            verdict=state.name,
+            lasted_s=lasted,
+            bytes=size,
+            reported=len(lease.reports),
+            parties=lease.request.parties,
+            revoked=_name(lease.revoked),
+        )
+
+    def revoked(self, publication: PublicationRecord, reason: RevokeReason) -> None:
+        """Note that the live leases of a publication are not renewed any more."""
+        self._publication(
+            logging.INFO,
+            "leases_revoked",
+            publication,
+            reason=reason.name,
+            live_leases=len(publication.leases),
+        )
+
+    def renewed(self, lease: Lease, *, extended: bool) -> None:
+        """Note a renewal of a known lease, and whether it is extended."""
+        self.renewals["extended" if extended else "refused"] += 1
+        if not extended:
+            self._lease(logging.INFO, "renewal_refused", lease, state=lease.state.name, revoked=_name(lease.revoked))
+
+    def renewal_unknown(self, reader: EngineRef) -> None:
+        """Note a renewal of a lease that this home has no record of."""
+        self.renewals["refused"] += 1
+        fields = {"state": "unknown", **_reader_fields(reader)}
+        self.events.write(logging.WARNING, "renewal_refused", fields, kind="renewal_refused unknown")
+
+    def reported(self, verdict: Verdict, reader: EngineRef, lease: Lease | None) -> None:
+        """Note a verdict on a reader's report."""
+        self.verdicts[verdict] += 1
+        if verdict is Verdict.VALID:
+            return
+        if lease is not None:
+            self._lease(logging.WARNING, "report_too_late", lease, verdict=verdict.name, state=lease.state.name)
+        else:
+            fields = {"verdict": verdict.name, "state": "unknown", **_reader_fields(reader)}
+            self.events.write(logging.WARNING, "report_too_late", fields)
+
+    def notification_refused(self, kind: str, reason: str, values: Mapping[str, str], sender: EngineRef | None) -> None:
+        """Note that a notification was refused.
+
+        Args:
+            kind: of the notification.
+            reason: name of the error's reason.
+            values: of the error.
+            sender: the engine that sent it; None: unknown.
+        """
+        self.refused[kind, reason] += 1
+        self.events.refusal(f"Notify.{kind}", reason, values, {"sender_id": sender.engine_id if sender else None})
+
+    def _lease(self, level: int, event: str, lease: Lease, **fields: object) -> None:
+        if not self.events.writes(level):
+            return
+        given = {
+            "lease_number": lease.number,
+            **_publication_fields(lease.publication),
+            **_reader_fields(lease.request.read.reader),
+            "peer": lease.request.host or LOCAL,
+            **fields,
+        }
+        self.events.write(level, event, given, kind=f"{event} {fields.get('verdict') or ''}")
+
+
+def _publication_fields(publication: PublicationRecord) -> dict[str, object]:
+    return {
+        **engine_fields(publication.source),
+        "publication": publication.number,
+        "request_id": publication.request_id or None,
+    }
+
+
+def _reader_fields(reader: EngineRef) -> dict[str, object]:
+    return {"reader_id": reader.engine_id, "reader_incarnation": short(reader.incarnation)}
+
+
+def _name(value: PublicationOutcome | RevokeReason | None) -> str | None:
+    return None if value is None else value.name

@@ -1,0 +1,153 @@
+"""What the admin listener answers: probes, state, lists; and to whom."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+from pathlib import Path
+
+import pytest
+
+from kvferry._wire.channel import connect
+from tests.server.admin.conftest import Watched
+from tests.support.admin_listeners import Got, get
+from tests.support.node_servers import Kvferryd, free_port, refused
+from tests.support.raw_parties import Party
+from tests.support.waiting import until
+
+
+def test_probes_say_ok(watched: Watched) -> None:
+    for path in ("/healthz", "/readyz"):
+        got = get(watched.admin, path)
+        assert (got.code, got.text) == (200, "ok\n")
+
+
+def test_a_draining_server_is_healthy_not_ready_and_says_why(tmp_path: Path) -> None:
+    flags = ["--unix", str(tmp_path / "node.sock"), "--listen", "", "--admin", "127.0.0.1:0", "--drain", "60"]
+    with Kvferryd(*flags) as server, connect(server.address) as channel:
+        party = Party(channel, "engine")
+        party.live()
+        # The lease is live, so the drain lasts.
+        server.signal()
+        until(lambda: get(server.admin, "/readyz").code == 503)
+        assert get(server.admin, "/readyz").text == "draining\n"
+        assert get(server.admin, "/healthz").code == 200
+        assert get(server.admin, "/statusz?format=json").json["draining"] is True
+        server.signal(signal.SIGINT)
+        party.close()
+        assert server.wait() == 0
+
+
+def test_the_state_says_what_runs(watched: Watched) -> None:
+    state = get(watched.admin, "/statusz?format=json").json
+    assert state["epoch"].startswith(watched.server.epoch)
+    assert state["addresses"] == watched.server.addresses
+    assert state["advertise"] == watched.server.advertise
+    assert state["ready"] is True
+    assert state["engines"] == {"ready": 1}
+    assert state["leases"] == {"reading": 1}
+    assert state["leases_ended"] == {"valid": 1}
+    assert state["limits"]["engines"] == 1024
+    assert state["settings"]["ttl"] == 30
+    page = get(watched.admin, "/statusz")
+    assert page.headers["content-type"].startswith("text/html")
+    assert watched.server.advertise in page.text
+
+
+def test_lists_come_in_pages(watched: Watched) -> None:
+    first = {name: get(watched.admin, f"/statusz/{name}").json for name in ("engines", "requests", "reads")}
+    assert [row["engine_id"] for row in first["engines"]["engines"]] == [watched.party.name]
+    assert {row["request_id"] for row in first["requests"]["requests"]} == {"request-1", "request-2"}
+    assert {row["state"] for row in first["reads"]["reads"]} >= {"reading", "valid"}
+    for _ in range(60):
+        watched.party.publish()
+    page = get(watched.admin, "/statusz/requests").json
+    assert len(page["requests"]) == 50
+    rest = get(watched.admin, f"/statusz/requests?page_token={page['next_page_token']}").json
+    assert rest["next_page_token"] == ""
+    numbers = [row["publication"] for row in page["requests"] + rest["requests"]]
+    assert numbers == list(range(1, len(numbers) + 1))
+    ended = get(watched.admin, "/statusz/last-reads").json["reads"]
+    assert [row["state"] for row in ended] == ["valid"]
+    assert ended[0]["bytes"] == 7
+
+
+@pytest.mark.parametrize(
+    ("path", "code"),
+    [
+        ("/nothing", 404),
+        ("/statusz/reads?page_token=%00%ff%21", 404),
+        ("/engine?engine_id=nobody", 404),
+        ("/engine?engine_id=nobody&first=x", 400),
+        ("/engine?" + "&".join(f"a{index}=1" for index in range(40)), 400),
+        ("/plan.svg?source=a&destination=b", 404),
+    ],
+)
+def test_what_is_not_there_is_a_plain_answer(watched: Watched, path: str, code: int) -> None:
+    got = get(watched.admin, path)
+    assert got.code == code
+    assert "Traceback" not in got.text
+
+
+def test_nothing_can_be_changed(watched: Watched) -> None:
+    for method in ("POST", "PUT", "DELETE", "OPTIONS", "TRACE"):
+        assert get(watched.admin, "/", method=method).code == 405
+    head = get(watched.admin, "/healthz", method="HEAD")
+    assert (head.code, head.body) == (200, b"")
+
+
+def test_a_web_page_cannot_use_a_browser_of_this_host(watched: Watched) -> None:
+    """By having its own name point to loopback: the name in the request is then the page's."""
+    assert get(watched.admin, "/metrics", Host="evil.example").code == 421
+    assert get(watched.admin, "/metrics", Host="127.0.0.1.evil.example").code == 421
+    for name in ("localhost:7424", "[::1]:7424", "127.0.0.1"):
+        assert get(watched.admin, "/metrics", Host=name).code == 200
+
+
+def test_every_answer_keeps_browsers_strict(watched: Watched) -> None:
+    answers: list[Got] = [get(watched.admin, path) for path in ("/", "/statusz", "/metrics", "/page.js", "/nothing")]
+    for got in answers:
+        policy = got.headers["content-security-policy"]
+        assert policy.startswith("default-src 'none'")
+        assert "unsafe" not in policy
+        assert got.headers["x-content-type-options"] == "nosniff"
+        assert got.headers["server"] == "kvferryd"
+
+
+def test_beyond_loopback_it_must_be_asked_for() -> None:
+    done = refused("--listen", "127.0.0.1:0", "--unix", "", "--admin", "0.0.0.0:0")
+    assert done.returncode == 2
+    assert "--admin-insecure" in done.stderr
+    with Kvferryd(
+        "--listen", "127.0.0.1:0", "--unix", "", "--admin", f"0.0.0.0:{free_port()}", "--admin-insecure"
+    ) as server:
+        port = server.admin.rpartition(":")[2]
+        # Kubernetes and load balancers use names.
+        assert get(f"127.0.0.1:{port}", "/readyz", Host="node7.cluster").code == 200
+
+
+def test_a_second_server_starts_without_it_unless_it_was_asked_for() -> None:
+    with socket.socket() as taken:
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            taken.bind(("127.0.0.1", 7424))
+            taken.listen()
+        except OSError:
+            # Another test's, or a real one: as good.
+            pass
+        done = refused("--listen", "127.0.0.1:0", "--unix", "", "--admin", "127.0.0.1:7424")
+        assert done.returncode == 1
+        assert "cannot listen on 127.0.0.1:7424" in done.stderr
+        assert "admin" in done.stderr
+        code = "import os, sys; del os.environ['KVFERRY_ADMIN']; from kvferry_server.node.main import main; main()"
+        with Kvferryd("--listen", "127.0.0.1:0", "--unix", "", program=("-c", code)) as second:
+            assert second.admin == ""
+            assert "127.0.0.1:7424 is in use" in second.log
+            assert "--admin" in second.log
+
+
+def test_an_empty_setting_means_none() -> None:
+    with Kvferryd("--listen", "127.0.0.1:0", "--unix", "") as server:
+        assert server.admin == ""
+        assert "admin" not in json.dumps(server.log)

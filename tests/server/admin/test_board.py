@@ -1,0 +1,232 @@
+"""The board and the alerts that are shipped: a real Prometheus scrapes a real run and answers every expression of them;
+each fault and each alert is where the documents say."""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+import shutil
+import signal
+import subprocess
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from kvferry._wire.channel import connect
+from kvferry.v1 import kv_transfer_pb2 as pb
+from tests.support.admin_listeners import Scraped
+from tests.support.node_servers import Kvferryd, environment, free_port
+from tests.support.raw_parties import Party
+from tests.support.repository import ROOT
+from tests.support.waiting import until
+
+BOARD = json.loads((ROOT / "deploy" / "grafana" / "kvferry.json").read_text())
+RULES = ROOT / "deploy" / "prometheus" / "kvferry-alerts.yml"
+PANELS = {panel["title"]: panel for panel in BOARD["panels"] if panel["type"] != "row"}
+ALERTS = dict(re.findall(r"- alert: (\w+)\n +expr: (?:>-\n)?(.*?)\n +(?:for|labels):", RULES.read_text(), re.DOTALL))
+MONITORING = (ROOT / "docs" / "monitoring.md").read_text()
+RUNBOOK = (ROOT / "docs" / "runbook.md").read_text()
+
+NEEDS_A_CERTIFICATE = "kvferry_certificate_expiry_timestamp_seconds"
+"""Only a node server with TLS has it; no other expression may be without data in this run."""
+
+FIRING = {
+    "KvferryRestarted",
+    "KvferryEngineDied",
+    "KvferryLeasesExpire",
+    "KvferryReportsTooLate",
+    "KvferryRequestsUnread",
+}
+"""Alerts that this run provokes at once. The others are tried on made-up series."""
+
+
+class Prometheus:
+    """A running Prometheus that scrapes one node server every half second."""
+
+    def __init__(self, folder: Path, target: str) -> None:
+        (folder / "kvferry-alerts.yml").write_text(RULES.read_text())
+        (folder / "prometheus.yml").write_text(
+            "global: {scrape_interval: 500ms, evaluation_interval: 500ms}\n"
+            "rule_files: [kvferry-alerts.yml]\n"
+            f"scrape_configs: [{{job_name: kvferry, static_configs: [{{targets: ['{target}']}}]}}]\n"
+        )
+        self._address = f"127.0.0.1:{free_port()}"
+        with (folder / "log").open("w") as log:
+            self._process = subprocess.Popen(
+                [
+                    "prometheus",
+                    f"--config.file={folder}/prometheus.yml",
+                    f"--storage.tsdb.path={folder}/data",
+                    f"--web.listen-address={self._address}",
+                ],
+                stdout=log,
+                stderr=log,
+                env=environment(),
+            )
+
+    def ask(self, path: str, **query: str) -> Any:
+        with urllib.request.urlopen(f"http://{self._address}/api/v1/{path}?{urllib.parse.urlencode(query)}") as answer:
+            return json.load(answer)["data"]
+
+    def query(self, expression: str) -> list[Any]:
+        """Series that an expression gives now; raises for one that Prometheus does not understand."""
+        found: list[Any] = self.ask("query", query=expression)["result"]
+        return found
+
+    def running(self) -> bool:
+        try:
+            return bool(self.query('up{job="kvferry"} == 1'))
+        except OSError:
+            return False
+
+    def close(self) -> None:
+        self._process.send_signal(signal.SIGTERM)
+        self._process.wait(30)
+
+
+def provoke(server: Kvferryd) -> None:
+    """All that makes a series exist: reads good, failed, expired and late, requests unread, refusals, a dead engine."""
+    with connect(server.address) as channel:
+        party = Party(channel, "engine")
+        party.works()
+        party.publish()
+        late = party.read()
+        until(lambda: Scraped(server.admin)("kvferry_leases_ended_total", state="expired") >= 2)
+        report = pb.RankReport(rank=0, outcome=pb.RANK_OUTCOME_FAILED)
+        party.notify_reader(pb.Notification(read_done=pb.ReadDone(lease_id=late, reports=[report])))
+        party.publish()
+        party.notify_reader(pb.Notification(read_done=pb.ReadDone(lease_id=party.read(), reports=[report])))
+        party.notify_reader(pb.Notification(renew=pb.Renew(lease_id=b"x" * 16)))
+        wrong = pb.NotifyRequest(sender=party.ref, session_secret=secrets.token_bytes(32))
+        wrong.notifications.add().abort.publication = 9
+        with pytest.raises(grpc.RpcError):
+            party.kv.Notify(wrong, timeout=10)
+        until(lambda: Scraped(server.admin)("kvferry_released_total", outcome="unread") >= 1)
+        party.close()
+        until(lambda: Scraped(server.admin)("kvferry_engine_events_total", event="engine_dead") >= 1)
+
+
+@pytest.fixture(scope="module")
+def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
+    if shutil.which("prometheus") is None:
+        pytest.skip("Prometheus is not installed")
+    folder = tmp_path_factory.mktemp("prometheus")
+    admin = f"127.0.0.1:{free_port()}"
+    flags = ["--unix", str(folder / "node.sock"), "--listen", "", "--drain", "0", "--admin", admin]
+    flags += ["--ttl", "0.6", "--engine-ttl", "0.6", "--hold", "0.8"]
+    with ExitStack() as stack:
+        with Kvferryd(*flags):
+            running = Prometheus(folder, admin)
+            stack.callback(running.close)
+            until(running.running)
+        # The second start is a restart, which Prometheus sees.
+        server = stack.enter_context(Kvferryd(*flags))
+        until(lambda: bool(running.query("changes(kvferry_start_time_seconds[5m]) > 0")))
+        provoke(server)
+        # A rate needs two samples.
+        until(lambda: bool(running.query('increase(kvferry_engine_events_total{event="engine_dead"}[30s]) > 0')))
+        yield running
+
+
+def concrete(expression: str) -> str:
+    """An expression of the board as Grafana sends it."""
+    return expression.replace("$__rate_interval", "30s").replace("$instance", ".*")
+
+
+def test_every_expression_of_the_board_has_data(prometheus: Prometheus) -> None:
+    without = [
+        f"{title}: {target['expr']}"
+        for title, panel in PANELS.items()
+        for target in panel["targets"]
+        if not prometheus.query(concrete(target["expr"])) and NEEDS_A_CERTIFICATE not in target["expr"]
+    ]
+    assert without == []
+
+
+def test_every_series_that_an_alert_reads_is_there(prometheus: Prometheus) -> None:
+    """Whatever its threshold: an alert on a name that nobody has never fires."""
+    missing = []
+    for alert, expression in ALERTS.items():
+        selectors = re.findall(r"(?:kvferry_\w+|\bup\b)(?:\{[^}]*\})?", expression)
+        assert selectors, alert
+        missing += [
+            f"{alert}: {selector}"
+            for selector in selectors
+            if NEEDS_A_CERTIFICATE not in selector and not prometheus.query(f"count({selector})")
+        ]
+    assert missing == []
+
+
+def test_the_alerts_fire(prometheus: Prometheus) -> None:
+    rules = prometheus.ask("rules")["groups"][0]["rules"]
+    assert {rule["name"] for rule in rules} == set(ALERTS)
+    assert [rule["lastError"] for rule in rules if rule.get("lastError")] == []
+
+    def firing() -> set[str]:
+        return {alert["labels"]["alertname"] for alert in prometheus.ask("alerts")["alerts"]}
+
+    until(lambda: firing() >= FIRING)
+    assert not firing() & {"KvferryDown", "KvferryNotReady", "KvferryInternalErrors", "KvferryForcedRelease"}
+
+
+def promtool(*arguments: str) -> str:
+    if shutil.which("promtool") is None:
+        pytest.skip("promtool is not installed")
+    done = subprocess.run(["promtool", *arguments], capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_each_alert_fires_on_its_trouble_and_not_before() -> None:
+    assert f"{len(ALERTS)} rules found" in promtool("check", "rules", str(RULES))
+    trials = ROOT / "tests" / "server" / "admin" / "alert_trials.yml"
+    assert "SUCCESS" in promtool("test", "rules", str(trials))
+    tried = re.findall(r"alertname: (\w+)\n +exp_alerts:\n", trials.read_text())
+    assert set(tried) == set(ALERTS)
+
+
+def table(heading: str) -> list[list[str]]:
+    """The rows of the first table under a heading of docs/monitoring.md."""
+    section = MONITORING.partition(f"## {heading}\n")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| (.+) \|$", section, re.MULTILINE)
+    return [[cell.strip() for cell in row.split(" | ")] for row in rows if not row.startswith("---")][1:]
+
+
+def faults() -> set[str]:
+    """The faults of docs/reliability.md, without what happens afterwards."""
+    section = (ROOT / "docs" / "reliability.md").read_text().partition("## Faults\n")[2].partition("\n## ")[0]
+    found = re.findall(r"^\| (?!Fault|---)([^|]+?)(?: \[\d+\])? \|", section, re.MULTILINE)
+    return {re.split(r", | until the source| with `", fault)[0] for fault in found}
+
+
+def test_each_fault_shows_on_the_board() -> None:
+    rows = {
+        fault: (panels.split(", "), alerts.split(", ")) for fault, panels, alerts in table("Where each fault shows")
+    }
+    assert set(rows) == faults()
+    for fault, (panels, alerts) in rows.items():
+        assert set(panels) <= set(PANELS), fault
+        assert set(alerts) <= {*ALERTS, "None"}, fault
+
+
+def test_the_runbook_has_each_alert_and_names_panels_that_are_there() -> None:
+    sections = dict(re.findall(r"^## (\w+)\n(.*?)(?=^## |\Z)", RUNBOOK, re.MULTILINE | re.DOTALL))
+    assert set(sections) == set(ALERTS)
+    for alert, text in sections.items():
+        assert "**Do:**" in text, alert
+    named = {name for name in PANELS if name in RUNBOOK}
+    assert {"Restarts", "Loop lag", "Budgets"} <= named
+
+
+def test_the_documents_list_every_metric(prometheus: Prometheus) -> None:
+    listed = set(re.findall(r"`(kvferry_\w+)`", MONITORING))
+    there = {name for name in prometheus.ask("label/__name__/values") if name.startswith("kvferry_")}
+    there = {re.sub(r"_(bucket|sum|count)$", "", name) for name in there}
+    assert there | {NEEDS_A_CERTIFICATE} == listed

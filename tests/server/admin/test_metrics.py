@@ -1,0 +1,136 @@
+"""What Prometheus sees of a node server."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import secrets
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from kvferry._wire.channel import connect
+from kvferry.v1 import errors_pb2
+from kvferry.v1 import kv_transfer_pb2 as pb
+from kvferry_server.node.config import configure
+from kvferry_server.node.server import NodeServer
+from tests.server.admin.conftest import Watched
+from tests.support.admin_listeners import Scraped, get
+from tests.support.node_servers import Kvferryd
+from tests.support.raw_parties import Party
+from tests.support.waiting import until
+
+SERVICE = "kvferry.v1.KVTransfer/"
+
+
+def scraped(admin: str, name: str, value: float, **labels: str) -> Scraped:
+    """Wait until a metric has a value: a scrape may be half a second old."""
+    found: list[Scraped] = []
+
+    def there() -> bool:
+        found[:] = [Scraped(admin)]
+        # Some samples come with the first thing that they count.
+        with suppress(KeyError):
+            return found[0](name, **labels) == value
+        return False
+
+    until(there)
+    return found[0]
+
+
+def test_a_day_of_an_engine_is_counted(tmp_path: Path) -> None:
+    flags = ["--unix", str(tmp_path / "node.sock"), "--listen", "127.0.0.1:0", "--admin", "127.0.0.1:0"]
+    with (
+        Kvferryd(*flags, "--drain", "0", "--ttl", "1.5", "--engine-ttl", "1") as server,
+        connect(server.addresses[1]) as channel,
+    ):
+        empty = Scraped(server.admin)
+        assert empty("kvferry_ready") == 1
+        assert empty("kvferry_leases") == 0
+        assert empty("kvferry_build_info", version="0.1.0") == 1
+        party = Party(channel, "engine")
+        party.works()
+        wrong = pb.NotifyRequest(sender=party.ref, session_secret=secrets.token_bytes(32))
+        wrong.notifications.add().abort.publication = 9
+        with pytest.raises(grpc.RpcError):
+            party.kv.Notify(wrong, timeout=10)
+        party.notify_reader(pb.Notification(renew=pb.Renew(lease_id=b"x" * 16)))
+
+        seen = scraped(server.admin, "kvferry_notifications_refused_total", 1, kind="renew", reason="LEASE_ENDED")
+        assert seen("kvferry_engines", state="ready") == 1
+        assert seen("kvferry_ranks", state="registered") == 1
+        assert seen("kvferry_watches", role="scheduler") == 1
+        assert seen("kvferry_publications", state="published") == 2
+        assert seen("kvferry_publications_published_total") == 2
+        assert seen("kvferry_leases", state="reading") == 1
+        assert seen("kvferry_leases_granted_total") == 2
+        assert seen("kvferry_leases_ended_total", state="valid") == 1
+        assert seen("kvferry_verdicts_total", verdict="valid") == 1
+        assert seen("kvferry_read_bytes_total") == 7
+        assert seen("kvferry_renewals_total", result="refused") == 1
+        assert seen("kvferry_lease_seconds_count") == 1
+        assert seen("kvferry_calls_total", method=SERVICE + "RegisterCache", result="OK") == 1
+        assert seen("kvferry_calls_total", method=SERVICE + "Notify", result="WRONG_SESSION") == 1
+        assert seen("kvferry_call_seconds_count", method=SERVICE + "RegisterCache") == 1
+        assert seen("kvferry_calls_in_progress", listener="tcp", kind="stream") == 1
+        assert seen("kvferry_connections", listener="tcp") == 1
+        assert 0 < seen("kvferry_oldest_pin_age_seconds") < 60
+        assert 0 < seen("kvferry_budget_used", budget="memory") < seen("kvferry_budget_limit", budget="memory")
+        assert seen("process_resident_memory_bytes") > 1 << 20
+
+        # One lease is left to expire, and the engine goes.
+        seen = scraped(server.admin, "kvferry_leases_ended_total", 1, state="expired")
+        assert seen("kvferry_leases", state="reading") == 0
+        party.close()
+        seen = scraped(server.admin, "kvferry_engines", 1, state="dead")
+        assert seen("kvferry_engine_events_total", event="engine_dead") == 1
+        assert seen("kvferry_released_total", outcome="aborted") == 2
+        assert seen("kvferry_hold_seconds_count") == 2
+        assert seen("kvferry_oldest_pin_age_seconds") == 0
+        assert seen("kvferry_watches", role="scheduler") == 0
+        assert "engine_dead" in server.log
+        assert "lease_ended" in server.log
+
+
+def test_methods_that_nobody_offers_share_a_label(watched: Watched) -> None:
+    with connect(watched.server.addresses[1]) as channel:
+        for name in ("a", "b", "c"):
+            call: Any = channel.unary_unary(f"/kvferry.v1.KVTransfer/{name}")
+            with pytest.raises(grpc.RpcError):
+                call(b"", timeout=10)
+    seen = scraped(watched.admin, "kvferry_calls_total", 3, method="unknown", result="NOT_IMPLEMENTED")
+    assert not any(label.endswith("/a") for label in seen.labels)
+
+
+def test_no_label_grows_with_the_fleet(watched: Watched) -> None:
+    """Labels are words of the code: none has an id, and none comes from a peer."""
+    seen = Scraped(watched.admin)
+    reasons = {name.removeprefix("ERROR_REASON_") for name in errors_pb2.ErrorReason.keys()}  # noqa: SIM118
+    allowed = re.compile(r"[a-z_]+|[\d.e+-]+|\+Inf|OK|CANCELLED|ABORTED|(kvferry|grpc)[\w.]+/\w+|[\d.]+(rc|dev)?\d*")
+    assert [label for label in seen.labels - reasons if not allowed.fullmatch(label)] == []
+    for secret in (watched.party.name, watched.party.ref.incarnation.hex(), "request-1"):
+        assert secret not in seen.text
+
+
+async def test_a_scrape_goes_through_no_list_that_grows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A home may have a quarter of a million leases, and its event loop waits for the scrape."""
+    node = NodeServer(configure(unix=str(tmp_path / "node.sock"), listen="", admin="127.0.0.1:0"))
+    await node.start()
+    try:
+        for name in ("leases", "publications", "listed_leases", "listed_publications", "released"):
+            monkeypatch.setattr(node.home.records, name, None)
+        for name in ("leases_by_id", "leases_by_read", "leases_by_source", "books"):
+            monkeypatch.setattr(node.home.records, name, None)
+        seen = await asyncio.to_thread(Scraped, node.admin)
+        assert seen("kvferry_leases", state="reading") == 0
+    finally:
+        monkeypatch.undo()
+        await node.stop(0)
+
+
+def test_scrapes_without_pause_are_answered_from_one(watched: Watched) -> None:
+    texts = {get(watched.admin, "/metrics").body for _ in range(40)}
+    assert len(texts) < 20

@@ -1,0 +1,112 @@
+"""The page in a real browser: what it shows, and that no name of a stranger does anything there."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import ExitStack
+from html import unescape
+from pathlib import Path
+from urllib.parse import urlencode
+
+import pytest
+
+from kvferry._wire.channel import connect
+from kvferry.v1 import kv_transfer_pb2 as pb
+from kvferry_server.admin.markup import Html, element, join
+from tests.server.admin.conftest import Watched
+from tests.support.admin_listeners import get
+from tests.support.node_servers import Kvferryd
+from tests.support.raw_parties import Party
+
+EVIL = "<script>document.title='pwned'</script><img src=x onerror=\"document.title='pwned'\">'\"&"
+BROWSER = "chromium"
+FLAGS = [
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--enable-logging=stderr",
+    "--window-size=1200,1600",
+]
+
+
+@pytest.fixture(scope="module")
+def named(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
+    """A node server with an engine, and a request, of evil names."""
+    path = tmp_path_factory.mktemp("page") / "node.sock"
+    with ExitStack() as stack:
+        flags = ["--unix", str(path), "--listen", "", "--admin", "127.0.0.1:0", "--drain", "0"]
+        server = stack.enter_context(Kvferryd(*flags, "--log-level", "debug"))
+        party = Party(stack.enter_context(connect(server.address)), EVIL)
+        stack.callback(party.close)
+        party.works()
+        publish = party.publish_notification(party.publication + 1)
+        publish.publish.request_id = EVIL
+        party._notify(publish)
+        party.publication += 1
+        done = pb.RankReport(rank=0, outcome=pb.RANK_OUTCOME_DONE, bytes=1 << 20)
+        party.notify_reader(pb.Notification(read_done=pb.ReadDone(lease_id=party.read(), reports=[done])))
+        yield Watched(server, party)
+
+
+def browse(folder: Path, url: str) -> tuple[str, str]:
+    """What a browser makes of a page, five seconds of its scripts later; and what it complains of."""
+    if shutil.which(BROWSER) is None:
+        pytest.skip(f"{BROWSER} is not installed")
+    flags = [*FLAGS, f"--user-data-dir={folder}/profile", "--virtual-time-budget=5000", "--dump-dom"]
+    done = subprocess.run([BROWSER, *flags, url], capture_output=True, text=True, check=True, timeout=90)
+    return done.stdout, "\n".join(line for line in done.stderr.splitlines() if "CONSOLE" in line)
+
+
+def test_the_page_shows_engines_reads_and_requests_and_stays_live(named: Watched, tmp_path: Path) -> None:
+    page, complaints = browse(tmp_path, f"http://{named.admin}/")
+    assert complaints == ""
+    assert "<title>kvferry: " in page
+    assert "pwned" not in unescape(re.findall(r"<title>(.*?)</title>", page)[0])
+    # As text, not as elements.
+    assert page.count("<script") == 1
+    assert "<img" not in page
+    for name in ("engines", "reads", "requests"):
+        found = re.search(rf'<table id="{name}">.*?</table>', page, re.DOTALL)
+        assert found is not None, name
+        assert EVIL in unescape(re.sub(r"<[^>]+>", "", found[0])), name
+    # Two reads have ended, each with a bar.
+    timeline = re.search(r"<svg.*?</svg>", page, re.DOTALL)
+    assert timeline is not None
+    assert timeline[0].count("<rect") == 2
+    assert "1048576 bytes" in timeline[0]
+    # The script has loaded it again.
+    assert re.search(r'<span id="updated">[^<]+</span>', page)
+
+
+def test_a_plan_is_drawn(named: Watched, tmp_path: Path) -> None:
+    target = "/plan?" + urlencode({"source": named.party.name, "destination": named.party.name})
+    page, complaints = browse(tmp_path, f"http://{named.admin}{target}")
+    assert complaints == ""
+    assert 'class="plan"' in page
+    picture = get(named.admin, target.replace("/plan?", "/plan.svg?"))
+    assert picture.headers["content-type"] == "image/svg+xml"
+    assert "serves 100 % of all bytes" in picture.text
+    assert "<script" not in picture.text
+
+
+def test_an_engine_shows_its_ranks(named: Watched) -> None:
+    got = get(named.admin, "/engine?" + urlencode({"engine_id": named.party.name}))
+    assert got.code == 200
+    assert 'id="ranks"' in got.text
+    assert "registered" in got.text
+    assert EVIL not in got.text
+
+
+def test_whatever_is_not_html_is_escaped() -> None:
+    evil = '"><script>'
+    assert element("p", evil, title=evil) == '<p title="&quot;&gt;&lt;script&gt;">&quot;&gt;&lt;script&gt;</p>'
+    assert join(element("b", 1), "<", None) == "<b>1</b>&lt;"
+    assert element("p", Html("<b>x</b>"), id=None) == "<p><b>x</b></p>"

@@ -1,0 +1,92 @@
+"""What kvferryd's log tells an operator, in both formats."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from kvferry._wire.channel import connect
+from tests.support.node_servers import Kvferryd, command, environment
+from tests.support.raw_parties import Party
+from tests.support.waiting import until
+
+
+def flags(path: Path, *more: str) -> list[str]:
+    return ["--unix", str(path / "node.sock"), "--listen", "", "--drain", "0", "--ttl", "1", "--engine-ttl", "1", *more]
+
+
+def a_day(server: Kvferryd) -> None:
+    """An engine comes, a lease of it expires, and it goes."""
+    with connect(server.address) as channel:
+        party = Party(channel, "engine")
+        party.works()
+        until(lambda: "EXPIRED" in server.log)
+        party.close()
+        until(lambda: "engine_dead" in server.log)
+
+
+def test_restarts_and_an_expired_lease_are_told_with_ids(tmp_path: Path) -> None:
+    """Not the three words of before."""
+    for _ in range(2):
+        with Kvferryd(*flags(tmp_path)) as server:
+            a_day(server)
+        lines = server.log.splitlines()
+        words = [line.split()[4] for line in lines if "kvferry_server.events" in line]
+        assert words[:3] == ["engine_opened", "rank_registered", "engine_complete"]
+        assert set(words[3:]) == {"lease_ended", "engine_lost", "engine_dead", "publication_ended", "draining"}
+        (expired,) = [line for line in lines if "lease_ended" in line]
+        for field in ("WARNING", "lease_number=1", "engine_id=engine-", "request_id=request-1", "peer=unix"):
+            assert field in expired
+        (ready,) = [line for line in lines if "ready" in line]
+        assert " INFO " in ready
+        assert "stopped" in lines[-1]
+
+
+def test_every_line_of_json_is_an_object(tmp_path: Path) -> None:
+    with Kvferryd(*flags(tmp_path, "--log-format", "json")) as server:
+        a_day(server)
+    entries = [json.loads(line) for line in server.log.splitlines()]
+    assert all({"time", "level", "logger", "message"} <= set(entry) for entry in entries)
+    (ready,) = [entry for entry in entries if entry.get("event") == "ready"]
+    assert (ready["level"], ready["epoch"]) == ("INFO", server.epoch)
+    (expired,) = [entry for entry in entries if entry.get("event") == "lease_ended"]
+    assert (expired["level"], expired["verdict"], expired["request_id"]) == ("WARNING", "EXPIRED", "request-1")
+    assert expired["lease_number"] == 1
+
+
+def test_at_a_higher_level_ready_is_no_exception(tmp_path: Path) -> None:
+    path = tmp_path / "node.sock"
+    process = subprocess.Popen(
+        command(*flags(tmp_path, "--log-level", "error")),
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment(),
+    )
+    until(path.exists)
+    process.send_signal(signal.SIGTERM)
+    assert process.communicate(timeout=30)[1] == ""
+
+
+@pytest.mark.parametrize("form", ["text", "json"])
+def test_strangers_cannot_fill_the_log(tmp_path: Path, form: str) -> None:
+    """Neither with calls that are refused nor with bytes that are not gRPC's; gRPC's own lines count as well."""
+    with Kvferryd("--unix", "", "--listen", "127.0.0.1:0", "--drain", "0", "--log-format", form) as server:
+        with connect(server.address) as channel:
+            call: Any = channel.unary_unary("/kvferry.v1.KVTransfer/Notify")
+            for _ in range(300):
+                with pytest.raises(grpc.RpcError):
+                    call(b"\xff\xff", timeout=10)
+        host, _, port = server.address.rpartition(":")
+        for _ in range(100):
+            with socket.create_connection((host, int(port))) as stranger:
+                stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
+    refusals = [line for line in server.log.splitlines() if "INVALID_FIELD" in line]
+    assert 0 < len(refusals) <= 20
+    assert len(server.log.splitlines()) < 40
