@@ -27,6 +27,7 @@ from kvferry.geometry.blocks import Blocks
 from kvferry.geometry.model import Interval, MemoryRegion, Plane
 from kvferry.geometry.tensors import Holding, Tensor
 from kvferry.planner.summed_blocks import IntegrityOptions
+from kvferry.stats import ClientStats
 
 
 class AsyncClient(OneProcess):
@@ -57,6 +58,10 @@ class AsyncClient(OneProcess):
             max_reads=max_reads,
             confirm=confirm,
         )
+
+    def stats(self) -> ClientStats:
+        """Return what this client has counted and measured. See `Client.stats`."""
+        return self._client.stats()
 
     async def open_engine(self, spec: EngineSpec, *, timeout: float = OPEN_TIMEOUT) -> AsyncSession:
         """Start a new incarnation of an engine, and open its session. See `Client.open_engine`."""
@@ -151,6 +156,7 @@ class AsyncSession(OneProcess):
         payload: bytes = b"",
         checksums: bool = False,
         timeout: float = CALL_TIMEOUT,
+        traceparent: str = "",
     ) -> Publication:
         """Publish a request's blocks. See `EngineSession.publish`."""
         return await asyncio.to_thread(
@@ -162,6 +168,7 @@ class AsyncSession(OneProcess):
             payload=payload,
             checksums=checksums,
             timeout=timeout,
+            traceparent=traceparent,
         )
 
     async def publish_more(
@@ -229,6 +236,7 @@ class AsyncCache(OneProcess):
         expected_reads: int = 0,
         timeout: float = READ_TIMEOUT,
         allow_overlap: bool = False,
+        traceparent: str = "",
     ) -> Read:
         """Start to read a publication; await the read that this returns. See `Cache.read`."""
         return self.sync.read(
@@ -241,6 +249,7 @@ class AsyncCache(OneProcess):
             expected_reads=expected_reads,
             timeout=timeout,
             allow_overlap=allow_overlap,
+            traceparent=traceparent,
         )
 
     async def checksum(

@@ -377,7 +377,7 @@ class Scheduler:
 
         monkeypatch.setattr("kvferry.engine.scheduler.Reads", made)
         monkeypatch.setattr("kvferry.engine.scheduler.Publishing", lambda _: self.publishing)
-        runtime = SimpleNamespace(lease_holder=lambda _: "holder")
+        runtime = SimpleNamespace(lease_holder=lambda _: "holder", reads="meter")
         monkeypatch.setattr("kvferry.engine.scheduler.client_runtime_of", lambda _: runtime)
         self.below = SimpleNamespace(register_cache=None, open_engine=lambda *_, **__: self.session)
 
@@ -392,7 +392,7 @@ def scheduler(monkeypatch: pytest.MonkeyPatch) -> Scheduler:
 
 def test_a_scheduler_takes_what_makes_sense(scheduler: Scheduler) -> None:
     port = scheduler.port(max_waiting=1, hold_until_quiet=True)
-    assert scheduler.made == [(SPEC, "holder", "writes", 1, {"hold_until_quiet": True})]
+    assert scheduler.made == [(SPEC, "holder", "writes", 1, {"hold_until_quiet": True, "meter": "meter"})]
     assert (port.spec, cast(Any, port.token), port.engine_reference) == (SPEC, "token", "engine")
     for wrong in ({"max_waiting": 0}, {"max_waiting": "1"}, {"hold_until_quiet": "no"}):
         with pytest.raises(InvalidField, match=next(iter(wrong))):

@@ -8,6 +8,7 @@ certificate of the configured authority.
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 
@@ -15,6 +16,7 @@ from kvferry._control.connection import Control
 from kvferry._wire.channel import Dial, TlsConfig, connect, is_loopback
 from kvferry._wire.token import EngineToken
 from kvferry.errors import Closed, HomeNotAllowed
+from kvferry.stats import CallStats
 
 
 class Homes:
@@ -67,6 +69,23 @@ class Homes:
         so that it need not be allowed."""
         with self._lock:
             return self._controls.setdefault(token.home, Control(token.home, self._tls, self._dial))
+
+    def stats(self) -> CallStats:
+        """Count the calls to all of them."""
+        with self._lock:
+            controls = set(self._controls.values())
+        each = [control.stats() for control in controls]
+        failed: Counter[str] = Counter()
+        for one in each:
+            failed.update(one.failed)
+        return CallStats(
+            calls=sum(one.calls for one in each),
+            failed=dict(failed),
+            retried=sum(one.retried for one in each),
+            homes=sum(one.calls > 0 for one in each),
+            unreachable=sum(one.unreachable for one in each),
+            unreachable_seconds=max(one.unreachable_seconds for one in each),
+        )
 
     def close(self) -> None:
         """Close all connections, and make no new ones."""

@@ -14,6 +14,7 @@ import ipaddress
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from inspect import unwrap
 from pathlib import Path
 from typing import TypeAlias
 
@@ -205,18 +206,20 @@ def connect(address: str, tls: TlsConfig | None = None) -> grpc.Channel:
     Raises:
         InvalidField: the address is malformed, or a file of `tls` cannot be read.
     """
+    # Unwrapped: OpenTelemetry's instrumentation of gRPC, which an engine may have turned on for all channels, hands out
+    # streams without `cancel`, by which a Watch or a Handshake ends. kvferry's calls name their traces themselves.
     parsed = parse_address(address)
     if tls is None or parsed.is_unix:
-        return grpc.insecure_channel(str(parsed), options=CHANNEL_OPTIONS)
-    return grpc.secure_channel(str(parsed), _client_credentials(tls), options=CHANNEL_OPTIONS)
+        return unwrap(grpc.insecure_channel)(str(parsed), options=CHANNEL_OPTIONS)
+    return unwrap(grpc.secure_channel)(str(parsed), _client_credentials(tls), options=CHANNEL_OPTIONS)
 
 
 def connect_async(address: str, tls: TlsConfig | None = None) -> grpc.aio.Channel:
     """Make a channel for the running event loop, to which it then belongs; see `connect`."""
     parsed = parse_address(address)
     if tls is None or parsed.is_unix:
-        return grpc.aio.insecure_channel(str(parsed), options=CHANNEL_OPTIONS)
-    return grpc.aio.secure_channel(str(parsed), _client_credentials(tls), options=CHANNEL_OPTIONS)
+        return unwrap(grpc.aio.insecure_channel)(str(parsed), options=CHANNEL_OPTIONS)
+    return unwrap(grpc.aio.secure_channel)(str(parsed), _client_credentials(tls), options=CHANNEL_OPTIONS)
 
 
 def server_credentials(tls: TlsConfig) -> grpc.ServerCredentials:

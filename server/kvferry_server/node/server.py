@@ -30,6 +30,7 @@ from kvferry_server.node.guard import Guard
 from kvferry_server.node.listen import Listener, TcpListener, UnixListener, advertised, check_exposure
 from kvferry_server.node.serving import Serving
 from kvferry_server.node.times import DRAIN_STREAMS, LEASE_POLL
+from kvferry_server.node.tracing import Tracing, untraced
 from kvferry_server.servicers import add_servicers
 from kvferry_server.servicers.callers import NamesOf, names_of, nobody
 from kvferry_server.servicers.relay import Relays
@@ -78,6 +79,7 @@ class NodeServer:
         self._servings: list[Serving] = []
         self._driver: asyncio.Task[None] | None = None
         self._limiter: asyncio.Task[None] | None = None
+        self._tracing: Tracing | None = None
 
     async def start(self) -> None:
         """Reserve the addresses and start to serve.
@@ -88,6 +90,8 @@ class NodeServer:
         """
         try:
             # The advertised address depends on the ports, and the home on it. gRPC servers come last.
+            if self._config.trace_endpoint:
+                self._tracing = Tracing(self._config.trace_endpoint)
             tcp = self._hold()
             self.home = Home(self._clock, self._config.times, self.advertise)
             self._relays = Relays(
@@ -160,6 +164,9 @@ class NodeServer:
         for listener in self._listeners:
             listener.close()
         self._worker.close()
+        tracing, self._tracing = self._tracing, None
+        if tracing is not None:
+            await asyncio.to_thread(tracing.close)
 
     async def _leases_end(self, grace: float) -> float:
         """Wait until no lease is live, at most `grace` seconds. Returns the seconds that are left."""
@@ -192,7 +199,7 @@ class NodeServer:
         return tcp
 
     async def _serve(self, listener: Listener, connections: int) -> None:
-        guard = Guard(self._config.call_limits)
+        guard = Guard(self._config.call_limits, untraced if self._tracing is None else self._tracing.traced)
         options = (*SERVER_OPTIONS, (MAX_CONNECTIONS, connections))
         with_tls = isinstance(listener, TcpListener) and self._config.tls is not None
         add_services = partial(self._add_services, names_of if with_tls else nobody)
