@@ -31,7 +31,9 @@ def test_every_command_that_asks_a_server_has_the_same_options(command: str) -> 
     assert "unix:/run/kvferry/node.sock" in text
 
 
-@pytest.mark.parametrize("command", [[], ["engines"], ["engine"], ["requests"], ["transfers"], ["plan"], ["demo"]])
+@pytest.mark.parametrize(
+    "command", [[], ["engines"], ["engine"], ["requests"], ["transfers"], ["top"], ["plan"], ["demo"]]
+)
 def test_help_cuts_nothing_off_in_80_columns(command: list[str]) -> None:
     arguments = [sys.executable, "-m", "kvferry._cli", *command, "--help"]
     done = subprocess.run(arguments, capture_output=True, text=True, env={**environment(), "COLUMNS": "80"})

@@ -22,16 +22,14 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from kvferry import Client, EngineSpec, Group, _tracing
+from kvferry import Client, EngineSpec, Group
 from kvferry._wire.channel import connect
 from kvferry.integrations import otel
-from kvferry.testing import Fabric
 from kvferry.v1.kv_transfer_pb2 import NotifyRequest, WatchRequest
 from kvferry.v1.kv_transfer_pb2_grpc import KVTransferStub
 from tests.support.node_servers import Kvferryd, NodeServerProcess, environment, refused
+from tests.support.recorded_spans import Recorded
 from tests.support.repository import ROOT
-from tests.support.waiting import until
-from tests.testing.fabric_engines import SOON, Engine, kv
 
 
 @dataclass
@@ -100,9 +98,9 @@ def collector() -> Iterator[Collector]:
     made.close()
 
 
-@pytest.fixture(autouse=True)
-def untraced() -> Iterator[None]:
-    yield
+@pytest.fixture
+def recorded() -> Iterator[Recorded]:
+    yield Recorded()
     otel.stop()
 
 
@@ -205,87 +203,16 @@ def test_nothing_is_imported_or_sent_unless_it_is_configured(collector: Collecto
     assert done.stdout.strip() == "[]"
 
 
-class Recorded:
-    """Spans of this process."""
-
-    def __init__(self) -> None:
-        self._exporter = InMemorySpanExporter()
-        self.provider = TracerProvider()
-        self.provider.add_span_processor(SimpleSpanProcessor(self._exporter))
-        otel.trace(self.provider)
-
-    def of(self, name: str) -> list[Any]:
-        return [span for span in self._exporter.get_finished_spans() if span.name == name]
-
-
-@pytest.fixture
-def recorded() -> Recorded:
-    return Recorded()
-
-
-@pytest.fixture
-def fabric() -> Iterator[Fabric]:
-    with Fabric() as made:
-        yield made
-
-
-def test_a_read_that_fails_ends_its_spans_with_the_name_of_the_error(fabric: Fabric, recorded: Recorded) -> None:
-    prefill, decode = Engine(fabric, "p"), Engine(fabric, "d")
-    publication = prefill.publish(kv(tokens=8), [3, 1])
-    fabric.fail_reads()
-    (read,) = decode.read(publication.reference, [5, 6], traceparent=publication.traceparent)
-    assert read.exception(SOON) is not None
-    until(lambda: bool(recorded.of("kvferry.judge")))
-    for name in ("kvferry.read", "kvferry.move"):
-        (span,) = recorded.of(name)
-        assert (span.status.is_ok, span.attributes["error.type"]) == (False, "TransferFailed")
-    (span,) = recorded.of("kvferry.read")
-    assert span.attributes["kvferry.outcome"] == "failed"
-    assert all("read" not in str(span.status.description) for span in recorded.of("kvferry.read"))
-
-
-def test_reads_that_never_begin_end_their_spans(fabric: Fabric, recorded: Recorded) -> None:
-    prefill, decode = Engine(fabric, "p"), Engine(fabric, "d")
-    publication = prefill.session.publish("later", {}, last=False)
-    (read,) = decode.read(publication.reference, [5, 6], timeout=0.2)
-    assert read.exception(SOON) is not None
-    (span,) = recorded.of("kvferry.acquire")
-    assert span.attributes["error.type"] == type(read.exception()).__name__
-    prefill.session.abort(publication)
-    prefill.session.released(timeout=SOON)
-    assert len(recorded.of("kvferry.publish")) == len(recorded.of("kvferry.release")) == 1
-
-
-@pytest.mark.parametrize("wrong", ["", "x", "00-0-0-0", "00-" + "g" * 32 + "-" + "1" * 16 + "-01", "0" * 10_000, "\0é"])
-def test_a_traceparent_that_is_none_begins_a_new_trace(fabric: Fabric, recorded: Recorded, wrong: str) -> None:
-    prefill, decode = Engine(fabric, "p"), Engine(fabric, "d")
-    publication = prefill.publish(kv(tokens=8), [3, 1])
-    (read,) = decode.read(publication.reference, [5, 6], traceparent=wrong)
-    assert read.result(SOON).bytes
-    (span,) = recorded.of("kvferry.read")
-    assert span.parent is None
-
-
-def test_a_span_that_cannot_be_made_fails_no_read(fabric: Fabric, caplog: pytest.LogCaptureFixture) -> None:
-    def broken(*_: Any) -> _tracing.Span:
-        raise RuntimeError("no spans today")
-
-    _tracing.use(broken)
-    prefill, decode = Engine(fabric, "p"), Engine(fabric, "d")
-    (read,) = decode.read(prefill.publish(kv(tokens=8), [3, 1]).reference, [5, 6])
-    assert read.result(SOON).bytes
-    assert "a span could not be started" in caplog.text
-
-
 def test_engines_that_instrument_all_of_grpc_still_read(recorded: Recorded, tmp_path: Path) -> None:
     """Its instrumentation hides what ends a stream, and would show each Watch as a span of hours."""
-    instrumentor: Any = GrpcInstrumentorClient()
+    made: Any = GrpcInstrumentorClient
+    instrumentor = made()
     instrumentor.instrument(tracer_provider=recorded.provider)
     try:
         assert hasattr(grpc.insecure_channel, "__wrapped__")
         with NodeServerProcess(tmp_path, drain=0) as server, connect(server.address) as channel:
             with Client(server.address) as client:
-                assert client.open_engine(EngineSpec("e", (Group("full", block_tokens=4, num_blocks=4),)))
+                client.open_engine(EngineSpec("e", (Group("full", block_tokens=4, num_blocks=4),))).close()
             assert KVTransferStub(channel).Watch(WatchRequest(), timeout=5).cancel() is not None
         assert not recorded.of("/kvferry.v1.KVTransfer/Watch")
     finally:

@@ -400,7 +400,7 @@ def test_a_scheduler_takes_what_makes_sense(scheduler: Scheduler) -> None:
     most = 2**31 - 1
     for count in (0, 1, most):
         port.acquire("mine", "reference", expected_reads=count, timeout=5.0)
-        assert scheduler.reads.last() == ("acquire", ("mine", "reference", count, 5.0), {})
+        assert scheduler.reads.last() == ("acquire", ("mine", "reference", count, 5.0, ""), {})
     for wrong_call in (
         lambda: port.acquire("mine", "reference", expected_reads=-1),
         lambda: port.acquire("mine", "reference", expected_reads=most + 1),
@@ -435,8 +435,13 @@ def test_a_scheduler_hands_on_what_it_is_told(scheduler: Scheduler) -> None:
     assert port.cancels() == ["one"]
     publication = Publication.__new__(Publication)
     publishing.answers = {"publish": publication, "take_released": ["released"]}
-    assert port.publish("mine", LOCAL, last=False, expected_reads=3, payload=b"p", checksums=True) is publication
-    options = {"last": False, "expected_reads": 3, "payload": b"p", "checksums": True}
+    assert (
+        port.publish(
+            "mine", LOCAL, last=False, expected_reads=3, payload=b"p", checksums=True, traceparent="of the request"
+        )
+        is publication
+    )
+    options = {"last": False, "expected_reads": 3, "payload": b"p", "checksums": True, "traceparent": "of the request"}
     assert publishing.last() == ("publish", ("mine", LOCAL), options)
     port.publish_more(publication, LOCAL, last=True, payload=b"q")
     assert publishing.last() == ("publish_more", (publication, LOCAL), {"last": True, "payload": b"q"})

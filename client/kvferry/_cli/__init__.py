@@ -16,6 +16,7 @@ from kvferry._cli.demo import demo
 from kvferry._cli.engines import engine, engines
 from kvferry._cli.plan import plan
 from kvferry._cli.requests import requests
+from kvferry._cli.top import top
 from kvferry._cli.transfers import transfers
 from kvferry._cli.version import version
 
@@ -31,7 +32,7 @@ app = typer.Typer(
     # Plain help: in 80 columns, rich cuts names of options, and calls flags <bool>.
     rich_markup_mode=None,
 )
-for _command in (engines, engine, requests, transfers, plan, demo, version):
+for _command in (engines, engine, requests, transfers, top, plan, demo, version):
     app.command()(_command)
 
 

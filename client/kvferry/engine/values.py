@@ -88,7 +88,7 @@ class _Leased:
     timeout: float
     granted: tuple[BlockRuns, ...]
     payload: bytes = b""
-    traceparent: str = ""
+    traceparent: str = field(default="", kw_only=True)
 
     def blocks(self) -> dict[str, Blocks]:
         """Decode the source's blocks, by group."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from typing import Any, cast
+from functools import partial
+from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
@@ -141,6 +142,15 @@ def test_an_outage_of_a_home_is_seen_while_it_lasts(pair: tuple[Engine, Engine])
     assert client.stats().reads.outcomes["not_granted"] == 1
 
 
+def granted(scheduler: SchedulerPort, request: str) -> bool:
+    return scheduler.granted(request) is not None
+
+
+def finished(scheduler: SchedulerPort, worker: WorkerPort) -> bool:
+    scheduler.collect(worker.finished())
+    return bool(scheduler.finished())
+
+
 def test_the_ports_of_a_client_are_counted_with_it(fabric: Fabric) -> None:
     """One process with a scheduler and its only worker."""
     prefill, client = Engine(fabric, "p"), fabric.client()
@@ -153,12 +163,12 @@ def test_the_ports_of_a_client_are_counted_with_it(fabric: Fabric) -> None:
     worker.register(tensors, axes=AXES["hnd"], heads=range(HEADS), total_heads=HEADS)
     for request, end in (("a", scheduler.cancel), ("b", None)):
         scheduler.acquire(request, prefill.publish(VALUES, THEIRS, request).reference)
-        until(lambda request=request: cast(Any, scheduler.granted(request) is not None))
+        until(partial(granted, scheduler, request))
         if end is not None:
             end(request)
             continue
         worker.start(scheduler.attach(request, {"full": Blocks(MINE)}))
-        until(lambda: scheduler.collect(worker.finished()) or scheduler.finished())
+        until(partial(finished, scheduler, worker))
     stats = client.stats()
     assert (stats.reads.outcomes["done"], stats.reads.outcomes["cancelled"], stats.ranks.bytes) == (1, 1, VALUES.nbytes)
     scheduler.close()
