@@ -10,6 +10,7 @@ no secret and no capability.
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -19,8 +20,8 @@ logger = logging.getLogger(__name__)
 
 Attributes: TypeAlias = Mapping[str, "str | int"]
 
-MOST_CHARACTERS = 512
-"""Of a traceparent: those of later versions may be longer than the 55 of version 00. Longer ones are ignored."""
+FORM = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}(-[!-~]{0,400})?")
+"""Of a traceparent: those of later versions may go on after the 55 characters of version 00."""
 
 _calling: ContextVar[str] = ContextVar("kvferry-traceparent", default="")
 
@@ -74,7 +75,7 @@ def start_span(name: str, parent: str = "", **attributes: str | int) -> Span:
         parent: traceparent of the span above; one that is malformed is ignored, as W3C demands.
         attributes: what is known already. No secrets.
     """
-    known = parent if len(parent) <= MOST_CHARACTERS else ""
+    known = parent if FORM.fullmatch(parent) else ""
     start = _start
     if start is not None:
         try:

@@ -6,13 +6,16 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from opentelemetry.trace import NoOpTracerProvider
 
-from kvferry import _tracing
+from kvferry import Blocks, _tracing
 from kvferry.integrations import otel
 from kvferry.testing import Fabric
 from tests.support.recorded_spans import Recorded
 from tests.support.waiting import until
 from tests.testing.fabric_engines import SOON, Engine, kv
+
+MALFORMED = ["", "x", "00-0-0-0", "00-" + "g" * 32 + "-" + "1" * 16 + "-01", "0" * 10_000, "\0é"]
 
 
 @pytest.fixture(autouse=True)
@@ -48,7 +51,7 @@ def test_reads_that_never_begin_end_their_spans(fabric: Fabric, recorded: Record
     assert len(recorded.of("kvferry.publish")) == len(recorded.of("kvferry.release")) == 1
 
 
-@pytest.mark.parametrize("wrong", ["", "x", "00-0-0-0", "00-" + "g" * 32 + "-" + "1" * 16 + "-01", "0" * 10_000, "\0é"])
+@pytest.mark.parametrize("wrong", MALFORMED)
 def test_a_traceparent_that_is_none_begins_a_new_trace(fabric: Fabric, recorded: Recorded, wrong: str) -> None:
     prefill, decode = Engine(fabric, "p"), Engine(fabric, "d")
     publication = prefill.publish(kv(tokens=8), [3, 1])
@@ -56,6 +59,19 @@ def test_a_traceparent_that_is_none_begins_a_new_trace(fabric: Fabric, recorded:
     assert read.result(SOON).bytes
     (span,) = recorded.of("kvferry.read")
     assert span.parent is None
+
+
+@pytest.mark.parametrize("wrong", MALFORMED)
+def test_a_traceparent_that_is_none_is_not_passed_on(fabric: Fabric, wrong: str) -> None:
+    """gRPC would refuse to send some of them, and the read would fail."""
+    prefill = Engine(fabric, "p")
+    for turn_on in (otel.stop, lambda: otel.trace(NoOpTracerProvider())):
+        turn_on()
+        blocks = {"full": Blocks([3, 1], end_token=8)}
+        publication = prefill.session.publish("request", blocks, traceparent=wrong)
+        assert publication.traceparent == ""
+        prefill.session.abort(publication)
+        prefill.session.released(timeout=SOON)
 
 
 def test_a_span_that_cannot_be_made_fails_no_read(fabric: Fabric, caplog: pytest.LogCaptureFixture) -> None:

@@ -62,8 +62,8 @@ class _RecordedSpan(_tracing.Span):
         )
         carrier: dict[str, str] = {}
         _propagator.inject(carrier, otel_trace.set_span_in_context(self._span, Context()))
-        # Without a provider there is no span, and OpenTelemetry passes nothing on.
-        super().__init__(carrier.get("traceparent", parent))
+        # There is none if nobody has set a provider, and the span has no parent.
+        super().__init__(carrier.get("traceparent", ""))
 
     @contextmanager
     def calling(self) -> Generator[None]:
