@@ -252,7 +252,11 @@ def test_of_thousands_of_reads_the_largest_and_newest_are_shown_with_the_number_
 @pytest.mark.parametrize("height", [1, 2, 5, 9, 12, 20, 50])
 def test_it_fits_any_terminal(height: int) -> None:
     looks = [
-        Look(f"server {number}", peers=[Peers("p", f"d{number}", 1, rate=float(number))], transfers=[read_of(number)])
+        Look(
+            f"server {number} {'with a long name ' * 30}",
+            peers=[Peers("p", f"d{number}", 1, rate=float(number))],
+            transfers=[read_of(number)],
+        )
         for number in range(30)
     ]
     lines = drawn(looks, height)
