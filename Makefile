@@ -30,7 +30,7 @@ $(VENV): pyproject.toml requirements.lock
 	@echo "Setting up .venv (the first time takes some minutes)"
 	@$(PYTHON) -m venv .venv
 	@$(PIP) install '$(TORCH)'
-	@$(PIP) install -c requirements.lock -e '.[server,nixl,test,dev]'
+	@$(PIP) install -c requirements.lock -e '.[server,nixl,test,dev,otel-server]'
 	@touch $@
 
 # What the tests need from npm. Without npm those tests are skipped.

@@ -76,6 +76,7 @@ class Cache(OneProcess):
         expected_reads: int = 0,
         timeout: float = READ_TIMEOUT,
         allow_overlap: bool = False,
+        traceparent: str = "",
     ) -> Read:
         """Start to read a publication into this rank's blocks. Returns at once.
 
@@ -93,6 +94,7 @@ class Cache(OneProcess):
             timeout: seconds until the read fails, the wait for the publication included (R5).
             allow_overlap: accept blocks that another read of this cache writes to, or that this process has published.
                 For engines that know that the bytes do not overlap.
+            traceparent: the W3C traceparent that came with the reference; empty: none did. See docs/tracing.md.
 
         Returns:
             The read, which can be awaited, polled and cancelled. Its `result` raises all errors not listed here.
@@ -123,6 +125,7 @@ class Cache(OneProcess):
             parties=parties,
             expected_reads=arguments.integer("expected_reads", expected_reads, 0, 2**31 - 1),
             timeout=arguments.seconds("timeout", timeout),
+            traceparent=arguments.text("traceparent", traceparent),
         )
         started: list[ReadTask] = []
         key = self._writes.begin(

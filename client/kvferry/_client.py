@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
@@ -33,6 +34,7 @@ from kvferry.errors import CacheDiffers, Closed, InvalidField, WrongState
 from kvferry.geometry.model import Interval, MemoryRegion, Plane, RankGeometry
 from kvferry.geometry.tensors import Holding, Tensor
 from kvferry.planner.summed_blocks import IntegrityOptions
+from kvferry.stats import ClientStats, SourceStats
 
 MAX_READS = 4096
 """Default of `Client`'s `max_reads`."""
@@ -110,6 +112,8 @@ class Client(OneProcess):
         )
         self._lock = threading.Lock()
         self._sessions: dict[str, EngineSession] = {}
+        self._replaced: list[EngineSession] = []
+        """Sessions of engines that were opened again."""
         self._caches: list[Cache] = []
         self._locals: list[LocalRank] = []
         self._watchers: dict[tuple[EngineToken, int], Watcher] = {}
@@ -137,6 +141,8 @@ class Client(OneProcess):
         with self._lock:
             late = self._closed
             if not late:
+                if spec.engine_id in self._sessions:
+                    self._replaced.append(self._sessions[spec.engine_id])
                 self._sessions[spec.engine_id] = session
         if late:
             # `close` ran in the meantime, and did not see this session.
@@ -234,6 +240,27 @@ class Client(OneProcess):
         self._homes.discover()
         home = self._homes.of(parse_reference(reference))
         home.decline(reference, now() + timeout)
+
+    def stats(self) -> ClientStats:
+        """Return what this client has counted and measured, its ports and caches included. Makes no RPC.
+
+        Also after `close`: totals stay as they were.
+        """
+        with self._lock:
+            sessions = (*self._replaced, *self._sessions.values())
+            ranks = [runtime_of(cache).transport for cache in self._caches] + [rank.transport for rank in self._locals]
+        sources = [home_session_of(session).stats() for session in sessions]
+        released: Counter[str] = Counter()
+        for source in sources:
+            released.update(source.released)
+        return ClientStats(
+            reads=self._runtime.reads.stats(),
+            ranks=self._runtime.shares.stats(transport.gauges() for transport in ranks),
+            source=SourceStats(
+                sum(source.published for source in sources), sum(source.held for source in sources), dict(released)
+            ),
+            calls=self._homes.stats(),
+        )
 
     def close(self) -> None:
         """Cancel the reads, and end NIXL agents, sessions and connections. Idempotent."""

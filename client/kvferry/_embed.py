@@ -101,6 +101,8 @@ class ServerSettings(TypedDict, total=False):
     """How many streams may be open at once over TCP, and again over the UNIX socket."""
     max_connections: int
     """How many TCP connections may be open, and again as many to the UNIX socket."""
+    trace_endpoint: str
+    """URL of an OpenTelemetry collector that gets a span for each call that belongs to a trace; empty: none."""
 
 
 def serve(listen: str = "127.0.0.1:0", *, unix: str = "", **settings: Unpack[ServerSettings]) -> EmbeddedServer:

@@ -50,6 +50,7 @@ class EngineSession(OneProcess):
         payload: bytes = b"",
         checksums: bool = False,
         timeout: float = CALL_TIMEOUT,
+        traceparent: str = "",
     ) -> Publication:
         """Publish a request's blocks. The engine must not change or free them until `released` returns the publication
         (R2).
@@ -63,9 +64,10 @@ class EngineSession(OneProcess):
             checksums: every rank will call `Cache.checksum` for these blocks, so that readers in integrity mode wait
                 for the sums.
             timeout: seconds to keep trying.
+            traceparent: the W3C traceparent that came with the request; empty: none did. See docs/tracing.md.
 
         Returns:
-            The publication, with its number and its reference for the router.
+            The publication, with its number, and with its reference and its traceparent for the router.
 
         Raises:
             BadBlock, InvalidField: a block does not belong to this engine, is given twice, or is being written to by a
@@ -85,6 +87,7 @@ class EngineSession(OneProcess):
             payload=payload,
             checksums=checksums,
             timeout=arguments.seconds("timeout", timeout),
+            traceparent=arguments.text("traceparent", traceparent),
         )
 
     def publish_more(

@@ -27,6 +27,7 @@ from kvferry.geometry.blocks import Blocks
 from kvferry.geometry.model import Interval, MemoryRegion, Plane
 from kvferry.geometry.tensors import Holding, Tensor
 from kvferry.planner.summed_blocks import IntegrityOptions
+from kvferry.stats import ClientStats
 
 
 class AsyncClient(OneProcess):
@@ -61,6 +62,10 @@ class AsyncClient(OneProcess):
             max_reads=max_reads,
             confirm=confirm,
         )
+
+    def stats(self) -> ClientStats:
+        """Return what this client has counted and measured. See `Client.stats`."""
+        return self._client.stats()
 
     async def open_engine(self, spec: EngineSpec, *, timeout: float = OPEN_TIMEOUT) -> AsyncSession:
         """Start a new incarnation of an engine, and open its session. See `Client.open_engine`."""
@@ -155,6 +160,7 @@ class AsyncSession(OneProcess):
         payload: bytes = b"",
         checksums: bool = False,
         timeout: float = CALL_TIMEOUT,
+        traceparent: str = "",
     ) -> Publication:
         """Publish a request's blocks. See `EngineSession.publish`."""
         return await asyncio.to_thread(
@@ -166,6 +172,7 @@ class AsyncSession(OneProcess):
             payload=payload,
             checksums=checksums,
             timeout=timeout,
+            traceparent=traceparent,
         )
 
     async def publish_more(
@@ -233,6 +240,7 @@ class AsyncCache(OneProcess):
         expected_reads: int = 0,
         timeout: float = READ_TIMEOUT,
         allow_overlap: bool = False,
+        traceparent: str = "",
     ) -> Read:
         """Start to read a publication; await the read that this returns. See `Cache.read`."""
         return self.sync.read(
@@ -245,6 +253,7 @@ class AsyncCache(OneProcess):
             expected_reads=expected_reads,
             timeout=timeout,
             allow_overlap=allow_overlap,
+            traceparent=traceparent,
         )
 
     async def checksum(

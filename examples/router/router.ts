@@ -18,6 +18,7 @@ const nodeServer = new NodeServer(address, protoRoot);
 
 interface TransferParams {
   kvferry_reference?: string;
+  kvferry_traceparent?: string;
   [name: string]: unknown;
 }
 
@@ -71,8 +72,10 @@ async function firstOf(pool: Pool, body: Completion): Promise<Completion> {
 const prefill = new Pool(prefills.split(","));
 const decode = new Pool(decodes.split(","));
 
-async function complete(body: Completion): Promise<Completion> {
-  const remote = { do_remote_decode: true, do_remote_prefill: false };
+async function complete(body: Completion, traceparent?: string): Promise<Completion> {
+  const remote: TransferParams = { do_remote_decode: true, do_remote_prefill: false };
+  // Prefill's span comes back beside the reference, and goes to decode with it: one request is one trace.
+  if (traceparent) remote.kvferry_traceparent = traceparent;
   const first = await firstOf(prefill, { ...body, max_tokens: 1, stream: false, kv_transfer_params: remote });
   const params = first.kv_transfer_params ?? {};
   try {
@@ -87,7 +90,9 @@ createServer(async (request, response) => {
   const parts: Buffer[] = [];
   for await (const part of request) parts.push(part as Buffer);
   try {
-    const answer = await complete(JSON.parse(Buffer.concat(parts).toString()) as Completion);
+    const { traceparent } = request.headers;
+    const body = JSON.parse(Buffer.concat(parts).toString()) as Completion;
+    const answer = await complete(body, typeof traceparent === "string" ? traceparent : undefined);
     response.writeHead(200, { "content-type": "application/json" }).end(JSON.stringify(answer));
   } catch (error) {
     response.writeHead(502, { "content-type": "text/plain" }).end(`${error}`);

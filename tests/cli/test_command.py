@@ -36,7 +36,7 @@ def test_every_command_that_asks_a_server_has_the_same_options(command: str) -> 
 
 
 @pytest.mark.parametrize(
-    "command", ["", "engines", "engine", "requests", "transfers", "plan", "demo", "doctor", "drain", "health"]
+    "command", ["", "engines", "engine", "requests", "transfers", "top", "plan", "demo", "doctor", "drain", "health"]
 )
 def test_help_cuts_nothing_off_in_80_columns(command: str) -> None:
     arguments = [sys.executable, "-m", "kvferry._cli", *command.split(), "--help"]

@@ -377,7 +377,7 @@ class Scheduler:
 
         monkeypatch.setattr("kvferry.engine.scheduler.Reads", made)
         monkeypatch.setattr("kvferry.engine.scheduler.Publishing", lambda _: self.publishing)
-        runtime = SimpleNamespace(lease_holder=lambda _: "holder")
+        runtime = SimpleNamespace(lease_holder=lambda _: "holder", reads="meter")
         monkeypatch.setattr("kvferry.engine.scheduler.client_runtime_of", lambda _: runtime)
         self.below = SimpleNamespace(register_cache=None, open_engine=lambda *_, **__: self.session)
 
@@ -392,7 +392,7 @@ def scheduler(monkeypatch: pytest.MonkeyPatch) -> Scheduler:
 
 def test_a_scheduler_takes_what_makes_sense(scheduler: Scheduler) -> None:
     port = scheduler.port(max_waiting=1, hold_until_quiet=True)
-    assert scheduler.made == [(SPEC, "holder", "writes", 1, {"hold_until_quiet": True})]
+    assert scheduler.made == [(SPEC, "holder", "writes", 1, {"hold_until_quiet": True, "meter": "meter"})]
     assert (port.spec, cast(Any, port.token), port.engine_reference) == (SPEC, "token", "engine")
     for wrong in ({"max_waiting": 0}, {"max_waiting": "1"}, {"hold_until_quiet": "no"}):
         with pytest.raises(InvalidField, match=next(iter(wrong))):
@@ -400,7 +400,7 @@ def test_a_scheduler_takes_what_makes_sense(scheduler: Scheduler) -> None:
     most = 2**31 - 1
     for count in (0, 1, most):
         port.acquire("mine", "reference", expected_reads=count, timeout=5.0)
-        assert scheduler.reads.last() == ("acquire", ("mine", "reference", count, 5.0), {})
+        assert scheduler.reads.last() == ("acquire", ("mine", "reference", count, 5.0, ""), {})
     for wrong_call in (
         lambda: port.acquire("mine", "reference", expected_reads=-1),
         lambda: port.acquire("mine", "reference", expected_reads=most + 1),
@@ -435,8 +435,13 @@ def test_a_scheduler_hands_on_what_it_is_told(scheduler: Scheduler) -> None:
     assert port.cancels() == ["one"]
     publication = Publication.__new__(Publication)
     publishing.answers = {"publish": publication, "take_released": ["released"]}
-    assert port.publish("mine", LOCAL, last=False, expected_reads=3, payload=b"p", checksums=True) is publication
-    options = {"last": False, "expected_reads": 3, "payload": b"p", "checksums": True}
+    assert (
+        port.publish(
+            "mine", LOCAL, last=False, expected_reads=3, payload=b"p", checksums=True, traceparent="of the request"
+        )
+        is publication
+    )
+    options = {"last": False, "expected_reads": 3, "payload": b"p", "checksums": True, "traceparent": "of the request"}
     assert publishing.last() == ("publish", ("mine", LOCAL), options)
     port.publish_more(publication, LOCAL, last=True, payload=b"q")
     assert publishing.last() == ("publish_more", (publication, LOCAL), {"last": True, "payload": b"q"})

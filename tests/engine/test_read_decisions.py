@@ -20,6 +20,7 @@ from kvferry._control.lease_holder import VERDICT_TIMEOUT, LeaseHolder, ReadRepo
 from kvferry._control.reader_lease import ReaderLease
 from kvferry._reads.leased_read import ReadStage
 from kvferry._reads.leased_reads import ANSWER_GRACE, RANKS_GRACE
+from kvferry._reads.meters import ReadMeter
 from kvferry.engine.scheduler_reads import Reads
 from kvferry.engine.values import RankEnd, ReadEnd, WorkerOutput
 from kvferry.errors import (
@@ -54,7 +55,9 @@ class World:
         self.home = PlayedHome(lambda: self.now, confirm)
         self.use = BlockUse(SPEC.groups)
         holder = cast(LeaseHolder, self.home)
-        self.reads = Reads(SPEC, holder, self.use.writes(), max_waiting, hold_until_quiet=hold_until_quiet)
+        self.reads = Reads(
+            SPEC, holder, self.use.writes(), max_waiting, hold_until_quiet=hold_until_quiet, meter=ReadMeter()
+        )
         self.lease = ReaderLease(b"l" * 16, BEGAN, LEASE, 10.0)
 
     def answer(self, answer: Acquired | KvferryError | None = None, text: str = "reference") -> None:

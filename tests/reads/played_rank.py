@@ -11,6 +11,7 @@ from kvferry._clock import now
 from kvferry._control.connection import Control
 from kvferry._memory.rank_memory import RankMemory
 from kvferry._memory.tails import Tails
+from kvferry._reads.meters import ShareMeter
 from kvferry._reads.rank_read import RankOrder, RankRead, SchedulersLease
 from kvferry._reads.rank_reads import RankReads
 from kvferry._reads.source_engines import SourceEngine, SourceEngines
@@ -57,6 +58,7 @@ class PlayedRank:
             self.work,
             self.tell(self.ended),
             self.tell(self.quiesced),
+            ShareMeter(),
         )
 
     # What stands in for sources and the transport.

@@ -23,6 +23,7 @@ from kvferry._control.reader_lease import ReaderLease
 from kvferry._memory.rank_memory import RankMemory
 from kvferry._memory.tails import Tails
 from kvferry._reads.cache_reads import CacheReads, Wanted
+from kvferry._reads.meters import ReadMeter, ShareMeter
 from kvferry._reads.rank_read import RankRead
 from kvferry._reads.rank_reads import RankReads
 from kvferry._reads.read import Read, ReadResult, ReadState, ReadTask
@@ -80,12 +81,20 @@ class Reading(PlayedRank):
         self.known_sources[SOURCE] = self.peer()
         self.lease = ReaderLease(b"l" * 16, now(), LEASE_SECONDS, 20.0)
         self.cache = CacheReads(
-            RANK, cast(LeaseHolder, self.home), cast(SourceEngines, self), self.work, max_reads, self.shares
+            RANK,
+            cast(LeaseHolder, self.home),
+            cast(SourceEngines, self),
+            self.work,
+            max_reads,
+            self.shares,
+            ReadMeter(),
         )
 
     def shares(self, ended: Callable[[RankRead], None], quiesced: Callable[[RankRead], None]) -> RankReads:
         transport = cast(Transport, SimpleNamespace(start=lambda *parts, **how: self.transfer(*parts, **how)))
-        self.reads = RankReads(transport, cast(SourceEngines, self), RankMemory(), None, self.work, ended, quiesced)
+        self.reads = RankReads(
+            transport, cast(SourceEngines, self), RankMemory(), None, self.work, ended, quiesced, ShareMeter()
+        )
         return self.reads
 
     def peer(self) -> SourceEngine:

@@ -19,11 +19,21 @@ from tests.support.repository import ROOT
 CLIENT = ROOT / "client" / "kvferry"
 SERVER = ROOT / "server" / "kvferry_server"
 
-SMALL = {"_arguments", "_clock", "_threads", "_forks", "_work_queue", "_engine_spec", "host_memory"}
+SMALL = {
+    "_arguments",
+    "_clock",
+    "_threads",
+    "_forks",
+    "_work_queue",
+    "_engine_spec",
+    "host_memory",
+    "stats",
+    "_tracing",
+}
 """Single modules, each with its rule in `MAY_IMPORT`."""
 
 BASE = {"errors", "_arguments", "_clock", "_threads", "_forks"}
-PURE = {"errors", "_arguments", "geometry", "planner", "_engine_spec"}
+PURE = {"errors", "_arguments", "geometry", "planner", "_engine_spec", "stats"}
 MAY_IMPORT: dict[str, set[str]] = {
     "v1": set(),
     "errors": set(),
@@ -32,6 +42,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "_threads": {"errors"},
     "_forks": {"errors"},
     "_work_queue": {"errors", "_clock", "_threads"},
+    "stats": set(),
+    "_tracing": {"errors"},
     "geometry": {"errors", "_arguments"},
     "_engine_spec": {"errors", "_arguments", "geometry"},
     "host_memory": {"errors", "_arguments", "geometry"},
@@ -40,10 +52,22 @@ MAY_IMPORT: dict[str, set[str]] = {
     "_transport": {*BASE, "geometry", "planner", "_memory"},
     "_wire": {*BASE, "geometry", "planner", "v1"},
     "_directory": {*BASE, "_wire"},
-    "_control": {*BASE, "_work_queue", "geometry", "_engine_spec", "_wire", "_directory", "v1"},
+    "_control": {
+        *BASE,
+        "_work_queue",
+        "stats",
+        "_tracing",
+        "geometry",
+        "_engine_spec",
+        "_wire",
+        "_directory",
+        "v1",
+    },
     "_reads": {
         *BASE,
         "_work_queue",
+        "stats",
+        "_tracing",
         "geometry",
         "planner",
         "_engine_spec",

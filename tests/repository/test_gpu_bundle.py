@@ -30,9 +30,10 @@ LEFT_OUT = {
     "server/kvferry_server/admin/listener.py": ADMIN,
     "server/kvferry_server/admin/service.py": ADMIN,
     "server/kvferry_server/node/logs.py": {"pythonjsonlogger"},
+    "server/kvferry_server/node/tracing.py": {"opentelemetry"},
 }
 """What is the machine's own, makes a test skip itself, is for directories, or is imported only by a node server with an
-admin listener or a log of JSON, none of which tests of GPUs have."""
+admin listener, a log of JSON or traces, none of which tests of GPUs have."""
 
 
 def modules(path: Path) -> Iterator[str]:

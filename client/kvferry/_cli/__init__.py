@@ -22,6 +22,7 @@ from kvferry._cli.health import health
 from kvferry._cli.info import info
 from kvferry._cli.plan import plan
 from kvferry._cli.requests import requests
+from kvferry._cli.top import top
 from kvferry._cli.transfers import transfers
 from kvferry._cli.version import version
 
@@ -37,7 +38,7 @@ app = typer.Typer(
     # Plain help: in 80 columns, rich cuts names of options, and calls flags <bool>.
     rich_markup_mode=None,
 )
-_ASKING = (info, engines, engine, requests, transfers)
+_ASKING = (info, engines, engine, requests, transfers, top)
 _ACTING = (drain, end_lease, abort, evict)
 for _command in (*_ASKING, *_ACTING, health, plan, demo, doctor, version):
     app.command()(_command)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
@@ -86,6 +87,19 @@ class Connection:
             typer.BadParameter: an address or file that cannot be used.
             KvferryError: what the node server answered, or that it cannot be reached.
         """
+        with self.open_channel(server) as (channel, typed), typed():
+            yield channel
+
+    @contextmanager
+    def open_channel(self, server: str) -> Iterator[tuple[grpc.Channel, Callable[[], AbstractContextManager[None]]]]:
+        """Make a channel to a node server, which connects with its first call.
+
+        Yields:
+            The channel; and what makes a ``with`` block, for calls, that raises a `KvferryError` where gRPC raises its.
+
+        Raises:
+            typer.BadParameter: an address or file that cannot be used.
+        """
         import grpc
 
         from kvferry._wire.channel import TlsConfig, connect
@@ -98,11 +112,16 @@ class Connection:
             channel = connect(server, tls)
         except InvalidInput as error:
             raise typer.BadParameter(str(error)) from None
-        with channel:
+
+        @contextmanager
+        def typed() -> Iterator[None]:
             try:
-                yield channel
+                yield
             except grpc.RpcError as error:
                 raise from_rpc_error(error, server, tls) from None
+
+        with channel:
+            yield channel, typed
 
 
 def with_connection(command: Callable[..., None]) -> Callable[..., None]:
@@ -175,16 +194,24 @@ class Asker:
 
     def all_pages(self, call: Callable[..., Response], request: Any, field: str) -> Response:
         """Ask for all pages of a list, and return them as one response."""
+        return self.pages(call, request, field)[0]
+
+    def pages(
+        self, call: Callable[..., Response], request: Any, field: str, most: float = math.inf
+    ) -> tuple[Response, bool]:
+        """Ask for at most so many pages of a list. Returns them as one response, and whether they were all."""
         request.page_size = PAGE_SIZE
         whole: Any = None
+        taken = 0
         while True:
             page: Any = call(request, timeout=self.timeout)
             if whole is None:
                 whole = page
             else:
                 getattr(whole, field).extend(getattr(page, field))
-            if not page.next_page_token:
+            taken += 1
+            if not page.next_page_token or taken >= most:
                 whole.next_page_token = ""
                 answer: Response = whole
-                return answer
+                return answer, not page.next_page_token
             request.page_token = page.next_page_token

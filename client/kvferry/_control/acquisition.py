@@ -16,6 +16,7 @@ from kvferry._control.reacquisition import Reacquisition
 from kvferry._control.reader_lease import LEASE_ID_BYTES, ReaderLease
 from kvferry._control.renewals import Renewals
 from kvferry._control.waits import Waits
+from kvferry._tracing import NO_SPAN, Span
 from kvferry._work_queue import WorkQueue
 from kvferry.errors import (
     InternalError,
@@ -58,6 +59,7 @@ class AcquireRequest:
         parties: how many ranks will report.
         expected_reads: how many reads will be made of the publication; 0: the number that its source gave.
         deadline: time on `kvferry._clock` until which to wait for the publication.
+        span: the span of a trace that the calls belong to.
     """
 
     home: Control
@@ -67,6 +69,7 @@ class AcquireRequest:
     parties: int
     expected_reads: int
     deadline: float
+    span: Span = NO_SPAN
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -153,7 +156,8 @@ class Acquisition:
         call.read.wait.CopyFrom(to_duration(left))
         wait = self._waits.begin()
         try:
-            cancel = self._request.home.poll_blocks_later(call, left, partial(self._answered, wait, now()))
+            with self._request.span.calling():
+                cancel = self._request.home.poll_blocks_later(call, left, partial(self._answered, wait, now()))
         except Exception as error:
             if self._waits.ends(wait):
                 self._failed(self._unexpected(error))

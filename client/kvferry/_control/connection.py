@@ -10,6 +10,7 @@ import logging
 import math
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Protocol, TypeVar, cast
@@ -22,10 +23,12 @@ from kvferry._control.backoff import Backoff
 from kvferry._control.breaker import Breaker
 from kvferry._control.channels import CurrentChannel
 from kvferry._threads import no_thread, start_thread
+from kvferry._tracing import call_metadata
 from kvferry._wire.channel import Dial, TlsConfig, connect
 from kvferry._wire.handshake import Handshaken, put_together
 from kvferry._wire.status import from_notification_error, from_rpc_error
 from kvferry.errors import Closed, InternalError, KvferryError, Unreachable
+from kvferry.stats import CallStats
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry.v1.kv_transfer_pb2_grpc import KVTransferStub
 
@@ -89,20 +92,30 @@ class Control:
         self._closed = False
         self._breaker = Breaker(BREAKER_THRESHOLD, BREAKER_FIRST, BREAKER_LAST)
         self._why_unreachable = f"{address} cannot be reached"
+        self._calls = self._retried = 0
+        self._failed: Counter[str] = Counter()
 
     @property
     def unreachable_for(self) -> float:
         """Seconds since the first attempt that did not reach the server; 0.0 while it answers."""
         return self._breaker.failing_for(now())
 
+    def stats(self) -> CallStats:
+        """Count the calls."""
+        failing = self.unreachable_for
+        with self._lock:
+            return CallStats(self._calls, dict(self._failed), self._retried, 1, int(failing > 0), failing)
+
     def register_cache(self, request: pb.RegisterCacheRequest, timeout: float) -> pb.RegisterCacheResponse:
         """Register a rank."""
-        return self._call(lambda stub: stub.RegisterCache(request, timeout=timeout))
+        return self._call(lambda stub: stub.RegisterCache(request, timeout=timeout, metadata=call_metadata()))
 
     def handshake(self, request: pb.HandshakeRequest, timeout: float) -> Handshaken:
         """Fetch the geometry and agents of an engine. Also raises the errors of `put_together`."""
         messages = self._start(
-            lambda stub: cast("Stream[pb.HandshakeResponse]", stub.Handshake(request, timeout=timeout))
+            lambda stub: cast(
+                "Stream[pb.HandshakeResponse]", stub.Handshake(request, timeout=timeout, metadata=call_metadata())
+            )
         )
         try:
             return put_together(self.typed(messages))
@@ -111,11 +124,11 @@ class Control:
 
     def read_checksums(self, request: pb.ReadChecksumsRequest, timeout: float) -> pb.ReadChecksumsResponse:
         """Fetch checksums of blocks."""
-        return self._call(lambda stub: stub.ReadChecksums(request, timeout=timeout))
+        return self._call(lambda stub: stub.ReadChecksums(request, timeout=timeout, metadata=call_metadata()))
 
     def notify(self, request: pb.NotifyRequest, timeout: float = CALL_TIMEOUT) -> list[pb.NotificationResult]:
         """Send a batch of notifications, and return their results, which may be errors."""
-        return list(self._call(lambda stub: stub.Notify(request, timeout=timeout)).results)
+        return list(self._call(lambda stub: stub.Notify(request, timeout=timeout, metadata=call_metadata())).results)
 
     def notify_one(self, request: pb.NotifyRequest, timeout: float = CALL_TIMEOUT) -> pb.NotificationResult:
         """Send a batch of one notification, and return its result; raises the result's error, if it is one."""
@@ -143,7 +156,7 @@ class Control:
         def take(answer: pb.NotifyResponse | KvferryError) -> None:
             answered(answer if isinstance(answer, KvferryError) else list(answer.results))
 
-        self._later(lambda stub: stub.Notify.future(request, timeout=timeout), take)
+        self._later(lambda stub: stub.Notify.future(request, timeout=timeout, metadata=call_metadata()), take)
 
     def poll_blocks_later(
         self,
@@ -161,7 +174,9 @@ class Control:
         Returns:
             A function that cancels the call, which then ends with an error. May be called on any thread, at any time.
         """
-        return self._later(lambda stub: stub.PollBlocks.future(request, timeout=timeout), answered)
+        return self._later(
+            lambda stub: stub.PollBlocks.future(request, timeout=timeout, metadata=call_metadata()), answered
+        )
 
     def watch(self, request: pb.WatchRequest) -> Stream[pb.WatchResponse]:
         """Open a Watch. Its errors are raised while it is read; see `typed`."""
@@ -235,6 +250,7 @@ class Control:
                 raise Unreachable(message, retry_after=pause, address=self.address)
             shared = self._channels.newest()
             shared.begin()
+            self._calls += 1
         try:
             answer = call(shared.stub)
         except BaseException as error:
@@ -265,7 +281,11 @@ class Control:
         if self._closed:
             return Closed(f"the connection to {self.address} is closed")
         if isinstance(failure, grpc.RpcError):
-            return from_rpc_error(failure, self.address, self._tls)
+            error = from_rpc_error(failure, self.address, self._tls)
+            with self._lock:
+                self._failed[type(error).__name__] += 1
+                self._retried += error.retryable
+            return error
         return InternalError(f"the call to {self.address} failed: {failure!r}", address=self.address)
 
     def _judge(self, failure: BaseException | None) -> None:

@@ -15,12 +15,14 @@ from kvferry._control.connection import CALL_TIMEOUT, Control, retrying
 from kvferry._control.publications import Offers, Publication, Release, Step, leaves_open
 from kvferry._control.watcher import Watcher
 from kvferry._engine_spec import EngineSpec
+from kvferry._tracing import NO_SPAN, Span, start_span
 from kvferry._wire.authority import incarnation_of, new_session_secret
 from kvferry._wire.blocks_codec import blocks_to_proto
 from kvferry._wire.status import from_notification_error
 from kvferry._wire.token import EngineToken
 from kvferry.errors import Closed, EngineUnknown, InternalError, InvalidField, KvferryError, Unavailable, Unreachable
 from kvferry.geometry.blocks import Blocks, blocks_by_group, check_ids
+from kvferry.stats import SourceStats
 from kvferry.v1 import kv_transfer_pb2 as pb
 
 logger = logging.getLogger(__name__)
@@ -58,6 +60,8 @@ class HomeSession:
         self._news = threading.Condition(self._lock)
         self._publishing = threading.Lock()
         self._offers = Offers(self._engine, self._secret)
+        self._spans: dict[int, Span] = {}
+        """Spans of publications that are not released, by number."""
         self._acknowledgements = Acknowledgements(control)
         self.block_use = BlockUse(spec.groups)
         self._refills: list[Callable[[], None]] = []
@@ -83,6 +87,7 @@ class HomeSession:
         payload: bytes,
         checksums: bool,
         timeout: float,
+        traceparent: str = "",
     ) -> Publication:
         """See `EngineSession.publish`."""
         # One at a time: the home rejects a number below the highest it has seen.
@@ -98,6 +103,7 @@ class HomeSession:
                 expected_reads=expected_reads,
                 payload=payload,
                 checksums=checksums,
+                traceparent=traceparent,
             )
             self.send(step, max(0.001, deadline - now()))
         finally:
@@ -113,6 +119,7 @@ class HomeSession:
         expected_reads: int = 1,
         payload: bytes = b"",
         checksums: bool = False,
+        traceparent: str = "",
     ) -> tuple[Publication, Step]:
         """Do the part of `publish` that makes no call. The blocks are pinned from now on.
 
@@ -133,9 +140,12 @@ class HomeSession:
         )
         check_step(step)
         pin = self.block_use.pin({name: listed.ids for name, listed in given.items()})
+        span = start_span("kvferry.publish", traceparent, engine=self.spec.engine_id, request_id=request_id)
         with self._lock:
             # Number and record under one lock: a snapshot in between would include the number but not the record.
-            publication = self._offers.publish(self._home_in_references, step)
+            publication = self._offers.publish(self._home_in_references, step, span.traceparent)
+            if span.traceparent:
+                self._spans[publication.number] = span
             # Under the same lock: after a release in between, the blocks would stay in use for ever.
             self.block_use.name(pin, publication.number, 0)
         return publication, Step(step)
@@ -182,6 +192,7 @@ class HomeSession:
                 if self._offers.news or self._closed or left <= 0:
                     found = self._offers.take_released()
                     self.block_use.released(release.publication for release in found)
+                    self._trace_released(found)
                     return found
                 self._news.wait(max(0.001, min(LONGEST, left, self._offers.next_deadline() - now())))
 
@@ -189,6 +200,12 @@ class HomeSession:
         """See `EngineSession.unreleased`."""
         with self._lock:
             return tuple(self._offers.unreleased())
+
+    def stats(self) -> SourceStats:
+        """Count the publications. Those of a session that was closed are not held by anybody here."""
+        with self._lock:
+            held = 0 if self._closed else len(self._offers.unreleased())
+            return SourceStats(self._offers.published, held, dict(self._offers.outcomes))
 
     def on_refill(self, refill: Callable[[], None]) -> None:
         """Call `refill` on the Watch's thread whenever the home has lost its record of this engine."""
@@ -264,7 +281,8 @@ class HomeSession:
                 for told in sent:
                     if told.HasField("abort"):
                         self._offers.abort(told.abort.publication)
-            results = self._control.notify(request, timeout)
+            with self._span_of(sent).calling():
+                results = self._control.notify(request, timeout)
             if len(results) != len(sent):
                 raise InternalError(f"{self._control.address} answered {len(sent)} notifications with {len(results)}")
             errors = [
@@ -304,6 +322,11 @@ class HomeSession:
                 self._offers.abort(step.publication)
             self._offers.sent(step.publication, now())
             self._news.notify_all()
+            span = self._spans.get(step.publication, NO_SPAN)
+            if taken_back and step.step == 0:
+                self._spans.pop(step.publication, None)
+        if step.last or error is not None:
+            span.end(error, publication=step.publication)
         if taken_back:
             self.block_use.refused(step.publication, step.step)
         return taken_back
@@ -325,6 +348,21 @@ class HomeSession:
             unavailable.__cause__ = error
             return unavailable
         return error
+
+    def _span_of(self, sent: Sequence[pb.Notification]) -> Span:
+        """Return the span of the only publication that a call is about; a call about several belongs to no trace."""
+        numbers = {told.publish.publication for told in sent if told.HasField("publish")}
+        with self._lock:
+            return self._spans.get(numbers.pop(), NO_SPAN) if len(numbers) == 1 else NO_SPAN
+
+    def _trace_released(self, released: Sequence[Release]) -> None:
+        """Record in their traces that publications were released. Called with the lock held."""
+        for release in released:
+            span = self._spans.pop(release.publication, None)
+            if span is not None:
+                span.end(publication=release.publication)
+                outcome = release.outcome.name.lower()
+                start_span("kvferry.release", span.traceparent, publication=release.publication, outcome=outcome).end()
 
     def _notify_one(self, notification: pb.Notification, timeout: float) -> pb.NotificationResult:
         request = self._request([notification])

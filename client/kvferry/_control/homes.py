@@ -8,6 +8,7 @@ then the home must have a certificate of the configured authority.
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 
@@ -16,6 +17,7 @@ from kvferry._directory.directory import Directory
 from kvferry._wire.channel import Dial, TlsConfig, connect, is_loopback
 from kvferry._wire.token import EngineToken
 from kvferry.errors import Closed, EngineNotListed, HomeNotAllowed
+from kvferry.stats import CallStats
 from kvferry.v1 import kv_transfer_pb2 as pb
 
 FIRST_ANSWER_TIMEOUT = 2.0
@@ -118,6 +120,23 @@ class Homes:
         raise HomeNotAllowed(
             f"home {address!r} is neither {where} nor covered by TLS; add it to allowed_homes if you know it",
             home=address,
+        )
+
+    def stats(self) -> CallStats:
+        """Count the calls to all of them."""
+        with self._lock:
+            controls = set(self._controls.values())
+        each = [control.stats() for control in controls]
+        failed: Counter[str] = Counter()
+        for one in each:
+            failed.update(one.failed)
+        return CallStats(
+            calls=sum(one.calls for one in each),
+            failed=dict(failed),
+            retried=sum(one.retried for one in each),
+            homes=sum(one.calls > 0 for one in each),
+            unreachable=sum(one.unreachable for one in each),
+            unreachable_seconds=max(one.unreachable_seconds for one in each),
         )
 
     def close(self) -> None:

@@ -20,6 +20,7 @@ from kvferry._control.reader_lease import ReaderLease
 from kvferry._control.renewals import Renewals
 from kvferry._control.teller import Message, Teller
 from kvferry._forks import OneProcess
+from kvferry._tracing import Span
 from kvferry._wire.reference import parse_reference
 from kvferry._wire.token import EngineToken, engine_ref
 from kvferry.errors import InvalidField, KvferryError
@@ -80,9 +81,9 @@ class LeaseHolder(OneProcess):
         self._acquirer = Acquirer(token, renewals, self._give_up)
 
     def request(
-        self, reference: str, read_id: str, *, parties: int, expected_reads: int, timeout: float
+        self, reference: str, read_id: str, *, parties: int, expected_reads: int, timeout: float, traceparent: str = ""
     ) -> AcquireRequest:
-        """Make the request for a read of a publication. Makes no RPC.
+        """Make the request for a read of a publication, part of the trace that `traceparent` names. Makes no RPC.
 
         Raises:
             BadReference: the string is not a reference.
@@ -96,7 +97,8 @@ class LeaseHolder(OneProcess):
         # What follows, such as the grant to a rank on another node, needs the address; a reference may lack it.
         parsed.home = self._homes.address_of(parsed)
         home = self._homes.get(parsed.home)
-        return AcquireRequest(home, parsed, reference, read_id, parties, expected_reads, now() + timeout)
+        until, span = now() + timeout, Span(traceparent)
+        return AcquireRequest(home, parsed, reference, read_id, parties, expected_reads, until, span)
 
     def check(self, reference: str) -> None:
         """Raise `BadReference` or `HomeNotAllowed` for a reference that cannot be read. Makes no RPC."""

@@ -12,7 +12,7 @@ import enum
 import logging
 import math
 import secrets
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -104,11 +104,13 @@ class Publication:
         number: number of the publication; rising per incarnation.
         request_id: the source's name for the request.
         reference: the string for the router. A capability.
+        traceparent: the W3C traceparent for the router, beside the reference; empty: the request is not traced.
     """
 
     number: int
     request_id: str
     reference: str = field(repr=False)
+    traceparent: str = ""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -169,10 +171,14 @@ class Offers:
 
     Attributes:
         final: seconds from a publish until no home can hold a lease on it; the home's setting.
+        published: number of publications so far.
+        outcomes: number of released publications, by outcome; "refused": the home has not accepted them.
     """
 
     def __init__(self, engine: pb.EngineRef, session_secret: bytes) -> None:
         self.final = math.inf
+        self.published = 0
+        self.outcomes: Counter[str] = Counter()
         self._engine = engine
         self._secret = session_secret
         self._next = 1
@@ -182,12 +188,13 @@ class Offers:
         """No later than the earliest `release_at`, so that `advance`, which engines call in each step, rarely has to
         search all publications."""
 
-    def publish(self, home: str, step: pb.Publish) -> Publication:
+    def publish(self, home: str, step: pb.Publish, traceparent: str = "") -> Publication:
         """Add a publication with its first step, and give it a number. Send the step, then call `sent`.
 
         Args:
             home: address of the home, for the reference; empty: readers ask their directory.
             step: the step; its number is set here.
+            traceparent: see `Publication`.
         """
         step.publication, self._next = self._next, self._next + 1
         reference = pb.Reference(
@@ -198,9 +205,10 @@ class Offers:
             request_id=step.request_id,
             key=publication_key(self._secret, step.publication),
         )
-        publication = Publication(step.publication, step.request_id, format_reference(reference))
+        publication = Publication(step.publication, step.request_id, format_reference(reference), traceparent)
         self._held[publication.number] = _Held(publication, [step], sending=1)
         logger.debug("published: request_id=%r publication=%d", step.request_id, publication.number)
+        self.published += 1
         return publication
 
     def publish_more(self, number: int, step: pb.Publish) -> None:
@@ -248,6 +256,7 @@ class Offers:
         held.steps.remove(step)
         if not held.steps:
             del self._held[step.publication]
+            self.outcomes["refused"] += 1
         return True
 
     def sent(self, number: int, now: float) -> None:
@@ -327,6 +336,7 @@ class Offers:
     ) -> None:
         held = self._held.pop(number, None)
         if held is not None:
+            self.outcomes[outcome.name.lower()] += 1
             self._released.append(Release(number, held.publication.request_id, outcome, reads, local))
             expected = outcome in (ReleaseOutcome.READ, ReleaseOutcome.DECLINED)
             logger.log(

@@ -14,6 +14,7 @@ from kvferry._memory.tails import Tails
 from kvferry._reads.callbacks import Callbacks
 from kvferry._reads.leased_read import LeasedRead, ShareEnd
 from kvferry._reads.leased_reads import LeasedReads
+from kvferry._reads.meters import ReadMeter
 from kvferry._reads.rank_read import RankOrder, RankRead
 from kvferry._reads.rank_reads import RankReads
 from kvferry._reads.read import ReadResult, ReadTask
@@ -67,6 +68,7 @@ class CacheReads:
         work: the queue on whose thread messages to homes are sent, and shares are changed.
         max_reads: how many reads may run at once; more are refused.
         shares: makes the `RankReads`, given its callbacks for shares that have ended and for shares that became quiet.
+        meter: measures the reads.
     """
 
     def __init__(
@@ -77,6 +79,7 @@ class CacheReads:
         work: WorkQueue,
         max_reads: int,
         shares: Callable[[Callable[[RankRead], None], Callable[[RankRead], None]], RankReads],
+        meter: ReadMeter,
     ) -> None:
         self._rank = rank
         self._holder = holder
@@ -84,7 +87,7 @@ class CacheReads:
         self._work = work
         self._max_reads = max_reads
         self._shares = shares(self._share_ended, self._share_quiet)
-        self._reads: LeasedReads[_OwnRead] = LeasedReads(holder, work, self)
+        self._reads: LeasedReads[_OwnRead] = LeasedReads(holder, work, self, meter)
         self._callbacks = Callbacks(f"kvferry-callbacks-{rank}")
         self._changed = threading.Condition(self._reads.lock)
         self._running: set[_OwnRead] = set()
@@ -94,10 +97,17 @@ class CacheReads:
         self._closed = False
 
     def request(
-        self, reference: str, read_id: str, *, parties: int, expected_reads: int, timeout: float
+        self, reference: str, read_id: str, *, parties: int, expected_reads: int, timeout: float, traceparent: str
     ) -> AcquireRequest:
         """What `start` takes. Makes no RPC. Errors as `LeaseHolder.request`."""
-        return self._holder.request(reference, read_id, parties=parties, expected_reads=expected_reads, timeout=timeout)
+        return self._holder.request(
+            reference,
+            read_id,
+            parties=parties,
+            expected_reads=expected_reads,
+            timeout=timeout,
+            traceparent=traceparent,
+        )
 
     def start(self, request: AcquireRequest, wanted: Wanted) -> ReadTask:
         """Start a read. Returns at once.
@@ -227,6 +237,7 @@ def _order(read: _OwnRead, acquired: Acquired) -> RankOrder:
         layers=wanted.layers,
         tails=Tails.KEEP,
         deadline=request.deadline,
+        traceparent=read.span.traceparent,
     )
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from kvferry._control.acquisition import Acquired, AcquireRequest
 from kvferry._control.cancellation import Cancellation
 from kvferry._reads.read_times import ShareWork, Stamps
+from kvferry._tracing import NO_SPAN, Span
 from kvferry.errors import KvferryError
 
 
@@ -60,6 +61,7 @@ class LeasedRead:
         confirmed: the home answered VALID. If False, the reader's own deadline decided.
         disputed: it ended well on the reader's own deadline, and the home has said since that its lease had ended.
         stamps: when it reached its stages.
+        span, acquiring, judging: the spans of a trace, of the whole read and of two of its parts.
     """
 
     request: AcquireRequest
@@ -74,6 +76,9 @@ class LeasedRead:
     confirmed: bool = False
     disputed: bool = False
     stamps: Stamps = field(default_factory=Stamps)
+    span: Span = NO_SPAN
+    acquiring: Span = NO_SPAN
+    judging: Span = NO_SPAN
     _judging_since: float = 0.0
 
     @property

@@ -15,7 +15,9 @@ from __future__ import annotations
 import logging
 import math
 import threading
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Generic, Protocol, TypeVar
 
@@ -25,7 +27,9 @@ from kvferry._control.connection import Control
 from kvferry._control.judgement import Confirm, Judgement, judge
 from kvferry._control.lease_holder import VERDICT_TIMEOUT, LeaseHolder, ReadReport
 from kvferry._reads.leased_read import LeasedRead, ReadStage, ShareEnd
+from kvferry._reads.meters import ReadMeter, kind_of
 from kvferry._threads import start_thread
+from kvferry._tracing import NO_SPAN, start_span
 from kvferry._work_queue import WorkQueue
 from kvferry.errors import (
     KvferryError,
@@ -88,20 +92,22 @@ class LeasedReads(Generic[SomeRead]):
     """The reads of one owner.
 
     Threading: nothing here waits but `wait_acquired`. RPCs are started on the work queue. The owner is called on any
-    thread. Callers hold `lock`, except for `wait_acquired`.
+    thread. Callers hold `lock`, except for `wait_acquired` and `stages`.
 
     Args:
         holder: holds the leases.
         work: the queue on whose thread messages to homes are sent.
         owner: called when the stage of a read changes.
+        meter: measures the reads.
     """
 
-    def __init__(self, holder: LeaseHolder, work: WorkQueue, owner: Owner[SomeRead]) -> None:
+    def __init__(self, holder: LeaseHolder, work: WorkQueue, owner: Owner[SomeRead], meter: ReadMeter) -> None:
         self.lock = threading.Lock()
         """Guards the reads; callers of the methods hold it."""
         self._holder = holder
         self._work = work
         self._owner = owner
+        self._meter = meter
         self._under_way: set[SomeRead] = set()
         self._unreported: list[tuple[SomeRead, Acquired]] = []
         """Reads whose ends wait to be reported: those of one home in one call."""
@@ -109,10 +115,20 @@ class LeasedReads(Generic[SomeRead]):
         self._acquiring = 0
         """Number of acquisitions that have not ended, those of withdrawn reads included."""
         self._acquisition_ended = threading.Condition(self.lock)
+        meter.add_owner(self)
 
     def acquire(self, read: SomeRead) -> None:
         """Start to acquire the lease of a read."""
         self._acquiring += 1
+        request = read.request
+        read.span = start_span(
+            "kvferry.read",
+            request.span.traceparent,
+            source=request.reference.engine_id,
+            publication=request.reference.publication,
+        )
+        read.acquiring = start_span("kvferry.acquire", read.span.traceparent)
+        read.request = replace(request, span=read.acquiring)
         self._under_way.add(read)
         self._look_later()
         self._do(partial(self._acquire, read))
@@ -125,6 +141,9 @@ class LeasedReads(Generic[SomeRead]):
         """End a read that is no longer wanted and that no rank has started. The caller ends its lease at the home."""
         read.stage = ReadStage.ENDED
         self._under_way.discard(read)
+        self._meter.withdrawn()
+        read.acquiring.end()
+        read.span.end(outcome="cancelled")
         self._do(read.cancellation.cancel)
         if read.acquired is not None:
             self._holder.drop(read.acquired)
@@ -167,6 +186,11 @@ class LeasedReads(Generic[SomeRead]):
         read.not_quiet.discard(rank)
         self._settle(read)
 
+    def stages(self) -> Counter[ReadStage]:
+        """Count the reads in progress by stage. Call this without the lock."""
+        with self.lock:
+            return Counter(read.stage for read in self._under_way)
+
     def wait_acquired(self, timeout: float) -> bool:
         """Wait until no acquisition is in progress; returns whether that is so. Call this without the lock."""
         with self.lock:
@@ -190,6 +214,7 @@ class LeasedReads(Generic[SomeRead]):
             wanted = read.stage is ReadStage.WAITING
             if wanted and isinstance(found, Acquired):
                 read.acquired, read.stage = found, ReadStage.GRANTED
+                read.acquiring.end(request_id=found.request_id)
                 read.stamps.accepted, read.stamps.granted = found.accepted_at, now()
                 self._owner.on_granted(read)
             elif wanted and isinstance(found, KvferryError):
@@ -213,6 +238,8 @@ class LeasedReads(Generic[SomeRead]):
             for read, _ in ended:
                 read._judging_since = now()
         by_home: dict[Control, list[ReadReport]] = {}
+        # A call belongs to one trace, those that carry the ends of several reads to none.
+        span = ended[0][0].judging if len(ended) == 1 else NO_SPAN
         unreported: list[Callable[[None], None]] = []
         for read, acquired in ended:
             try:
@@ -222,7 +249,8 @@ class LeasedReads(Generic[SomeRead]):
                 unreported.append(partial(self._answered, read))
         for home, reports in by_home.items():
             try:
-                self._holder.report(home, reports)
+                with span.calling():
+                    self._holder.report(home, reports)
             except Exception:
                 logger.exception("the ends of %d reads could not be reported", len(reports))
                 unreported += [report.answered for report in reports]
@@ -243,6 +271,7 @@ class LeasedReads(Generic[SomeRead]):
         return ReadReport(acquired.lease, shares, partial(self._answered, read))
 
     def _answered(self, read: SomeRead, verdict: pb.Verdict.ValueType | None) -> None:
+        read.judging.end(verdict="none" if verdict is None else _verdict_name(verdict))
         with self.lock:
             if read.stage is ReadStage.ENDED:
                 self._audit(read, verdict)
@@ -307,12 +336,16 @@ class LeasedReads(Generic[SomeRead]):
         read.error, read.stage = error, ReadStage.REFUSED
         self._under_way.discard(read)
         _log_end(read, "was not granted")
+        self._meter.refused(read)
+        read.acquiring.end(error)
+        read.span.end(error)
         self._owner.on_refused(read)
 
     def _all_ended(self, read: SomeRead) -> None:
         if read.acquired is None:
             return
         read.stamps.ended = now()
+        read.judging = start_span("kvferry.judge", read.span.traceparent)
         if read.error is None and not read.acquired.lease.live(read.ended_at):
             read.error = TransferExpired(f"read {read.read_id} ended after its lease", read_id=read.read_id)
         reporting = self._report_later(read, read.acquired)
@@ -329,6 +362,7 @@ class LeasedReads(Generic[SomeRead]):
         if read.stage is not ReadStage.JUDGING or read.acquired is None:
             return
         read.stamps.judged = now()
+        read.judging.end(verdict="none")
         judgement = judge(read.ended_at, read.acquired.lease.deadline, verdict)
         if judgement is Judgement.EXPIRED:
             read_id = read.read_id
@@ -348,6 +382,7 @@ class LeasedReads(Generic[SomeRead]):
                 reference.publication,
                 reference.engine_id,
             )
+            self._meter.disputed()
             self._owner.on_disputed(read)
 
     def _end(self, read: SomeRead) -> None:
@@ -357,6 +392,8 @@ class LeasedReads(Generic[SomeRead]):
             self._holder.drop(read.acquired)
         _set_quiet(read)
         _log_end(read, "ended")
+        self._meter.ended(read)
+        read.span.end(read.error, outcome=kind_of(read.error), bytes=read.bytes)
         self._owner.on_ended(read)
 
     def _settle(self, read: SomeRead) -> None:
@@ -390,6 +427,11 @@ def _set_quiet(read: LeasedRead) -> None:
     """Set `quiet` of the read's error to that of the read."""
     if isinstance(read.error, TransferError):
         read.error.quiet = not read.not_quiet
+
+
+def _verdict_name(verdict: pb.Verdict.ValueType) -> str:
+    known = verdict in pb.Verdict.values()
+    return pb.Verdict.Name(verdict).removeprefix("VERDICT_").lower() if known else str(verdict)
 
 
 def _outcome(error: KvferryError | None) -> pb.RankOutcome.ValueType:

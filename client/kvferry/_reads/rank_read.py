@@ -13,6 +13,7 @@ from kvferry._control.reader_lease import ReaderLease
 from kvferry._memory.tails import Tails
 from kvferry._reads.read_times import ShareWork
 from kvferry._reads.source_engines import SourceEngine
+from kvferry._tracing import NO_SPAN, Span
 from kvferry._transport.transport import Transfer, TransferProgress
 from kvferry.errors import KvferryError
 from kvferry.geometry.blocks import Blocks
@@ -43,6 +44,7 @@ class RankOrder:
         layers: names of the layers wanted; None: all.
         tails: whether the bytes behind the last token read are kept or cleared.
         deadline: time on `kvferry._clock` at which the share fails.
+        traceparent: of the read's span; empty: it is not traced.
     """
 
     read_id: str
@@ -59,6 +61,7 @@ class RankOrder:
     tails: Tails
     deadline: float
     layers: frozenset[str] | None = None
+    traceparent: str = ""
 
     @property
     def source(self) -> tuple[str, str, bytes]:
@@ -108,6 +111,8 @@ class RankRead:
         verification: the result of integrity mode; None: not compared.
         waits_since, moves_since: when it began to wait for a handshake, and to transfer, on `kvferry._clock`; 0: it has
             not.
+        span: of a trace, of its transfer.
+        plan_seconds: how long its descriptors were made; 0: they were not.
     """
 
     def __init__(self, order: RankOrder, cancellation: Cancellation | None = None) -> None:
@@ -117,7 +122,8 @@ class RankRead:
         self.ended_at = 0.0
         self.planned: Planned | None = None
         self.verification: Verification | None = None
-        self.waits_since = self.moves_since = 0.0
+        self.waits_since = self.moves_since = self.plan_seconds = 0.0
+        self.span: Span = NO_SPAN
         self._cancellation = Cancellation(order.read_id) if cancellation is None else cancellation
         self._lock = threading.Lock()
         self._starting = False
@@ -140,10 +146,12 @@ class RankRead:
     @property
     def work(self) -> ShareWork:
         """How much work it was; call this when it has ended."""
-        met = self.moves_since or self.ended_at
+        met = self.moves_since - self.plan_seconds if self.moves_since else self.ended_at
         return ShareWork(
             handshake=max(0.0, met - self.waits_since) if self.waits_since else 0.0,
+            plan=self.plan_seconds,
             move=max(0.0, self.ended_at - self.moves_since) if self.moves_since else 0.0,
+            pieces=0 if self.planned is None else self.planned.pieces,
             descriptors=0 if self.planned is None else self.planned.descriptors,
             staged_bytes=0 if self.planned is None else self.planned.staged_bytes,
             verified=0 if self.verification is None else self.verification.verified,

@@ -18,10 +18,12 @@ from kvferry._memory.access import StillCopying
 from kvferry._memory.rank_memory import RankMemory
 from kvferry._memory.tails import Tails, clear_tails
 from kvferry._reads.leased_reads import LOOK_EVERY
+from kvferry._reads.meters import ShareMeter
 from kvferry._reads.rank_read import Planned, RankOrder, RankRead
 from kvferry._reads.source_engines import SourceEngine, SourceEngines
 from kvferry._reads.verifier import Arrived, Verifier
 from kvferry._threads import start_thread
+from kvferry._tracing import start_span
 from kvferry._transport.transport import TransferPart, TransferState, Transport
 from kvferry._work_queue import WorkQueue
 from kvferry.errors import (
@@ -55,6 +57,7 @@ class RankReads(OneProcess):
         work: the queue on whose thread the shares are changed.
         ended: called once with each share when it has ended. Must not block.
         quiesced: called once with each share that ended without being quiet, when it is quiet. Must not block.
+        meter: measures the shares.
     """
 
     def __init__(
@@ -66,6 +69,7 @@ class RankReads(OneProcess):
         work: WorkQueue,
         ended: Callable[[RankRead], None],
         quiesced: Callable[[RankRead], None],
+        meter: ShareMeter,
     ) -> None:
         self._transport = transport
         self._sources = sources
@@ -74,6 +78,7 @@ class RankReads(OneProcess):
         self._work = work
         self._on_ended = ended
         self._on_quiesced = quiesced
+        self._meter = meter
         self._running: set[RankRead] = set()
         self._handshaking: dict[tuple[str, str, bytes], list[RankRead]] = {}
         self._looking = False
@@ -160,15 +165,23 @@ class RankReads(OneProcess):
 
     def _handshake(self, order: RankOrder) -> None:
         """Do the handshake, on a thread of its own."""
+        span = start_span("kvferry.handshake", order.traceparent, source=order.engine_id)
+        failure: Exception | None = None
         try:
-            engine = self._sources.get(order.home, order.engine_id, order.incarnation, order.reference, order.deadline)
+            with span.calling():
+                engine = self._sources.get(
+                    order.home, order.engine_id, order.incarnation, order.reference, order.deadline
+                )
         except KvferryError as error:
+            failure = error
             self._work.do(partial(self._handshake_failed, order, error))
         except Exception as error:
+            failure = error
             logger.exception("the handshake with %s failed", order.engine_id)
             self._work.do(partial(self._handshake_failed, order, TransferFailed(f"handshake: {error!r}")))
         else:
             self._work.do(partial(self._handshake_done, order, engine))
+        span.end(failure)
 
     def _handshake_done(self, order: RankOrder, engine: SourceEngine) -> None:
         for read in self._handshaking.pop(order.source, ()):
@@ -190,11 +203,14 @@ class RankReads(OneProcess):
         if read.ended:
             return
         order = read.order
+        read.span = start_span("kvferry.move", order.traceparent, source=order.engine_id)
+        began = now()
         try:
             expansion = engine.plan_of(order.layers).expand(order.granted, order.blocks, order.tokens)
             parts = [TransferPart.of(engine.agents[source.source_rank], source) for source in expansion.sources]
             read._engine, read.planned = engine, Planned.of(expansion)
             read.moves_since = now()
+            read.plan_seconds = read.moves_since - began
             transfer = read.begin(
                 lambda: self._transport.start(parts, deadline=order.lease_deadline, label=order.read_id)
             )
@@ -316,6 +332,15 @@ class RankReads(OneProcess):
         read.ended, read.error = True, error
         transfer = read._transfer
         quiet = read.quiet
+        work = read.work
+        self._meter.ended(work, read.bytes)
+        read.span.end(
+            error,
+            bytes=read.bytes,
+            pieces=work.pieces,
+            descriptors=work.descriptors,
+            staged_bytes=work.staged_bytes,
+        )
         self._notify(self._on_ended, read)
         if not quiet and not read._clearing and transfer is not None:
             # Not through the queue: it ends with `close`, and the transport ends later.

@@ -14,7 +14,9 @@ class ShareWork:
 
     Attributes:
         handshake: seconds that it waited for the handshake with a new source; 0: the source was known.
+        plan: seconds in which its descriptors were made of the request's blocks; 0: they were not.
         move: seconds from the start of its transfer until its last byte was seen; 0: nothing was transferred.
+        pieces: number of contiguous ranges to read, before fusing and merging.
         descriptors: number of NIXL descriptors, after fusing and merging.
         staged_bytes: number of its bytes that went through staging memory.
         verified, unverified: see `Verification`; 0 if integrity mode is off.
@@ -26,6 +28,8 @@ class ShareWork:
     staged_bytes: int = 0
     verified: int = 0
     unverified: int = 0
+    plan: float = 0.0
+    pieces: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +41,7 @@ class ReadTimes:
         grant: from there until all blocks were known.
         attach: from there until the engine gave it blocks to read into.
         handshake: the longest that a rank waited for the handshake with a new source.
+        plan: the longest that a rank made descriptors.
         move: the longest transfer of a rank.
         judge: from the end of the last share until the home's verdict.
     """
@@ -47,6 +52,7 @@ class ReadTimes:
     handshake: float = 0.0
     move: float = 0.0
     judge: float = 0.0
+    plan: float = 0.0
 
 
 class Stamps:
@@ -72,6 +78,7 @@ class Stamps:
             handshake=max((share.handshake for share in shares), default=0.0),
             move=max((share.move for share in shares), default=0.0),
             judge=_between(self.ended, self.judged),
+            plan=max((share.plan for share in shares), default=0.0),
         )
 
 

@@ -7,7 +7,7 @@ import logging
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from kvferry._clock import from_duration, now
 from kvferry._control.batches import check_size
@@ -19,6 +19,7 @@ from kvferry._control.renewals import Renewals
 from kvferry._reads.cache_reads import CacheReads
 from kvferry._reads.checksum_publisher import Checksummer
 from kvferry._reads.local_rank import LocalRank
+from kvferry._reads.meters import ReadMeter, ShareMeter
 from kvferry._reads.rank_read import RankRead
 from kvferry._reads.rank_reads import RankReads
 from kvferry._reads.source_engines import SourceEngine, SourceEngines, whole_engine
@@ -60,6 +61,7 @@ class ClientRuntime:
         renewals: renews the leases of all reads.
         agents: makes the NIXL agents of all caches.
         options, staging, integrity, max_reads, confirm: see `Client`.
+        reads, shares: measure all reads, and the shares of all ranks.
     """
 
     homes: Homes
@@ -70,6 +72,8 @@ class ClientRuntime:
     integrity: IntegrityOptions
     max_reads: int
     confirm: Confirm
+    reads: ReadMeter = field(default_factory=ReadMeter)
+    shares: ShareMeter = field(default_factory=ShareMeter)
 
     def lease_holder(self, token: EngineToken, rank: int | None = None) -> LeaseHolder:
         """Make the lease holder of one process of an engine.
@@ -124,11 +128,16 @@ class RankRuntime:
         self._work = WorkQueue(f"kvferry-rank-{spec.engine_id}-{rank.rank}")
         self._rank_reads: list[RankReads] = []
         self._holder = client.lease_holder(token, rank.rank)
-        self.reads = CacheReads(rank.rank, self._holder, self._sources, self._work, client.max_reads, self.rank_reads)
+        self._meter = client.shares
+        self.reads = CacheReads(
+            rank.rank, self._holder, self._sources, self._work, client.max_reads, self.rank_reads, client.reads
+        )
 
     def rank_reads(self, ended: Callable[[RankRead], None], quiesced: Callable[[RankRead], None]) -> RankReads:
         """Make a `RankReads` with these callbacks. It is closed with the rank."""
-        made = RankReads(self.transport, self._sources, self._memory, self._verifier, self._work, ended, quiesced)
+        made = RankReads(
+            self.transport, self._sources, self._memory, self._verifier, self._work, ended, quiesced, self._meter
+        )
         with self._lock:
             self._rank_reads.append(made)
         return made

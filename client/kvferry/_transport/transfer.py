@@ -72,7 +72,7 @@ class Transfer:
         wake: Callable[[], None],
     ) -> None:
         self.label = label
-        self._bytes_total = bytes_total
+        self.bytes_total = bytes_total
         self._descriptors = descriptors
         self._deadline = deadline
         self._clock = clock
@@ -124,7 +124,7 @@ class Transfer:
                 state=self._state,
                 quiet=self.quiet,
                 bytes_done=self._bytes_done,
-                bytes_total=self._bytes_total,
+                bytes_total=self.bytes_total,
                 descriptors=self._descriptors,
                 chunks=self._chunks,
                 chunks_in_flight=self._outstanding,
@@ -213,7 +213,7 @@ class Transfer:
             self._outstanding -= 1
             self._chunks += 1
             self._bytes_done += size
-            if self._bytes_done == self._bytes_total:
+            if self._bytes_done == self.bytes_total:
                 # The clock is read after the last chunk was seen, so that a pause in between counts against it (R1).
                 self._judge(self._clock())
                 if not self._state.final:

@@ -82,6 +82,9 @@ class TransportGauges:
         retired_agents: agents that get no new work, and are destroyed as soon as that is safe.
         peers: peers added to agents.
         staging_slots: slots of staging memory in use, including those of reads that are not quiet.
+        uncertain_bytes: bytes of the transfers that ended and are not quiet.
+        quarantined_bytes: bytes of the transfers that ever ended without being quiet.
+        agents_retired: agents that were ever retired.
     """
 
     active: int
@@ -93,6 +96,9 @@ class TransportGauges:
     retired_agents: int
     peers: int
     staging_slots: int
+    uncertain_bytes: int = 0
+    quarantined_bytes: int = 0
+    agents_retired: int = 0
 
 
 class Transport:
@@ -142,7 +148,7 @@ class Transport:
         self._transfers: set[Transfer] = set()
         self._uncertain: set[Transfer] = set()
         self._moved_before = 0
-        self._quiesced = 0
+        self._quiesced = self._quarantined_bytes = self._agents_retired = 0
 
     def start(self, parts: Sequence[TransferPart], *, deadline: float | None, label: str) -> Transfer:
         """Start to read. Returns at once.
@@ -261,6 +267,7 @@ class Transport:
         with self._lock:
             threads, transfers, pools = tuple(self._living), tuple(self._transfers), tuple(self._pools.values())
             moved, quiesced = self._moved_before, self._quiesced
+            quarantined, retired = self._quarantined_bytes, self._agents_retired
         active = sum(not transfer.state.final for transfer in transfers)
         return TransportGauges(
             active=active,
@@ -272,6 +279,9 @@ class Transport:
             retired_agents=sum(thread.retired for thread in threads),
             peers=sum(thread.peer_count for thread in threads),
             staging_slots=sum(pool.in_use for pool in pools),
+            uncertain_bytes=sum(transfer.bytes_total for transfer in transfers if transfer.state.final),
+            quarantined_bytes=quarantined,
+            agents_retired=retired,
         )
 
     def close(self, timeout: float = 10.0) -> bool:
@@ -405,7 +415,9 @@ class Transport:
 
     def _may_retire(self, _: ReadingThread) -> bool:
         with self._lock:
-            return sum(thread.retired for thread in self._living) < self._options.retired_agents
+            may = sum(thread.retired for thread in self._living) < self._options.retired_agents
+            self._agents_retired += may
+            return may
 
     def _gone(self, thread: ReadingThread, quiet: bool) -> None:
         with self._lock:
@@ -418,6 +430,7 @@ class Transport:
         with self._lock:
             if not transfer.quiet:
                 self._uncertain.add(transfer)
+                self._quarantined_bytes += transfer.bytes_total
 
     def _forget(self, transfer: Transfer) -> None:
         with self._lock:

@@ -15,8 +15,9 @@ import os
 import ssl
 from collections.abc import Callable
 from dataclasses import dataclass
+from inspect import unwrap
 from pathlib import Path
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar, cast
 
 import grpc
 import grpc.aio
@@ -201,6 +202,8 @@ def is_loopback(address: str) -> bool:
         return False
 
 
+Make = TypeVar("Make", bound=Callable[..., object])
+
 Dial: TypeAlias = "Callable[[str, TlsContent | None], grpc.Channel]"
 """A function that makes a synchronous channel to an address, as `connect` does."""
 
@@ -215,18 +218,25 @@ def connect(address: str, tls: TlsConfig | TlsContent | None = None) -> grpc.Cha
     Raises:
         InvalidField: the address is malformed, or the files of `tls` cannot be used.
     """
+    # Unwrapped: OpenTelemetry's instrumentation of gRPC, which an engine may have turned on for all channels, hands out
+    # streams without `cancel`, by which a Watch or a Handshake ends. kvferry's calls name their traces themselves.
     parsed = parse_address(address)
     if tls is None or parsed.is_unix:
-        return grpc.insecure_channel(str(parsed), options=CHANNEL_OPTIONS)
-    return grpc.secure_channel(str(parsed), _client_credentials(tls), options=CHANNEL_OPTIONS)
+        return _original(grpc.insecure_channel)(str(parsed), options=CHANNEL_OPTIONS)
+    return _original(grpc.secure_channel)(str(parsed), _client_credentials(tls), options=CHANNEL_OPTIONS)
 
 
 def connect_async(address: str, tls: TlsConfig | TlsContent | None = None) -> grpc.aio.Channel:
     """Make a channel for the running event loop, to which it then belongs; see `connect`."""
     parsed = parse_address(address)
     if tls is None or parsed.is_unix:
-        return grpc.aio.insecure_channel(str(parsed), options=CHANNEL_OPTIONS)
-    return grpc.aio.secure_channel(str(parsed), _client_credentials(tls), options=CHANNEL_OPTIONS)
+        return _original(grpc.aio.insecure_channel)(str(parsed), options=CHANNEL_OPTIONS)
+    return _original(grpc.aio.secure_channel)(str(parsed), _client_credentials(tls), options=CHANNEL_OPTIONS)
+
+
+def _original(make: Make) -> Make:
+    """Return one of gRPC's functions without what has wrapped it."""
+    return cast("Make", unwrap(make))
 
 
 def server_certificates(content: TlsContent) -> grpc.ServerCertificateConfiguration:

@@ -37,11 +37,18 @@ class Publishing:
         expected_reads: int,
         payload: bytes,
         checksums: bool,
+        traceparent: str,
     ) -> Publication:
         """See `SchedulerPort.publish`."""
         with self._sender.lock:
             publication, step = self._session.offer(
-                request_id, blocks, last=last, expected_reads=expected_reads, payload=payload, checksums=checksums
+                request_id,
+                blocks,
+                last=last,
+                expected_reads=expected_reads,
+                payload=payload,
+                checksums=checksums,
+                traceparent=traceparent,
             )
             self.published += 1
             self._sender.put(publication, step)

@@ -92,12 +92,14 @@ class SchedulerPort(OneProcess):
         self._session = client.open_engine(spec, timeout=timeout)
         home_session = home_session_of(self._session)
         self._publishing = Publishing(home_session)
+        runtime = client_runtime_of(client)
         self._reads = Reads(
             spec,
-            client_runtime_of(client).lease_holder(self._session.token),
+            runtime.lease_holder(self._session.token),
             home_session.block_use.writes(),
             max_waiting,
             hold_until_quiet=hold_until_quiet,
+            meter=runtime.reads,
         )
 
     @property
@@ -121,6 +123,7 @@ class SchedulerPort(OneProcess):
         expected_reads: int = 1,
         payload: bytes = b"",
         checksums: bool = False,
+        traceparent: str = "",
     ) -> Publication:
         """Publish a request's blocks. The engine must not change or free them until `released` returns the publication
         (R2). They hold their bytes now: on a GPU, every rank's device has completed the kernels that write them.
@@ -134,10 +137,11 @@ class SchedulerPort(OneProcess):
             expected_reads: how many reads will be made (n-way sampling); the blocks are released after the last.
             payload: opaque bytes for the readers, at most 64 KiB.
             checksums: every rank will call `Cache.checksum` for these blocks.
+            traceparent: the W3C traceparent that came with the request; empty: none did. See docs/tracing.md.
 
         Returns:
-            The publication, with its number and its reference for the router. A reader may use the reference at once:
-            if the home does not know the publication yet, the read waits.
+            The publication, with its number, and with its reference and its traceparent for the router. A reader may
+            use the reference at once: if the home does not know the publication yet, the read waits.
 
         Raises:
             BadBlock, InvalidField: a block does not belong to this engine, is given twice, or is being written to by a
@@ -145,7 +149,13 @@ class SchedulerPort(OneProcess):
             Closed: the engine's session has ended.
         """
         return self._publishing.publish(
-            request_id, blocks, last=last, expected_reads=expected_reads, payload=payload, checksums=checksums
+            request_id,
+            blocks,
+            last=last,
+            expected_reads=expected_reads,
+            payload=payload,
+            checksums=checksums,
+            traceparent=arguments.text("traceparent", traceparent),
         )
 
     def publish_more(
@@ -175,7 +185,13 @@ class SchedulerPort(OneProcess):
     # As a destination.
 
     def acquire(
-        self, request_id: str, reference: str, *, expected_reads: int = 0, timeout: float = READ_TIMEOUT
+        self,
+        request_id: str,
+        reference: str,
+        *,
+        expected_reads: int = 0,
+        timeout: float = READ_TIMEOUT,
+        traceparent: str = "",
     ) -> None:
         """Start to acquire a publication: wait for it, and pin its blocks with a lease.
 
@@ -187,6 +203,7 @@ class SchedulerPort(OneProcess):
             expected_reads: how many reads will be made of the publication; 0: the number that its source gave.
             timeout: seconds until the read fails, the wait for the publication included (R5). Workers have 10 s more to
                 report how their shares ended; the error names the ranks that did not.
+            traceparent: the W3C traceparent that came with the reference; empty: none did. See docs/tracing.md.
 
         Raises:
             BadReference: the string is not a reference.
@@ -200,6 +217,7 @@ class SchedulerPort(OneProcess):
             reference,
             arguments.integer("expected_reads", expected_reads, 0, 2**31 - 1),
             arguments.seconds("timeout", timeout),
+            arguments.text("traceparent", traceparent),
         )
 
     def granted(self, request_id: str) -> Offer | None:

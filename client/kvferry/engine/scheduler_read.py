@@ -6,7 +6,6 @@ from kvferry._control.acquisition import Acquired, AcquireRequest
 from kvferry._control.cancellation import Cancellation
 from kvferry._reads.leased_read import LeasedRead
 from kvferry.engine.values import BlockRuns, Offer, ReadEnd, ReadSource
-from kvferry.errors import KvferryError, TransferCancelled, TransferExpired
 
 
 class SchedulerRead(LeasedRead):
@@ -45,6 +44,7 @@ def offer_of(read: SchedulerRead, acquired: Acquired) -> Offer:
         timeout=0.0,
         granted=tuple(BlockRuns.of_blocks(name, blocks) for name, blocks in acquired.blocks.items()),
         payload=acquired.payload,
+        traceparent=read.span.traceparent,
     )
 
 
@@ -68,15 +68,6 @@ def end_of(read: SchedulerRead) -> ReadEnd:
         verified=sum(share.verified for share in shares),
         unverified=sum(share.unverified for share in shares),
     )
-
-
-def kind_of(error: KvferryError | None) -> str:
-    """Return under which kind the end of a read is counted."""
-    if error is None:
-        return "done"
-    if isinstance(error, TransferExpired):
-        return "expired"
-    return "cancelled" if isinstance(error, TransferCancelled) else "failed"
 
 
 def _source(read: SchedulerRead, acquired: Acquired) -> ReadSource:

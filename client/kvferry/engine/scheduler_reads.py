@@ -16,8 +16,9 @@ from kvferry._control.lease_holder import LeaseHolder
 from kvferry._engine_spec import EngineSpec
 from kvferry._reads.leased_read import UNDER_WAY, ReadStage, ShareEnd
 from kvferry._reads.leased_reads import LeasedReads
+from kvferry._reads.meters import ReadMeter, kind_of
 from kvferry._work_queue import WorkQueue
-from kvferry.engine.scheduler_read import SchedulerRead, end_of, kind_of, offer_of
+from kvferry.engine.scheduler_read import SchedulerRead, end_of, offer_of
 from kvferry.engine.values import BlockRuns, Finished, Grant, Offer, ReadEnd, WorkerOutput
 from kvferry.errors import (
     Closed,
@@ -41,6 +42,7 @@ class Reads:
         writes: records the blocks that the engine's reads write to.
         max_waiting: how many acquisitions may wait at once.
         hold_until_quiet: `finished` withholds failed reads until nothing can write to their blocks any more.
+        meter: measures the reads.
 
     Attributes:
         counts: ended reads since the start, by kind: "done", "failed", "cancelled", "expired", "refused"; "disputed"
@@ -49,7 +51,14 @@ class Reads:
     """
 
     def __init__(
-        self, spec: EngineSpec, holder: LeaseHolder, writes: Writes, max_waiting: int, *, hold_until_quiet: bool
+        self,
+        spec: EngineSpec,
+        holder: LeaseHolder,
+        writes: Writes,
+        max_waiting: int,
+        *,
+        hold_until_quiet: bool,
+        meter: ReadMeter,
     ) -> None:
         self._spec = spec
         self._ranks = frozenset(range(spec.num_ranks))
@@ -70,14 +79,21 @@ class Reads:
         self.bytes = 0
         self._closed = False
         self._work = WorkQueue(f"kvferry-leases-{spec.engine_id}")
-        self._reads: LeasedReads[SchedulerRead] = LeasedReads(holder, self._work, self)
+        self._reads: LeasedReads[SchedulerRead] = LeasedReads(holder, self._work, self, meter)
         self._lock = self._reads.lock
 
-    def acquire(self, request_id: str, reference: str, expected_reads: int, timeout: float) -> None:
+    def acquire(
+        self, request_id: str, reference: str, expected_reads: int, timeout: float, traceparent: str = ""
+    ) -> None:
         """See `SchedulerPort.acquire`."""
         read_id = secrets.token_hex(8)
         request = self._holder.request(
-            reference, read_id, parties=self._spec.num_ranks, expected_reads=expected_reads, timeout=timeout
+            reference,
+            read_id,
+            parties=self._spec.num_ranks,
+            expected_reads=expected_reads,
+            timeout=timeout,
+            traceparent=traceparent,
         )
         read = SchedulerRead(request, request_id, self._ranks)
         with self._lock:

@@ -73,6 +73,7 @@ class _Leased:
         timeout: seconds left until the read fails (R5), at the moment when the port returned this value.
         granted: the source's blocks by group.
         payload: opaque bytes from the source.
+        traceparent: of the read's span, for the spans of its ranks; empty: it is not traced.
     """
 
     request_id: str
@@ -87,6 +88,7 @@ class _Leased:
     timeout: float
     granted: tuple[BlockRuns, ...]
     payload: bytes = b""
+    traceparent: str = field(default="", kw_only=True)
 
     def blocks(self) -> dict[str, Blocks]:
         """Decode the source's blocks, by group."""
@@ -111,6 +113,7 @@ class Offer(_Leased):
         timeout: seconds left until the read fails, at the moment when the port returned this value.
         granted: the source's blocks by group; see `blocks`.
         payload: opaque bytes from the source.
+        traceparent: of the read's span, for the spans of its ranks; empty: it is not traced.
     """
 
     def attached(self, local: tuple[BlockRuns, ...], tokens: tuple[int, int] | None, *, timeout: float) -> Grant:

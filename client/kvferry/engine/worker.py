@@ -246,6 +246,7 @@ class WorkerPort(OneProcess):
             tokens=arguments.token_range(grant.tokens if tokens is None else tokens),
             tails=arguments.instance("tails", tails, Tails, "a Tails"),
             deadline=now() + arguments.seconds("timeout", grant.timeout, zero=True),
+            traceparent=arguments.text("traceparent", grant.traceparent),
         )
         with self._lock:
             if grant.read_id in self._reads or grant.read_id in self._done:

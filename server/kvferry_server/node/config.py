@@ -11,10 +11,12 @@ import argparse
 import difflib
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 from pydantic_core import ErrorDetails
@@ -220,6 +222,13 @@ class NodeConfig(BaseSettings):
         json_schema_extra={"group": "operation", "metavar": "FORMAT"},
     )
 
+    trace_endpoint: str = Field(
+        "",
+        description="URL of an OpenTelemetry collector (OTLP over HTTP, e.g. http://127.0.0.1:4318/v1/traces) that "
+        "gets a span for each call that belongs to a trace. Empty: no traces.",
+        json_schema_extra={"group": "operation", "metavar": "URL"},
+    )
+
     @classmethod
     def settings_customise_sources(
         cls,
@@ -249,6 +258,9 @@ class NodeConfig(BaseSettings):
             raise InvalidField(
                 "tls_ca", None, "a file, because policy is given: only client certificates have identities"
             )
+        if self.trace_endpoint and not _is_endpoint(self.trace_endpoint):
+            expected = "http://host[:port]/path, without a password: OTEL_EXPORTER_OTLP_HEADERS takes that"
+            raise InvalidField("trace_endpoint", _shown(self.trace_endpoint), expected)
         if not self.listen and not self.unix:
             raise InvalidField("listen", "", "a TCP address, unless unix has a path: both are empty")
         return self
@@ -401,6 +413,19 @@ def _validated(values: Mapping[str, Any], origins: Mapping[str, str]) -> NodeCon
         raise _explain(error.errors(), values, origins) from None
 
 
+def _is_endpoint(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        return False
+    return parts.scheme in ("http", "https") and bool(parts.hostname) and "@" not in parts.netloc
+
+
+def _shown(value: object) -> object:
+    """Return a value as messages show it: a URL without its password."""
+    return re.sub("//.*@", "//...@", value) if isinstance(value, str) else value
+
+
 def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
@@ -431,6 +456,7 @@ def _explain(errors: Sequence[ErrorDetails], values: Mapping[str, Any], origins:
             problem = "no such setting" + (f"; did you mean {close[0]}?" if close else "")
         value = values.get(name, NodeConfig.model_fields[name].default if name in NodeConfig.model_fields else None)
         origin = origins.get(name, "default")
+        value = _shown(value)
         lines.append(f"{name} is {value!r} (from {origin}): {problem}")
         found = found or {"setting": name, "value": str(value), "origin": origin, "problem": problem}
     error = BadConfig("\n".join(lines))

@@ -48,6 +48,7 @@ from kvferry_server.node.limits import (
     CallLimits,
 )
 from kvferry_server.node.times import ANSWER_TIMEOUT, RETRY_AFTER
+from kvferry_server.node.tracing import Traced, untraced
 from kvferry_server.servicers.callers import Context, on_end
 
 logger = logging.getLogger(__name__)
@@ -84,9 +85,12 @@ WAITING = frozenset({KV_TRANSFER + "PollBlocks"})
 class Guard(grpc.aio.ServerInterceptor):
     """Wraps every handler of one gRPC server; see the module. Belongs to one event loop."""
 
-    def __init__(self, limits: CallLimits, check: Check, counts: CallCounts | None = None) -> None:
+    def __init__(
+        self, limits: CallLimits, check: Check, counts: CallCounts | None = None, traced: Traced = untraced
+    ) -> None:
         self._check = check
         self._counts = counts or CallCounts()
+        self._traced = traced
         self._call_budget = CallBudget("max_calls", limits.calls)
         self._stream_budget = CallBudget("max_streams", limits.streams)
         self._answer_budget = Budget(MAX_PENDING_ANSWERS, 0)
@@ -114,12 +118,11 @@ class Guard(grpc.aio.ServerInterceptor):
             )
         decode, encode = handler.request_deserializer, _encoder(handler.response_serializer)
         if handler.unary_unary is not None:
-            return grpc.stream_unary_rpc_method_handler(
-                self._guarded_call(method, handler.unary_unary, decode, encode, self._check)
-            )
+            call = self._guarded_call(method, handler.unary_unary, decode, encode, self._check)
+            return grpc.stream_unary_rpc_method_handler(self._traced(method, call))
         behaviour: Any = handler.unary_stream or handler.stream_stream
         guarded = self._guarded_stream(method, behaviour, decode, one_request=handler.unary_stream is not None)
-        return grpc.stream_stream_rpc_method_handler(guarded, None, encode)
+        return grpc.stream_stream_rpc_method_handler(self._traced(method, guarded), None, encode)
 
     @property
     def running(self) -> tuple[CallBudget, CallBudget]:

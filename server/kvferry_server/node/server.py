@@ -35,6 +35,7 @@ from kvferry_server.node.policy_file import read_policy
 from kvferry_server.node.reflection import REFLECTIONS, add_reflection
 from kvferry_server.node.serving import Serving
 from kvferry_server.node.times import DRAIN_STREAMS, LEASE_POLL
+from kvferry_server.node.tracing import Tracing, untraced
 from kvferry_server.servicers import add_servicers
 from kvferry_server.servicers.access import TRUSTED, UNKNOWN_CALLERS, Access
 from kvferry_server.servicers.callers import NamesOf, names_of, nobody
@@ -97,6 +98,7 @@ class NodeServer:
         self._lag: asyncio.Task[None] | None = None
         self._shown: ShownState | None = None
         self._admin: AdminServing | None = None
+        self._tracing: Tracing | None = None
 
     async def start(self) -> None:
         """Reserve the addresses and start to serve.
@@ -109,6 +111,8 @@ class NodeServer:
             if self._config.policy is not None:
                 self._policy = read_policy(self._config.policy)
             # The advertised address depends on the ports, and the home on it. gRPC servers come last.
+            if self._config.trace_endpoint:
+                self._tracing = Tracing(self._config.trace_endpoint)
             tcp = self._hold()
             certificates = self._certificates
             if certificates is not None:
@@ -226,6 +230,9 @@ class NodeServer:
         if self._admin is not None:
             await self._admin.close()
         self._worker.close()
+        tracing, self._tracing = self._tracing, None
+        if tracing is not None:
+            await asyncio.to_thread(tracing.close)
 
     def _list(self) -> None:
         """Begin to list this server in the directory, if there is one."""
@@ -293,7 +300,8 @@ class NodeServer:
     async def _serve(self, listener: Listener, connections: int) -> None:
         shown = self._shown
         counts = shown.calls if shown is not None else None
-        guard = Guard(self._config.call_limits, self._access(listener).check, counts)
+        traced = untraced if self._tracing is None else self._tracing.traced
+        guard = Guard(self._config.call_limits, self._access(listener).check, counts, traced)
         options = (*SERVER_OPTIONS, (MAX_CONNECTIONS, connections))
         with_tls = isinstance(listener, TcpListener) and self._config.tls is not None
         add_services = partial(self._add_services, names_of if with_tls else nobody)

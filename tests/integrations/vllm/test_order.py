@@ -22,7 +22,7 @@ from kvferry.geometry.tensors import Holding
 from kvferry.integrations.vllm import worker as worker_module
 from kvferry.integrations.vllm.device import EVERY_STEP, DeviceSteps, Event, arrival_fence, steps_of
 from kvferry.integrations.vllm.groups import BlockTable
-from kvferry.integrations.vllm.scheduler import REFERENCE, ConnectorScheduler
+from kvferry.integrations.vllm.scheduler import REFERENCE, TRACEPARENT, ConnectorScheduler
 from kvferry.integrations.vllm.settings import ConnectorSettings
 from kvferry.integrations.vllm.setup import Setup
 from kvferry.integrations.vllm.values import StepMetadata, WorkerNews
@@ -360,3 +360,25 @@ def test_states_that_arrived_on_rocm_are_waited_for_before_vllm_uses_them(
     assert [output.ended[0].request_id for output in news.outputs] == ["r"]
     assert len(synchronized) == waits
     worker.close()
+
+
+@pytest.mark.parametrize("header", [False, True])
+def test_a_trace_goes_through_prefill_beside_the_reference(fabric: Fabric, header: bool) -> None:
+    """The router names it in the parameters; else vLLM's own HTTP header does."""
+    traceparent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+    prefill = Prefill(fabric, None)
+    try:
+        traced, untraced = prefill.request("traced"), prefill.request("untraced")
+        traced.trace_headers = {"traceparent": traceparent} if header else None
+        if not header:
+            traced.kv_transfer_params[TRACEPARENT] = traceparent
+        kept, params = prefill.scheduler.finished(traced, ([3],))
+        assert kept
+        assert params is not None
+        assert params[TRACEPARENT] == traceparent
+        untraced.kv_transfer_params[TRACEPARENT] = 17
+        _, params = prefill.scheduler.finished(untraced, ([4],))
+        assert params is not None
+        assert TRACEPARENT not in params
+    finally:
+        prefill.close()

@@ -72,14 +72,14 @@ class ComputedPublishing:
         """Note that a request has ended, and will not be published."""
         self._scheduled.pop(request_id, None)
 
-    def publish(self, request_id: str, blocks: Mapping[str, Blocks]) -> Publication:
+    def publish(self, request_id: str, blocks: Mapping[str, Blocks], traceparent: str = "") -> Publication:
         """Publish a finished request as soon as it is computed. Errors as `SchedulerPort.publish`."""
         step = self._scheduled.pop(request_id, self._step)
         if step <= min(self._computed.values()):
-            publication = self._port.publish(request_id, blocks, checksums=self._checksums)
+            publication = self._port.publish(request_id, blocks, checksums=self._checksums, traceparent=traceparent)
             self._computed_blocks.append((publication.number, blocks))
             return publication
-        publication = self._port.publish(request_id, {}, last=False, checksums=self._checksums)
+        publication = self._port.publish(request_id, {}, last=False, checksums=self._checksums, traceparent=traceparent)
         self._held.append(_HeldBack(step, publication, blocks))
         return publication
 

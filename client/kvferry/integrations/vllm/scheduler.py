@@ -27,6 +27,9 @@ logger = logging.getLogger(__name__)
 REFERENCE = "kvferry_reference"
 """The field of ``kv_transfer_params`` that holds kvferry's reference."""
 
+TRACEPARENT = "kvferry_traceparent"
+"""The field that holds the W3C traceparent: for prefill that of its router, for decode that of prefill's span."""
+
 _SERVED = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
 
 
@@ -36,6 +39,7 @@ class _Load:
 
     Attributes:
         reference: reference of the publication to read.
+        traceparent: of the trace that it belongs to; empty: none.
         follows: another request of the same reference is read, and this one waits to find its blocks in vLLM's prefix
             cache; no lease is acquired for it.
         found: it follows, and the blocks are there.
@@ -48,6 +52,7 @@ class _Load:
     """
 
     reference: str
+    traceparent: str = ""
     follows: bool = False
     found: bool = False
     computed: int = 0
@@ -107,7 +112,7 @@ class ConnectorScheduler:
         if not params.get("do_remote_prefill") or not reference:
             return
         request_id = request.request_id
-        load = self._loads[request_id] = _Load(reference)
+        load = self._loads[request_id] = _Load(reference, _traceparent(request))
         if self._setup.caches_prefixes and reference in self._leaders:
             # Another sample of the same prompt (n > 1): all of them have the reference of one publication, which is
             # released after its first read.
@@ -203,20 +208,22 @@ class ConnectorScheduler:
         sibling = self._published.find(request, tokens)
         if sibling is not None:
             self._publishing.forget(request_id)
-            return False, _params(sibling.reference)
+            return False, _params(sibling)
         if self._setup.has_states and self._state_is_elsewhere(request):
             self._publishing.forget(request_id)
             logger.info("request %s is not published: where its last token's state is, is not known", request_id)
             return False, None
         try:
-            publication = self._publishing.publish(request_id, self._setup.published(block_ids, tokens))
+            blocks = self._setup.published(block_ids, tokens)
+            publication = self._publishing.publish(request_id, blocks, _traceparent(request))
         except KvferryError as error:
             logger.warning("request %s could not be published: %s", request_id, error)
             return False, None
         self._sending.add(request_id)
-        self._published.add(request, tokens, Published(request_id, publication.number, publication.reference))
+        made = Published(request_id, publication.number, publication.reference, publication.traceparent)
+        self._published.add(request, tokens, made)
         self._stats.count("published")
-        return True, _params(publication.reference)
+        return True, _params(made)
 
     # In each step.
 
@@ -326,7 +333,12 @@ class ConnectorScheduler:
         """Acquire the publication of a request, which others of the same reference then follow."""
         self._leaders[load.reference] = request_id
         try:
-            self._port.acquire(request_id, load.reference, timeout=self._setup.settings.read_timeout)
+            self._port.acquire(
+                request_id,
+                load.reference,
+                timeout=self._setup.settings.read_timeout,
+                traceparent=load.traceparent,
+            )
         except KvferryError as error:
             self._refuse(request_id, error)
         else:
@@ -400,6 +412,15 @@ class ConnectorScheduler:
         del self._loads[end.request_id]
 
 
-def _params(reference: str) -> dict[str, Any]:
+def _params(published: Published) -> dict[str, Any]:
     """Return the ``kv_transfer_params`` for decode. Routers pass them on unread."""
-    return {"do_remote_prefill": True, "do_remote_decode": False, REFERENCE: reference}
+    params = {"do_remote_prefill": True, "do_remote_decode": False, REFERENCE: published.reference}
+    return {**params, TRACEPARENT: published.traceparent} if published.traceparent else params
+
+
+def _traceparent(request: Any) -> str:
+    """Return the traceparent of a request: from its parameters, otherwise from its HTTP headers, which vLLM keeps if it
+    traces itself."""
+    headers = getattr(request, "trace_headers", None) or {}
+    given = (request.kv_transfer_params or {}).get(TRACEPARENT) or headers.get("traceparent")
+    return given if isinstance(given, str) else ""

@@ -63,6 +63,8 @@ class ConnectorSettings:
         confirm: "before" or "after": see `Client`.
         self_check: whether each rank checks at its start that vLLM writes where the planes say. If False, only layouts
             that the tests have shown are served.
+        traces: whether the spans of reads are recorded with OpenTelemetry, by the tracer provider of each process: see
+            `kvferry.integrations.otel`.
     """
 
     address: str
@@ -78,6 +80,7 @@ class ConnectorSettings:
     integrity: IntegrityOptions = field(default_factory=IntegrityOptions)
     confirm: str = "before"
     self_check: bool = True
+    traces: bool = False
 
     def __post_init__(self) -> None:
         if not self.address:
@@ -94,6 +97,7 @@ class ConnectorSettings:
             ("max_waiting", arguments.integer("max_waiting", self.max_waiting, 1)),
             ("confirm", confirmed(self.confirm).value),
             ("self_check", arguments.flag("self_check", self.self_check)),
+            ("traces", arguments.flag("traces", self.traces)),
         ):
             object.__setattr__(self, name, value)
 
@@ -110,7 +114,13 @@ class ConnectorSettings:
         return _made(cls, "", given)
 
     def client(self) -> Client:
-        """Make the client of a process."""
+        """Make the client of a process; raises `InvalidField` if it shall trace and cannot."""
+        if self.traces:
+            try:
+                from kvferry.integrations import otel
+            except ModuleNotFoundError as error:
+                raise InvalidField("traces", True, f"{error.name}, from: pip install 'kvferry[otel]'") from None
+            otel.trace()
         return Client(
             self.address,
             tls=self.tls,

@@ -17,12 +17,13 @@ class Published:
 
     Attributes:
         request_id: the request that it was made of.
-        number, reference: those of its `Publication`.
+        number, reference, traceparent: those of its `Publication`.
     """
 
     request_id: str
     number: int
     reference: str = field(repr=False)
+    traceparent: str = ""
 
 
 class _Known(NamedTuple):

@@ -10,6 +10,8 @@ from vllm.v1.metrics.utils import create_metric_per_engine
 
 from kvferry.engine import ReadEnd
 from kvferry.errors import TransferCancelled
+from kvferry.integrations import metrics
+from kvferry.stats import SECONDS, SIZES
 
 COUNTERS = {
     "published": "Requests published to decode instances.",
@@ -25,8 +27,6 @@ COUNTERS = {
 }
 REASONS = "reasons"
 """Failed and refused reads by the class of their error, ``vllm:kvferry_failures_total``."""
-
-SECONDS = (0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 
 
 class Histogram(NamedTuple):
@@ -47,14 +47,14 @@ HISTOGRAMS = {
     "wait": Histogram(
         "read_wait_seconds", "From a request's arrival until the source's home promised its blocks.", SECONDS
     ),
-    "grant": Histogram("read_grant_seconds", "From the promise until all blocks of the source were known.", SECONDS),
+    "grant": Histogram("read_grant_seconds", metrics.GRANT.documentation, SECONDS),
     "attach": Histogram("read_attach_seconds", "From there until vLLM had allocated blocks to read into.", SECONDS),
     "handshake": Histogram(
         "read_handshake_seconds", "Longest wait of a rank for the handshake with a new source.", SECONDS
     ),
     "move": Histogram("read_move_seconds", "Longest transfer of a rank, to its last byte.", SECONDS),
-    "judge": Histogram("read_judge_seconds", "From the end of the last rank until the home's verdict.", SECONDS),
-    "size": Histogram("read_bytes", "Bytes of a read, by all ranks.", tuple(4.0**power for power in range(5, 18))),
+    "judge": Histogram("read_judge_seconds", metrics.JUDGE.documentation, SECONDS),
+    "size": Histogram("read_bytes", metrics.READ_BYTES.documentation, SIZES),
     "descriptors": Histogram(
         "read_descriptors", "NIXL descriptors of a read, by all ranks.", tuple(4.0**power for power in range(11))
     ),

@@ -1,0 +1,214 @@
+"""What `kvferry top` asks node servers for, and what changed between two looks at one."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from kvferry._cli.connection import Asker, Connection
+
+if TYPE_CHECKING:
+    from kvferry.v1 import introspection_pb2
+
+PAGES = 4
+"""Most pages of a list that one look asks for, each of at most 1000 entries and 256 KiB: a look stays cheap for a node
+server with any number of leases."""
+
+SERVERS_AT_ONCE = 16
+"""How many node servers are asked at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class ListedRead:
+    """A read, as its source's home knows it. Seconds and bytes; `remaining` is 0 once its lease has ended."""
+
+    server: str
+    source: str
+    publication: int
+    request_id: str
+    reader: str
+    lease_number: int
+    state: str
+    reported: int
+    parties: int
+    bytes: int
+    remaining: float
+
+
+@dataclass(slots=True)
+class Peers:
+    """All reads of one engine from another, at one node server.
+
+    Attributes:
+        source, reader: the engines.
+        reading: reads whose leases are alive.
+        ended: reads that have ended, and are not forgotten yet.
+        bytes: bytes that their ranks have reported.
+        rate: bytes per second that were reported since the look before; None: there was none.
+    """
+
+    source: str
+    reader: str
+    reading: int = 0
+    ended: int = 0
+    bytes: int = 0
+    rate: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """What one node server has answered.
+
+    Attributes:
+        server: its address.
+        error: why it did not answer; empty: it did.
+        restarted: it is another start than at the look before.
+        engines, publications, leases: what it has in total.
+        transfers: its reads, or the first of them.
+        whole: the lists were short enough to look at all of them.
+        peers: its reads by their engines.
+    """
+
+    server: str
+    error: str = ""
+    restarted: bool = False
+    engines: int = 0
+    publications: int = 0
+    leases: int = 0
+    transfers: Sequence[ListedRead] = ()
+    whole: bool = True
+    peers: Sequence[Peers] = field(default=())
+
+    @property
+    def rate(self) -> float | None:
+        """Bytes per second by all peers; None: this is the first look."""
+        rates = [peers.rate for peers in self.peers]
+        return None if None in rates else sum(rate for rate in rates if rate is not None)
+
+
+class Looker:
+    """Looks at one node server again and again. Each method is called on one thread at a time.
+
+    Args:
+        server: its address.
+        asker: calls it.
+        typed: see `Connection.channel`.
+    """
+
+    def __init__(self, server: str, asker: Asker, typed: Callable[[], Any]) -> None:
+        self.server = server
+        self._asker = asker
+        self._typed = typed
+        self._epoch = b""
+        self._bytes: dict[tuple[bytes, int, int], int] = {}
+        self._at = 0.0
+
+    def look(self) -> Look:
+        """Ask it. A node server that does not answer is a `Look` with an error."""
+        from kvferry.errors import KvferryError
+        from kvferry.v1 import introspection_pb2 as ipb
+
+        asker = self._asker
+        try:
+            with self._typed():
+                listed, every = asker.pages(asker.stub.ListEngines, ipb.ListEnginesRequest(), "engines", PAGES)
+                read, all_read = asker.pages(asker.stub.ListTransfers, ipb.ListTransfersRequest(), "transfers", PAGES)
+        except KvferryError as error:
+            return Look(self.server, error=error.message)
+        restarted = bool(self._epoch) and self._epoch != read.home_epoch
+        if restarted or not self._epoch:
+            self._bytes, self._at = {}, 0.0
+        self._epoch = read.home_epoch
+        return Look(
+            self.server,
+            restarted=restarted,
+            engines=len(listed.engines),
+            publications=sum(engine.publications for engine in listed.engines),
+            leases=sum(engine.leases for engine in listed.engines),
+            transfers=[_transfer(self.server, summary) for summary in read.transfers],
+            whole=every and all_read,
+            peers=self._peers(read.transfers),
+        )
+
+    def _peers(self, transfers: Sequence[introspection_pb2.TransferSummary]) -> list[Peers]:
+        now, before = time.monotonic(), self._at
+        known: dict[tuple[bytes, int, int], int] = {}
+        moved: dict[tuple[str, str], int] = defaultdict(int)
+        found: dict[tuple[str, str], Peers] = {}
+        for transfer in transfers:
+            read, source = transfer.read, transfer.source
+            key = source.incarnation, transfer.publication, read.lease_number
+            pair = source.engine_id, read.reader.engine_id
+            peers = found.setdefault(pair, Peers(*pair))
+            alive = transfer.lease_remaining.ToNanoseconds() > 0
+            peers.reading += alive
+            peers.ended += not alive
+            peers.bytes += read.bytes
+            known[key] = read.bytes
+            moved[pair] += max(0, read.bytes - self._bytes.get(key, 0))
+        for pair, peers in found.items():
+            peers.rate = moved[pair] / max(1e-3, now - before) if before else None
+        self._bytes, self._at = known, now
+        return list(found.values())
+
+
+class Lookers:
+    """Looks at several node servers at once. A context manager, which closes the connections.
+
+    Args:
+        connection: how to reach them.
+        servers: their addresses.
+
+    Raises:
+        typer.BadParameter: an address or file that cannot be used.
+    """
+
+    def __init__(self, connection: Connection, servers: Sequence[str]) -> None:
+        from kvferry.v1.introspection_pb2_grpc import IntrospectionStub
+
+        self._stack = ExitStack()
+        self._lookers = []
+        with ExitStack() as stack:
+            for server in dict.fromkeys(servers):
+                channel, typed = stack.enter_context(connection.open_channel(server))
+                self._lookers.append(Looker(server, Asker(IntrospectionStub(channel), connection.timeout), typed))
+            self._threads = ThreadPoolExecutor(min(len(self._lookers), SERVERS_AT_ONCE), "kvferry-top")
+            self._stack = stack.pop_all()
+
+    def look(self) -> list[Look]:
+        """Ask all of them; takes at most the timeout for each list, unless there are more than are asked at once."""
+        return list(self._threads.map(Looker.look, self._lookers))
+
+    def __enter__(self) -> Lookers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        # The calls that are under way end with their channels.
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._stack.close()
+
+
+def _transfer(server: str, summary: introspection_pb2.TransferSummary) -> ListedRead:
+    from kvferry._cli.render import enum_name
+    from kvferry._clock import from_duration
+    from kvferry.v1 import kv_transfer_pb2
+
+    read = summary.read
+    return ListedRead(
+        server=server,
+        source=summary.source.engine_id,
+        publication=summary.publication,
+        request_id=summary.request_id,
+        reader=read.reader.engine_id,
+        lease_number=read.lease_number,
+        state=enum_name(kv_transfer_pb2.ReadState, read.state, "READ_STATE_"),
+        reported=read.reported,
+        parties=read.parties,
+        bytes=read.bytes,
+        remaining=from_duration(summary.lease_remaining),
+    )

@@ -1,0 +1,161 @@
+"""What `kvferry top` shows of its looks: a screen, lines, or JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from kvferry._cli.render import add_row, duration, safe, size, table
+from kvferry._cli.top_looks import ListedRead, Look, Peers
+
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions, RenderResult
+    from rich.table import Table
+
+MOST_LISTED = 100
+"""Most reads, and pairs of engines, in JSON and in lines."""
+
+FRAME = 4
+"""Lines of a table that are not rows: its title, its head, the rule and the line that counts what is left out."""
+
+
+class Screen:
+    """A picture of the latest looks, which fits the terminal whenever it is drawn."""
+
+    def __init__(self, interval: float) -> None:
+        self._interval = interval
+        self._looks: Sequence[Look] = ()
+        self._at = ""
+
+    def show(self, looks: Sequence[Look], at: str) -> None:
+        """Show these from now on."""
+        self._looks, self._at = looks, at
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        from rich.text import Text
+
+        looks = self._looks
+        head = f"kvferry top  {self._at}  every {self._interval:g} s  (Ctrl-C ends it)"
+        yield Text(head, no_wrap=True, overflow="crop")
+        left = max(0, (options.max_height or console.height) - 1)
+        pairs, reads = busiest(looks), newest(looks)
+        servers = min(len(looks), max(1, left // 3 - FRAME))
+        yield _servers(looks[:servers], len(looks) - servers)
+        left -= servers + FRAME
+        rows = max(0, min(len(pairs), left // 2 - FRAME))
+        if rows:
+            yield _pairs(pairs[:rows], len(pairs) - rows)
+            left -= rows + FRAME
+        rows = max(0, min(len(reads), left - FRAME))
+        if rows:
+            live = sum(look.leases for look in looks)
+            yield _reads(reads[:rows], live - sum(read.remaining > 0 for read in reads[:rows]))
+
+
+def lines(looks: Sequence[Look], at: str) -> Iterator[str]:
+    """Return the looks as lines, each complete in itself."""
+    for look in looks:
+        name = safe(look.server)
+        if look.error:
+            yield f"{at} {name}: {safe(look.error)}"
+            continue
+        again = " (restarted)" if look.restarted else ""
+        yield (
+            f"{at} {name}{again}: {look.engines} engines, {look.publications} publications, {look.leases} leases, "
+            f"{_rate(look)}"
+        )
+    for server, peers in busiest(looks)[:MOST_LISTED]:
+        yield (
+            f"{at} {safe(server)}: {safe(peers.source)} -> {safe(peers.reader)}: {peers.reading} reading, "
+            f"{peers.ended} ended, {size(peers.bytes)}, {_per_second(peers.rate)}"
+        )
+
+
+def as_json(looks: Sequence[Look], at: float) -> dict[str, Any]:
+    """Return the looks as plain values; `at` is the time, in seconds since 1970."""
+    return {
+        "time": at,
+        "servers": [
+            {
+                "server": look.server,
+                "error": look.error,
+                "restarted": look.restarted,
+                "engines": look.engines,
+                "publications": look.publications,
+                "leases": look.leases,
+                "bytes_per_second": look.rate,
+                "whole": look.whole,
+            }
+            for look in looks
+        ],
+        "peers": [{"server": server, **dataclasses.asdict(peers)} for server, peers in busiest(looks)[:MOST_LISTED]],
+        "transfers": [dataclasses.asdict(read) for read in newest(looks)[:MOST_LISTED]],
+    }
+
+
+def busiest(looks: Sequence[Look]) -> list[tuple[str, Peers]]:
+    """Return all pairs of engines, with their node servers: those that move most first."""
+    pairs = [(look.server, peers) for look in looks for peers in look.peers]
+    return sorted(pairs, key=lambda pair: (-(pair[1].rate or 0.0), -pair[1].reading, -pair[1].bytes))
+
+
+def newest(looks: Sequence[Look]) -> list[ListedRead]:
+    """Return all reads: those whose leases are alive first, of these the largest, then the newest."""
+    reads = [read for look in looks for read in look.transfers]
+    return sorted(reads, key=lambda read: (read.remaining <= 0, -read.bytes, -read.publication, -read.lease_number))
+
+
+def _servers(looks: Sequence[Look], more: int) -> Table:
+    made = table("Server", ">Engines", ">Publications", ">Leases", ">Rate", "State", title="Node servers")
+    for look in looks:
+        if look.error:
+            add_row(made, look.server, "-", "-", "-", "-", look.error)
+        else:
+            state = "restarted" if look.restarted else "ok"
+            add_row(made, look.server, look.engines, look.publications, look.leases, _rate(look), state)
+    return _one_line_each(made, more)
+
+
+def _pairs(pairs: Sequence[tuple[str, Peers]], more: int) -> Table:
+    made = table("Source", "Reader", ">Reading", ">Ended", ">Bytes", ">Rate", "At", title="Peers")
+    for server, peers in pairs:
+        rate = _per_second(peers.rate)
+        add_row(made, peers.source, peers.reader, peers.reading, peers.ended, size(peers.bytes), rate, server)
+    return _one_line_each(made, more)
+
+
+def _reads(reads: Sequence[ListedRead], more: int) -> Table:
+    made = table(
+        "Source", ">Publication", "Request", "Reader", "State", ">Ranks done", ">Bytes", ">Lease ends", title="Reads"
+    )
+    for read in reads:
+        add_row(
+            made,
+            read.source,
+            read.publication,
+            read.request_id,
+            read.reader,
+            read.state,
+            f"{read.reported}/{read.parties}",
+            size(read.bytes),
+            duration(read.remaining) if read.remaining > 0 else "ended",
+        )
+    return _one_line_each(made, more)
+
+
+def _one_line_each(made: Table, more: int) -> Table:
+    """Cut cells instead of wrapping them, so that a table has as many lines as was reckoned."""
+    for column in made.columns:
+        column.no_wrap, column.overflow = True, "ellipsis"
+    if more > 0:
+        made.caption, made.caption_justify = f"and {more} more", "left"
+    return made
+
+
+def _rate(look: Look) -> str:
+    return f"{'' if look.whole else 'at least '}{_per_second(look.rate)}"
+
+
+def _per_second(rate: float | None) -> str:
+    return "-" if rate is None else f"{size(round(rate))}/s"

@@ -1,0 +1,107 @@
+"""Spans of a node server's calls, in the traces that their callers name (``traceparent`` in the metadata).
+
+OpenTelemetry's own instrumentation of gRPC wraps ``grpc.aio.server()``; this node server accepts its calls itself, see
+`kvferry_server.node.grpc_server`. So the spans are made here, around what the guard has made of each handler. Calls
+without a traceparent have no span: a node server begins no trace.
+
+Only this file imports OpenTelemetry, and only if `trace_endpoint` is set. Spans wait in a bounded queue, and a thread
+of its own sends them: neither a slow collector nor a flood of traced calls holds up the event loop.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import kvferry
+from kvferry.errors import InvalidField
+from kvferry_server.servicers.callers import Context
+
+Behaviour: TypeAlias = Callable[[Any, Any], Any]
+Traced: TypeAlias = Callable[[str, Behaviour], Behaviour]
+"""Wraps the handler of a method, given its path."""
+
+CLOSE_TIMEOUT = 2.0
+"""Seconds for sending the last spans when the server stops."""
+
+MOST_CHARACTERS = 512
+"""Of a traceparent; longer ones are ignored."""
+
+
+class Tracing:
+    """Records the calls of a node server, and sends them to a collector of OpenTelemetry.
+
+    Args:
+        endpoint: URL of the collector for traces by OTLP over HTTP. Headers, sampling and the service's name come from
+            the environment, as OpenTelemetry defines (``OTEL_…``).
+
+    Raises:
+        InvalidField: the packages that it needs are not installed.
+    """
+
+    def __init__(self, endpoint: str) -> None:
+        try:
+            from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+            from opentelemetry.sdk.resources import Resource
+            from opentelemetry.sdk.trace import TracerProvider
+            from opentelemetry.sdk.trace.export import BatchSpanProcessor
+        except ModuleNotFoundError as error:
+            needed = f"the package of {error.name}, from: pip install 'kvferry[otel-server]'"
+            raise InvalidField("trace_endpoint", endpoint, needed) from None
+        named = {} if "OTEL_SERVICE_NAME" in os.environ else {"service.name": "kvferryd"}
+        self._provider = TracerProvider(resource=Resource.create(named), shutdown_on_exit=False)
+        self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint)))
+        self._tracer = self._provider.get_tracer("kvferryd", kvferry.__version__)
+
+    def traced(self, method: str, behaviour: Behaviour) -> Behaviour:
+        """Return the guarded handler of a method, in a span of its own for each call that names a trace."""
+        from opentelemetry.context import Context as TraceContext
+        from opentelemetry.trace import SpanKind, Status, StatusCode
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        propagator = TraceContextTextMapPropagator()
+        service, _, name = method.removeprefix("/").rpartition("/")
+        known = {"rpc.system": "grpc", "rpc.service": service, "rpc.method": name}
+
+        async def run(requests: Any, context: Context) -> Any:
+            parent = _traceparent(context)
+            if not parent:
+                return await behaviour(requests, context)
+            within = propagator.extract({"traceparent": parent}, TraceContext())
+            span = self._tracer.start_span(f"{service}/{name}", within, SpanKind.SERVER, known)
+            try:
+                return await behaviour(requests, context)
+            finally:
+                code = _code(context)
+                span.set_attribute("rpc.grpc.status_code", code)
+                if code:
+                    span.set_status(Status(StatusCode.ERROR))
+                span.end()
+
+        return run
+
+    def close(self) -> None:
+        """Send the last spans, for at most `CLOSE_TIMEOUT`: without a collector OpenTelemetry tries for longer."""
+        closing = threading.Thread(target=self._provider.shutdown, name="kvferryd-spans", daemon=True)
+        closing.start()
+        closing.join(CLOSE_TIMEOUT)
+
+
+def untraced(_: str, behaviour: Behaviour) -> Behaviour:
+    """Return the handler as it is."""
+    return behaviour
+
+
+def _traceparent(context: Context) -> str:
+    for key, value in context.invocation_metadata() or ():
+        if key == "traceparent" and isinstance(value, str) and len(value) <= MOST_CHARACTERS:
+            return value
+    return ""
+
+
+def _code(context: Context) -> int:
+    """Return the number of the status that the call ends with; 0: OK."""
+    code: Any = context.code()
+    return int(code.value[0] if hasattr(code, "value") else code or 0)

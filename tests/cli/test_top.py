@@ -1,0 +1,277 @@
+"""`kvferry top` on a terminal, in a pipe, and for programs, while node servers come and go."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import pty
+import re
+import select
+import signal
+import struct
+import subprocess
+import sys
+import termios
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvferry._cli.render import console
+from kvferry._cli.top_looks import ListedRead, Look, Peers
+from kvferry._cli.top_view import Screen, busiest, newest
+from kvferry._clock import now
+from tests.cli.conftest import READER, SOURCE, Run, Stage
+from tests.support.command_line import run_kvferry
+from tests.support.node_servers import Kvferryd, NodeServerProcess, environment
+from tests.support.waiting import until
+
+COMMAND = [sys.executable, "-m", "kvferry._cli", "top", "--interval", "0.5"]
+
+
+class Terminal:
+    """A command on a terminal of its own."""
+
+    def __init__(self, *arguments: str, rows: int = 40, columns: int = 120) -> None:
+        self._master, slave = pty.openpty()
+        self._resize(slave, rows, columns)
+        self.process = subprocess.Popen(
+            [*COMMAND, *arguments],
+            stdin=slave,
+            stdout=slave,
+            stderr=slave,
+            start_new_session=True,
+            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+            env=environment(TERM="xterm", NO_COLOR="1"),
+        )
+        os.close(slave)
+        self.seen = ""
+
+    def resize(self, rows: int, columns: int) -> None:
+        self._resize(self._master, rows, columns)
+
+    def type(self, keys: bytes) -> None:
+        os.write(self._master, keys)
+
+    def shows(self, *texts: str, after: int = 0) -> None:
+        """Wait until all of this was drawn since so many characters."""
+        until(lambda: self._read() and all(text in self.seen[after:] for text in texts))
+
+    def end(self) -> int:
+        """Wait for the end; its exit code."""
+        end = now() + 30
+        while self.process.poll() is None and now() < end:
+            self._read()
+        self._read()
+        return self.process.wait(1)
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        os.close(self._master)
+
+    def _read(self) -> bool:
+        while select.select([self._master], [], [], 0.05)[0]:
+            try:
+                self.seen += os.read(self._master, 65536).decode(errors="replace")
+            except OSError:
+                break
+        return True
+
+    @staticmethod
+    def _resize(file: int, rows: int, columns: int) -> None:
+        fcntl.ioctl(file, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+
+
+@pytest.fixture
+def watching(stage: Stage) -> Iterator[Terminal]:
+    made = Terminal("--server", stage.server.address)
+    yield made
+    made.close()
+
+
+def test_one_look_as_json(kvferry: Run, stage: Stage) -> None:
+    done = kvferry("top", "--once", "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    (server,) = found["servers"]
+    assert server == {
+        "server": stage.server.address,
+        "error": "",
+        "restarted": False,
+        "engines": 2,
+        "publications": 1,
+        "leases": 1,
+        "bytes_per_second": None,
+        "whole": True,
+    }
+    assert found["peers"] == [
+        {
+            "server": stage.server.address,
+            "source": SOURCE,
+            "reader": READER,
+            "reading": 1,
+            "ended": 0,
+            "bytes": 1_500_000,
+            "rate": None,
+        }
+    ]
+    (read,) = found["transfers"]
+    assert (read["publication"], read["request_id"], read["state"]) == (7, "cmpl-7", "reading")
+    assert (read["reported"], read["parties"], read["bytes"]) == (1, 4, 1_500_000)
+    assert read["remaining"] > 0
+
+
+def test_one_look_as_lines(kvferry: Run, stage: Stage) -> None:
+    first, second = kvferry("top", "--once").stdout.splitlines()
+    assert first.endswith(f"{stage.server.address}: 2 engines, 1 publications, 1 leases, -")
+    assert second.endswith(f"{SOURCE} -> {READER}: 1 reading, 0 ended, 1.5 MB, -")
+
+
+def test_several_servers_and_one_that_is_gone(stage: Stage, empty: Kvferryd, tmp_path: Path) -> None:
+    gone = f"unix:{tmp_path}/none.sock"
+    servers = [part for server in (stage.server.address, empty.address, gone) for part in ("--server", server)]
+    done = run_kvferry("top", "--once", "--json", *servers)
+    assert done.returncode == 1
+    found = {server["server"]: server for server in json.loads(done.stdout)["servers"]}
+    assert [found[name]["leases"] for name in (stage.server.address, empty.address)] == [1, 0]
+    assert "none.sock" in found[gone]["error"]
+    # Also by the environment.
+    both = run_kvferry("top", "--once", "--json", KVFERRY_SERVER=f"{stage.server.address} {empty.address}")
+    assert (both.returncode, len(json.loads(both.stdout)["servers"])) == (0, 2)
+
+
+@pytest.mark.parametrize(
+    "wrong", [["--interval", "0.1"], ["--interval", "nan"], ["--server", "nonsense"], ["--tls-cert", "/nowhere"]]
+)
+def test_wrong_usage_is_exit_code_2(wrong: list[str]) -> None:
+    done = run_kvferry("top", "--once", *wrong)
+    assert (done.returncode, done.stdout) == (2, "")
+
+
+def test_a_terminal_gets_a_screen_that_follows_its_size_and_ctrl_c_ends_it(watching: Terminal) -> None:
+    watching.shows("Node servers", "Peers", "Reads", SOURCE, "cmpl-7", "0 bytes/s")
+    before = len(watching.seen)
+    watching.resize(9, 60)
+    watching.shows("Node servers", after=before)
+    # The first frame that is small enough: the servers come first.
+    after = len(watching.seen)
+    watching.shows("Node servers", after=after)
+    frame = watching.seen[after:]
+    assert "cmpl-7" not in frame
+    assert max(len(line) for line in re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", frame).splitlines()) <= 60
+    watching.type(b"\x03")
+    assert watching.end() == 130
+    # It gives the terminal its screen and its cursor back, and says nothing more.
+    assert watching.seen.rindex("\x1b[?1049l") > watching.seen.rindex("\x1b[?1049h")
+    assert "\x1b[?25h" in watching.seen
+    assert "Traceback" not in watching.seen
+
+
+def test_a_terminal_gets_its_screen_back_at_a_sigterm(watching: Terminal) -> None:
+    watching.shows("Reads")
+    watching.process.send_signal(signal.SIGTERM)
+    assert watching.end() == 143
+    assert watching.seen.rindex("\x1b[?1049l") > watching.seen.rindex("\x1b[?1049h")
+
+
+def test_a_node_server_may_restart_meanwhile(tmp_path: Path) -> None:
+    with (
+        NodeServerProcess(tmp_path, drain=0) as server,
+        subprocess.Popen(
+            [*COMMAND, "--json", "--server", server.address], stdout=subprocess.PIPE, text=True, env=environment()
+        ) as process,
+    ):
+
+        def look() -> Any:
+            assert process.stdout is not None
+            return json.loads(process.stdout.readline())["servers"][0]
+
+        assert look()["error"] == ""
+        server.stop()
+        while not look()["error"]:
+            pass
+        server.start()
+        while (found := look())["error"]:
+            pass
+        assert found["restarted"]
+        assert not look()["restarted"]
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 130
+
+
+def test_who_has_read_enough_of_it_may_leave(empty: Kvferryd) -> None:
+    with subprocess.Popen(
+        [*COMMAND, "--server", empty.address],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment(),
+    ) as process:
+        assert process.stdout is not None
+        assert "0 leases" in process.stdout.readline()
+        process.stdout.close()
+        assert process.wait(30) == 0
+        assert process.stderr is not None
+        assert process.stderr.read() == ""
+
+
+# Many reads, without a server.
+
+
+def read_of(number: int, size: int = 0, remaining: float = 10.0) -> ListedRead:
+    return ListedRead("s", "prefill", number, f"request {number}", "decode", number, "reading", 0, 1, size, remaining)
+
+
+def drawn(looks: list[Look], height: int) -> list[str]:
+    screen, out = Screen(2.0), console()
+    screen.show(looks, "12:00:00")
+    with out.capture() as capture:
+        out.print(screen, height=height)
+    return [line for line in capture.get().splitlines() if line.strip()]
+
+
+def test_of_thousands_of_reads_the_largest_and_newest_are_shown_with_the_number_of_the_others() -> None:
+    reads = [read_of(number, size=1000 if number == 17 else 0) for number in range(5000)]
+    reads.append(read_of(6000, size=5000, remaining=0.0))
+    look = Look(
+        "s", engines=2, leases=9000, transfers=reads, whole=False, peers=[Peers("prefill", "decode", 5000, rate=3.0)]
+    )
+    assert [read.publication for read in newest([look])[:3]] == [17, 4999, 4998]
+    lines = drawn([look], 30)
+    assert len(lines) <= 30
+    text = "\n".join(lines)
+    shown = re.findall(r"request (\d+)", text)
+    assert shown[:2] == ["17", "4999"]
+    assert f"and {9000 - len(shown)} more" in text
+    assert "at least 3 bytes/s" in text
+
+
+@pytest.mark.parametrize("height", [1, 2, 5, 9, 12, 20, 50])
+def test_it_fits_any_terminal(height: int) -> None:
+    looks = [
+        Look(
+            f"server {number} {'with a long name ' * 30}",
+            peers=[Peers("p", f"d{number}", 1, rate=float(number))],
+            transfers=[read_of(number)],
+        )
+        for number in range(30)
+    ]
+    lines = drawn(looks, height)
+    assert "kvferry top" in lines[0]
+    assert len(lines) <= max(height, 6)
+
+
+def test_the_busiest_pairs_come_first() -> None:
+    looks = [
+        Look("a", peers=[Peers("p", "idle"), Peers("p", "busy", rate=2.0)]),
+        Look("b", peers=[Peers("p", "more", rate=3.0)]),
+    ]
+    assert [peers.reader for _, peers in busiest(looks)] == ["more", "busy", "idle"]
+
+
+def test_names_of_peers_cannot_control_the_terminal() -> None:
+    look = Look("s", peers=[Peers("\x1b[2J", "d", 1)], transfers=[read_of(1)])
+    assert "\x1b[2J" not in "\n".join(drawn([look], 40))
