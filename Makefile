@@ -99,9 +99,11 @@ $(VLLM_VENV): pyproject.toml scripts/setup_vllm.sh
 	@PYTHON=$(PYTHON) scripts/setup_vllm.sh $(VLLM) $(VLLM_FOLDER)
 	@touch $@
 
+VLLM_BENCHMARK := 'tests/benchmarks/test_smoke.py::test_a_topic_runs_and_its_reads_are_right[vllm_worker]'
+
 # Warnings are those of vLLM and its dependencies.
 test-vllm: $(VLLM_VENV) ## Run the tests that need a real vLLM (VLLM=version, PYTEST_ARGS=)
-	@$(VLLM_FOLDER)/bin/python -m pytest -W ignore tests/integrations/vllm $(PYTEST_ARGS)
+	@$(VLLM_FOLDER)/bin/python -m pytest -W ignore tests/integrations/vllm $(VLLM_BENCHMARK) $(PYTEST_ARGS)
 
 # Without a GPU it says so and runs nothing; DEVICE=cpu runs the same tests on the host's memory. Moving to a GPU needs a
 # torch that was built for CUDA: make setup TORCH=...

@@ -86,6 +86,7 @@ def performance(results: Results) -> str:
         "decode": _time(results, "handshakes", "decoding one of their answers and planning with it"),
         "stages": breakdown.stages(results).lines(),
         "movement": breakdown.movement(results).lines(),
+        "workers": breakdown.workers(results).lines(),
         "spinning": f"{results.ratio('spinning', SPINS):.0f}",
         "helper": f"{results.ratio('spinning', HELPER):.2f}",
         "huge": pages(results),
