@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from typing import Any
@@ -95,7 +95,12 @@ def _run(engine: str, layout: Layout, port: int, pipe: Connection) -> None:
     if engine == SOURCE:
         memory.fill()
     worker = PullWorker(memory, engine, port)
-    calls = {"offer": worker.offer, "read": worker.read, "poison": memory.poison, "check": memory.check}
+    calls: dict[str, Callable[..., object]] = {
+        "offer": worker.offer,
+        "read": worker.read,
+        "poison": memory.poison,
+        "check": memory.check,
+    }
     pipe.send(None)
     while True:
         if worker.offered and not pipe.poll(STEP_PAUSE):
