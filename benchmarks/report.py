@@ -8,11 +8,13 @@ from __future__ import annotations
 from pathlib import Path
 
 from benchmarks import breakdown, model, vllm_goals
+from benchmarks.first_reads import CONNECTING, HANDSHAKE, MET
 from benchmarks.goals import GOALS
 from benchmarks.handshakes import RANKS
 from benchmarks.pages import HUGE, SMALL
 from benchmarks.remarks import REMARKS
 from benchmarks.results import RESULTS, Results, shown
+from benchmarks.small_reads import HANDED, PAUSED
 from benchmarks.spinning import HELPER, SPINS
 from benchmarks.tables import Table
 
@@ -87,6 +89,13 @@ def performance(results: Results) -> str:
         "stages": breakdown.stages(results).lines(),
         "movement": breakdown.movement(results).lines(),
         "workers": breakdown.workers(results).lines(),
+        "paused": f"{results.ratio('small_reads', PAUSED):.2f}",
+        "paused call": _time(results, "small_reads", PAUSED),
+        "handed": _time(results, "small_reads", HANDED),
+        "handed echoes": f"{results.ratio('small_reads', HANDED):.2f}",
+        "met": _time(results, "first_reads", MET),
+        "met handshake": _time(results, "first_reads", HANDSHAKE),
+        "met connecting": _time(results, "first_reads", CONNECTING),
         "spinning": f"{results.ratio('spinning', SPINS):.0f}",
         "helper": f"{results.ratio('spinning', HELPER):.2f}",
         "huge": pages(results),
