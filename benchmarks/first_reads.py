@@ -1,36 +1,27 @@
-"""The first read of a process, cold and warmed up, against later reads of the same process; and the first from a source
-that a process has not met."""
+"""The first read of a process, cold and warmed up, against later reads of the same process."""
 
 from __future__ import annotations
 
 import multiprocessing
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
 from multiprocessing.connection import Connection
 
 import numpy as np
 
 from benchmarks.caches import Layout
-from benchmarks.destinations import TIMEOUT, PortEngine, port_engine
+from benchmarks.destinations import TIMEOUT, port_engine
 from benchmarks.measures import FULL, Effort, Measure, Topic, median
 from benchmarks.node_server import node_server
 from benchmarks.sources import Source, source
-from kvferry.engine import ReadTimes
 
 LAYOUT = Layout(num_blocks=64)
 BLOCKS = 4
 """4 MiB."""
 PROCESSES = 4
-SOURCES = 8
 STEADY = 8
 SETTLE = 1.0
 """Seconds after `warm`, in which connections are opened."""
-
-STEADY_ONE = "steady read of 4 MiB"
-MET = "first read from another source, nothing warmed"
-HANDSHAKE = "of it the handshake, from the grant on"
-CONNECTING = "of it connecting and moving"
 
 
 def run(effort: Effort = FULL) -> Topic:
@@ -40,48 +31,17 @@ def run(effort: Effort = FULL) -> Topic:
     steady: dict[str, list[float]] = {name: [] for name in first}
     with node_server() as server, source(server.address, LAYOUT) as made:
         for _ in range(effort.repeats(PROCESSES)):
-            for name in names:
+            for name in first:
                 warm = made.engine_reference if name != "cold" else ""
                 times = _in_new_process(server.address, made, warm, effort.size(STEADY, 1))
                 first[name].append(times[0])
                 # The second still finds caches cold.
                 steady[name].append(median(times[min(2, len(times) - 1) :]))
-        measures = _met(server.address, made, effort)
+    measures = []
     for name in first:
         measures.append(Measure.of(f"steady read of 4 MiB, process {name}", "s", steady[name]))
         measures.append(Measure.of(f"first read, {name}", "s", first[name], f"steady read of 4 MiB, process {name}"))
     return Topic("first_reads", "The first read of a process", tuple(measures))
-
-
-def _met(address: str, made: Source, effort: Effort) -> list[Measure]:
-    """First reads from several sources by one process, beside its last ones from each."""
-    steady: list[float] = []
-    found: list[tuple[float, ReadTimes]] = []
-    with port_engine(address, LAYOUT) as engine, ExitStack() as sources:
-        others = effort.size(SOURCES, 0)
-        # The first makes the agents, and does not count where there are others.
-        for one in (made, *(sources.enter_context(source(address, LAYOUT)) for _ in range(others))):
-            found.append(_read(engine, one))
-            steady.append([_read(engine, one)[0] for _ in range(effort.size(STEADY, 1))][-1])
-    steady, found = steady[-max(1, others) :], found[-max(1, others) :]
-    return [
-        Measure.of(STEADY_ONE, "s", steady),
-        Measure.of(MET, "s", [whole for whole, _ in found], STEADY_ONE),
-        Measure.of(HANDSHAKE, "s", [times.handshake for _, times in found], MET),
-        Measure.of(CONNECTING, "s", [times.move for _, times in found], MET),
-    ]
-
-
-def _read(engine: PortEngine, made: Source) -> tuple[float, ReadTimes]:
-    """A read; its seconds, and those of its stages."""
-    ids = np.arange(BLOCKS, dtype=np.int32)
-    reference = made.publish(ids.tolist()).reference
-    engine.memory.poison(ids)
-    began = time.perf_counter()
-    end = engine.read(reference, ids)
-    took = time.perf_counter() - began
-    engine.memory.check(ids, ids)
-    return took, end.times
 
 
 def _in_new_process(address: str, made: Source, warm: str, later: int) -> list[float]:

@@ -8,13 +8,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from benchmarks import breakdown, model, vllm_goals
-from benchmarks.first_reads import CONNECTING, HANDSHAKE, MET
 from benchmarks.goals import GOALS
 from benchmarks.handshakes import RANKS
+from benchmarks.limits import ALONE, BESIDE, CONNECTING, HANDED, HANDSHAKE, MET, PAUSED, READ
 from benchmarks.pages import HUGE, SMALL
 from benchmarks.remarks import REMARKS
 from benchmarks.results import RESULTS, Results, shown
-from benchmarks.small_reads import HANDED, PAUSED
 from benchmarks.spinning import HELPER, SPINS
 from benchmarks.tables import Table
 
@@ -89,13 +88,16 @@ def performance(results: Results) -> str:
         "stages": breakdown.stages(results).lines(),
         "movement": breakdown.movement(results).lines(),
         "workers": breakdown.workers(results).lines(),
-        "paused": f"{results.ratio('small_reads', PAUSED):.2f}",
-        "paused call": _time(results, "small_reads", PAUSED),
-        "handed": _time(results, "small_reads", HANDED),
-        "handed echoes": f"{results.ratio('small_reads', HANDED):.2f}",
-        "met": _time(results, "first_reads", MET),
-        "met handshake": _time(results, "first_reads", HANDSHAKE),
-        "met connecting": _time(results, "first_reads", CONNECTING),
+        "paused": f"{results.ratio('limits', PAUSED):.2f}",
+        "paused call": _time(results, "limits", PAUSED),
+        "handed": _time(results, "limits", HANDED),
+        "handed echoes": f"{results.ratio('limits', HANDED):.2f}",
+        "met": _time(results, "limits", MET),
+        "met handshake": _time(results, "limits", HANDSHAKE),
+        "met connecting": _time(results, "limits", CONNECTING),
+        "beside steps": f"{results.ratio('limits', BESIDE):.2f}",
+        "read alone": f"{1 / results.quotient('limits', READ, ALONE):.2f}",
+        "read beside": f"{1 / results.ratio('limits', READ):.2f}",
         "spinning": f"{results.ratio('spinning', SPINS):.0f}",
         "helper": f"{results.ratio('spinning', HELPER):.2f}",
         "huge": pages(results),

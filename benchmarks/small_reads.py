@@ -3,11 +3,9 @@ and sixteen at once against raw NIXL."""
 
 from __future__ import annotations
 
-import queue
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 
 import grpc
 import numpy as np
@@ -22,7 +20,6 @@ from benchmarks.measures import FULL, Action, Effort, Measure, Topic, interleave
 from benchmarks.node_server import ServerProcess, node_server
 from benchmarks.sources import Source, source
 from kvferry import Blocks, NixlOptions
-from kvferry._work_queue import WorkQueue
 
 LAYOUT = Layout(num_blocks=128)
 """One block of all planes is 1 MiB, in 32 pieces of 32 KiB."""
@@ -34,11 +31,6 @@ ROUNDS = 7
 READS_PER_ROUND = 64
 SETTLES = 0.005
 """Seconds in which the report of a read has ended."""
-
-PAUSE = 0.005
-"""Seconds after which an idle core and its caches are as a call of a request finds them."""
-PAUSED = "bare unary echo, after a pause of 5 ms"
-HANDED = "to another thread and back, after a pause of 5 ms"
 
 BARE_CPU = "bare server's CPU per call"
 PUBLISHING = "publishing, and the reference's way"
@@ -92,7 +84,6 @@ def _single(server: ServerProcess, echo: Echo, made: Source, options: NixlOption
     with (
         reader(server.address, LAYOUT, options=options) as destination,
         reader(server.address, LAYOUT, options=options, confirm="after") as trusting,
-        _thread() as thread,
     ):
         warm = effort.size(20, 1)
         published = made.publish(theirs.tolist(), reads=2 * (repeats + warm))
@@ -101,8 +92,6 @@ def _single(server: ServerProcess, echo: Echo, made: Source, options: NixlOption
         raw.add(made.raw[0], destination.memory.region.base)
         actions = {
             "echo": Action(echo.unary()),
-            "paused": Action(echo.unary(), prepare=_pause),
-            "handed": _to_a_thread_and_back(thread),
             "raw NIXL": raw_action(raw, made.raw[0], destination.memory, theirs, mine),
             "read": read,
             "after": _settled(trusting.action(published.reference, theirs, mine)),
@@ -117,38 +106,11 @@ def _single(server: ServerProcess, echo: Echo, made: Source, options: NixlOption
         used = (server.cpu_seconds() - before) / repeats
     return [
         Measure("bare unary echo", "s", times["echo"]),
-        Measure(PAUSED, "s", times["paused"], "bare unary echo"),
-        Measure(HANDED, "s", times["handed"], "bare unary echo"),
         Measure("raw NIXL, the same 32 descriptors", "s", times["raw NIXL"], "bare unary echo"),
         Measure("read, warm", "s", times["read"], "bare unary echo"),
         Measure("read, warm, confirmed after its end", "s", times["after"], "bare unary echo"),
         Measure.of("node server's CPU per read", "s", used, BARE_CPU),
     ]
-
-
-@contextmanager
-def _thread() -> Iterator[WorkQueue]:
-    """A thread that does work, until the end of the block."""
-    thread = WorkQueue("benchmark")
-    try:
-        yield thread
-    finally:
-        thread.close(TIMEOUT)
-
-
-def _pause() -> None:
-    time.sleep(PAUSE)
-
-
-def _to_a_thread_and_back(thread: WorkQueue) -> Action:
-    """A hand-over to a sleeping thread of kvferry's kind, and back: two of them."""
-    back: queue.SimpleQueue[None] = queue.SimpleQueue()
-
-    def run() -> None:
-        thread.do(lambda: back.put(None))
-        back.get()
-
-    return Action(run, prepare=_pause)
 
 
 def _settled(action: Action) -> Action:

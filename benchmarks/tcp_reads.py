@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-import threading
-import time
-
 from benchmarks.caches import Layout
-from benchmarks.destinations import STEP_PAUSE, PortEngine, port_engine
-from benchmarks.large_reads import LONG, ONE_AGENT, Case, compare, raw_actions, read
-from benchmarks.measures import FULL, Action, Effort, Measure, Topic, interleaved, median
-from benchmarks.nixl_time import NixlTime
+from benchmarks.destinations import port_engine
+from benchmarks.large_reads import LONG, ONE_AGENT, Case, compare
+from benchmarks.measures import FULL, Effort, Measure, Topic
 from benchmarks.node_server import node_server
-from benchmarks.sources import Source, source
+from benchmarks.sources import source
 from kvferry import NixlOptions
 
 REPEATS = 7
 OURS = NixlOptions(ucx_tls="tcp")
 SEGMENTS = (8 << 10, 64 << 10, 1 << 20)
 """Bytes of a segment of UCX's TCP beside kvferry's own; the first is UCX's own."""
-
-ALONE = "raw NIXL alone, {}"
-BESIDE = "raw NIXL beside an engine's steps, {}"
-READ = "whole read beside these two, {}"
 
 CASES = (
     Case("runs of 8 MiB", LONG, 256, 256),
@@ -44,47 +36,4 @@ def run(effort: Effort = FULL) -> Topic:
                 port_engine(server.address, chosen.layout, options=OURS) as engine,
             ):
                 measures += compare(chosen, made, {ONE_AGENT: engine}, raw, effort.repeats(REPEATS))
-                measures += beside_steps(chosen, made, engine, effort.repeats(REPEATS))
     return Topic("tcp_reads", "Many bytes over TCP, huge pages on both sides", tuple(measures))
-
-
-def beside_steps(case: Case, made: Source, engine: PortEngine, repeats: int) -> list[Measure]:
-    """Raw NIXL alone, and beside an engine's loop, which every read of ours has; and such a read, in turns."""
-    theirs, mine = case.ids()
-    alone = raw_actions(OURS, made.raw[0], engine.memory, theirs, mine)
-    beside = {f"{name}, beside": _beside(action, engine) for name, action in alone.items()}
-    times = interleaved(
-        {**alone, **beside, READ: read(engine, made, theirs, mine, NixlTime(), [])},
-        repeats,
-    )
-    best, slower = (min((times[name] for name in names), key=median) for names in (alone, beside))
-    label = case.label
-    return [
-        Measure(ALONE.format(label), "s", best),
-        Measure(BESIDE.format(label), "s", slower, ALONE.format(label)),
-        Measure(READ.format(label), "s", times[READ], BESIDE.format(label)),
-    ]
-
-
-def _beside(action: Action, engine: PortEngine) -> Action:
-    """The action, while the engine takes its steps on a thread of this process."""
-    ended = threading.Event()
-    threads: list[threading.Thread] = []
-
-    def steps() -> None:
-        while not ended.is_set():
-            engine.step()
-            time.sleep(STEP_PAUSE)
-
-    def prepare() -> None:
-        action.prepare()
-        ended.clear()
-        threads.append(threading.Thread(target=steps))
-        threads[-1].start()
-
-    def verify() -> None:
-        ended.set()
-        threads.pop().join()
-        action.verify()
-
-    return Action(action.run, prepare, verify)

@@ -35,6 +35,7 @@ TOPICS = (
     "lengths",
     "integrity",
     "expand",
+    "limits",
     "vllm_worker",
 )
 """Modules of this package, each with a function `run`."""
