@@ -27,8 +27,8 @@ _ESTIMATE = (
 REMARKS = {
     "read": f"{_TABLE} its stages, measured through the ports. Its two calls take about three times as "
     "long as bare ones, because "
-    "they begin and end on threads that have to be woken, with cold caches: after a pause a bare call takes twice as "
-    "long too, so that two of them are about the goal. The movement is the smaller part.",
+    "they begin and end on threads that have to be woken, with cold caches: after a pause a bare call takes half as "
+    "long again to twice as long too, so that two of them are most of the goal. The movement is the smaller part.",
     "read-after": "as above, without the report.",
     "ports": f"{_TABLE} its stages. Each call takes twice to four times as long as a bare one, and the "
     "engine's loop, which looks every "
