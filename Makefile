@@ -99,9 +99,11 @@ $(VLLM_VENV): pyproject.toml scripts/setup_vllm.sh
 	@PYTHON=$(PYTHON) scripts/setup_vllm.sh $(VLLM) $(VLLM_FOLDER)
 	@touch $@
 
+VLLM_BENCHMARK := 'tests/benchmarks/test_smoke.py::test_a_topic_runs_and_its_reads_are_right[vllm_worker]'
+
 # Warnings are those of vLLM and its dependencies.
 test-vllm: $(VLLM_VENV) ## Run the tests that need a real vLLM (VLLM=version, PYTEST_ARGS=)
-	@$(VLLM_FOLDER)/bin/python -m pytest -W ignore tests/integrations/vllm $(PYTEST_ARGS)
+	@$(VLLM_FOLDER)/bin/python -m pytest -W ignore tests/integrations/vllm $(VLLM_BENCHMARK) $(PYTEST_ARGS)
 
 # Without a GPU it says so and runs nothing; DEVICE=cpu runs the same tests on the host's memory. Moving to a GPU needs a
 # torch that was built for CUDA: make setup TORCH=...
@@ -199,7 +201,7 @@ package: setup $(PACKAGE_VENV) ## Build the wheel and the sdist into dist, insta
 lock: ## Write requirements.lock, the versions for CI and the container (UPGRADE=1)
 	@$(PYTHON) -m venv build/lock && build/lock/bin/python -m pip --disable-pip-version-check -qq install 'uv>=0.13,<0.14'
 	@build/lock/bin/uv pip compile -q --universal --python-version 3.10 $(if $(UPGRADE),--upgrade) \
-		--extra server --extra nixl --extra test --extra dev --extra package \
+		--extra server --extra otel-server --extra nixl --extra test --extra dev --extra package \
 		--no-header --no-annotate --no-emit-index-url --no-emit-find-links --no-emit-package torch \
 		--custom-compile-command 'make lock' --output-file requirements.lock pyproject.toml >/dev/null
 	@sed -i -E '/^(nvidia-|cuda-|triton)/d' requirements.lock

@@ -1,4 +1,5 @@
-"""Where the time of a request goes: its stages beside their bare parts, and the movement of bytes beside raw NIXL."""
+"""Where the time of a request goes: its stages beside their bare parts, and the movement of bytes beside raw NIXL and
+NixlConnector's worker."""
 
 from __future__ import annotations
 
@@ -7,6 +8,8 @@ from benchmarks.results import Results, shown
 from benchmarks.small_reads import BARE_PARTS, STAGES
 from benchmarks.tables import Table
 from benchmarks.tcp_reads import CASES as TCP_CASES
+from benchmarks.vllm_worker import CASES as WORKER_CASES
+from benchmarks.vllm_worker import KVFERRY, MOVING, RATIO, RAW, WORKER
 
 
 def stages(results: Results) -> Table:
@@ -37,3 +40,15 @@ def movement(results: Results) -> Table:
             rows.append((f"{label}, {way}", *(shown(time, "s") for time in times)))
     columns = ("a read of", "raw NIXL's best program", "within NIXL", "moving", "whole")
     return Table("", columns, rows)
+
+
+def workers(results: Results) -> Table:
+    """Reads beside NixlConnector's worker."""
+    rows = []
+    for label in (case.label for case in WORKER_CASES):
+        found = [results.measure("vllm_worker", name.format(label)) for name in (RAW, WORKER, KVFERRY, MOVING)]
+        ratio = results.measure("vllm_worker", RATIO.format(label))
+        spread = f"{ratio.median:.2f} ({ratio.p10:.2f} to {ratio.p90:.2f})"
+        rows.append((label, *(shown(one.median, "s") for one in found), spread))
+    columns = ("raw NIXL's best program", "NixlConnector's worker", "kvferry", "of it moving", "kvferry / worker")
+    return Table("", ("a read of", *columns), rows)

@@ -27,7 +27,8 @@ _ESTIMATE = (
 REMARKS = {
     "read": f"{_TABLE} its stages, measured through the ports. Its two calls take about three times as "
     "long as bare ones, because "
-    "they begin and end on threads that have to be woken, with cold caches; the movement is the smaller part.",
+    "they begin and end on threads that have to be woken, with cold caches: after a pause a bare call takes half as "
+    "long again to twice as long too, so that two of them are most of the goal. The movement is the smaller part.",
     "read-after": "as above, without the report.",
     "ports": f"{_TABLE} its stages. Each call takes twice to four times as long as a bare one, and the "
     "engine's loop, which looks every "
@@ -43,7 +44,8 @@ REMARKS = {
     "scattered-two": _TWO,
     "tcp": f"{_TABLE} the parts. The whole read is compared here, with its calls, which are a tenth of it. A third of "
     "the movement is outside of NIXL: pauses while the source sends, in which other threads run, and Python between "
-    "checks. Raw NIXL checks without a pause; to leave ours out did not help, so that more than this is not known.",
+    "checks. To leave either out did not help: the engine's loop shares two cores with the sending and the reading "
+    "thread, and slows raw NIXL beside it too ([What was tried](#what-was-tried)).",
     "tcp-best": "as with the same options. Raw NIXL has twelve tries, of which the fastest counts: chance favours it.",
     "choice": _ESTIMATE,
     "choice-tcp": _ESTIMATE,

@@ -10,6 +10,7 @@ from pathlib import Path
 from benchmarks import breakdown, model, vllm_goals
 from benchmarks.goals import GOALS
 from benchmarks.handshakes import RANKS
+from benchmarks.limits import ALONE, BESIDE, CONNECTING, HANDED, HANDSHAKE, MET, PAUSED, READ
 from benchmarks.pages import HUGE, SMALL
 from benchmarks.remarks import REMARKS
 from benchmarks.results import RESULTS, Results, shown
@@ -86,6 +87,17 @@ def performance(results: Results) -> str:
         "decode": _time(results, "handshakes", "decoding one of their answers and planning with it"),
         "stages": breakdown.stages(results).lines(),
         "movement": breakdown.movement(results).lines(),
+        "workers": breakdown.workers(results).lines(),
+        "paused": f"{results.ratio('limits', PAUSED):.2f}",
+        "paused call": _time(results, "limits", PAUSED),
+        "handed": _time(results, "limits", HANDED),
+        "handed echoes": f"{results.ratio('limits', HANDED):.2f}",
+        "met": _time(results, "limits", MET),
+        "met handshake": _time(results, "limits", HANDSHAKE),
+        "met connecting": _time(results, "limits", CONNECTING),
+        "beside steps": f"{results.ratio('limits', BESIDE):.2f}",
+        "read alone": f"{1 / results.quotient('limits', READ, ALONE):.2f}",
+        "read beside": f"{1 / results.ratio('limits', READ):.2f}",
         "spinning": f"{results.ratio('spinning', SPINS):.0f}",
         "helper": f"{results.ratio('spinning', HELPER):.2f}",
         "huge": pages(results),

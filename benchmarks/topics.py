@@ -1,14 +1,22 @@
-"""The topics of the suite, and how one is run: in a process of its own, so that nothing of one stays for the next."""
+"""The topics of the suite, and how one is run: in a process of its own, so that nothing of one stays for the next.
+
+`python -m benchmarks.topics TOPIC EFFORT FILE` runs one, and writes what it found into the file.
+"""
 
 from __future__ import annotations
 
-import multiprocessing
+import json
 import os
+import subprocess
+import sys
+import tempfile
 import time
-from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict
 from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
 
-from benchmarks.measures import Effort, Topic
+from benchmarks.measures import FULL, SMOKE, Effort, Measure, Topic
 from benchmarks.results import TopicResult
 
 TOPICS = (
@@ -27,15 +35,31 @@ TOPICS = (
     "lengths",
     "integrity",
     "expand",
+    "limits",
+    "vllm_worker",
 )
 """Modules of this package, each with a function `run`."""
 
+BESIDE_VLLM = ("vllm_worker",)
+"""Those that run in vLLM's environment."""
+
+VLLM_PYTHON = Path(__file__).parent.parent / ".venv-vllm" / "bin" / "python"
+
+
+def python_for(name: str) -> str:
+    """The Python that a topic runs with; empty if its environment was not set up."""
+    if name not in BESIDE_VLLM or find_spec("vllm"):
+        return sys.executable
+    return str(VLLM_PYTHON) if VLLM_PYTHON.exists() else ""
+
 
 def measured(name: str, effort: Effort) -> TopicResult:
-    """Run one topic in a new process."""
+    """Run one topic in a new process; raises `subprocess.CalledProcessError` if it fails."""
     before, began = os.getloadavg()[0], time.monotonic()
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
-        topic = process.submit(run_topic, name, effort).result()
+    with tempfile.NamedTemporaryFile() as found:
+        command = [python_for(name), "-m", "benchmarks.topics", name, "smoke" if effort.smoke else "full", found.name]
+        subprocess.run(command, check=True)
+        topic = parsed(Path(found.name).read_text())
     return TopicResult.of(topic, (round(before, 2), round(os.getloadavg()[0], 2)), time.monotonic() - began)
 
 
@@ -43,3 +67,20 @@ def run_topic(name: str, effort: Effort) -> Topic:
     """Run one topic in this process."""
     topic: Topic = import_module(f"benchmarks.{name}").run(effort)
     return topic
+
+
+def parsed(text: str) -> Topic:
+    """A topic from JSON."""
+    given = json.loads(text)
+    measures = tuple(Measure(**{**measure, "samples": tuple(measure["samples"])}) for measure in given["measures"])
+    return Topic(given["name"], given["title"], measures)
+
+
+def main() -> None:
+    """Run the topic of the command line."""
+    name, effort, file = sys.argv[1:]
+    Path(file).write_text(json.dumps(asdict(run_topic(name, SMOKE if effort == "smoke" else FULL))))
+
+
+if __name__ == "__main__":
+    main()

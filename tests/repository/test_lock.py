@@ -15,7 +15,7 @@ from tests.support.repository import ROOT
 LINES = (ROOT / "requirements.lock").read_text().splitlines()
 PINNED = re.compile(r"^(?P<name>[a-z0-9-]+)==(?P<version>[^ ;]+)(?: ; (?P<marker>.+))?$")
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-EXTRAS = ("server", "nixl", "test", "dev", "package")
+EXTRAS = ("server", "otel-server", "nixl", "test", "dev", "package")
 
 
 def pins() -> dict[str, list[Version]]:
