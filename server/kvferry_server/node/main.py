@@ -168,7 +168,9 @@ async def _serve(loaded: Loaded) -> None:
     }
     line = "kvferryd %(version)s ready: listens on %(addresses)s, advertises %(advertise)s, epoch %(epoch)s"
     line += ", admin %(admin)s" if server.admin else ""
-    logger.info(line, told, extra={FIELDS: {"event": "ready", **told}})
+    # Passed to the handlers directly, so that it appears at every log level, and as an info message.
+    fields = {FIELDS: {"event": "ready", **told}}
+    logger.handle(logger.makeRecord(logger.name, logging.INFO, __file__, 0, line, (told,), None, extra=fields))
     status = f"listens on {' and '.join(server.addresses)}"
     manager.ready(status)
 

@@ -61,7 +61,7 @@ def test_every_line_of_json_is_an_object(tmp_path: Path) -> None:
     assert expired["lease_number"] == 1
 
 
-def test_at_a_higher_level_ready_is_no_exception(tmp_path: Path) -> None:
+def test_ready_is_written_at_every_level_because_scripts_wait_for_it(tmp_path: Path) -> None:
     path = tmp_path / "node.sock"
     process = subprocess.Popen(
         command(*flags(tmp_path, "--log-level", "error")),
@@ -71,7 +71,9 @@ def test_at_a_higher_level_ready_is_no_exception(tmp_path: Path) -> None:
     )
     until(path.exists)
     process.send_signal(signal.SIGTERM)
-    assert process.communicate(timeout=30)[1] == ""
+    (line,) = process.communicate(timeout=30)[1].splitlines()
+    assert "INFO kvferryd" in line
+    assert "ready: listens on" in line
 
 
 @pytest.mark.parametrize("form", ["text", "json"])
