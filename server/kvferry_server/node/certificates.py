@@ -40,7 +40,7 @@ class Certificates:
         self._tls = tls
         self._wall_clock = wall_clock
         self._reading = threading.Lock()
-        self._stamp = tls_stamp(tls)
+        self._stamp: tuple[object, ...] | None = tls_stamp(tls)
         self._problem = ""
         content = read_tls(tls)
         self._current = content, server_certificates(content)
@@ -79,7 +79,7 @@ class Certificates:
         """Read the files again. If they cannot be used, keep what there is and log why. Returns whether they can be.
         Blocks while it reads."""
         with self._reading:
-            self._stamp = tls_stamp(self._tls)
+            stamp, self._stamp = tls_stamp(self._tls), None
             try:
                 content = read_tls(self._tls)
                 valid = validity(content, self._tls)
@@ -88,7 +88,8 @@ class Certificates:
                     logger.error("the certificate stays as it was: %s", error.message)
                 self._problem = error.message
                 return False
-            self._problem = ""
+            # Only now: what cannot be used is tried again, since a file that becomes readable has not changed.
+            self._stamp, self._problem = stamp, ""
             if content != self.content:
                 self._current = content, server_certificates(content)
                 self._validity = valid

@@ -61,7 +61,7 @@ def run(arguments: Sequence[str]) -> int:
     import uvloop
 
     from kvferry_server.node.config import BadConfig, add_flags, config_file, load
-    from kvferry_server.node.named_files import file_problems
+    from kvferry_server.node.named_files import problems_of
     from kvferry_server.node.times import SWITCH_INTERVAL
 
     parser = argparse.ArgumentParser(
@@ -72,8 +72,8 @@ def run(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "--check-config",
         action="store_true",
-        help="Print every setting with its value and its origin, say what is wrong with the files that they name, and "
-        "exit: with 2, if anything is.",
+        help="Print every setting with its value and its origin, say what is wrong with them and with the files that "
+        "they name, and exit: with 2, if anything is.",
     )
     add_flags(parser)
     flags: dict[str, Any] = vars(parser.parse_args(arguments))
@@ -86,7 +86,7 @@ def run(arguments: Sequence[str]) -> int:
         return 2
     if check_only:
         print(loaded.describe())
-        problems = file_problems(loaded)
+        problems = problems_of(loaded)
         for line in problems:
             print(f"kvferryd: {line}", file=sys.stderr)
         return 2 if problems else 0

@@ -16,6 +16,7 @@ from kvferry.errors import BadReference, NotAllowed
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry_server.domain.policy import MEMBER, OPERATOR, Grant, Need, Policy, PolicyRole
 from kvferry_server.servicers.callers import Context, identities_of
+from kvferry_server.servicers.limits import MAX_NOTIFICATIONS
 from kvferry_server.servicers.notify import OF_A_SOURCE
 
 MAX_KEPT = 4096
@@ -39,7 +40,9 @@ class Entry:
 
 
 def _in_an_engines_name(request: pb.RegisterCacheRequest | pb.WatchRequest) -> tuple[Need]:
-    role = RELAY if request.relayed_by else ENGINE
+    # Nobody relays for a scheduler, whose Watch opens the engine: otherwise a relay could take engine_ids.
+    opens = isinstance(request, pb.WatchRequest) and request.role == pb.WATCH_ROLE_SCHEDULER
+    role = RELAY if request.relayed_by and not opens else ENGINE
     return (Need((role,), request.engine.engine_id),)
 
 
@@ -60,6 +63,10 @@ def _reference(text: str) -> Need:
 
 
 def _notify(request: pb.NotifyRequest) -> Iterator[Need]:
+    if len(request.notifications) > MAX_NOTIFICATIONS:
+        # The handler refuses it whole. To look at each of half a million would hold up everybody else for seconds.
+        yield Need((ENGINE, READER, RELAY))
+        return
     kinds = {notification.WhichOneof("kind") for notification in request.notifications}
     for kind in kinds - {"decline"}:
         if kind in OF_A_SOURCE:
