@@ -96,7 +96,9 @@ def test_a_check_ends_with_the_command_that_is_killed(tmp_path: Path) -> None:
     )
     run_it = "from kvferry._doctor import host, isolation; isolation.run('cma', host.Host(), 1000)"
     path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
-    with subprocess.Popen([sys.executable, "-c", run_it], env={**os.environ, "PYTHONPATH": path}) as command:
+    with subprocess.Popen(
+        [sys.executable, "-c", run_it], env={**os.environ, "PYTHONPATH": path, "TMPDIR": str(tmp_path)}
+    ) as command:
         until(lambda: started.exists() and started.read_text() != "")
         command.kill()
     child = int(started.read_text())

@@ -63,6 +63,30 @@ def test_a_pair_that_does_not_fit_keeps_the_old_one_and_says_why_once(
     assert certificates.content == read_tls(newer)
 
 
+def test_a_certificate_that_is_not_valid_now_is_used_when_it_is(
+    fleet: Authority, files: TlsConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As from an authority whose clock is ahead. Clients would refuse it, and take the one that it replaces."""
+    older, newer, restored = (fleet.issue(name) for name in ("older", "newer", "restored"))
+    valid = {read_tls(older): (0.0, 100.0), read_tls(newer): (50.0, 200.0), read_tls(restored): (0.0, 55.0)}
+    monkeypatch.setattr("kvferry_server.node.certificates.validity", lambda content, _: valid[content])
+    wall = [40.0]
+    certificates = Certificates(replace_files(older, files), lambda: wall[0])
+    replace_files(newer, files)
+    assert not certificates.refresh()
+    assert certificates.content == read_tls(older)
+    assert "valid now" in caplog.text
+    wall[0] = 60.0
+    assert certificates.refresh()
+    assert certificates.content == read_tls(newer)
+    replace_files(restored, files)
+    assert not certificates.refresh()
+    assert certificates.content == read_tls(newer)
+    # Where both have expired, neither is worse.
+    wall[0] = 200.0
+    assert certificates.refresh()
+
+
 def test_it_is_warned_of_before_a_certificate_expires_and_again_when_half_of_the_time_is_over(
     fleet: Authority, caplog: pytest.LogCaptureFixture
 ) -> None:
