@@ -61,7 +61,7 @@ def run(arguments: Sequence[str]) -> int:
     import uvloop
 
     from kvferry_server.node.config import BadConfig, add_flags, config_file, load
-    from kvferry_server.node.named_files import problems_of
+    from kvferry_server.node.named_files import file_problems
     from kvferry_server.node.times import SWITCH_INTERVAL
 
     parser = argparse.ArgumentParser(
@@ -86,7 +86,7 @@ def run(arguments: Sequence[str]) -> int:
         return 2
     if check_only:
         print(loaded.describe())
-        problems = problems_of(loaded)
+        problems = file_problems(loaded)
         for line in problems:
             print(f"kvferryd: {line}", file=sys.stderr)
         return 2 if problems else 0

@@ -12,7 +12,7 @@ from kvferry_server.node.listen import advertised, check_exposure
 from kvferry_server.node.policy_file import read_policy
 
 
-def problems_of(loaded: Loaded) -> list[str]:
+def file_problems(loaded: Loaded) -> list[str]:
     """Return a line for each file that cannot be used, and for addresses with which kvferryd would not start: its
     setting, its value, where that comes from, and why."""
     config, problems = loaded.config, list[InvalidField]()

@@ -15,7 +15,7 @@ from kvferry._wire.tls_files import TlsFiles
 from kvferry.errors import InvalidField
 from kvferry_server.node.certificates import Certificates
 from kvferry_server.node.config import configure, load
-from kvferry_server.node.named_files import problems_of
+from kvferry_server.node.named_files import file_problems
 from kvferry_server.node.server import NodeServer
 from tests.support.certificates import Authority, replace_files, tls_flags
 from tests.support.node_servers import Kvferryd, refused, serves
@@ -196,7 +196,7 @@ def test_a_client_uses_a_file_as_soon_as_it_may_read_it(
 )
 async def test_check_config_refuses_the_addresses_that_a_start_refuses(flags: dict[str, Any], setting: str) -> None:
     loaded = load(flags, None)
-    (problem,) = problems_of(loaded)
+    (problem,) = file_problems(loaded)
     assert problem.startswith(f"{setting} is ")
     with pytest.raises(InvalidField) as caught:
         await NodeServer(configure(**{"unix": "", **flags})).start()
