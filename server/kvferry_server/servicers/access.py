@@ -16,7 +16,7 @@ from kvferry.errors import BadReference, NotAllowed
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry_server.domain.policy import MEMBER, OPERATOR, Grant, Need, Policy, PolicyRole
 from kvferry_server.servicers.callers import Context, identities_of
-from kvferry_server.servicers.limits import MAX_NOTIFICATIONS
+from kvferry_server.servicers.limits import MAX_NOTIFICATIONS, MAX_TEXT
 from kvferry_server.servicers.notify import OF_A_SOURCE
 
 MAX_KEPT = 4096
@@ -163,7 +163,9 @@ def _refusal(method: str, identities: tuple[str, ...], need: Need) -> NotAllowed
     role = " or ".join(role.value for role in need.roles)
     caller = ", ".join(identities)
     who = f"a caller with the identity {caller}" if caller else "a caller without an identity in a certificate"
-    what = f" for engine {need.engine_id!r}" if need.engine_id is not None else ""
+    # Nothing has looked at it yet, so it may be as long as a message.
+    engine_id = (need.engine_id or "")[:MAX_TEXT]
+    what = f" for engine {engine_id!r}" if need.engine_id is not None else ""
     if need.roles == (ADMIN,):
         then = "call over the node's UNIX socket, or give the identity that role in the file of kvferryd's --policy"
     else:
@@ -172,7 +174,7 @@ def _refusal(method: str, identities: tuple[str, ...], need: Need) -> NotAllowed
         f"{who} does not have the role {role}{what}, which {method.rpartition('/')[2]} takes: {then}",
         identity=caller,
         role=role,
-        engine_id=need.engine_id or "",
+        engine_id=engine_id,
         method=method,
     )
 

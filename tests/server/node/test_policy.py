@@ -311,6 +311,14 @@ def test_a_relay_opens_no_engine() -> None:
         relay.check(method, request, cast("Any", None))
 
 
+def test_a_refusal_is_short_whatever_was_asked_for() -> None:
+    """Refusals are logged."""
+    request = pb.WatchRequest(engine=pb.EngineRef(engine_id="x" * 3_000_000))
+    with pytest.raises(NotAllowed) as caught:
+        who_has(observer=True).check("/kvferry.v1.KVTransfer/Watch", request, cast("Any", None))
+    assert len(caught.value.message) + sum(map(len, caught.value.values.values())) < 1500
+
+
 def test_a_batch_that_is_too_large_is_not_looked_at_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Half a million references in one message would hold up every other caller for more than a second."""
     parsed = list[str]()
