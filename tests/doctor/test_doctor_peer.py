@@ -109,6 +109,11 @@ def test_addresses_that_are_none(address: str) -> None:
     assert names(look(address)) == {"peer-address-wrong"}
 
 
+@pytest.mark.parametrize("name", ["node..example", "n" * 64])
+def test_a_name_that_no_host_can_have(name: str) -> None:
+    assert names(look(f"{name}:7423")) == {"peer-name-unknown"}
+
+
 def test_files_that_cannot_be_read() -> None:
     found = look("127.0.0.1:1", TlsConfig(ca=Path("/none.pem")))
     assert names(found) == {"peer-address-wrong"}
@@ -151,6 +156,12 @@ def _unary(check: Callable[[bytes, grpc.ServicerContext], bytes]) -> grpc.RpcMet
 def test_what_its_health_service_answers(answer: bytes | grpc.StatusCode, finding: str) -> None:
     with server_with_health(answer) as address:
         assert names(look(address)) == {finding}
+
+
+def test_what_a_peer_says_is_cut() -> None:
+    with server_with_health(b"x" * 3_000_000) as address:
+        (found,) = look(address)
+    assert len(found.found) < 1000
 
 
 def test_an_older_node_server_tells_no_version() -> None:

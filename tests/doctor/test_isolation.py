@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
 
 import psutil
 import pytest
 
 from kvferry._doctor import isolation
-from kvferry._doctor.catalogue import Check
+from kvferry._doctor.catalogue import CHECKS, Check
 from kvferry._doctor.finding import Finding
 from kvferry._doctor.host import Host
-from tests.doctor.looking import names
+from tests.doctor.looking import names, run
 from tests.support.waiting import until
 
 
@@ -61,3 +64,42 @@ def test_a_check_that_raises_is_a_finding() -> None:
     found = Check("cpus", "cores", broken, ()).run(Host())
     assert names(found) == {"check-died"}
     assert "a file that nobody expected" in found[0].found
+
+
+def test_a_check_that_cannot_be_started_is_a_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container whose files nobody may write."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "none"))
+    check = next(one for one in CHECKS if one.name == "cma")
+    found = check.run(Host())
+    assert names(found) == {"check-died"}
+    assert str(tmp_path / "none") in found[0].found
+
+
+@pytest.mark.parametrize("check", ["cma", "moves"])
+def test_no_module_is_taken_from_the_folder_that_it_is_called_in(
+    check: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Root may call it in /tmp, where everybody may have put a file."""
+    ran = tmp_path / "ran"
+    for module in ("json", "ctypes", "numpy", "kvferry"):
+        (tmp_path / f"{module}.py").write_text(f"open({str(ran)!r}, 'w').close()")
+    monkeypatch.chdir(tmp_path)
+    assert "check-died" not in names(run(check, Host()))
+    assert not ran.exists()
+
+
+def test_a_check_ends_with_the_command_that_is_killed(tmp_path: Path) -> None:
+    started = tmp_path / "started"
+    (tmp_path / "sitecustomize.py").write_text(
+        f"import os, sys, time\n"
+        f"if 'cma' in sys.argv:\n open({str(started)!r}, 'w').write(str(os.getpid()))\n time.sleep(1000)\n"
+    )
+    run_it = "from kvferry._doctor import host, isolation; isolation.run('cma', host.Host(), 1000)"
+    path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
+    with subprocess.Popen(
+        [sys.executable, "-c", run_it], env={**os.environ, "PYTHONPATH": path, "TMPDIR": str(tmp_path)}
+    ) as command:
+        until(lambda: started.exists() and started.read_text() != "")
+        command.kill()
+    child = int(started.read_text())
+    until(lambda: not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE)

@@ -33,7 +33,11 @@ def doctor(
     pid: Annotated[
         int | None,
         typer.Option(
-            "--pid", min=1, metavar="PID", help="Also try to read the memory of a process here, such as an engine."
+            "--pid",
+            min=1,
+            max=2**31 - 1,
+            metavar="PID",
+            help="Also try to read the memory of a process here, such as an engine.",
         ),
     ] = None,
     as_json: Annotated[

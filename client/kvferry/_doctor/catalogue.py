@@ -31,10 +31,10 @@ class Check:
 
     def run(self, host: Host) -> list[Finding]:
         """Look, in a process of its own if it needs one. A check that raises is a finding too."""
-        if self.alone:
-            # A peer is waited for several times: its name, its port, its answers.
-            return isolation.run(self.name, host, self.alone + 4 * host.timeout)
         try:
+            if self.alone:
+                # A peer is waited for several times: its name, its port, its answers.
+                return isolation.run(self.name, host, self.alone + 4 * host.timeout)
             return self.look(host)
         except Exception as error:
             return [isolation.DIED.found(f"the check `{self.name}` raised {type(error).__name__}: {error}")]

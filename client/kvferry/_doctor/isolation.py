@@ -1,11 +1,12 @@
 """Runs a check in a process of its own, because NIXL can end its process, and names or locks can hang.
 
-`python -m kvferry._doctor CHECK` is that process: it reads the host as JSON from its input, and writes its findings to
+`kvferry._doctor.__main__` is that process: it reads the host as JSON from its input, and writes its findings to
 the file that is named there.
 """
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import json
 import os
@@ -34,6 +35,15 @@ HUNG = Kind(
 KINDS = (DIED, HUNG)
 
 _LINES = 5
+_PR_SET_PDEATHSIG = 1
+# Looked up here: after a fork little is safe.
+_prctl = getattr(ctypes.CDLL(None), "prctl", None)
+
+
+def python(code: str, *arguments: str) -> list[str]:
+    """Return the command that runs lines of Python, and finds no modules in the folder that it is called in: the doctor
+    is also run by root, and anybody may put a json.py into /tmp."""
+    return [sys.executable, "-c", f"import sys; sys.path[:] = filter(None, sys.path); {code}", *arguments]
 
 
 def run(check: str, host: Host, seconds: float) -> list[Finding]:
@@ -49,14 +59,16 @@ def run(check: str, host: Host, seconds: float) -> list[Finding]:
         asked = dataclasses.asdict(host) | {"root": str(host.root), "environ": {}, "answer": str(answer)}
         with (Path(folder) / "stderr").open("w+") as written:
             process = subprocess.Popen(
-                [sys.executable, "-m", "kvferry._doctor", check],
+                python("from kvferry._doctor.__main__ import main; main()", check),
                 stdin=subprocess.PIPE,
                 stdout=written,
                 stderr=written,
                 text=True,
-                env={**host.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                # Its temporary files end with the folder, also if it is killed.
+                env={**host.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "TMPDIR": folder},
                 # So that what it starts can be ended with it.
                 start_new_session=True,
+                preexec_fn=_end_with_parent,
             )
             hung = False
             try:
@@ -75,6 +87,12 @@ def run(check: str, host: Host, seconds: float) -> list[Finding]:
         if process.returncode != 0 or not answer.exists():
             return [DIED.found(f"the check `{check}` ended {_ended(process.returncode)}{_wrote(last)}")]
         return [Finding.from_dict(found) for found in json.loads(answer.read_text())]
+
+
+def _end_with_parent() -> None:
+    """Have the kernel end this process with its parent: a command that is killed cannot end what hangs."""
+    if _prctl is not None:
+        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _ended(code: int) -> str:

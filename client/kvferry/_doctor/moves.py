@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from kvferry._doctor.finding import Finding, Kind, Level
 from kvferry._doctor.host import Host
+from kvferry._doctor.isolation import python
 from kvferry._doctor.packages import version_of
 
 if TYPE_CHECKING:
@@ -124,7 +125,7 @@ def _measure() -> tuple[float, float]:
     from kvferry.host_memory import HostMemory
     from kvferry.planner.descriptors import MemoryPair, RawDescriptors
 
-    command = [sys.executable, "-c", "from kvferry._doctor.moves import serve; serve()"]
+    command = python("from kvferry._doctor.moves import serve; serve()")
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as source:
         try:
             memory, other = HostMemory(SIZE), HostMemory(SIZE)

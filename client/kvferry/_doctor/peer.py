@@ -73,6 +73,8 @@ ECHO = Kind(
 KINDS = (BAD_ADDRESS, NAME_UNKNOWN, REFUSED, SILENT, TLS, NO_ANSWER, NOT_SERVING, FORBIDDEN, OLDER, VERSION, ECHO)
 
 ECHOES = 21
+_SAID = 300
+"""Most characters of what a peer says of itself: it may be anything."""
 _HEALTH = "/grpc.health.v1.Health/Check"
 _SERVING = b"\x08\x01"
 """HealthCheckResponse with status SERVING. By hand, because its module comes with kvferryd's packages only."""
@@ -105,6 +107,8 @@ def _unreachable(path: str, name: str, port: int, timeout: float) -> Finding | N
             found = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)
         except OSError as error:
             return NAME_UNKNOWN.found(f"{name}: {error.strerror or error}")
+        except UnicodeError:
+            return NAME_UNKNOWN.found(f"{name}: a part of the name is empty, or longer than 63 characters")
         targets = [(family, place) for family, _, _, _, place in found]
     problems = []
     silent = True
@@ -168,8 +172,8 @@ def _version(channel: Any, host: Host) -> Finding:
 
     uptime = told.uptime.seconds / 3600
     return VERSION.found(
-        f"kvferryd {told.version} (this is {__version__}), up for {uptime:,.1f} h, advertises {told.advertise}"
-        + ("; it is draining" if told.draining else "")
+        f"kvferryd {told.version[:_SAID]} (this is {__version__}), up for {uptime:,.1f} h, "
+        f"advertises {told.advertise[:_SAID]}" + ("; it is draining" if told.draining else "")
     )
 
 
@@ -179,7 +183,7 @@ def _failed(error: Any, host: Host, tls_text: str) -> Finding:
     if tls_text:
         return TLS.found(tls_text)
     code = error.code()
-    said = f"{code.name}: {' '.join((error.details() or '').split())[:300]}"
+    said = f"{code.name}: {' '.join((error.details() or '').split())[:_SAID]}"
     if code in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED):
         return FORBIDDEN.found(said)
     return NO_ANSWER.found(said)
@@ -187,4 +191,4 @@ def _failed(error: Any, host: Host, tls_text: str) -> Finding:
 
 def _health_name(answer: bytes) -> str:
     names = {b"": "UNKNOWN", b"\x08\x02": "NOT_SERVING", b"\x08\x03": "SERVICE_UNKNOWN"}
-    return names.get(answer, answer.hex())
+    return names.get(answer) or answer[:_SAID].hex()

@@ -25,7 +25,8 @@ class TlsFiles:
 
     def __init__(self, tls: TlsConfig) -> None:
         self._tls = tls
-        self._read: tuple[tuple[object, ...], TlsContent | None] = ((), None)
+        self._read: tuple[tuple[object, ...] | None, TlsContent | None] = (None, None)
+        self._problem = ""
         self._next_look = -math.inf
 
     def content(self) -> TlsContent:
@@ -39,23 +40,28 @@ class TlsFiles:
             self._next_look = now() + TLS_POLL
             found = tls_stamp(self._tls)
             if content is None or found != stamp:
-                content = self._newer(content)
-                self._read = found, content
+                content, usable = self._newer(content)
+                # What cannot be used is tried again: a file that becomes readable has not changed.
+                self._read = found if usable else None, content
         return content
 
     def look_soon(self) -> None:
         """Look at the files with the next call of `content`: a connection has failed."""
         self._next_look = -math.inf
 
-    def _newer(self, content: TlsContent | None) -> TlsContent:
+    def _newer(self, content: TlsContent | None) -> tuple[TlsContent, bool]:
+        """Return what the files hold, or else `content`, and whether they can be used."""
         try:
             newer = read_tls(self._tls)
         except InvalidField as error:
             if content is None:
                 raise
-            logger.warning("the TLS files have changed and cannot be used, so the old ones stay: %s", error.message)
-            return content
-        return content if newer == content and content is not None else newer
+            if error.message != self._problem:
+                logger.warning("the TLS files have changed and cannot be used, so the old ones stay: %s", error.message)
+            self._problem = error.message
+            return content, False
+        self._problem = ""
+        return (content if newer == content and content is not None else newer), True
 
 
 @functools.cache

@@ -40,7 +40,7 @@ class Certificates:
         self._tls = tls
         self._wall_clock = wall_clock
         self._reading = threading.Lock()
-        self._stamp = tls_stamp(tls)
+        self._stamp: tuple[object, ...] | None = tls_stamp(tls)
         self._problem = ""
         content = read_tls(tls)
         self._current = content, server_certificates(content)
@@ -79,16 +79,20 @@ class Certificates:
         """Read the files again. If they cannot be used, keep what there is and log why. Returns whether they can be.
         Blocks while it reads."""
         with self._reading:
-            self._stamp = tls_stamp(self._tls)
+            stamp, self._stamp = tls_stamp(self._tls), None
             try:
                 content = read_tls(self._tls)
                 valid = validity(content, self._tls)
+                # Clients would refuse it, and do not yet refuse the current one. It is tried again.
+                if self._in_time(self._validity):
+                    check_in_time(self._tls, self._in_time(valid))
             except InvalidField as error:
                 if error.message != self._problem:
                     logger.error("the certificate stays as it was: %s", error.message)
                 self._problem = error.message
                 return False
-            self._problem = ""
+            # Only now: what cannot be used is tried again, since a file that becomes readable has not changed.
+            self._stamp, self._problem = stamp, ""
             if content != self.content:
                 self._current = content, server_certificates(content)
                 self._validity = valid
@@ -120,6 +124,9 @@ class Certificates:
         else:
             logger.error("the certificate in %s expired on %s: %s", self._tls.cert, _date(self.expiry), then)
 
+    def _in_time(self, valid: tuple[float, float]) -> bool:
+        return valid[0] <= self._wall_clock() < valid[1]
+
     def _follow(self) -> None:
         if tls_stamp(self._tls) != self._stamp:
             self.refresh()
@@ -139,8 +146,16 @@ def validity(content: TlsContent, tls: TlsConfig) -> tuple[float, float]:
         chain = x509.load_pem_x509_certificates(content.cert or b"")
     except ValueError:
         raise InvalidField("tls_cert", str(tls.cert), "a certificate chain in PEM") from None
-    first = min(chain, key=lambda certificate: certificate.not_valid_after_utc)
-    return first.not_valid_before_utc.timestamp(), first.not_valid_after_utc.timestamp()
+    return (
+        max(certificate.not_valid_before_utc.timestamp() for certificate in chain),
+        min(certificate.not_valid_after_utc.timestamp() for certificate in chain),
+    )
+
+
+def check_in_time(tls: TlsConfig, in_time: bool) -> None:
+    """Raise `InvalidField` for a certificate that is not `in_time`: expired, or not valid yet."""
+    if not in_time:
+        raise InvalidField("tls_cert", str(tls.cert), "a certificate that is valid now; look with openssl x509 -dates")
 
 
 def _date(seconds: float) -> str:

@@ -86,8 +86,8 @@ def run(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "--check-config",
         action="store_true",
-        help="Print every setting with its value and its origin, say what is wrong with the files that they name, and "
-        "exit: with 2, if anything is.",
+        help="Print every setting with its value and its origin, say what is wrong with them and with the files that "
+        "they name, and exit: with 2, if anything is.",
     )
     add_flags(parser)
     flags: dict[str, Any] = vars(parser.parse_args(arguments))

@@ -39,6 +39,8 @@ class _Rule(BaseModel):
         for pattern in patterns:
             if pattern.partition(":")[0].upper() in ("DNS", "URI"):
                 raise ValueError(f"{pattern!r} has openssl's prefix: write the name alone")
+            if not pattern.isascii():
+                raise ValueError(f"{pattern!r}: names in certificates are ASCII: write an international one as xn--…")
             parts = pattern.split("/" if ":" in pattern else ".")
             if sum(ANYBODY in part for part in parts) > 1 or any(ANYBODY in part and part != ANYBODY for part in parts):
                 raise ValueError(f"{pattern!r}: ** may stand once, and is a part of the name by itself")
@@ -69,7 +71,7 @@ def read_policy(path: Path) -> Policy:
         detail = error.errors()[0]
         where = ".".join(str(part + 1) if isinstance(part, int) else part for part in detail["loc"])
         raise InvalidField("policy", str(path), f"a policy; {where}: {detail['msg']}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InvalidField("policy", str(path), f"a policy in TOML ({error})") from None
     return Policy(everyone=Grant(), rules=tuple(_rule(rule) for rule in found.rule))
 

@@ -16,6 +16,7 @@ from kvferry.errors import BadReference, NotAllowed
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry_server.domain.policy import MEMBER, OPERATOR, Grant, Need, Policy, PolicyRole
 from kvferry_server.servicers.callers import Context, identities_of
+from kvferry_server.servicers.limits import MAX_NOTIFICATIONS, MAX_TEXT
 from kvferry_server.servicers.notify import OF_A_SOURCE
 
 MAX_KEPT = 4096
@@ -39,7 +40,9 @@ class Entry:
 
 
 def _in_an_engines_name(request: pb.RegisterCacheRequest | pb.WatchRequest) -> tuple[Need]:
-    role = RELAY if request.relayed_by else ENGINE
+    # Nobody relays for a scheduler, whose Watch opens the engine: otherwise a relay could take engine_ids.
+    opens = isinstance(request, pb.WatchRequest) and request.role == pb.WATCH_ROLE_SCHEDULER
+    role = RELAY if request.relayed_by and not opens else ENGINE
     return (Need((role,), request.engine.engine_id),)
 
 
@@ -60,6 +63,10 @@ def _reference(text: str) -> Need:
 
 
 def _notify(request: pb.NotifyRequest) -> Iterator[Need]:
+    if len(request.notifications) > MAX_NOTIFICATIONS:
+        # The handler refuses it whole. To look at each of half a million would hold up everybody else for seconds.
+        yield Need((ENGINE, READER, RELAY))
+        return
     kinds = {notification.WhichOneof("kind") for notification in request.notifications}
     for kind in kinds - {"decline"}:
         if kind in OF_A_SOURCE:
@@ -156,7 +163,9 @@ def _refusal(method: str, identities: tuple[str, ...], need: Need) -> NotAllowed
     role = " or ".join(role.value for role in need.roles)
     caller = ", ".join(identities)
     who = f"a caller with the identity {caller}" if caller else "a caller without an identity in a certificate"
-    what = f" for engine {need.engine_id!r}" if need.engine_id is not None else ""
+    # Nothing has looked at it yet, so it may be as long as a message.
+    engine_id = (need.engine_id or "")[:MAX_TEXT]
+    what = f" for engine {engine_id!r}" if need.engine_id is not None else ""
     if need.roles == (ADMIN,):
         then = "call over the node's UNIX socket, or give the identity that role in the file of kvferryd's --policy"
     else:
@@ -165,7 +174,7 @@ def _refusal(method: str, identities: tuple[str, ...], need: Need) -> NotAllowed
         f"{who} does not have the role {role}{what}, which {method.rpartition('/')[2]} takes: {then}",
         identity=caller,
         role=role,
-        engine_id=need.engine_id or "",
+        engine_id=engine_id,
         method=method,
     )
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvferry._wire.channel import TlsConfig, read_tls
+from kvferry._wire.tls_files import TlsFiles
 from kvferry.errors import InvalidField
 from kvferry_server.node.certificates import Certificates
-from kvferry_server.node.config import configure
+from kvferry_server.node.config import configure, load
+from kvferry_server.node.named_files import file_problems
 from kvferry_server.node.server import NodeServer
 from tests.support.certificates import Authority, replace_files, tls_flags
 from tests.support.node_servers import Kvferryd, refused, serves
@@ -57,6 +61,30 @@ def test_a_pair_that_does_not_fit_keeps_the_old_one_and_says_why_once(
     replace_files(newer, files)
     assert certificates.refresh()
     assert certificates.content == read_tls(newer)
+
+
+def test_a_certificate_that_is_not_valid_now_is_used_when_it_is(
+    fleet: Authority, files: TlsConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As from an authority whose clock is ahead. Clients would refuse it, and take the one that it replaces."""
+    older, newer, restored = (fleet.issue(name) for name in ("older", "newer", "restored"))
+    valid = {read_tls(older): (0.0, 100.0), read_tls(newer): (50.0, 200.0), read_tls(restored): (0.0, 55.0)}
+    monkeypatch.setattr("kvferry_server.node.certificates.validity", lambda content, _: valid[content])
+    wall = [40.0]
+    certificates = Certificates(replace_files(older, files), lambda: wall[0])
+    replace_files(newer, files)
+    assert not certificates.refresh()
+    assert certificates.content == read_tls(older)
+    assert "valid now" in caplog.text
+    wall[0] = 60.0
+    assert certificates.refresh()
+    assert certificates.content == read_tls(newer)
+    replace_files(restored, files)
+    assert not certificates.refresh()
+    assert certificates.content == read_tls(newer)
+    # Where both have expired, neither is worse.
+    wall[0] = 200.0
+    assert certificates.refresh()
 
 
 def test_it_is_warned_of_before_a_certificate_expires_and_again_when_half_of_the_time_is_over(
@@ -109,6 +137,70 @@ def test_a_server_follows_its_files_without_being_told_and_at_once_when_it_is(
         server.signal(signal.SIGHUP)
         until(lambda: "the certificate was read again" in server.log)
         assert serves(server.advertise, client)
+
+
+class Unreadable:
+    """A file that this process may not read for a time. The tests run as root, whom no mode keeps from anything."""
+
+    def __init__(self, path: Path | None, monkeypatch: pytest.MonkeyPatch) -> None:
+        read, self.refuses = Path.read_bytes, True
+
+        def read_bytes(at: Path) -> bytes:
+            if at == path and self.refuses:
+                raise PermissionError(13, "Permission denied")
+            return read(at)
+
+        monkeypatch.setattr(Path, "read_bytes", read_bytes)
+
+
+async def test_a_server_uses_a_file_as_soon_as_it_may_read_it(
+    fleet: Authority, files: TlsConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """`cp new.key …; chown kvferry …`: the second step changes neither the time nor the size of the file."""
+    monkeypatch.setattr("kvferry_server.node.certificates.CERTIFICATE_POLL", 0.01)
+    certificates, newer = Certificates(files), fleet.issue("newer")
+    following = asyncio.create_task(certificates.run())
+    try:
+        key = Unreadable(files.key, monkeypatch)
+        replace_files(newer, files)
+        await asyncio.to_thread(until, lambda: "Permission denied" in caplog.text)
+        key.refuses = False
+        await asyncio.to_thread(until, lambda: certificates.content == read_tls(newer))
+    finally:
+        following.cancel()
+    assert caplog.text.count("stays as it was") == 1
+
+
+def test_a_client_uses_a_file_as_soon_as_it_may_read_it(
+    fleet: Authority, files: TlsConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    followed, newer = TlsFiles(files), fleet.issue("newer")
+    old = followed.content()
+    key = Unreadable(files.key, monkeypatch)
+    replace_files(newer, files)
+    for _ in range(3):
+        followed.look_soon()
+        assert followed.content() is old
+    key.refuses = False
+    followed.look_soon()
+    assert followed.content() == read_tls(newer)
+    assert caplog.text.count("cannot be used") == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "setting"),
+    [
+        ({"listen": "0.0.0.0:0"}, "listen"),
+        ({"listen": "0.0.0.0:0", "insecure": True}, "advertise"),
+    ],
+)
+async def test_check_config_refuses_the_addresses_that_a_start_refuses(flags: dict[str, Any], setting: str) -> None:
+    loaded = load(flags, None)
+    (problem,) = file_problems(loaded)
+    assert problem.startswith(f"{setting} is ")
+    with pytest.raises(InvalidField) as caught:
+        await NodeServer(configure(**{"unix": "", **flags})).start()
+    assert caught.value.values["field"] == setting
 
 
 def test_check_config_opens_every_file_and_names_the_setting_of_each_that_is_wrong(

@@ -7,7 +7,7 @@ import signal
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import grpc
 import pytest
@@ -16,17 +16,18 @@ from google.protobuf import descriptor_pool
 from kvferry._wire.channel import TlsConfig, connect
 from kvferry._wire.reference import format_reference
 from kvferry._wire.status import from_rpc_error
-from kvferry.errors import InvalidField, KvferryError, NotAllowed, Unreachable
+from kvferry.errors import BadReference, InvalidField, KvferryError, NotAllowed, Unreachable
 from kvferry.v1 import introspection_pb2 as ipb
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry.v1.introspection_pb2_grpc import IntrospectionStub
 from kvferry.v1.kv_transfer_pb2_grpc import KVTransferStub
-from kvferry_server.domain.policy import Policy
+from kvferry_server.domain.policy import Grant, Policy, Rule
 from kvferry_server.node.config import BadConfig, configure
 from kvferry_server.node.policy_file import read_policy
 from kvferry_server.node.server import OFFERED
 from kvferry_server.servicers import access
 from kvferry_server.servicers.access import TABLE, TRUSTED, UNKNOWN_CALLERS, Access
+from kvferry_server.servicers.limits import MAX_NOTIFICATIONS
 from tests.support.certificates import Authority, tls_flags
 from tests.support.node_in_process import raised, running
 from tests.support.node_servers import Kvferryd, serves
@@ -49,7 +50,7 @@ CERTIFICATES = {
     "without names": "",
 }
 
-ENGINE_CALLS = {"open", "register", "publish", "rank left"}
+ENGINE_CALLS = {"open", "open as if relayed", "register", "publish", "rank left"}
 RELAY_CALLS = {"relayed open", "relayed registration", "rank left"}
 LEASE_CALLS = {"renew", "checksums"}
 READER_CALLS = {"handshake", "read", "poll", "decline"} | LEASE_CALLS
@@ -89,8 +90,8 @@ def calls(channel: grpc.Channel, engine_id: str) -> dict[str, Callable[[], objec
         request = pb.NotifyRequest(sender=engine, session_secret=b"s" * 32, notifications=[pb.Notification(**kind)])
         return lambda: kv.Notify(request, timeout=TIMEOUT)
 
-    def watch(**more: Any) -> Callable[[], object]:
-        request = pb.WatchRequest(engine=engine, session_secret=b"s" * 32, role=pb.WATCH_ROLE_SCHEDULER, **more)
+    def watch(role: pb.WatchRole.ValueType = pb.WATCH_ROLE_SCHEDULER, **more: Any) -> Callable[[], object]:
+        request = pb.WatchRequest(engine=engine, session_secret=b"s" * 32, role=role, **more)
         return lambda: list(kv.Watch(request, timeout=TIMEOUT))
 
     def register(**more: Any) -> Callable[[], object]:
@@ -106,7 +107,8 @@ def calls(channel: grpc.Channel, engine_id: str) -> dict[str, Callable[[], objec
         "register": register(),
         "publish": notify(publish=pb.Publish(publication=1)),
         "rank left": notify(rank_left=pb.RankLeft()),
-        "relayed open": watch(relayed_by="h:1"),
+        "relayed open": watch(pb.WATCH_ROLE_RANK, relayed_by="h:1"),
+        "open as if relayed": watch(relayed_by="h:1"),
         "relayed registration": register(relayed_by="h:1"),
         "handshake": handshake(reference=reference),
         "geometry": handshake(),
@@ -280,6 +282,8 @@ def test_only_the_unix_socket_and_those_whom_the_policy_names_administer(method:
         ("[[rule]]\nidentities = ['spiffe://a/**b']", "a part of the name by itself"),
         ("[[rule]]\nidentities = ['a']\nadmin = 'yes'", "rule.1.admin"),
         ("\xff", "in TOML"),
+        ("rule = " + "[" * 100_000, "in TOML"),
+        ("[[rule]]\nidentities = ['caf\xc3\xa9.example']", "xn--"),
     ],
 )
 def test_a_policy_file_that_says_something_else_is_refused(text: str, says: str, tmp_path: Path) -> None:
@@ -289,6 +293,49 @@ def test_a_policy_file_that_says_something_else_is_refused(text: str, says: str,
         read_policy(path)
     assert caught.value.values["field"] == "policy"
     assert says in caught.value.message
+
+
+def who_has(**roles: Any) -> Access:
+    """What decides over a caller to whom a policy gives these roles."""
+    policy = Policy(Grant(), (Rule(("a.example",), Grant(**roles)),))
+    return Access(lambda: policy, lambda _: ("a.example",))
+
+
+def test_a_relay_opens_no_engine() -> None:
+    """A scheduler's Watch opens an engine. Marked as relayed, it still takes the role of the engine."""
+    relay, method = who_has(relay=("p-*",)), "/kvferry.v1.KVTransfer/Watch"
+    request = pb.WatchRequest(engine=pb.EngineRef(engine_id="p-1"), role=pb.WATCH_ROLE_RANK, relayed_by="h:1")
+    relay.check(method, request, cast("Any", None))
+    request.role = pb.WATCH_ROLE_SCHEDULER
+    with pytest.raises(NotAllowed, match="role engine"):
+        relay.check(method, request, cast("Any", None))
+
+
+def test_a_refusal_is_short_whatever_was_asked_for() -> None:
+    """Refusals are logged."""
+    request = pb.WatchRequest(engine=pb.EngineRef(engine_id="x" * 3_000_000))
+    with pytest.raises(NotAllowed) as caught:
+        who_has(observer=True).check("/kvferry.v1.KVTransfer/Watch", request, cast("Any", None))
+    assert len(caught.value.message) + sum(map(len, caught.value.values.values())) < 1500
+
+
+def test_a_batch_that_is_too_large_is_not_looked_at_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half a million references in one message would hold up every other caller for more than a second."""
+    parsed = list[str]()
+
+    def parse(text: str) -> pb.Reference:
+        parsed.append(text)
+        raise BadReference("none")
+
+    monkeypatch.setattr(access, "parse_reference", parse)
+    for count, looked_at in ((MAX_NOTIFICATIONS, MAX_NOTIFICATIONS), (MAX_NOTIFICATIONS + 1, 0)):
+        parsed.clear()
+        declines = [pb.Notification(decline=pb.Decline(reference=f"r{number}")) for number in range(count)]
+        request = pb.NotifyRequest(notifications=declines)
+        who_has(reader=("p-*",)).check("/kvferry.v1.KVTransfer/Notify", request, cast("Any", None))
+        assert len(parsed) == looked_at
+        with pytest.raises(NotAllowed):
+            who_has(observer=True).check("/kvferry.v1.KVTransfer/Notify", request, cast("Any", None))
 
 
 def test_sighup_reads_the_policy_again_and_a_broken_one_changes_nothing(fleet: Authority, tmp_path: Path) -> None:
