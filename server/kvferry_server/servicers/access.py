@@ -62,6 +62,12 @@ def _reference(text: str) -> Need:
         return Need((READER,))
 
 
+def _decline(decline: pb.Decline) -> Need:
+    need = _reference(decline.reference)
+    # A node server sends it on under its own certificate, and has asked its own policy about the caller.
+    return Need((READER, RELAY), need.engine_id) if decline.relayed_by else need
+
+
 def _notify(request: pb.NotifyRequest) -> Iterator[Need]:
     if len(request.notifications) > MAX_NOTIFICATIONS:
         # The handler refuses it whole. To look at each of half a million would hold up everybody else for seconds.
@@ -76,7 +82,7 @@ def _notify(request: pb.NotifyRequest) -> Iterator[Need]:
             # The lease_id names the read, and the lease obeys only the identity that acquired it.
             yield Need((READER,))
     if "decline" in kinds:
-        yield from map(_reference, {n.decline.reference for n in request.notifications if n.HasField("decline")})
+        yield from {_decline(n.decline) for n in request.notifications if n.HasField("decline")}
     if not kinds:
         yield Need((ENGINE, READER, RELAY))
 

@@ -51,9 +51,9 @@ CERTIFICATES = {
 }
 
 ENGINE_CALLS = {"open", "open as if relayed", "register", "publish", "rank left"}
-RELAY_CALLS = {"relayed open", "relayed registration", "rank left"}
+RELAY_CALLS = {"relayed open", "relayed registration", "relayed decline", "rank left"}
 LEASE_CALLS = {"renew", "checksums"}
-READER_CALLS = {"handshake", "read", "poll", "decline"} | LEASE_CALLS
+READER_CALLS = {"handshake", "read", "poll", "decline", "relayed decline"} | LEASE_CALLS
 OBSERVER_CALLS = {"list", "plan"}
 NOTHING = {"nothing"}
 MAY: Mapping[str, Mapping[str, set[str]]] = {
@@ -115,6 +115,7 @@ def calls(channel: grpc.Channel, engine_id: str) -> dict[str, Callable[[], objec
         "read": lambda: list(kv.ReadBlocks(read, timeout=TIMEOUT)),
         "poll": lambda: kv.PollBlocks(pb.PollBlocksRequest(read=read), timeout=TIMEOUT),
         "decline": notify(decline=pb.Decline(reference=reference)),
+        "relayed decline": notify(decline=pb.Decline(reference=reference, relayed_by="h:1")),
         "renew": notify(renew=pb.Renew(lease_id=b"l" * 16)),
         "checksums": lambda: kv.ReadChecksums(
             pb.ReadChecksumsRequest(reader=reader, lease_id=b"l" * 16), timeout=TIMEOUT
