@@ -19,7 +19,8 @@ TOKENS = 40
 
 
 def prefill(cache: Cache, tensor: np.ndarray, reference: Path) -> None:
-    """Publish a request, as a router would pass it on, and wait until it has been read."""
+    """Publish a request, as a router would pass it on, and wait until it has been read, or held for as long as
+    kvferryd's --hold says."""
     tensor[:, 3:6] = 42
     publication = cache.session.publish("request-1", {"full": Blocks([3, 4, 5], end_token=TOKENS)})
     # Renamed, so that whoever waits for the file finds it whole. It is a capability: only its reader may see it.
@@ -27,7 +28,7 @@ def prefill(cache: Cache, tensor: np.ndarray, reference: Path) -> None:
     written.touch(0o600)
     written.write_text(publication.reference)
     written.rename(reference)
-    (release,) = cache.session.released(timeout=60)
+    (release,) = cache.session.released(timeout=600)
     print(f"{release.request_id} was released: {release.outcome.name}")
 
 
@@ -51,7 +52,7 @@ def main() -> None:
     )
     tensor = np.zeros((2, 64, 8, 16, 128), np.uint16)
     with Client(given.server, tls=tls) as client:
-        cache = client.register_cache(EngineSpec(given.role, (GROUP,)), tensors={"layer0": tensor}, axes=AXES)
+        cache = client.register_cache(EngineSpec(f"{given.role}-0", (GROUP,)), tensors={"layer0": tensor}, axes=AXES)
         (prefill if given.role == "prefill" else decode)(cache, tensor, given.reference)
 
 

@@ -27,6 +27,7 @@ from kvferry import (
     GroupKind,
     IntegrityOptions,
     Interval,
+    Listing,
     MemoryKind,
     MemoryRegion,
     NixlOptions,
@@ -34,6 +35,7 @@ from kvferry import (
     RankGeometry,
     StagingOptions,
     TokenShard,
+    open_directory,
 )
 from kvferry._session import home_session_of
 from kvferry.engine import Grant, SchedulerPort, WorkerOutput, WorkerPort
@@ -320,6 +322,18 @@ def constructors() -> Iterator[Case]:
         {"mode": TEXT, "rate": [None, "1", True, math.nan, 2, 0], "patience": SECONDS},
     )
     yield Case(
+        "Listing",
+        Listing,
+        {"engine_id": "prefill", "home": "10.0.0.1:7423"},
+        {
+            "engine_id": TEXT,
+            "home": TEXT,
+            "incarnation": [None, 1, "0123456789abcdef", b"short", [1]],
+            "labels": [None, 1, "a", {"a": 1}, {1: "a"}],
+        },
+    )
+    yield Case("Directory, opened", open_directory, {"url": "file:/nowhere.json"}, {"url": TEXT})
+    yield Case(
         "EngineToken.parse",
         EngineToken.parse,
         {"text": str(EngineToken("e", b"s" * 32, "h"))},
@@ -594,7 +608,7 @@ def test_every_public_class_is_here() -> None:
     covered = {case.name.split()[0].split(".")[0] for case in CONSTRUCTORS} | {"Client", "Cache", "EngineSession"}
     values = {"ReadResult", "ReadSummary", "ReadProgress", "Publication", "Release", "Verification", "ReadPlan", "Read"}
     # The settings of `serve` are a TypedDict, and checked by the server.
-    waived = {"AsyncClient", "TlsConfig", "Costs", "PathRule", "EmbeddedServer", "ServerSettings"}
+    waived = {"Listed", "AsyncClient", "TlsConfig", "Costs", "PathRule", "EmbeddedServer", "ServerSettings"}
     exported = {name for name in kvferry.__all__ if inspect.isclass(getattr(kvferry, name))}
     enums = {"GroupKind", "MemoryKind", "ReadState", "ReleaseOutcome", "KvferryError"}
     assert exported - covered - values - waived - enums == set()

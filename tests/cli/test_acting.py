@@ -120,6 +120,7 @@ def test_a_lease_is_let_run_out(scene: Scene) -> None:
     assert found["remaining"] != "0s"
     missing = scene.run("end-lease", "leased", "987654", "--yes")
     assert missing.returncode == 1
+    assert "it never had one, or it ended long ago" in missing.stderr
     assert missing.stderr.rstrip().endswith("[LEASE_ENDED]")
 
 

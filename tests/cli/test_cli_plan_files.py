@@ -129,6 +129,13 @@ def test_layers_that_do_not_exist_are_wrong_usage(layers: str, problem: str) -> 
     assert problem in result.output
 
 
+def test_a_live_engine_given_as_a_file_is_told_the_right_option() -> None:
+    path = str(EXAMPLES / "llama3-8b-tp4.json")
+    result = CliRunner().invoke(app, ["plan", "--source", "prefill-0@node7:7423", "--destination", path])
+    assert result.exit_code == 2
+    assert "--source-engine prefill-0@node7:7423" in " ".join(result.output.split())
+
+
 def test_engines_of_different_models_are_refused() -> None:
     large, small = (str(EXAMPLES / name) for name in ("llama3-70b-tp4-pp2.json", "llama3-8b-tp2.json"))
     result = CliRunner().invoke(app, ["plan", "--source", large, "--destination", small])

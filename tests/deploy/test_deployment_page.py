@@ -12,7 +12,9 @@ from pathlib import Path
 
 import tomllib
 
+from kvferry_server.domain.policy import Need, PolicyRole
 from kvferry_server.node.config import load
+from kvferry_server.node.policy_file import read_policy
 from tests.support.node_servers import environment, free_port
 from tests.support.repository import ROOT
 
@@ -55,6 +57,25 @@ def test_two_nodes_by_copying(tmp_path: Path) -> None:
     assert re.search(r"^\W*prefill\b", said, re.MULTILINE), said
     assert "request-1" in said
     assert logs.count("stopped\n") == 2
+
+
+def test_the_policy_in_security_fits_the_certificates_of_the_page(tmp_path: Path) -> None:
+    names = dict(re.findall(r"^certificate (\S+) URI:(\S+)$", SECTION, re.MULTILINE))
+    text = (ROOT / "docs" / "security.md").read_text()
+    (tmp_path / "policy.toml").write_text(next(text for kind, text in BLOCK.findall(text) if kind == "toml"))
+    policy = read_policy(tmp_path / "policy.toml")
+
+    def allowed(who: str, role: PolicyRole, engine_id: str | None = None) -> bool:
+        return policy.granted([names[who]]).allows(Need((role,), engine_id))
+
+    # What examples/two_nodes.py calls its engines.
+    assert allowed("prefill", PolicyRole.ENGINE, "prefill-0")
+    assert allowed("decode", PolicyRole.ENGINE, "decode-0")
+    assert allowed("decode", PolicyRole.READER, "prefill-0")
+    assert allowed("operator", PolicyRole.OBSERVER)
+    assert allowed("operator", PolicyRole.ADMIN)
+    assert not allowed("prefill", PolicyRole.ADMIN)
+    assert not allowed("decode", PolicyRole.ENGINE, "prefill-0")
 
 
 def test_settings_of_the_unit_are_settings() -> None:

@@ -132,6 +132,10 @@ def _engine(side: str, file: Path | None, live: str, connection: Connection) -> 
     if file is not None:
         from kvferry.geometry.file import load
 
+        if "@" in str(file) and not file.exists():
+            problem = f"there is no file {str(file)!r}; if it is a live engine, say --{side}-engine {file}"
+            raise typer.BadParameter(problem, param_hint=f"--{side}")
+
         return load(file)
     from kvferry._wire.geometry_codec import engine_from_proto
     from kvferry.errors import EngineIncomplete

@@ -6,13 +6,14 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from kvferry._arguments import mapping, string_map, text
+from kvferry._arguments import instance, mapping, string_map, text
 from kvferry._wire.channel import parse_address
 from kvferry.errors import InvalidField
 
 MAX_NAME_BYTES = 256
 """Most bytes of an engine_id, a home, and of the name and the value of a label."""
 MAX_LABELS = 16
+INCARNATION_BYTES = 16
 MAX_ENTRY_BYTES = 16 * 1024
 """Most bytes of one entry that is read from a directory: more than any valid one has."""
 
@@ -39,6 +40,8 @@ class Listing:
     def __post_init__(self) -> None:
         if not 1 <= len(text("engine_id", self.engine_id).encode()) <= MAX_NAME_BYTES:
             raise InvalidField("engine_id", self.engine_id, f"1 to {MAX_NAME_BYTES} bytes")
+        if len(instance("incarnation", self.incarnation, bytes, "bytes")) not in (0, INCARNATION_BYTES):
+            raise InvalidField("incarnation", self.incarnation, f"{INCARNATION_BYTES} bytes, or none")
         object.__setattr__(self, "home", checked_home(self.home))
         object.__setattr__(self, "labels", checked_labels(self.labels))
 

@@ -202,8 +202,8 @@ class Lessor:
         now = self._records.advance(MAX_ENDED_AT_ONCE)
         lease = self._records.lease_of_number(source, lease_number, now)
         if lease is None:
-            problem = f"this home has no lease {lease_number} on a publication of {source}: it ended long ago"
-            raise LeaseEnded(problem, lease_number=lease_number)
+            problem = f"this home has no lease {lease_number} on a publication of {source}"
+            raise LeaseEnded(f"{problem}: it never had one, or it ended long ago", lease_number=lease_number)
         self._records.revoke_lease(lease, RevokeReason.OPERATOR)
         return lease
 

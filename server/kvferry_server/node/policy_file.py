@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, TomlConfigSettingsSource
 
 from kvferry.errors import InvalidField
@@ -68,12 +70,24 @@ def read_policy(path: Path) -> Policy:
     except OSError as error:
         raise InvalidField("policy", str(path), f"a readable file ({error.strerror})") from None
     except ValidationError as error:
-        detail = error.errors()[0]
+        problems = error.errors()
+        # A field that is missing comes first, and is often one that is misspelt: that one tells the operator more.
+        detail = next((each for each in problems if each["type"] == "extra_forbidden"), problems[0])
         where = ".".join(str(part + 1) if isinstance(part, int) else part for part in detail["loc"])
-        raise InvalidField("policy", str(path), f"a policy; {where}: {detail['msg']}") from None
+        raise InvalidField("policy", str(path), f"a policy; {where}: {_problem(detail)}") from None
     except (ValueError, RecursionError) as error:
         raise InvalidField("policy", str(path), f"a policy in TOML ({error})") from None
     return Policy(everyone=Grant(), rules=tuple(_rule(rule) for rule in found.rule))
+
+
+def _problem(detail: ErrorDetails) -> str:
+    if detail["type"] == "missing":
+        return "missing"
+    if detail["type"] != "extra_forbidden":
+        return detail["msg"][0].lower() + detail["msg"][1:]
+    fields = _Rule.model_fields if len(detail["loc"]) > 1 else _File.model_fields
+    close = difflib.get_close_matches(str(detail["loc"][-1]), fields, n=1)
+    return "no such field" + (f"; did you mean {close[0]}?" if close else f": there are {', '.join(fields)}")
 
 
 def _rule(rule: _Rule) -> Rule:

@@ -272,11 +272,13 @@ def test_only_the_unix_socket_and_those_whom_the_policy_names_administer(method:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("", "rule: Field required"),
+        ("", "rule: missing"),
         ("rule = [", "in TOML"),
-        ("[[rule]]\nengine = ['*']", "rule.1.identities: Field required"),
+        ("[[rule]]\nengine = ['*']", "rule.1.identities: missing"),
         ("[[rule]]\nidentities = []", "at least 1 item"),
-        ("[[rule]]\nidentities = ['a']\nwriter = ['*']", "rule.1.writer: Extra inputs"),
+        ("[[rule]]\nidentities = ['a']\nwriter = ['*']", "rule.1.writer: no such field: there are identities, engine"),
+        ("[[rule]]\nidentites = ['a']", "rule.1.identites: no such field; did you mean identities?"),
+        ("[[rules]]\nidentities = ['a']", "rules: no such field; did you mean rule?"),
         ("[[rule]]\nidentities = ['a']\n[[rule]]\nidentities = 'b'", "rule.2.identities"),
         ("[[rule]]\nidentities = ['a']\nreader = ['']", "a pattern is empty"),
         ("[[rule]]\nidentities = ['URI:spiffe://a/b']", "write the name alone"),
