@@ -433,11 +433,11 @@ def _flag(name: str) -> str:
 def _read_file(path: Path) -> dict[str, Any]:
     # pydantic's source skips files that do not exist, but this one was named.
     problem = f"{path} does not exist"
-    if path.is_file():
-        try:
+    try:
+        if path.is_file():
             return TomlConfigSettingsSource(NodeConfig, path)()
-        except (OSError, ValueError) as error:
-            problem = f"{path}: {error}"
+    except (OSError, ValueError, RecursionError) as error:
+        problem = f"{path}: {error}"
     raise BadConfig(problem, setting="config", value=path, origin="--config", problem=problem)
 
 

@@ -58,19 +58,20 @@ def read_policy(path: Path) -> Policy:
     Raises:
         InvalidField: it cannot be read, is not TOML, or has something that no policy has. Names the setting `policy`.
     """
-    # pydantic's source skips files that do not exist, but this one was named.
-    if not path.is_file():
-        raise InvalidField("policy", str(path), "a file")
     try:
-        found = _File.model_validate(TomlConfigSettingsSource(BaseSettings, path)())
+        # pydantic's source skips files that do not exist, but this one was named. Looking may fail, too: in a folder
+        # that may not be entered any more.
+        found = _File.model_validate(TomlConfigSettingsSource(BaseSettings, path)()) if path.is_file() else None
     except OSError as error:
         raise InvalidField("policy", str(path), f"a readable file ({error.strerror})") from None
     except ValidationError as error:
         detail = error.errors()[0]
         where = ".".join(str(part + 1) if isinstance(part, int) else part for part in detail["loc"])
         raise InvalidField("policy", str(path), f"a policy; {where}: {detail['msg']}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InvalidField("policy", str(path), f"a policy in TOML ({error})") from None
+    if found is None:
+        raise InvalidField("policy", str(path), "a file")
     return Policy(everyone=Grant(), rules=tuple(_rule(rule) for rule in found.rule))
 
 

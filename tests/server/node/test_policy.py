@@ -280,6 +280,8 @@ def test_only_the_unix_socket_and_those_whom_the_policy_names_administer(method:
         ("[[rule]]\nidentities = ['spiffe://a/**b']", "a part of the name by itself"),
         ("[[rule]]\nidentities = ['a']\nadmin = 'yes'", "rule.1.admin"),
         ("\xff", "in TOML"),
+        # Too deep for the parser.
+        ("x = " + "[" * 20_000, "in TOML"),
     ],
 )
 def test_a_policy_file_that_says_something_else_is_refused(text: str, says: str, tmp_path: Path) -> None:
@@ -289,6 +291,13 @@ def test_a_policy_file_that_says_something_else_is_refused(text: str, says: str,
         read_policy(path)
     assert caught.value.values["field"] == "policy"
     assert says in caught.value.message
+
+
+def test_a_policy_whose_place_cannot_be_looked_at_is_refused(tmp_path: Path) -> None:
+    for path, says in ((tmp_path / "gone", "expected a file"), (tmp_path / ("x" * 300), "too long")):
+        with pytest.raises(InvalidField, match=says) as caught:
+            read_policy(path)
+        assert caught.value.values["field"] == "policy"
 
 
 def test_sighup_reads_the_policy_again_and_a_broken_one_changes_nothing(fleet: Authority, tmp_path: Path) -> None:
