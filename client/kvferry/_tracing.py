@@ -44,7 +44,7 @@ class Span:
         yield
 
     def end(self, error: BaseException | None = None, **attributes: str | int) -> None:
-        """End it. Idempotent.
+        """End it. Idempotent. Never raises: no read fails because it is traced.
 
         Args:
             error: with what it failed. Only its class is recorded: messages may name what is secret.

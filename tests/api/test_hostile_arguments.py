@@ -332,7 +332,7 @@ def constructors() -> Iterator[Case]:
             "labels": [None, 1, "a", {"a": 1}, {1: "a"}],
         },
     )
-    yield Case("Directory, opened", open_directory, {"url": "file:/nowhere.json"}, {"url": TEXT})
+    yield Case("Directory opened", open_directory, {"url": "file:/nowhere.json"}, {"url": TEXT})
     yield Case(
         "EngineToken.parse",
         EngineToken.parse,

@@ -144,7 +144,14 @@ def test_several_servers_and_one_that_is_gone(stage: Stage, empty: Kvferryd, tmp
 
 
 @pytest.mark.parametrize(
-    "wrong", [["--interval", "0.1"], ["--interval", "nan"], ["--server", "nonsense"], ["--tls-cert", "/nowhere"]]
+    "wrong",
+    [
+        ["--interval", "0.1"],
+        ["--interval", "nan"],
+        ["--interval", "inf"],
+        ["--server", "nonsense"],
+        ["--tls-cert", "/nowhere"],
+    ],
 )
 def test_wrong_usage_is_exit_code_2(wrong: list[str]) -> None:
     done = run_kvferry("top", "--once", *wrong)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor
 from opentelemetry.trace import NoOpTracerProvider
 
 from kvferry import Blocks, _tracing
@@ -83,3 +84,19 @@ def test_a_span_that_cannot_be_made_fails_no_read(fabric: Fabric, caplog: pytest
     (read,) = decode.read(prefill.publish(kv(tokens=8), [3, 1]).reference, [5, 6])
     assert read.result(SOON).bytes
     assert "a span could not be started" in caplog.text
+
+
+class Broken(SpanProcessor):
+    """Fails with each span that ends, as an exporter with a bug does."""
+
+    def on_end(self, span: ReadableSpan) -> None:
+        raise ValueError(span.name)
+
+
+def test_a_span_processor_that_fails_loses_no_read_and_no_release(fabric: Fabric, recorded: Recorded) -> None:
+    recorded.provider.add_span_processor(Broken())
+    prefill, decode = Engine(fabric, "p"), Engine(fabric, "d")
+    publication = prefill.publish(kv(tokens=8), [3, 1])
+    (read,) = decode.read(publication.reference, [5, 6], traceparent=publication.traceparent)
+    assert read.result(SOON).bytes
+    assert [release.publication for release in prefill.session.released(timeout=SOON)] == [publication.number]

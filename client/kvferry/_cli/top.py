@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 INTERVAL = 2.0
 LEAST_INTERVAL = 0.5
 """Seconds between two looks. No less, however impatient the caller: each look makes node servers list their reads."""
+MOST_INTERVAL = 3600.0
 
 
 @with_connection
@@ -36,7 +37,10 @@ def top(
         ),
     ] = None,
     interval: Annotated[
-        float, typer.Option("--interval", min=LEAST_INTERVAL, metavar="SECONDS", help="Time between two looks.")
+        float,
+        typer.Option(
+            "--interval", min=LEAST_INTERVAL, max=MOST_INTERVAL, metavar="SECONDS", help="Time between two looks."
+        ),
     ] = INTERVAL,
     once: Annotated[bool, typer.Option("--once", help="Look once, and end.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object for each look, in a line.")] = False,

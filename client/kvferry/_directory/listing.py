@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from kvferry._arguments import instance, mapping, string_map, text
+from kvferry._wire.authority import INCARNATION_BYTES
 from kvferry._wire.channel import parse_address
 from kvferry.errors import InvalidField
 
 MAX_NAME_BYTES = 256
 """Most bytes of an engine_id, a home, and of the name and the value of a label."""
 MAX_LABELS = 16
-INCARNATION_BYTES = 16
 MAX_ENTRY_BYTES = 16 * 1024
 """Most bytes of one entry that is read from a directory: more than any valid one has."""
 

@@ -10,6 +10,7 @@ need, so that an exporter must not block them: use a ``BatchSpanProcessor``.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Generator
 from contextlib import contextmanager
 
@@ -21,6 +22,8 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 import kvferry
 from kvferry import _tracing
 from kvferry._tracing import Attributes, calling_under
+
+logger = logging.getLogger(__name__)
 
 _propagator = TraceContextTextMapPropagator()
 
@@ -75,6 +78,13 @@ class _RecordedSpan(_tracing.Span):
             yield
 
     def end(self, error: BaseException | None = None, **attributes: str | int) -> None:
+        # A processor of the application that fails must not end a read or a release half way.
+        try:
+            self._end(error, attributes)
+        except Exception:
+            logger.exception("a span could not be ended")
+
+    def _end(self, error: BaseException | None, attributes: Attributes) -> None:
         if not self._span.is_recording():
             return
         self._span.set_attributes({f"kvferry.{key}": attributes[key] for key in attributes})

@@ -30,6 +30,7 @@ ENGINE_EVENTS = (
     "engine_back",
     "engine_dead",
     "engine_replaced",
+    "engine_evicted",
     "engine_forgotten",
     "rank_registered",
     "rank_back",

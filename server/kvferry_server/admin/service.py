@@ -60,7 +60,7 @@ class AdminService:
         self._collector = NodeCollector(node)
         self._pictures = Pictures(node)
         self._metrics: tuple[float, bytes] = (float("-inf"), b"")
-        self._scraping = asyncio.Lock()
+        self._scraping: asyncio.Task[None] | None = None
         self._listing = asyncio.Lock()
         self._listed_until = float("-inf")
         static = files("kvferry_server.admin").joinpath("static")
@@ -85,8 +85,10 @@ class AdminService:
         }
 
     def close(self) -> None:
-        """Stop the thread that draws."""
+        """Stop the thread that draws, and what is being measured."""
         self._pictures.close()
+        if self._scraping is not None:
+            self._scraping.cancel()
 
     async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
         """Answer one request. The connection ends afterwards."""
@@ -120,16 +122,20 @@ class AdminService:
             return 500, TEXT, b"internal error; the node server's log has details\n"
 
     async def _scrape(self, _: Mapping[str, str]) -> Answer:
-        loop = asyncio.get_running_loop()
-        # One at a time: whoever comes meanwhile gets the same text.
-        async with self._scraping:
-            made_at, text = self._metrics
-            if loop.time() - made_at >= METRICS_KEPT:
-                # Counting connections looks at all open files.
-                loads = await asyncio.to_thread(self._node.loads)
-                text = self._collector.text(loads)
-                self._metrics = loop.time(), text
-        return 200, CONTENT_TYPE_LATEST, text
+        if asyncio.get_running_loop().time() - self._metrics[0] >= METRICS_KEPT:
+            if self._scraping is None:
+                self._scraping = asyncio.create_task(self._measure())
+            # It goes on if this client leaves. Otherwise each of many that come and leave would begin another one.
+            await asyncio.shield(self._scraping)
+        return 200, CONTENT_TYPE_LATEST, self._metrics[1]
+
+    async def _measure(self) -> None:
+        try:
+            # Counting connections looks at all open files.
+            loads = await asyncio.to_thread(self._node.loads)
+            self._metrics = asyncio.get_running_loop().time(), self._collector.text(loads)
+        finally:
+            self._scraping = None
 
     def _in_turn(self, make: Callable[[Mapping[str, str]], Answer]) -> Callable[[Mapping[str, str]], Awaitable[Answer]]:
         """Make a page or list when it is its turn: together they take at most `PAGE_SHARE` of the event loop."""

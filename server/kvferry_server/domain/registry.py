@@ -240,6 +240,7 @@ class Registry:
         engine = self._engines.get(ref)
         if engine is None:
             raise self._unknown(ref.engine_id)
+        self._journal.engine("engine_evicted", ref, {}, bad=True)
         self._forget(engine)
         self._retired[ref] = now + self._times.retire
 

@@ -259,7 +259,7 @@ class NodeConfig(BaseSettings):
                 "tls_ca", None, "a file, because policy is given: only client certificates have identities"
             )
         if self.trace_endpoint and not _is_endpoint(self.trace_endpoint):
-            expected = "http://host[:port]/path, without a password: OTEL_EXPORTER_OTLP_HEADERS takes that"
+            expected = "http://host[:port]/path, without a password and a query: OTEL_EXPORTER_OTLP_HEADERS takes keys"
             raise InvalidField("trace_endpoint", _shown(self.trace_endpoint), expected)
         if not self.listen and not self.unix:
             raise InvalidField("listen", "", "a TCP address, unless unix has a path: both are empty")
@@ -418,12 +418,16 @@ def _is_endpoint(url: str) -> bool:
         parts = urlsplit(url)
     except ValueError:
         return False
-    return parts.scheme in ("http", "https") and bool(parts.hostname) and "@" not in parts.netloc
+    # OpenTelemetry logs the query with each attempt that fails, and keys of collectors stand there.
+    plain = "@" not in parts.netloc and "?" not in url
+    return parts.scheme in ("http", "https") and bool(parts.hostname) and plain
 
 
 def _shown(value: object) -> object:
-    """Return a value as messages show it: a URL without its password."""
-    return re.sub("//.*@", "//...@", value) if isinstance(value, str) else value
+    """Return a value as messages show it: a URL without its password and query."""
+    if not isinstance(value, str) or "//" not in value:
+        return value
+    return re.sub(r"\?.*", "?...", re.sub("//.*@", "//...@", value), flags=re.DOTALL)
 
 
 def _flag(name: str) -> str:
@@ -433,11 +437,11 @@ def _flag(name: str) -> str:
 def _read_file(path: Path) -> dict[str, Any]:
     # pydantic's source skips files that do not exist, but this one was named.
     problem = f"{path} does not exist"
-    if path.is_file():
-        try:
+    try:
+        if path.is_file():
             return TomlConfigSettingsSource(NodeConfig, path)()
-        except (OSError, ValueError) as error:
-            problem = f"{path}: {error}"
+    except (OSError, ValueError, RecursionError) as error:
+        problem = f"{path}: {error}"
     raise BadConfig(problem, setting="config", value=path, origin="--config", problem=problem)
 
 

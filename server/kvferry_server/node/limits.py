@@ -32,8 +32,9 @@ MAX_STREAM_REQUEST = 64 * 1024
 MAX_PENDING_ANSWERS = 64 << 20
 """Bytes of large answers that wait until their clients take them. Hosts share them."""
 
-RESERVED_FILES = 320
-"""File descriptors kept for other uses than connections from outside: gRPC's own, files, and relays to 256 homes."""
+RESERVED_FILES = 384
+"""File descriptors kept for other uses than connections from outside: gRPC's own, files, relays to 256 homes, and the
+64 connections of the admin listener."""
 
 MIN_CONNECTIONS = 8
 """Connections that each listener gets at least."""

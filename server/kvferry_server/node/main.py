@@ -142,7 +142,11 @@ async def _serve(loaded: Loaded) -> None:
     async def reload() -> None:
         if status:
             manager.reloading()
-        await server.reload()
+        try:
+            await server.reload()
+        except Exception:
+            logger.exception("not everything could be read again; what could not stays as it was")
+        # Whatever became of it: until then systemd takes the unit as reloading.
         if status:
             manager.ready(status)
 

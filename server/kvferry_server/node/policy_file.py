@@ -62,11 +62,10 @@ def read_policy(path: Path) -> Policy:
     Raises:
         InvalidField: it cannot be read, is not TOML, or has something that no policy has. Names the setting `policy`.
     """
-    # pydantic's source skips files that do not exist, but this one was named.
-    if not path.is_file():
-        raise InvalidField("policy", str(path), "a file")
     try:
-        found = _File.model_validate(TomlConfigSettingsSource(BaseSettings, path)())
+        # pydantic's source skips files that do not exist, but this one was named. Looking may fail, too: in a folder
+        # that may not be entered any more.
+        found = _File.model_validate(TomlConfigSettingsSource(BaseSettings, path)()) if path.is_file() else None
     except OSError as error:
         raise InvalidField("policy", str(path), f"a readable file ({error.strerror})") from None
     except ValidationError as error:
@@ -77,6 +76,8 @@ def read_policy(path: Path) -> Policy:
         raise InvalidField("policy", str(path), f"a policy; {where}: {_problem(detail)}") from None
     except (ValueError, RecursionError) as error:
         raise InvalidField("policy", str(path), f"a policy in TOML ({error})") from None
+    if found is None:
+        raise InvalidField("policy", str(path), "a file")
     return Policy(everyone=Grant(), rules=tuple(_rule(rule) for rule in found.rule))
 
 

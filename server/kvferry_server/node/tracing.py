@@ -10,6 +10,7 @@ of its own sends them: neither a slow collector nor a flood of traced calls hold
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections.abc import Callable
@@ -30,6 +31,17 @@ MOST_CHARACTERS = 512
 """Of a traceparent; longer ones are ignored."""
 
 
+class _WithoutHeaders(logging.Filter):
+    """OpenTelemetry's warning about a header that it cannot parse shows the header, which mostly is a token."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        record.msg, record.args = "a header in OTEL_EXPORTER_OTLP_HEADERS is not NAME=VALUE, and is not sent", ()
+        return True
+
+
+_without_headers = _WithoutHeaders()
+
+
 class Tracing:
     """Records the calls of a node server, and sends them to a collector of OpenTelemetry.
 
@@ -38,7 +50,7 @@ class Tracing:
             the environment, as OpenTelemetry defines (``OTEL_…``).
 
     Raises:
-        InvalidField: the packages that it needs are not installed.
+        InvalidField: the packages that it needs are not installed, or OpenTelemetry's variables contradict each other.
     """
 
     def __init__(self, endpoint: str) -> None:
@@ -50,9 +62,15 @@ class Tracing:
         except ModuleNotFoundError as error:
             needed = f"the package of {error.name}, from: pip install 'kvferry[otel-server]'"
             raise InvalidField("trace_endpoint", endpoint, needed) from None
+        logging.getLogger("opentelemetry.util.re").addFilter(_without_headers)
         named = {} if "OTEL_SERVICE_NAME" in os.environ else {"service.name": "kvferryd"}
         self._provider = TracerProvider(resource=Resource.create(named), shutdown_on_exit=False)
-        self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint)))
+        try:
+            self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint)))
+        except ValueError as error:
+            raise InvalidField(
+                "trace_endpoint", endpoint, f"variables OTEL_... that fit each other ({error})"
+            ) from None
         self._tracer = self._provider.get_tracer("kvferryd", kvferry.__version__)
 
     def traced(self, method: str, behaviour: Behaviour) -> Behaviour:

@@ -20,6 +20,7 @@ import grpc
 import pytest
 
 from kvferry._wire.channel import connect
+from kvferry._wire.reference import format_reference, parse_reference
 from kvferry.v1 import kv_transfer_pb2 as pb
 from tests.support.admin_listeners import Scraped
 from tests.support.node_servers import Kvferryd, environment, free_port
@@ -104,6 +105,10 @@ def provoke(server: Kvferryd) -> None:
         party.publish()
         party.notify_reader(pb.Notification(read_done=pb.ReadDone(lease_id=party.read(), reports=[report])))
         party.notify_reader(pb.Notification(renew=pb.Renew(lease_id=b"x" * 16)))
+        forged = parse_reference(party.reference())
+        forged.key = b"x" * 16
+        (refused,) = party.notify_reader(pb.Notification(decline=pb.Decline(reference=format_reference(forged))))
+        assert refused.HasField("error")
         wrong = pb.NotifyRequest(sender=party.ref, session_secret=secrets.token_bytes(32))
         wrong.notifications.add().abort.publication = 9
         with pytest.raises(grpc.RpcError):

@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import os
 import socket
+import threading
 import time
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -17,6 +18,8 @@ from kvferry._wire.channel import Address
 from kvferry_server.admin import listener, page
 from kvferry_server.admin.limits import MAX_CONNECTIONS
 from kvferry_server.admin.markup import Html
+from kvferry_server.admin.node_state import ListenerLoad
+from kvferry_server.node.admin import ShownState
 from kvferry_server.node.config import configure
 from kvferry_server.node.server import NodeServer
 from tests.server.admin.conftest import Watched
@@ -163,3 +166,35 @@ async def test_pages_take_a_share_of_the_event_loop(monkeypatch: pytest.MonkeyPa
         await node.stop(0)
     # The pause is a lower bound, so a busy machine changes nothing.
     assert min(after - before for before, after in itertools.pairwise(made)) >= 0.4
+
+
+async def test_clients_that_ask_for_metrics_and_leave_cost_one_measurement(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Each looks at all open files, on a thread of which the process has few."""
+    node = NodeServer(configure(unix=str(tmp_path / "node.sock"), listen="", admin="127.0.0.1:0"))
+    begun, goes_on = list[float](), threading.Event()
+
+    def slow(_: ShownState) -> list[ListenerLoad]:
+        begun.append(time.monotonic())
+        goes_on.wait(30)
+        return []
+
+    monkeypatch.setattr(ShownState, "loads", slow)
+    await node.start()
+    try:
+        for _ in range(5):
+            reader, writer = await asyncio.open_connection(*node.admin.rsplit(":", 1))
+            writer.write(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            # Answered by the same event loop, after the request above has reached its handler.
+            await asyncio.to_thread(get, node.admin, "/healthz")
+            writer.transport.abort()
+            assert await reader.read() == b""
+            await asyncio.to_thread(get, node.admin, "/healthz")
+        assert len(begun) == 1
+        goes_on.set()
+        # The one that stays gets the answer.
+        assert (await asyncio.to_thread(get, node.admin, "/metrics")).code == 200
+    finally:
+        goes_on.set()
+        await node.stop(0)

@@ -49,9 +49,7 @@ def test_numbers_are_those_of_a_recount(seed: int) -> None:
     for turn in range(150):
         number = turn // 10 + chance.randint(1, 4)
         try:
-            what = chance.choice(
-                ["publish", "more", "grant", "grant", "report", "fail", "cancel", "renew", "wait", "rest"]
-            )
+            what = chance.choice(DOINGS)
             if what == "publish":
                 scene.publish(number, 0, last=chance.random() < 0.6)
             elif what == "more":

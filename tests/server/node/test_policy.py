@@ -341,6 +341,13 @@ def test_a_batch_that_is_too_large_is_not_looked_at_one_by_one(monkeypatch: pyte
             who_has(observer=True).check("/kvferry.v1.KVTransfer/Notify", request, cast("Any", None))
 
 
+def test_a_policy_whose_place_cannot_be_looked_at_is_refused(tmp_path: Path) -> None:
+    for path, says in ((tmp_path / "gone", "expected a file"), (tmp_path / ("x" * 300), "too long")):
+        with pytest.raises(InvalidField, match=says) as caught:
+            read_policy(path)
+        assert caught.value.values["field"] == "policy"
+
+
 def test_sighup_reads_the_policy_again_and_a_broken_one_changes_nothing(fleet: Authority, tmp_path: Path) -> None:
     path, stranger = tmp_path / "policy.toml", fleet.issue("later", "DNS:later.example")
     path.write_text(example())

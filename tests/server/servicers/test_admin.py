@@ -133,6 +133,7 @@ async def test_an_evicted_engine_is_gone_for_good_and_its_leases_run_out(node: N
         answer = await evict(node)
         assert answer.leases == 1
         assert from_duration(answer.leases_remaining) == pytest.approx(TIMES.ttl)
+    assert node.home.journal.engine_events["engine_evicted"] == 1
     # Its process is told, and may not come back, in any way.
     assert isinstance(await raised(watch.next()), PeerRestarted)
     assert isinstance(await raised(Watch(node).next()), PeerRestarted)
