@@ -25,11 +25,11 @@ BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 def test_two_nodes_by_copying(tmp_path: Path) -> None:
     commands = [text for kind, text in BLOCK.findall(SECTION) if kind == "sh"]
-    assert len(commands) == 7
+    assert len(commands) == 8
     install, *rest = commands
-    # Everything is installed already, and 7423 may be somebody else's.
+    # Everything is installed already, and the ports may be somebody else's.
     assert install == "pip install '.[server,nixl]'\n"
-    script = "set -e\n" + "".join(rest).replace("7423", str(free_port()))
+    script = "set -e\n" + "".join(rest).replace("7423", str(free_port())).replace("7424", str(free_port()))
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     programs = Path(sys.executable).parent
     env = environment()
@@ -51,11 +51,15 @@ def test_two_nodes_by_copying(tmp_path: Path) -> None:
         shell.communicate()
     logs = "".join((tmp_path / node / "log").read_text() for node in ("node-a", "node-b"))
     assert shell.returncode == 0, complained + logs
-    for promised in re.findall(r"`([^`]*(?:moved|released)[^`]*)`", SECTION):
-        assert promised in said
+    quoted = re.findall(r"`([^`]+)`", BLOCK.sub("", SECTION))
+    promised = [text for text in quoted if "moved" in text or "released" in text]
+    assert len(promised) == 2
+    for text in promised:
+        assert text in said
     # The operator's two commands.
     assert re.search(r"^\W*prefill\b", said, re.MULTILINE), said
     assert "request-1" in said
+    assert 'kvferry_publications{state="published"} 1.0' in said
     assert logs.count("stopped\n") == 2
 
 

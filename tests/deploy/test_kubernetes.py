@@ -16,8 +16,6 @@ from tests.support.repository import ROOT
 
 FOLDER = ROOT / "deploy" / "kubernetes"
 VERSIONS = ("1.30", kubernetes_validate.latest_version())
-ADMIN = {"KVFERRY_ADMIN", "KVFERRY_ADMIN_INSECURE"}
-"""Settings of the listener for metrics."""
 
 
 def documents() -> dict[str, Any]:
@@ -59,7 +57,7 @@ def test_kubectl_puts_them_together() -> None:
 
 def test_environment_is_settings_that_a_server_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     env = {each["name"]: each.get("value", "node-7") for each in CONTAINER["env"]}
-    settings = {name: value for name, value in env.items() if name.startswith(ENV_PREFIX) and name not in ADMIN}
+    settings = {name: value for name, value in env.items() if name.startswith(ENV_PREFIX)}
     for name, value in settings.items():
         assert name.removeprefix(ENV_PREFIX).lower() in NodeConfig.model_fields
         monkeypatch.setenv(name, value.replace("$(NODE_NAME)", env["NODE_NAME"]))
