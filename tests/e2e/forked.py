@@ -130,6 +130,7 @@ def main(address: str) -> int:
         kvferry.aio.AsyncCache: async_cache,
         kvferry.aio.AsyncSession: kvferry.aio.AsyncSession(sources.session),
         EmbeddedServer: server,
+        kvferry.Directory: kvferry.open_directory("file:/nowhere.json"),
     }
     # Objects that public ones give, beside those that the package exports.
     extra = [

@@ -31,7 +31,9 @@ class PlayedHome:
         self.reports: list[Sequence[pb.RankReport]] = []
         self.answered: list[Callable[[Verdict], None]] = []
 
-    def request(self, reference: str, read_id: str, *, parties: int, expected_reads: int, timeout: float) -> Any:
+    def request(
+        self, reference: str, read_id: str, *, parties: int, expected_reads: int, timeout: float, traceparent: str = ""
+    ) -> Any:
         parsed = pb.Reference(home="home:1", publication=7)
         home = cast(Control, None)
         return AcquireRequest(home, parsed, reference, read_id, parties, expected_reads, self.clock() + timeout)

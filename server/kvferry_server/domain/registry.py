@@ -225,7 +225,8 @@ class Registry:
             engine.lost_at = now
             self._agenda.put(engine)
             lost = {"peer": engine.host or LOCAL, "dead_in_s": engine.ttl}
-            self._journal.engine("engine_lost", ref, lost, bad=True)
+            # Also how an engine ends that stops in order. If it stays away, engine_dead warns.
+            self._journal.engine("engine_lost", ref, lost)
 
     def evict(self, ref: EngineRef) -> None:
         """End an incarnation for good, alive or not, as if another one had taken its place. Idempotent.

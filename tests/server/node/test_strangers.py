@@ -461,7 +461,7 @@ def test_who_a_peer_counts_as(peer: str, host: str) -> None:
 
 def test_listeners_share_the_files() -> None:
     assert connections_each(4096, 2, 20_000) == 4096
-    assert connections_each(4096, 2, 1024) == 352
+    assert connections_each(4096, 2, 1024) == 320
     assert connections_each(4096, 1, 64) == 8
 
 
