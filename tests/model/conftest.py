@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
+from collections.abc import Iterator
 
+import pytest
 from hypothesis import HealthCheck, Phase, settings
 
 EXAMPLES = int(os.environ.get("KVFERRY_MODEL_EXAMPLES", "300"))
@@ -26,3 +29,13 @@ LYING = settings(MODEL, max_examples=max(1, EXAMPLES // 3))
 CAUGHT = settings(MODEL, max_examples=500, phases=[Phase.generate], derandomize=True)
 """For a sabotage: found is enough, it need not be explained. Most take ten examples or so. One that is not met in these
 needs a rule that leads to it, not a longer search."""
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    """Leases end late in their thousands here: what the home logs of them would hide how a rule was broken."""
+    logger = logging.getLogger("kvferry_server.events")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    yield
+    logger.setLevel(before)

@@ -12,7 +12,7 @@ from kvferry._clock import from_duration, to_duration
 from kvferry.errors import KvferryError
 from kvferry.v1 import introspection_pb2 as ipb
 from kvferry.v1 import kv_transfer_pb2 as pb
-from kvferry_server.domain.identity import NOBODY
+from kvferry_server.domain.identity import NOBODY, EngineRef
 from kvferry_server.domain.registrations import Registration
 from kvferry_server.domain.times import Times
 from kvferry_server.home.home import Home
@@ -103,6 +103,9 @@ class Host:
         """What parties have said lately."""
         self.renewed_at: dict[bytes, float] = {}
         """When a renewal of each lease was heard."""
+        self.withdrawn: set[tuple[EngineRef, int]] = set()
+        """Publications that an operator has aborted. Their source hears only of the release; so this start knows of it,
+        and after a restart the source may offer them again: nothing was released, and its blocks have not changed."""
 
     def tick(self) -> None:
         """The timer fires."""

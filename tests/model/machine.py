@@ -179,7 +179,7 @@ class Machine(RuleBasedStateMachine):
         elif what == "clock leaps":
             victim.clock.leap(seconds)
         elif what == "home drains" and calm % 2:
-            world.drain()
+            world.drain(stopping=calm % 4 == 3)
         else:
             world.stop_home()
             world.pass_time(seconds if what == "home is away" else 0.0)

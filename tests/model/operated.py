@@ -24,13 +24,15 @@ class OperatedMachine(Machine):
         self._calm(calm)
 
     @precondition(lambda self: self.world.source.can_publish)
-    @rule(what=ACTS, reader=st.integers(0, 1), copy=st.booleans(), seconds=SECONDS)
-    def an_operator_acts_under_a_read(self, what: Act, reader: int, copy: bool, seconds: float) -> None:
-        """The read goes on, before its reader notices anything."""
+    @rule(what=ACTS, reader=st.integers(0, 1), copy=st.booleans(), seconds=SECONDS, repeated=st.booleans())
+    def an_operator_acts_under_a_read(self, what: Act, reader: int, copy: bool, seconds: float, repeated: bool) -> None:
+        """The read goes on, before its reader notices anything; and all that led to it may be heard again."""
         world = self.world
-        self._publish_and_read(world.readers[reader], 1, scheduled=True)
+        self._publish_and_read(world.readers[reader], 1, scheduled=True, repeated=repeated)
         # The last of everything is that read's.
         self._act(what, -1)
+        if repeated:
+            self._stragglers_arrive()
         if copy:
             self._copy_all()
         world.flow()
@@ -41,7 +43,8 @@ class OperatedMachine(Machine):
         world = self.world
         if world.host is None:
             return
-        home = world.host.home
+        host = world.host
+        home = host.home
         with suppress(KvferryError), home.turn():
             if what == "end a lease":
                 leases = sorted(home.records.leases(), key=lambda lease: lease.number)
@@ -51,8 +54,7 @@ class OperatedMachine(Machine):
             elif what == "abort" and world.offered:
                 offered = world.offered[pick % len(world.offered)]
                 home.sources.withdraw(offered.source.ref, offered.number)
-                # As far as the checks go, that is its source's abort.
-                offered.aborted = True
+                host.withdrawn.add((offered.source.ref, offered.number))
             elif what == "drain":
                 home.drain()
             elif what == "evict":

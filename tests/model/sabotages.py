@@ -16,8 +16,9 @@ from kvferry_server.domain import lessor, registry, sources
 from kvferry_server.domain.book import Book, Standing
 from kvferry_server.domain.engine import Engine
 from kvferry_server.domain.identity import EngineRef, Names
-from kvferry_server.domain.publications import Lease, PublicationRecord
+from kvferry_server.domain.publications import Lease, PublicationRecord, PublicationStage
 from kvferry_server.domain.reads import LeaseRequest, LeaseState, RankReport, Verdict
+from kvferry_server.home.home import Home
 from kvferry_server.servicers import introspection, paging
 from tests.model import readers
 
@@ -25,6 +26,8 @@ Sabotage = Callable[[pytest.MonkeyPatch], None]
 SABOTAGES: dict[str, Sabotage] = {}
 OF_A_LIAR: dict[str, Sabotage] = {}
 """Those that nobody notices while all are honest."""
+OF_AN_OPERATOR: dict[str, Sabotage] = {}
+"""Those of what an operator does."""
 
 
 def sabotage(make: Sabotage) -> Sabotage:
@@ -34,6 +37,11 @@ def sabotage(make: Sabotage) -> Sabotage:
 
 def of_a_liar(make: Sabotage) -> Sabotage:
     OF_A_LIAR[make.__name__] = make
+    return make
+
+
+def of_an_operator(make: Sabotage) -> Sabotage:
+    OF_AN_OPERATOR[make.__name__] = make
     return make
 
 
@@ -190,8 +198,8 @@ def leases_are_known_by_their_public_number(patch: pytest.MonkeyPatch) -> None:
 def lease_ids_in_page_tokens(patch: pytest.MonkeyPatch) -> None:
     original = paging.page
 
-    def page(listed: Any, encode: Any, page_size: int, page_token: str) -> tuple[list[Any], str]:
-        found, token = original(listed, encode, page_size, page_token)
+    def page(listed: Any, encode: Any, page_size: int, page_token: str, wanted: Any = None) -> tuple[list[Any], str]:
+        found, token = original(listed, encode, page_size, page_token, wanted)
         leases = (entry for every in listed.values() for _, entry in every.after(None) if isinstance(entry, Lease))
         last = [lease.lease_id for lease in leases if token and lease.number == found[-1].read.lease_number]
         return found, ".".join([token, *(base64.urlsafe_b64encode(lease_id).decode().rstrip("=") for lease_id in last)])
@@ -245,6 +253,59 @@ def another_incarnation_evicts_the_living(patch: pytest.MonkeyPatch) -> None:
 @of_a_liar
 def whoever_is_first_at_a_restarted_home_has_the_name(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(registry.Registry, "_recovering", property(lambda self: False))
+
+
+# What an operator does is a source's abort, a reader's loss or a source's death, and no more than that.
+
+
+@of_an_operator
+def an_operators_abort_cuts_leases_short(patch: pytest.MonkeyPatch) -> None:
+    original = sources.Sources.withdraw
+
+    def withdraw(self: sources.Sources, source: EngineRef, number: int) -> PublicationRecord:
+        publication = original(self, source, number)
+        _end_leases(self, publication, self._records.advance())
+        return publication
+
+    patch.setattr(sources.Sources, "withdraw", withdraw)
+
+
+@of_an_operator
+def a_publication_that_an_operator_has_aborted_is_revived(patch: pytest.MonkeyPatch) -> None:
+    """By a step that is heard again."""
+    original = sources.Sources._touch
+
+    def touch(self: sources.Sources, book: Book, publication: PublicationRecord, now: float) -> None:
+        original(self, book, publication, now)
+        if publication.stage is PublicationStage.ENDING and publication.complete:
+            self._records.move(publication, PublicationStage.PUBLISHED, now)
+
+    patch.setattr(sources.Sources, "_touch", touch)
+
+
+@of_an_operator
+def an_operator_ends_leases_at_once(patch: pytest.MonkeyPatch) -> None:
+    original = lessor.Lessor.revoke
+
+    def revoke(self: lessor.Lessor, source: EngineRef, lease_number: int) -> Lease:
+        lease = original(self, source, lease_number)
+        if lease.live:
+            self._records.end_lease(lease, LeaseState.EXPIRED, self._records.advance())
+        return lease
+
+    patch.setattr(lessor.Lessor, "revoke", revoke)
+
+
+@of_an_operator
+def eviction_cuts_leases_short(patch: pytest.MonkeyPatch) -> None:
+    original = Home.evict
+
+    def evict(self: Home, engine: EngineRef) -> None:
+        original(self, engine)
+        for lease in [lease for lease in self.records.leases() if lease.live and lease.publication.source == engine]:
+            self.records.end_lease(lease, LeaseState.EXPIRED, self.clock.now())
+
+    patch.setattr(Home, "evict", evict)
 
 
 def _end_leases(self: sources.Sources, publication: PublicationRecord, now: float) -> None:

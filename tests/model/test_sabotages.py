@@ -9,7 +9,8 @@ from tests.model.clocks import Violation
 from tests.model.conftest import CAUGHT
 from tests.model.lying import LyingMachine
 from tests.model.machine import Machine
-from tests.model.sabotages import OF_A_LIAR, SABOTAGES
+from tests.model.operated import OperatedMachine
+from tests.model.sabotages import OF_A_LIAR, OF_AN_OPERATOR, SABOTAGES
 
 
 @pytest.mark.parametrize("name", SABOTAGES)
@@ -24,3 +25,10 @@ def test_a_liar_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     OF_A_LIAR[name](monkeypatch)
     with pytest.raises(Violation):
         run_state_machine_as_test(LyingMachine, settings=CAUGHT)
+
+
+@pytest.mark.parametrize("name", OF_AN_OPERATOR)
+def test_an_operator_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    OF_AN_OPERATOR[name](monkeypatch)
+    with pytest.raises(Violation):
+        run_state_machine_as_test(OperatedMachine, settings=CAUGHT)

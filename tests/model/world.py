@@ -71,9 +71,12 @@ class World:
     def start_home(self) -> None:
         self.host = Host(self.home_clock)
 
-    def drain(self) -> None:
+    def drain(self, *, stopping: bool) -> None:
+        """The home takes no new work; with `stopping`, its node server waits for leases no longer and ends Watches."""
         if self.host is not None:
             self.host.home.drain()
+            if stopping:
+                self.host.home.end_watches()
         self.settle()
 
     def kill(self, reader: Reader) -> None:
@@ -159,7 +162,7 @@ class World:
         if host is None:
             return
         records, now = host.home.records, host.clock.now()
-        over = {(one.source.ref, one.number) for one in self.offered if one.free or one.aborted}
+        over = host.withdrawn | {(one.source.ref, one.number) for one in self.offered if one.free or one.aborted}
         for publication in records.publications():
             key = (publication.source, publication.number)
             if publication.grantable and key in over and not host.home.sources.recovering(publication.source):
