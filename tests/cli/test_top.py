@@ -37,13 +37,11 @@ class Terminal:
     def __init__(self, *arguments: str, rows: int = 40, columns: int = 120) -> None:
         self._master, slave = pty.openpty()
         self._resize(slave, rows, columns)
+        # The first terminal that the leader of a session opens controls it. A shell opens it: Python code between fork
+        # and exec is none for a process that has gRPC's threads.
         self.process = subprocess.Popen(
-            [*COMMAND, *arguments],
-            stdin=slave,
-            stdout=slave,
-            stderr=slave,
+            ["sh", "-c", 'exec "$@" <>"$0" >&0 2>&0', os.ttyname(slave), *COMMAND, *arguments],
             start_new_session=True,
-            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
             env=environment(TERM="xterm", NO_COLOR="1"),
         )
         os.close(slave)

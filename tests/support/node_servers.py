@@ -27,6 +27,8 @@ from kvferry.v1.introspection_pb2 import GetEngineRequest
 from kvferry.v1.introspection_pb2_grpc import IntrospectionStub
 
 READY = re.compile(r"ready: listens on (.+), advertises ([^\s,]+), epoch ([0-9a-f]+)(?:, admin http://([^/\s]+)/)?")
+SIZE = ("LINES", "COLUMNS")
+"""Variables that win over the size of the terminal that a program has."""
 START_TIMEOUT = 30.0
 STOP_TIMEOUT = 30.0
 
@@ -56,8 +58,9 @@ def wait_serving(address: str, alive: Callable[[], bool]) -> bool:
 
 def environment(**more: str) -> dict[str, str]:
     """This process's environment without settings of kvferry. Node servers have no admin listener unless they are told
-    to: only one could have its default port."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("KVFERRY_")}
+    to: only one could have its default port. Nor has it a terminal's size, which pytest-xdist's workers are given:
+    readline sets it in the process that starts them."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("KVFERRY_") and name not in SIZE}
     return {**kept, "KVFERRY_ADMIN": "", **more}
 
 
