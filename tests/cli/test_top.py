@@ -40,7 +40,17 @@ class Terminal:
         # The first terminal that the leader of a session opens controls it. A shell opens it: Python code between fork
         # and exec is none for a process that has gRPC's threads.
         self.process = subprocess.Popen(
-            ["sh", "-c", 'exec "$@" <>"$0" >&0 2>&0', os.ttyname(slave), *COMMAND, *arguments],
+            # A background job of a script ignores Ctrl-C, and so would its children.
+            [
+                "env",
+                "--default-signal=INT",
+                "sh",
+                "-c",
+                'exec "$@" <>"$0" >&0 2>&0',
+                os.ttyname(slave),
+                *COMMAND,
+                *arguments,
+            ],
             start_new_session=True,
             env=environment(TERM="xterm", NO_COLOR="1"),
         )
