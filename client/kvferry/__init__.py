@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from kvferry._transport.nixl_options import NixlOptions as NixlOptions
     from kvferry._transport.staging_pool import StagingOptions as StagingOptions
     from kvferry._wire.channel import TlsConfig as TlsConfig
+    from kvferry._wire.reference import router_reference as router_reference
     from kvferry._wire.token import EngineToken as EngineToken
     from kvferry.aio import AsyncClient as AsyncClient
     from kvferry.errors import KvferryError as KvferryError
@@ -102,6 +103,7 @@ _HOME_OF = {
     "diff": "planner",
     "open_directory": "_directory.opening",
     "plan_read": "planner",
+    "router_reference": "_wire.reference",
     "serve": "_embed",
 }
 

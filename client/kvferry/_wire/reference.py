@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import secrets
 from typing import TypeVar
 
 from google.protobuf.message import DecodeError, Message
@@ -18,6 +19,8 @@ from kvferry.v1 import kv_transfer_pb2 as pb
 
 PREFIX = "kvf1."
 ENGINE_PREFIX = "kvf1e."
+MAX_NAME = 256
+"""Most bytes of an engine_id and of a router's key."""
 MAX_LENGTH = 4096
 """Most characters of a reference; longer strings are refused before they are decoded."""
 
@@ -27,6 +30,41 @@ Body = TypeVar("Body", bound=Message)
 def format_reference(reference: pb.Reference) -> str:
     """Encode a publication's reference as its canonical string."""
     return PREFIX + _encoded(reference)
+
+
+def router_reference(
+    home: str, engine_id: str, *, router_key: str = "", key: bytes = b"", data_parallel_rank: int = 0
+) -> str:
+    """Make a reference before there is a publication, as a router does that asks source and destination at once.
+
+    The source publishes with it (`EngineSession.publish`, `SchedulerPort.publish`), the destination reads with it. Make
+    a new one for each request and each attempt of one. Like any reference it is a capability.
+
+    Args:
+        home: address of the source's home; empty: the reader's directory says it.
+        engine_id: the source, or the deployment whose data-parallel engines are named ``{engine_id}_dp{n}``.
+        router_key: the request's name, 1 to 256 bytes, unique at its source; empty: a random one.
+        key: 16 bytes that nobody else can guess; empty: random ones. Two routers that must make the same reference
+            without talking give the same.
+        data_parallel_rank: n, see `engine_id`.
+
+    Raises:
+        InvalidField: an argument is out of range.
+    """
+    if not 0 < len(engine_id.encode()) <= MAX_NAME:
+        raise InvalidField("engine_id", engine_id[:MAX_NAME], f"1 to {MAX_NAME} bytes")
+    router_key = router_key or secrets.token_hex(16)
+    if len(router_key.encode()) > MAX_NAME:
+        raise InvalidField("router_key", router_key[:MAX_NAME], f"1 to {MAX_NAME} bytes")
+    key = key or secrets.token_bytes(KEY_BYTES)
+    if len(key) != KEY_BYTES:
+        raise InvalidField("key", f"{len(key)} bytes", f"{KEY_BYTES} bytes")
+    if not 0 <= data_parallel_rank < 2**32:
+        raise InvalidField("data_parallel_rank", data_parallel_rank, "0 to 2**32 - 1")
+    made = pb.Reference(
+        home=home, engine_id=engine_id, router_key=router_key, key=key, data_parallel_rank=data_parallel_rank
+    )
+    return format_reference(made)
 
 
 def parse_reference(text: str) -> pb.Reference:

@@ -22,6 +22,7 @@
     │   ├── PeerRestarted
     │   ├── LeaseEnded
     │   ├── PublicationAborted
+    │   ├── RouterKeyUsed
     │   ├── WatchTakenOver
     │   ├── RelayLoop
     │   ├── AgentsWithheld             the home gives no agents to a caller without a reference
@@ -98,6 +99,7 @@ from kvferry.errors._peers import (
     PublicationTimeout,
     Refused,
     RelayLoop,
+    RouterKeyUsed,
     ServerDraining,
     Unavailable,
     Unreachable,
@@ -161,6 +163,7 @@ __all__ = [
     "PublicationTimeout",
     "Refused",
     "RelayLoop",
+    "RouterKeyUsed",
     "ServerDraining",
     "TransferCancelled",
     "TransferError",

@@ -77,6 +77,14 @@ class PublicationAborted(Refused):
     reason = "PUBLICATION_ABORTED"
 
 
+class RouterKeyUsed(Refused):
+    """Another publication of the engine has, or had a short time ago, the same key of a router. Values: engine_id,
+    publication, the number of the other one."""
+
+    reason = "ROUTER_KEY_USED"
+    code = "ALREADY_EXISTS"
+
+
 class WatchTakenOver(Refused):
     """A newer Watch of the same process has replaced this one. Values: engine_id."""
 

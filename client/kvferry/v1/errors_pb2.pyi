@@ -189,6 +189,11 @@ class _ErrorReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     be allowed to, give `identity` the role in the file that kvferryd's `--policy` names and send kvferryd a SIGHUP. An
     admin calls over the UNIX socket, or with a certificate that the policy makes one.
     """
+    ERROR_REASON_ROUTER_KEY_USED: _ErrorReason.ValueType  # 33
+    """ALREADY_EXISTS: another publication of the engine has, or had a short time ago, the router_key of this one. Metadata:
+    engine_id, publication, the number of the other one. Next step: draw a new reference for every request and every
+    attempt of one; a router that sends a request to the same source again makes another one.
+    """
 
 class ErrorReason(_ErrorReason, metaclass=_ErrorReasonEnumTypeWrapper):
     """ErrorReason is the machine-readable reason of an error. The comment gives the status code, the meaning, the metadata
@@ -355,5 +360,10 @@ up. Metadata: identity, the DNS names and URIs in the caller's certificate, empt
 engine_id, the engine for which it lacks it, empty if the call is about none; method. Next step: if the caller should
 be allowed to, give `identity` the role in the file that kvferryd's `--policy` names and send kvferryd a SIGHUP. An
 admin calls over the UNIX socket, or with a certificate that the policy makes one.
+"""
+ERROR_REASON_ROUTER_KEY_USED: ErrorReason.ValueType  # 33
+"""ALREADY_EXISTS: another publication of the engine has, or had a short time ago, the router_key of this one. Metadata:
+engine_id, publication, the number of the other one. Next step: draw a new reference for every request and every
+attempt of one; a router that sends a request to the same source again makes another one.
 """
 global___ErrorReason = ErrorReason

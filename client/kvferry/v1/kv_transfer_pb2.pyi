@@ -308,15 +308,17 @@ class Reference(google.protobuf.message.Message):
     request_id: builtins.str
     """request_id of the publication at its source. Empty in a reference that a router made."""
     key: builtins.bytes
-    """key of the publication: the first 16 bytes of HMAC-SHA-256(session secret of the source, "kvferry publication 1" ||
-    publication as 8 bytes, big-endian).
+    """key of the publication, 16 bytes: the first of HMAC-SHA-256(session secret of the source, "kvferry publication 1" ||
+    publication as 8 bytes, big-endian). In a reference that a router made: drawn by the router, at random.
     """
     router_key: builtins.str
-    """router_key is chosen by a router that addresses source and destination at once: ReadBlocks then waits for a
-    publication under this key. Empty otherwise.
+    """router_key is chosen by a router that addresses source and destination at once, at most 256 bytes: ReadBlocks then
+    waits for a publication under this key. Empty otherwise.
     """
     data_parallel_rank: builtins.int
-    """data_parallel_rank of the source for a router_key. 0 where there is one."""
+    """data_parallel_rank of the source for a router_key. The engine meant has the name engine_id followed by "_dp" and this
+    number, or engine_id alone if the number is 0 and an engine of that name lives.
+    """
     def __init__(
         self,
         *,
@@ -887,6 +889,7 @@ class Accepted(google.protobuf.message.Message):
     PUBLICATION_FIELD_NUMBER: builtins.int
     REQUEST_ID_FIELD_NUMBER: builtins.int
     LEASE_NUMBER_FIELD_NUMBER: builtins.int
+    REFERENCE_FIELD_NUMBER: builtins.int
     lease_id: builtins.bytes
     """lease_id, 16 random bytes; a secret of the reader. It allows to renew, report and cancel."""
     publication: builtins.int
@@ -895,6 +898,8 @@ class Accepted(google.protobuf.message.Message):
     """request_id at the source. Empty until the publication is there."""
     lease_number: builtins.int
     """lease_number names the lease in listings and errors: from 1, rising per start of the home. Public."""
+    reference: builtins.str
+    """reference of the publication, if the reader asked with one that a router made: the reader uses it from now on. Secret."""
     @property
     def remaining(self) -> google.protobuf.duration_pb2.Duration:
         """remaining time of the lease when this was sent. The reader's deadline is its own clock at the sending of the request
@@ -919,9 +924,10 @@ class Accepted(google.protobuf.message.Message):
         publication: builtins.int = ...,
         request_id: builtins.str = ...,
         lease_number: builtins.int = ...,
+        reference: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["remaining", b"remaining", "renew_every", b"renew_every", "source", b"source"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["lease_id", b"lease_id", "lease_number", b"lease_number", "publication", b"publication", "remaining", b"remaining", "renew_every", b"renew_every", "request_id", b"request_id", "source", b"source"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["lease_id", b"lease_id", "lease_number", b"lease_number", "publication", b"publication", "reference", b"reference", "remaining", b"remaining", "renew_every", b"renew_every", "request_id", b"request_id", "source", b"source"]) -> None: ...
 
 global___Accepted = Accepted
 
@@ -1114,6 +1120,8 @@ class Publish(google.protobuf.message.Message):
     EXPECTED_READS_FIELD_NUMBER: builtins.int
     PAYLOAD_FIELD_NUMBER: builtins.int
     CHECKSUMS_FIELD_NUMBER: builtins.int
+    ROUTER_KEY_FIELD_NUMBER: builtins.int
+    KEY_FIELD_NUMBER: builtins.int
     publication: builtins.int
     """publication number, from 1, rising per incarnation, one per request."""
     request_id: builtins.str
@@ -1128,6 +1136,13 @@ class Publish(google.protobuf.message.Message):
     """payload for the readers, opaque, at most 64 KiB. With the last step only."""
     checksums: builtins.bool
     """checksums says that every rank will send the sums of its blocks (PublishChecksums), so that readers wait for them."""
+    router_key: builtins.str
+    """router_key under which readers wait for this publication, at most 256 bytes: that of the reference that a router made.
+    Empty: no router made one. First step only. One that another publication of the engine has, or had a short time ago, is
+    ROUTER_KEY_USED.
+    """
+    key: builtins.bytes
+    """key of the reference that the router made, 16 bytes; absent without a router_key. Secret."""
     @property
     def groups(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___GroupBlocks]:
         """groups that gain blocks, at most 256, with at most 131072 runs together; more go into a further step."""
@@ -1143,8 +1158,10 @@ class Publish(google.protobuf.message.Message):
         expected_reads: builtins.int = ...,
         payload: builtins.bytes = ...,
         checksums: builtins.bool = ...,
+        router_key: builtins.str = ...,
+        key: builtins.bytes = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["checksums", b"checksums", "expected_reads", b"expected_reads", "groups", b"groups", "last", b"last", "payload", b"payload", "publication", b"publication", "request_id", b"request_id", "step", b"step"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["checksums", b"checksums", "expected_reads", b"expected_reads", "groups", b"groups", "key", b"key", "last", b"last", "payload", b"payload", "publication", b"publication", "request_id", b"request_id", "router_key", b"router_key", "step", b"step"]) -> None: ...
 
 global___Publish = Publish
 
