@@ -47,6 +47,7 @@ def test_exported_names() -> None:
         "diff",
         "open_directory",
         "plan_read",
+        "router_reference",
         "serve",
     ]
 
