@@ -17,6 +17,9 @@ from tests.support.node_servers import environment
 
 def names(findings: Sequence[Finding]) -> set[str]:
     """The names of findings, each of which has to be in the catalogue."""
+    for finding in findings:
+        # Shown if the test fails.
+        print(finding.as_dict())
     found = {finding.kind.name for finding in findings}
     assert found <= set(KINDS)
     return found
