@@ -373,9 +373,15 @@ class HostilePeer:
         if known and self._turns.random() < 0.4:
             return str(known)
         reference = self._made(pb.Reference.DESCRIPTOR)
-        reference.ClearField("router_key")
+        routed = self._turns.random() < 0.25
+        if not routed:
+            reference.ClearField("router_key")
         if ref := self.known.messages["kvferry.v1.EngineRef"].draw(self._turns):
             reference.engine_id, reference.incarnation = ref.engine_id, ref.incarnation
+        if routed:
+            # As a router makes it: what it waits for has not come.
+            reference.ClearField("incarnation")
+            reference.ClearField("publication")
         return format_reference(reference)
 
 
