@@ -12,15 +12,27 @@ from kvferry._control.acknowledger import Acknowledgements
 from kvferry._control.batches import batches, check_step
 from kvferry._control.block_use import BlockUse
 from kvferry._control.connection import CALL_TIMEOUT, Control, retrying
+from kvferry._control.lease_holder import DECLINE_PATIENCE
 from kvferry._control.publications import Offers, Publication, Release, Step, leaves_open
+from kvferry._control.teller import Message, Teller
 from kvferry._control.watcher import Watcher
 from kvferry._engine_spec import EngineSpec
 from kvferry._tracing import NO_SPAN, Span, start_span
 from kvferry._wire.authority import incarnation_of, new_session_secret
 from kvferry._wire.blocks_codec import blocks_to_proto
+from kvferry._wire.reference import engine_ids, parse_reference, router_reference
 from kvferry._wire.status import from_notification_error
 from kvferry._wire.token import EngineToken
-from kvferry.errors import Closed, EngineUnknown, InternalError, InvalidField, KvferryError, Unavailable, Unreachable
+from kvferry.errors import (
+    Closed,
+    EngineUnknown,
+    InternalError,
+    InvalidField,
+    KvferryError,
+    RouterKeyUsed,
+    Unavailable,
+    Unreachable,
+)
 from kvferry.geometry.blocks import Blocks, blocks_by_group, check_ids
 from kvferry.stats import SourceStats
 from kvferry.v1 import kv_transfer_pb2 as pb
@@ -63,6 +75,7 @@ class HomeSession:
         self._spans: dict[int, Span] = {}
         """Spans of publications that are not released, by number."""
         self._acknowledgements = Acknowledgements(control)
+        self._declines = Teller(self._engine)
         self.block_use = BlockUse(spec.groups)
         self._refills: list[Callable[[], None]] = []
         self._closed = False
@@ -88,6 +101,7 @@ class HomeSession:
         checksums: bool,
         timeout: float,
         traceparent: str = "",
+        reference: str = "",
     ) -> Publication:
         """See `EngineSession.publish`."""
         # One at a time: the home rejects a number below the highest it has seen.
@@ -104,6 +118,7 @@ class HomeSession:
                 payload=payload,
                 checksums=checksums,
                 traceparent=traceparent,
+                reference=reference,
             )
             self.send(step, max(0.001, deadline - now()))
         finally:
@@ -120,6 +135,7 @@ class HomeSession:
         payload: bytes = b"",
         checksums: bool = False,
         traceparent: str = "",
+        reference: str = "",
     ) -> tuple[Publication, Step]:
         """Do the part of `publish` that makes no call. The blocks are pinned from now on.
 
@@ -138,12 +154,19 @@ class HomeSession:
             payload=_payload(payload),
             checksums=arguments.flag("checksums", checksums),
         )
+        if reference:
+            step.router_key, step.key = _routed(reference, self.spec.engine_id)
         check_step(step)
         pin = self.block_use.pin({name: listed.ids for name, listed in given.items()})
         span = start_span("kvferry.publish", traceparent, engine=self.spec.engine_id, request_id=request_id)
         with self._lock:
             # Number and record under one lock: a snapshot in between would include the number but not the record.
-            publication = self._offers.publish(self._home_in_references, step, span.traceparent)
+            try:
+                publication = self._offers.publish(self._home_in_references, step, span.traceparent)
+            except RouterKeyUsed as error:
+                self.block_use.unpin(pin)
+                span.end(error)
+                raise
             if span.traceparent:
                 self._spans[publication.number] = span
             # Under the same lock: after a release in between, the blocks would stay in use for ever.
@@ -218,6 +241,7 @@ class HomeSession:
             self._closed = True
             self._news.notify_all()
         self._acknowledgements.close()
+        self._declines.close()
         self._watcher.close()
 
     def _encode(self, blocks: Mapping[str, Blocks]) -> list[pb.GroupBlocks]:
@@ -329,7 +353,16 @@ class HomeSession:
             span.end(error, publication=step.publication)
         if taken_back:
             self.block_use.refused(step.publication, step.step)
+        if error is not None and step.router_key and not isinstance(error, RouterKeyUsed):
+            self._decline(step)
         return taken_back
+
+    def _decline(self, step: pb.Publish) -> None:
+        """Tell readers which wait under a router's key that its publication will not come. One whose key was in use is
+        no reason to: they wait for the other one."""
+        reference = router_reference("", self.spec.engine_id, router_key=step.router_key, key=step.key)
+        decline = pb.Notification(decline=pb.Decline(reference=reference))
+        self._declines.tell(self._control, [Message(decline, now() + DECLINE_PATIENCE)])
 
     def _failed(self, told: pb.Notification, error: KvferryError, partly: bool) -> KvferryError:
         """Record that an attempt has failed; returns the error with which it has.
@@ -438,6 +471,18 @@ def _payload(payload: bytes) -> bytes:
     if len(found) > MAX_PAYLOAD:
         raise InvalidField("payload", f"{len(found)} bytes", f"at most {MAX_PAYLOAD} bytes")
     return found
+
+
+def _routed(reference: str, engine_id: str) -> tuple[str, bytes]:
+    """Return router_key and key of the reference under which an engine publishes; raises `BadReference`, and
+    `InvalidField` if no router made it, or it names another engine."""
+    parsed = parse_reference(reference)
+    if not parsed.router_key:
+        raise InvalidField("reference", "a publication's own", "one that a router made, see kvferry.router_reference")
+    named = engine_ids(parsed.engine_id, parsed.data_parallel_rank)
+    if engine_id not in named:
+        raise InvalidField("reference", f"one for engine {' or '.join(named)}", f"one for this engine, {engine_id!r}")
+    return parsed.router_key, parsed.key
 
 
 def _number(publication: Publication) -> int:
