@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import grpc
 import grpc.aio
 
+from kvferry._tracing import call_metadata
 from kvferry._wire.channel import TlsConfig, TlsContent, connect_async, is_loopback, parse_address
 from kvferry._wire.status import from_rpc_error
 from kvferry.errors import InvalidField, LimitReached, RelayLoop, Unreachable
@@ -119,7 +120,7 @@ class Relays:
         request.relayed_by = self._advertise
         stub, connection = self._enter(home)
         try:
-            answer = await stub.RegisterCache(request, timeout=REGISTER_TIMEOUT)
+            answer = await stub.RegisterCache(request, timeout=REGISTER_TIMEOUT, metadata=call_metadata())
         except grpc.RpcError as error:
             raise from_rpc_error(error, home, self._tls) from None
         finally:
@@ -144,7 +145,7 @@ class Relays:
         request = pb.NotifyRequest(notifications=[pb.Notification(decline=decline) for decline in marked])
         stub, connection = self._enter(home, MAX_DECLINE_HOMES)
         try:
-            answer = await stub.Notify(request, timeout=timeout)
+            answer = await stub.Notify(request, timeout=timeout, metadata=call_metadata())
         except grpc.RpcError as error:
             raise from_rpc_error(error, home, self._tls) from None
         finally:
