@@ -122,7 +122,8 @@ class KVTransfer(KVTransferServicer):
     async def Notify(self, request: pb.NotifyRequest, context: Context) -> pb.NotifyResponse:
         """Act on a batch of notifications; see `notify`."""
         with relaying(context):
-            return await notify(self._home, self._relays, request, self._names_of(context), _time_to_wait(context))
+            names, host = self._names_of(context), remote_host(context)
+            return await notify(self._home, self._relays, request, names, _time_to_wait(context), host)
 
     async def ReadChecksums(self, request: pb.ReadChecksumsRequest, context: Context) -> pb.ReadChecksumsResponse:
         """Send the checksums of a leased publication's blocks; see `read_checksums`."""

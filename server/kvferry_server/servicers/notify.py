@@ -23,7 +23,7 @@ OF_A_SOURCE = frozenset({"publish", "abort", "released_ack", "resync", "checksum
 
 
 async def notify(
-    home: Home, relays: Relays, request: pb.NotifyRequest, names: Names, time_left: float
+    home: Home, relays: Relays, request: pb.NotifyRequest, names: Names, time_left: float, host: str = ""
 ) -> pb.NotifyResponse:
     """Act on a batch of notifications, in order. An error of one becomes its result; the others are acted on. Declines
     of other homes' publications are sent on at the end.
@@ -36,6 +36,7 @@ async def notify(
         request: the call.
         names: the names in the caller's certificate.
         time_left: seconds until the call's deadline.
+        host: where the call came from, as `remote_host` returns it.
 
     Raises:
         InvalidField: there are too many notifications, or the sender is malformed.
@@ -71,7 +72,7 @@ async def notify(
     if elsewhere:
         timeout = min(DECLINE_TIMEOUT, time_left)
         declines = {at: [request.notifications[index].decline for index in found] for at, found in elsewhere.items()}
-        answers = await asyncio.gather(*(_sent_on(relays, at, found, timeout) for at, found in declines.items()))
+        answers = await asyncio.gather(*(_sent_on(relays, at, found, timeout, host) for at, found in declines.items()))
         for found, answered in zip(elsewhere.values(), answers, strict=True):
             for index, result in zip(found, answered, strict=True):
                 results[index] = result
@@ -192,11 +193,11 @@ def _decline(home: Home, relays: Relays, decline: pb.Decline) -> pb.Notification
 
 
 async def _sent_on(
-    relays: Relays, home: str, declines: Sequence[pb.Decline], timeout: float
+    relays: Relays, home: str, declines: Sequence[pb.Decline], timeout: float, host: str
 ) -> list[pb.NotificationResult]:
     """Send declines on to their home; its results, or an error for each."""
     try:
-        return [_checked(home, result) for result in await relays.decline(home, declines, timeout)]
+        return [_checked(home, result) for result in await relays.decline(home, declines, timeout, host)]
     except KvferryError as error:
         return [pb.NotificationResult(error=to_notification_error(error))] * len(declines)
 
