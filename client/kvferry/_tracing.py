@@ -95,6 +95,12 @@ def calling_under(traceparent: str) -> Generator[None]:
         _calling.reset(token)
 
 
+def passed_on(traceparent: str) -> str:
+    """Return the traceparent for calls that are made because of another one: of the span around this code if there is
+    one, else what that call came with, unless it is malformed."""
+    return _calling.get() or (traceparent if FORM.fullmatch(traceparent) else "")
+
+
 def call_metadata() -> tuple[tuple[str, str], ...] | None:
     """Return the gRPC metadata of a call that is started now; None: there is nothing to say."""
     traceparent = _calling.get()

@@ -141,10 +141,12 @@ def test_a_home_that_is_away_is_named_and_the_others_are_shown(file: Path, fleet
     assert (failed["server"], failed["error"]["reason"]) == (away, "UNREACHABLE")
 
 
-def test_a_fleet_needs_a_directory_that_answers(file: Path) -> None:
+def test_a_fleet_needs_a_directory_that_answers(file: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert run_kvferry("engines", "--all").returncode == 2
     assert run_kvferry("engines", "--all", "--directory", "file:relative").returncode == 2
     done = run_kvferry("engines", "--all", "--directory", f"file:{file}", "--timeout", "0.2")
     assert done.returncode == 1
     assert "DirectoryUnavailable" in done.stderr
     assert f"file:{file}" in done.stderr
+    # Said once: what is logged as a warning is on stderr, too, where nobody has set up logging.
+    assert [record for record in caplog.records if record.levelname == "WARNING"] == []

@@ -98,7 +98,11 @@ def _run(address: str, name: str, inbox: Any, outbox: Any, pipe: Connection) -> 
     # NIXL's package imports torch to ask for its CUDA version, a second per process that no test needs.
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
     from kvferry import Client, EngineSpec, Interval, MemoryKind, MemoryRegion
+    from kvferry._control import acquisition
 
+    # How long a home is away is how long the test takes over it, on a machine that may be busy. When a read gives up on
+    # its home is for tests/e2e/test_liveness.py.
+    acquisition.HOME_PATIENCE = PATIENCE
     cells = np.full(MODEL.rank_bytes(Interval(0, MODEL.heads)), POISON, np.uint8)
     base = cells.ctypes.data
     with Client(address) as client:
@@ -156,7 +160,9 @@ class _Engine:
                 ids, seed = free.pop(), next(seeds)
                 self._memory[:, :, ids] = _content(seed)
                 try:
-                    publication = self._cache.session.publish(f"request-{seed}", {"full": Blocks(ids)}, timeout=30)
+                    publication = self._cache.session.publish(
+                        f"request-{seed}", {"full": Blocks(ids)}, timeout=PATIENCE
+                    )
                 except KvferryError as error:
                     self._note(f"publishing: {error!r}")
                     return

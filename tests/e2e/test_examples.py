@@ -215,6 +215,46 @@ def test_a_client_in_go_is_generated_and_declines(
     assert f"engine {source.spec.engine_id} {incarnation} ENGINE_STATE_READY\n" in listed
 
 
+RUST = all(map(shutil.which, ("cargo", "protoc"))) and all(
+    any(Path("/usr/share/cargo/registry").glob(f"{name}-[0-9]*"))
+    for name in ("bytes", "h2", "http", "prost", "prost-types", "prost-build", "tokio")
+)
+"""Whether the packages that examples/rust/build.sh names are installed."""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(not RUST, reason="Rust, or one of its libraries, is not installed")
+def test_a_client_in_rust_is_generated_and_declines(
+    homes: tuple[str, str], engine: Callable[..., Engine], tmp_path: Path
+) -> None:
+    build = [str(ROOT / "examples" / "rust" / "build.sh"), str(tmp_path)]
+    made = subprocess.run(build, capture_output=True, text=True, timeout=500, check=False)
+    assert made.returncode == 0, made.stderr
+    source = engine(homes[0], Model(), shards(4, 1)).ready()
+    offered = source.session.publish("rust", {"full": Blocks([1])})
+    example = str(tmp_path / "target" / "debug" / "kvferry-example")
+
+    def run(*arguments: str) -> list[str]:
+        done = subprocess.run([example, *arguments], capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.splitlines()
+
+    # At another node server than the home.
+    about, *_, declined, refused = run(homes[1], offered.reference, "kvf1.x")
+    assert about.startswith(f"kvferryd {kvferry.__version__} at ")
+    assert declined == "declined"
+    assert "reference" in refused
+    assert source.release_of(offered).outcome is ReleaseOutcome.DECLINED
+    incarnation = source.session.token.incarnation.hex()
+    assert f"engine {source.spec.engine_id} {incarnation} ENGINE_STATE_READY" in run(homes[0])
+    gone = subprocess.run(
+        [example, f"127.0.0.1:{free_port()}"], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert gone.returncode == 1
+    assert "refused" in gone.stderr
+
+
 def test_router_routes_and_declines(
     homes: tuple[str, str],
     engine: Callable[..., Engine],

@@ -24,12 +24,15 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 from kvferry import Client, EngineSpec, Group
 from kvferry._wire.channel import connect
+from kvferry._wire.reference import format_reference, parse_reference
 from kvferry.integrations import otel
 from kvferry.v1.kv_transfer_pb2 import NotifyRequest, WatchRequest
 from kvferry.v1.kv_transfer_pb2_grpc import KVTransferStub
 from tests.support.node_servers import Kvferryd, NodeServerProcess, environment, refused
+from tests.support.raw_parties import Party
 from tests.support.recorded_spans import Recorded
 from tests.support.repository import ROOT
+from tests.support.waiting import until
 
 
 @dataclass
@@ -185,6 +188,39 @@ def test_a_request_is_one_trace_from_the_router_to_its_release(collector: Collec
     # The reference is a capability; no part of it that a guess could begin with is in a trace.
     raw = b"".join(collector.raw)
     assert carried["reference"][5:40].encode() not in raw
+
+
+@pytest.mark.parametrize("relay_traces", [True, False])
+def test_a_call_that_is_relayed_stays_in_its_trace(collector: Collector, relay_traces: bool) -> None:
+    """Below the span of the server that sends it on, or below the caller's where that one does not trace."""
+    trace_id, caller = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+    traced, short = ("--trace-endpoint", collector.endpoint), {"OTEL_BSP_SCHEDULE_DELAY": "50"}
+    flags = ("--listen", "127.0.0.1:0", "--unix", "", "--drain", "0", "--engine-ttl", "0.01")
+    with (
+        Kvferryd(*flags, *traced, env={**short, "OTEL_SERVICE_NAME": "home"}) as home,
+        Kvferryd(*flags, *(traced if relay_traces else ()), env={**short, "OTEL_SERVICE_NAME": "relay"}) as relay,
+        connect(home.address) as channel,
+        connect(relay.address) as elsewhere,
+    ):
+        party = Party(channel, "engine")
+        party.live()
+        reference = parse_reference(party.reference())
+        reference.home = home.advertise
+        request = NotifyRequest()
+        request.notifications.add().decline.reference = format_reference(reference)
+        stub: Any = KVTransferStub(elsewhere)
+        metadata = (("traceparent", f"00-{trace_id}-{caller}-01"),)
+        (result,) = stub.Notify(request, timeout=30, metadata=metadata).results
+        assert result.HasField("done")
+        until(lambda: len(collector.spans) == 1 + relay_traces)
+        party.close()
+    spans = {span.service: span for span in collector.spans}
+    assert {span.trace_id for span in spans.values()} == {trace_id}
+    if relay_traces:
+        assert spans["relay"].parent == caller
+        assert spans["home"].parent == spans["relay"].span_id
+    else:
+        assert spans["home"].parent == caller
 
 
 def test_nothing_is_imported_or_sent_unless_it_is_configured(collector: Collector, tmp_path: Path) -> None:

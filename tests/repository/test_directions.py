@@ -98,7 +98,7 @@ RULES = {**MAY_IMPORT, **FACES}
 RUN_A_HOME = {"_embed", "testing"}
 """What may import the server: nothing that an engine runs in production."""
 HEAVY = {"grpc", "nixl", "torch", "asyncio", "threading", "google"}
-OF_THE_SDK = {"errors", "geometry", "planner", "_wire", "_directory", "_clock", "v1"}
+OF_THE_SDK = {"errors", "geometry", "planner", "_wire", "_directory", "_clock", "_tracing", "v1"}
 """What the server may use of it."""
 SERVER_RULES = {
     "domain": set[str](),

@@ -18,11 +18,13 @@ class Authority:
     name: str
 
     @classmethod
-    def make(cls, folder: Path, name: str) -> Authority:
+    def make(cls, folder: Path, name: str, days: int = 2, subject: str = "") -> Authority:
+        """An authority that is valid for this many days. Its common name is its name unless given as `subject`."""
         authority = cls(folder, name)
         _openssl(
-            *("req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2"),
-            *("-subj", f"/CN={name}", "-keyout", f"{folder / name}.key", "-out", f"{authority.certificate}"),
+            *("req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"),
+            *("-days", f"{days}", "-subj", f"/CN={subject or name}"),
+            *("-keyout", f"{folder / name}.key", "-out", f"{authority.certificate}"),
         )
         return authority
 
@@ -31,13 +33,13 @@ class Authority:
         return self.folder / f"{self.name}.pem"
 
     def issue(
-        self, name: str, names: str = "DNS:localhost,IP:127.0.0.1", subject: str = "", days: int = 2
+        self, name: str, names: str = "DNS:localhost,IP:127.0.0.1", subject: str = "", days: int = 2, usages: str = ""
     ) -> TlsConfig:
         """A certificate, for this host unless it has other `names`, and the authority to check others with. Its
-        subject is its common name unless given. With -1 `days` it has expired."""
+        subject is its common name unless given. With -1 `days` it has expired. `usages`: a line of extensions."""
         key, cert, request = (self.folder / f"{self.name}-{name}.{ending}" for ending in ("key", "pem", "csr"))
         extensions = self.folder / f"{self.name}-{name}.ext"
-        extensions.write_text(f"subjectAltName={names}\n" if names else "")
+        extensions.write_text((f"subjectAltName={names}\n" if names else "") + f"{usages}\n")
         _openssl(
             *("req", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"),
             *("-subj", subject or f"/CN={name}", "-keyout", f"{key}", "-out", f"{request}"),

@@ -235,10 +235,14 @@ class Directory(OneProcess, ABC):
             return
         with self._lock:
             first, self._problem = not self._problem, problem
-        if first:
-            # Once per outage: nothing but discovery depends on it.
+            known = self._listed is not None
+        # Once per outage: nothing but discovery depends on it.
+        if first and known:
             message = "the directory %s cannot be read: %s; what it said before stays in use"
             logger.warning(message, self.name, problem)
+        elif first:
+            # Whoever asks is told by an error, and needs no second message.
+            logger.info("the directory %s cannot be read: %s; it has said nothing yet", self.name, problem)
 
     def _written_by_others(self) -> WrongState:
         return WrongState(f"node servers do not publish in {self.name}: it is written by others", directory=self.name)

@@ -1,4 +1,5 @@
-"""TLS files that are replaced while a process runs: what they held when they could last be used.
+"""TLS files that are replaced while a process runs: what they held when they could last be used, and a warning before
+that expires.
 
 One `TlsFiles` serves all connections with the same files, so that a connection to a new home does not fail because the
 files are being written just then. It has no lock: two threads that read at once read the same.
@@ -9,9 +10,12 @@ from __future__ import annotations
 import functools
 import logging
 import math
+import time
+from collections.abc import Callable
 
 from kvferry._clock import now
 from kvferry._wire.channel import TlsConfig, TlsContent, read_tls, tls_stamp
+from kvferry._wire.expiry import ExpiryNotice, authorities_validity, own_validity
 from kvferry.errors import InvalidField
 
 logger = logging.getLogger(__name__)
@@ -21,10 +25,17 @@ TLS_POLL = 1.0
 
 
 class TlsFiles:
-    """The files of one `TlsConfig`. Thread-safe. See the module."""
+    """The files of one `TlsConfig`. Thread-safe. See the module.
 
-    def __init__(self, tls: TlsConfig) -> None:
+    Args:
+        tls: the files.
+        wall_clock: returns the seconds since 1970.
+    """
+
+    def __init__(self, tls: TlsConfig, wall_clock: Callable[[], float] = time.time) -> None:
         self._tls = tls
+        self._wall_clock = wall_clock
+        self._notices: list[tuple[str, object, ExpiryNotice]] = []
         self._read: tuple[tuple[object, ...] | None, TlsContent | None] = (None, None)
         self._problem = ""
         self._next_look = -math.inf
@@ -43,6 +54,7 @@ class TlsFiles:
                 content, usable = self._newer(content)
                 # What cannot be used is tried again: a file that becomes readable has not changed.
                 self._read = found if usable else None, content
+            self._warn()
         return content
 
     def look_soon(self) -> None:
@@ -61,7 +73,24 @@ class TlsFiles:
             self._problem = error.message
             return content, False
         self._problem = ""
-        return (content if newer == content and content is not None else newer), True
+        if newer == content and content is not None:
+            return content, True
+        self._notices = self._new_notices(newer)
+        return newer, True
+
+    def _new_notices(self, content: TlsContent) -> list[tuple[str, object, ExpiryNotice]]:
+        own = own_validity(self._tls)
+        above = authorities_validity(content.ca) if content.ca is not None else None
+        found = (("the certificate", self._tls.cert, own), ("an authority", self._tls.ca, above))
+        return [(what, path, ExpiryNotice(valid, TLS_POLL)) for what, path, valid in found if valid is not None]
+
+    def _warn(self) -> None:
+        wall = self._wall_clock()
+        for what, path, notice in self._notices:
+            if notice.due(wall):
+                verb = "expired" if notice.expired(wall) else "expires"
+                name = f" ({notice.validity.subject!r})" if notice.validity.subject else ""
+                logger.warning("%s in %s%s %s on %s: put a new one in place", what, path, name, verb, notice.date())
 
 
 @functools.cache

@@ -101,6 +101,10 @@ class NodeCollector(Collector):
         if expiry is not None:
             name = "kvferry_certificate_expiry_timestamp_seconds"
             yield GaugeMetricFamily(name, "When the node server's certificate ends.", expiry)
+        expiry = node.authorities_expiry()
+        if expiry is not None:
+            name = "kvferry_authority_expiry_timestamp_seconds"
+            yield GaugeMetricFamily(name, "When the first authority ends that clients are checked against.", expiry)
 
     def _of_engines(self) -> Iterator[Metric]:
         home = self._node.home
@@ -165,6 +169,22 @@ class NodeCollector(Collector):
         yield _gauges("kvferry_budget_used", "What is used of a budget: bytes, leases, engines.", "budget", used)
         most = {name: limit for name, (_, limit) in budgets.items()}
         yield _gauges("kvferry_budget_limit", "How large a budget is.", "budget", most)
+        yield from self._of_engine_budgets()
+
+    def _of_engine_budgets(self) -> Iterator[Metric]:
+        home, limits = self._node.home, self._node.home.limits
+        kept = [home.records.books.get(engine.ref) for engine in home.engines.all_engines()]
+        books = [book for book in kept if book is not None]
+        used = {
+            "waiting_reads": max((book.waiting_reads.used for book in books), default=0),
+            "waiting_declines": max((len(book.declined) for book in books), default=0),
+            "publications": max((book.num_arrived for book in books), default=0),
+            "checksum_bytes": max((book.checksum_bytes for book in books), default=0),
+        }
+        help_text = "What the engine that uses most of a budget of its own uses of it."
+        yield _gauges("kvferry_engine_budget_used", help_text, "budget", used)
+        most = {name: int(getattr(limits, name)) for name in used}
+        yield _gauges("kvferry_engine_budget_limit", "How large a budget of one engine is.", "budget", most)
 
     def _of_calls(self) -> Iterator[Metric]:
         calls, journal = self._node.calls, self._node.home.journal

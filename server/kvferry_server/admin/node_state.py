@@ -82,3 +82,7 @@ class NodeState(Protocol):
 
     def certificate_expiry(self) -> float | None:
         """Return when its certificate ends, in seconds since 1970; None: it has none."""
+
+    def authorities_expiry(self) -> float | None:
+        """Return when the first of the authorities ends that clients are checked against, in seconds since 1970; None:
+        there are none."""

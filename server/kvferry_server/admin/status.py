@@ -32,7 +32,7 @@ def overview(node: NodeState) -> Row:
         engines = home.engines.all_engines()
         states = [engine_state(engine) for engine in engines]
         oldest = next(iter(journal.pinned), None)
-        expiry = node.certificate_expiry()
+        expiry, authorities = node.certificate_expiry(), node.authorities_expiry()
         return {
             "version": kvferry.__version__,
             "epoch": home.epoch.hex(),
@@ -45,6 +45,7 @@ def overview(node: NodeState) -> Row:
             "addresses": list(node.addresses),
             "advertise": home.advertise,
             "certificate_ends_in_s": None if expiry is None else round(expiry - time.time()),
+            "authority_ends_in_s": None if authorities is None else round(authorities - time.time()),
             "engines": {state: states.count(state) for state in sorted(set(states))},
             "publications": {stage.value: count for stage, count in sorted_counts(journal.stages) if count},
             "pinned": len(journal.pinned),

@@ -16,6 +16,7 @@ from kvferry_server.admin.loop_lag import LoopLag
 from kvferry_server.admin.node_state import ListenerLoad
 from kvferry_server.domain.budgets import Budget
 from kvferry_server.home.home import Home
+from kvferry_server.node.certificates import Certificates
 from kvferry_server.node.config import NodeConfig
 from kvferry_server.node.connections import count_connections
 from kvferry_server.node.guard import Guard
@@ -39,7 +40,7 @@ class ShownState:
         home, worker, relays: its parts.
         most_connections: how many connections each of its listeners may have.
         home_runs: whether the home's timers run.
-        certificate_expiry: when its certificate ends, in seconds since 1970; None: it has none.
+        certificates: its TLS files; None: it has none.
 
     Attributes:
         calls: what is counted of its calls.
@@ -57,7 +58,7 @@ class ShownState:
         relays: Relays,
         most_connections: int,
         home_runs: Callable[[], bool],
-        certificate_expiry: Callable[[], float | None],
+        certificates: Certificates | None,
     ) -> None:
         self.home = home
         self.worker = worker
@@ -66,7 +67,7 @@ class ShownState:
         self.started_at = time.time()
         self.addresses: Sequence[str] = ()
         self.listeners: list[tuple[Serving, Guard]] = []
-        self.certificate_expiry = certificate_expiry
+        self._certificates = certificates
         self._config = config
         self._relays = relays
         self._most_connections = most_connections
@@ -110,6 +111,15 @@ class ShownState:
     def answers(self) -> Sequence[Budget]:
         """Return the budgets of answers that wait to be taken."""
         return [guard.answers for _, guard in self.listeners]
+
+    def certificate_expiry(self) -> float | None:
+        """Return when its certificate ends, in seconds since 1970; None: it has none."""
+        return None if self._certificates is None else self._certificates.expiry
+
+    def authorities_expiry(self) -> float | None:
+        """Return when the first of the authorities ends that clients are checked against, in seconds since 1970; None:
+        there are none."""
+        return None if self._certificates is None else self._certificates.authorities_expiry
 
     def _load(self, serving: Serving, guard: Guard) -> ListenerLoad:
         address = serving.listener.address

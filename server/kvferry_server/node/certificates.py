@@ -12,15 +12,15 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from datetime import datetime, timezone
 from typing import cast
 
 import grpc
 from cryptography import x509
 
 from kvferry._wire.channel import TlsConfig, TlsContent, read_tls, server_certificates, tls_stamp
+from kvferry._wire.expiry import ExpiryNotice, Validity, authorities_validity, date
 from kvferry.errors import InvalidField
-from kvferry_server.node.times import CERTIFICATE_POLL, EXPIRY_NOTICE, EXPIRY_SHARE
+from kvferry_server.node.times import CERTIFICATE_POLL
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ class Certificates:
         content = read_tls(tls)
         self._current = content, server_certificates(content)
         self._validity = validity(content, tls)
-        self._warn_below = self._first_warning()
+        self._watch_expiry()
 
     @property
     def content(self) -> TlsContent:
@@ -56,6 +56,12 @@ class Certificates:
     def expiry(self) -> float:
         """When the certificate, or one that it needs, expires: seconds since 1970."""
         return self._validity[1]
+
+    @property
+    def authorities_expiry(self) -> float | None:
+        """When the first of the authorities expires that clients are checked against: seconds since 1970; None: clients
+        are not asked for a certificate."""
+        return None if self._authorities is None else self._authorities.validity.end
 
     def credentials(self) -> grpc.ServerCredentials:
         """Return credentials for a listener, which follow the files. Each gRPC server needs its own."""
@@ -96,8 +102,8 @@ class Certificates:
             if content != self.content:
                 self._current = content, server_certificates(content)
                 self._validity = valid
-                self._warn_below = self._first_warning()
-                logger.info("new certificate from %s, valid until %s", self._tls.cert, _date(valid[1]))
+                self._watch_expiry()
+                logger.info("new certificate from %s, valid until %s", self._tls.cert, date(valid[1]))
             return True
 
     async def run(self) -> None:
@@ -112,17 +118,23 @@ class Certificates:
                 logger.exception("the TLS files could not be read; the certificate stays as it was")
 
     def warn(self) -> None:
-        """Warn when the certificate is about to expire, again whenever half of the remaining time has passed, and once
-        when it has expired."""
-        left = self.expiry - self._wall_clock()
-        if left > self._warn_below:
-            return
-        self._warn_below = left / 2 if left > CERTIFICATE_POLL else 0.0 if left > 0 else float("-inf")
+        """Warn when the certificate or an authority is about to expire, again whenever half of the remaining time has
+        passed, and once when it has expired."""
         then = "put a new certificate and key in place: they are read without a restart"
-        if left > 0:
-            logger.warning("the certificate in %s expires on %s: %s", self._tls.cert, _date(self.expiry), then)
+        self._warn_of(self._own, f"the certificate in {self._tls.cert}", then)
+        if self._authorities is not None:
+            what = f"the authority {self._authorities.validity.subject!r} in {self._tls.ca}"
+            then = "clients whose certificates it has signed are refused from then on; put its successor beside it"
+            self._warn_of(self._authorities, what, then)
+
+    def _warn_of(self, notice: ExpiryNotice, what: str, then: str) -> None:
+        wall = self._wall_clock()
+        if not notice.due(wall):
+            return
+        if notice.expired(wall):
+            logger.error("%s expired on %s: %s", what, notice.date(), then)
         else:
-            logger.error("the certificate in %s expired on %s: %s", self._tls.cert, _date(self.expiry), then)
+            logger.warning("%s expires on %s: %s", what, notice.date(), then)
 
     def _in_time(self, valid: tuple[float, float]) -> bool:
         return valid[0] <= self._wall_clock() < valid[1]
@@ -131,9 +143,10 @@ class Certificates:
         if tls_stamp(self._tls) != self._stamp:
             self.refresh()
 
-    def _first_warning(self) -> float:
-        start, end = self._validity
-        return min(EXPIRY_NOTICE, (end - start) * EXPIRY_SHARE)
+    def _watch_expiry(self) -> None:
+        self._own = ExpiryNotice(Validity(*self._validity), CERTIFICATE_POLL)
+        above = None if self.content.ca is None else authorities_validity(self.content.ca)
+        self._authorities = ExpiryNotice(above, CERTIFICATE_POLL) if above is not None else None
 
 
 def validity(content: TlsContent, tls: TlsConfig) -> tuple[float, float]:
@@ -156,7 +169,3 @@ def check_in_time(tls: TlsConfig, in_time: bool) -> None:
     """Raise `InvalidField` for a certificate that is not `in_time`: expired, or not valid yet."""
     if not in_time:
         raise InvalidField("tls_cert", str(tls.cert), "a certificate that is valid now; look with openssl x509 -dates")
-
-
-def _date(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, timezone.utc).strftime("%Y-%m-%d %H:%M UTC")

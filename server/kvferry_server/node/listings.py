@@ -88,10 +88,12 @@ class Listings:
                     self._directory.renew()
                 else:
                     self._directory.publish(self._home.advertise, wanted, self._ttl)
-            except KvferryError as error:
+            except Exception as error:
+                # Whatever it was, such as a system without threads: without this one, the listings would end for good.
                 if not self._failing:
                     # Once per outage: reads do not depend on it.
-                    logger.warning("engines are not listed: %s; trying again", error)
+                    unexpected = None if isinstance(error, KvferryError) else error
+                    logger.warning("engines are not listed: %s; trying again", error, exc_info=unexpected)
                 pause = min(2 * pause if self._failing else RETRY_FIRST, self._ttl / 3)
                 self._failing = True
                 continue
@@ -102,7 +104,7 @@ class Listings:
             return
         try:
             self._directory.withdraw()
-        except KvferryError as error:
+        except Exception as error:
             logger.warning("the listings of this server end with their ttl, %g s: %s", self._ttl, error)
 
     def _wait(self, pause: float) -> bool:

@@ -77,6 +77,7 @@ def run(arguments: Sequence[str]) -> int:
     from kvferry_server.node.logs import set_up_logging
     from kvferry_server.node.named_files import file_problems
     from kvferry_server.node.times import SWITCH_INTERVAL
+    from kvferry_server.node.variables import unknown_variables
 
     parser = argparse.ArgumentParser(
         "kvferryd", description=DESCRIPTION, epilog=EPILOG, formatter_class=_Formatter, allow_abbrev=False
@@ -101,10 +102,12 @@ def run(arguments: Sequence[str]) -> int:
     if check_only:
         print(loaded.describe())
         problems = file_problems(loaded)
-        for line in problems:
+        for line in (*problems, *unknown_variables(os.environ)):
             print(f"kvferryd: {line}", file=sys.stderr)
         return 2 if problems else 0
     set_up_logging(loaded.config.log_level, loaded.config.log_format)
+    for line in unknown_variables(os.environ):
+        logger.warning("%s", line)
     # While the worker thread compares geometries, the event loop waits at most this long for the interpreter. With
     # Python's default of 5 ms, renewals take tenths of a second while a hundred ranks handshake. Set here and not in
     # NodeServer, because it applies to the whole process.

@@ -287,9 +287,7 @@ class NodeServer:
         def home_runs() -> bool:
             return self._driver is not None and not self._driver.done()
 
-        shown = ShownState(
-            self._config, self.home, self._worker, relays, connections, home_runs, self.certificate_expiry
-        )
+        shown = ShownState(self._config, self.home, self._worker, relays, connections, home_runs, self._certificates)
         shown.addresses = self.addresses
         self._shown = shown
         self._lag = asyncio.create_task(shown.lag.run(), name="kvferry-loop-lag")

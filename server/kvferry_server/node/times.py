@@ -39,11 +39,6 @@ SWITCH_INTERVAL = 0.0005
 CERTIFICATE_POLL = 2.0
 """Between two looks at whether the TLS files have changed."""
 
-EXPIRY_NOTICE = 14 * 86_400.0
-EXPIRY_SHARE = 0.25
-"""How long before a certificate expires it is first warned of: at most this long, and at most this share of the time
-for which it was made, so that certificates that live for an hour are not warned of all the time."""
-
 LISTING_POLL = 0.25
 """Between two looks at which engines the directory should list."""
 

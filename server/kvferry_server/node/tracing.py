@@ -17,8 +17,9 @@ from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import kvferry
+from kvferry._tracing import calling_under
 from kvferry.errors import InvalidField
-from kvferry_server.servicers.callers import Context
+from kvferry_server.servicers.callers import Context, traceparent_of
 
 Behaviour: TypeAlias = Callable[[Any, Any], Any]
 Traced: TypeAlias = Callable[[str, Behaviour], Behaviour]
@@ -26,9 +27,6 @@ Traced: TypeAlias = Callable[[str, Behaviour], Behaviour]
 
 CLOSE_TIMEOUT = 2.0
 """Seconds for sending the last spans when the server stops."""
-
-MOST_CHARACTERS = 512
-"""Of a traceparent; longer ones are ignored."""
 
 
 class _WithoutHeaders(logging.Filter):
@@ -76,7 +74,7 @@ class Tracing:
     def traced(self, method: str, behaviour: Behaviour) -> Behaviour:
         """Return the guarded handler of a method, in a span of its own for each call that names a trace."""
         from opentelemetry.context import Context as TraceContext
-        from opentelemetry.trace import SpanKind, Status, StatusCode
+        from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
         propagator = TraceContextTextMapPropagator()
@@ -84,13 +82,16 @@ class Tracing:
         known = {"rpc.system": "grpc", "rpc.service": service, "rpc.method": name}
 
         async def run(requests: Any, context: Context) -> Any:
-            parent = _traceparent(context)
+            parent = traceparent_of(context)
             if not parent:
                 return await behaviour(requests, context)
             within = propagator.extract({"traceparent": parent}, TraceContext())
             span = self._tracer.start_span(f"{service}/{name}", within, SpanKind.SERVER, known)
+            below: dict[str, str] = {}
+            propagator.inject(below, set_span_in_context(span, TraceContext()))
             try:
-                return await behaviour(requests, context)
+                with calling_under(below.get("traceparent", "")):
+                    return await behaviour(requests, context)
             finally:
                 code = _code(context)
                 span.set_attribute("rpc.grpc.status_code", code)
@@ -110,13 +111,6 @@ class Tracing:
 def untraced(_: str, behaviour: Behaviour) -> Behaviour:
     """Return the handler as it is."""
     return behaviour
-
-
-def _traceparent(context: Context) -> str:
-    for key, value in context.invocation_metadata() or ():
-        if key == "traceparent" and isinstance(value, str) and len(value) <= MOST_CHARACTERS:
-            return value
-    return ""
 
 
 def _code(context: Context) -> int:

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, TypeAlias
 
 import grpc.aio
 
+from kvferry._tracing import calling_under, passed_on
 from kvferry_server.domain.hosts import host_of
 from kvferry_server.domain.identity import NOBODY, Names
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+
+MAX_TRACEPARENT = 512
+"""Characters of a traceparent; longer ones are ignored."""
 
 LOOPBACK_6 = "::/64"
 """The network of ::1, as `host_of` writes it."""
@@ -56,6 +61,24 @@ def identities_of(context: Context) -> tuple[str, ...]:
         for name in found.get(kind, ())
         if name.isascii() and name.decode().isprintable() and name and (b":" in name) == is_uri
     )
+
+
+def traceparent_of(context: Context) -> str:
+    """Return the traceparent that a call came with; empty: none."""
+    return next(
+        (
+            value
+            for key, value in context.invocation_metadata() or ()
+            if key == "traceparent" and isinstance(value, str) and len(value) <= MAX_TRACEPARENT
+        ),
+        "",
+    )
+
+
+def relaying(context: Context) -> AbstractContextManager[None]:
+    """Make the calls to other node servers within the ``with`` block part of the trace that a call belongs to: below
+    this server's span of it, if it records one."""
+    return calling_under(passed_on(traceparent_of(context)))
 
 
 def on_unix_socket(context: Context) -> bool:

@@ -15,7 +15,7 @@ from kvferry_server.domain.reads import LeaseRequest, RoutedRequest
 from kvferry_server.home.home import Home
 from kvferry_server.home.streams import poll_blocks, read_blocks, watch
 from kvferry_server.servicers import checks, decode, encode
-from kvferry_server.servicers.callers import Context, NamesOf, names_of, on_end, remote_host
+from kvferry_server.servicers.callers import Context, NamesOf, names_of, on_end, relaying, remote_host
 from kvferry_server.servicers.checksums import read_checksums
 from kvferry_server.servicers.limits import MAX_DIGESTED_BYTES
 from kvferry_server.servicers.notify import notify
@@ -43,7 +43,8 @@ class KVTransfer(KVTransferServicer):
             remote_host(context), request.ByteSize(), lambda: decode.registration(request)
         )
         if relayed:
-            return await self._relays.register_cache(request)
+            with relaying(context):
+                return await self._relays.register_cache(request)
         with home.turn():
             engine = home.register(registration, secret)
             reuse_after = home.reuse_after(registration.engine)
@@ -120,8 +121,9 @@ class KVTransfer(KVTransferServicer):
 
     async def Notify(self, request: pb.NotifyRequest, context: Context) -> pb.NotifyResponse:
         """Act on a batch of notifications; see `notify`."""
-        names, host = self._names_of(context), remote_host(context)
-        return await notify(self._home, self._relays, request, names, _time_to_wait(context), host)
+        with relaying(context):
+            names, host = self._names_of(context), remote_host(context)
+            return await notify(self._home, self._relays, request, names, _time_to_wait(context), host)
 
     async def ReadChecksums(self, request: pb.ReadChecksumsRequest, context: Context) -> pb.ReadChecksumsResponse:
         """Send the checksums of a leased publication's blocks; see `read_checksums`."""

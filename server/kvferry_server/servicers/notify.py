@@ -73,7 +73,7 @@ async def notify(
     if elsewhere:
         timeout = min(DECLINE_TIMEOUT, time_left)
         declines = {at: [request.notifications[index].decline for index in found] for at, found in elsewhere.items()}
-        answers = await asyncio.gather(*(_sent_on(relays, at, found, timeout) for at, found in declines.items()))
+        answers = await asyncio.gather(*(_sent_on(relays, at, found, timeout, host) for at, found in declines.items()))
         for found, answered in zip(elsewhere.values(), answers, strict=True):
             for index, result in zip(found, answered, strict=True):
                 results[index] = result
@@ -203,11 +203,11 @@ def _decline(home: Home, relays: Relays, decline: pb.Decline, holder: Hashable) 
 
 
 async def _sent_on(
-    relays: Relays, home: str, declines: Sequence[pb.Decline], timeout: float
+    relays: Relays, home: str, declines: Sequence[pb.Decline], timeout: float, host: str
 ) -> list[pb.NotificationResult]:
     """Send declines on to their home; its results, or an error for each."""
     try:
-        return [_checked(home, result) for result in await relays.decline(home, declines, timeout)]
+        return [_checked(home, result) for result in await relays.decline(home, declines, timeout, host)]
     except KvferryError as error:
         return [pb.NotificationResult(error=to_notification_error(error))] * len(declines)
 

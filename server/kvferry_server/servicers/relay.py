@@ -19,11 +19,13 @@ from typing import TYPE_CHECKING
 import grpc
 import grpc.aio
 
+from kvferry._tracing import call_metadata
 from kvferry._wire.channel import TlsConfig, TlsContent, connect_async, is_loopback, parse_address
 from kvferry._wire.status import from_rpc_error
 from kvferry.errors import InvalidField, LimitReached, RelayLoop, Unreachable
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry.v1.kv_transfer_pb2_grpc import KVTransferStub
+from kvferry_server.domain.budgets import Budget, check_budget
 from kvferry_server.servicers import checks
 from kvferry_server.servicers.limits import MAX_DECLINE_HOMES, MAX_HOMES
 from kvferry_server.servicers.times import RANK_LEFT_TIMEOUT, REGISTER_TIMEOUT, RELAY_RETRY_AFTER
@@ -36,10 +38,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _HomeChannel:
-    """A channel to a home, the TLS files that it was made with, and the number of calls that use it."""
+    """A channel to a home, the TLS files that it was made with, the number of calls that use it, and the host whose
+    decline it was made for; None: a rank's."""
 
     channel: grpc.aio.Channel
     tls: TlsConfig | TlsContent | None
+    opened_by: str | None
     users: int = 0
 
 
@@ -71,6 +75,9 @@ class Relays:
         self._patterns = tuple(patterns)
         self._content = content
         self._connections: dict[str, _HomeChannel] = {}
+        self._opened = Budget(MAX_DECLINE_HOMES)
+        """Connections that declines have opened, by the caller's host: homes that do not answer must not take all that
+        there are from the declines of others."""
         self._endings: dict[tuple[bytes, int], asyncio.Task[None]] = {}
         self._stopping = False
 
@@ -119,7 +126,7 @@ class Relays:
         request.relayed_by = self._advertise
         stub, connection = self._enter(home)
         try:
-            answer = await stub.RegisterCache(request, timeout=REGISTER_TIMEOUT)
+            answer = await stub.RegisterCache(request, timeout=REGISTER_TIMEOUT, metadata=call_metadata())
         except grpc.RpcError as error:
             raise from_rpc_error(error, home, self._tls) from None
         finally:
@@ -128,7 +135,7 @@ class Relays:
         return answer
 
     async def decline(
-        self, home: str, declines: Sequence[pb.Decline], timeout: float
+        self, home: str, declines: Sequence[pb.Decline], timeout: float, host: str
     ) -> Sequence[pb.NotificationResult]:
         """Send declines on to the home that their references name, marked, so that it does not send them on again.
         Returns its results, in order.
@@ -137,14 +144,15 @@ class Relays:
             home: the home.
             declines: what it is told.
             timeout: seconds that it may take.
+            host: where the call came from, as `remote_host` returns it.
 
         Raises: as `register_cache`.
         """
         marked = [pb.Decline(reference=decline.reference, relayed_by=self._advertise) for decline in declines]
         request = pb.NotifyRequest(notifications=[pb.Notification(decline=decline) for decline in marked])
-        stub, connection = self._enter(home, MAX_DECLINE_HOMES)
+        stub, connection = self._enter(home, MAX_DECLINE_HOMES, host)
         try:
-            answer = await stub.Notify(request, timeout=timeout)
+            answer = await stub.Notify(request, timeout=timeout, metadata=call_metadata())
         except grpc.RpcError as error:
             raise from_rpc_error(error, home, self._tls) from None
         finally:
@@ -211,7 +219,9 @@ class Relays:
         if self._endings.get(process) is ending:
             del self._endings[process]
 
-    def _enter(self, home: str, most: int = MAX_HOMES) -> tuple[KVTransferAsyncStub, _HomeChannel]:
+    def _enter(
+        self, home: str, most: int = MAX_HOMES, host: str | None = None
+    ) -> tuple[KVTransferAsyncStub, _HomeChannel]:
         self._check(home)
         if home not in self._connections and len(self._connections) >= most:
             raise LimitReached(
@@ -222,9 +232,13 @@ class Relays:
             )
         tls = self._tls if self._content is None else self._content()
         connection = self._connections.get(home)
+        if connection is None and host is not None:
+            check_budget("relayed_homes", self._opened, host, RELAY_RETRY_AFTER)
         if connection is None or connection.tls != tls:
             # Calls that use an older one keep it until they end.
-            connection = self._connections[home] = _HomeChannel(connect_async(home, tls), tls)
+            connection = self._connections[home] = _HomeChannel(connect_async(home, tls), tls, host)
+            if host is not None:
+                self._opened.take(host)
         connection.users += 1
         stub: KVTransferAsyncStub = KVTransferStub(connection.channel)  # type: ignore[assignment]
         return stub, connection
@@ -252,4 +266,6 @@ class Relays:
         if not connection.users:
             if self._connections.get(home) is connection:
                 del self._connections[home]
+            if connection.opened_by is not None:
+                self._opened.give(connection.opened_by)
             await connection.channel.close()

@@ -15,6 +15,7 @@ import pytest
 from kvferry._wire.channel import connect
 from kvferry.v1 import errors_pb2
 from kvferry.v1 import kv_transfer_pb2 as pb
+from kvferry_server.domain.limits import Limits
 from kvferry_server.node.config import configure
 from kvferry_server.node.server import NodeServer
 from tests.server.admin.conftest import Watched
@@ -93,6 +94,37 @@ def test_a_day_of_an_engine_is_counted(tmp_path: Path) -> None:
         assert seen("kvferry_watches", role="scheduler") == 0
         assert "engine_dead" in server.log
         assert "lease_ended" in server.log
+
+
+def test_the_fullest_engine_shows_in_the_budgets_of_engines(tmp_path: Path) -> None:
+    """Whichever engine that is: the page says which."""
+    flags = ["--unix", "", "--listen", "127.0.0.1:0", "--admin", "127.0.0.1:0", "--drain", "0"]
+    with Kvferryd(*flags) as server, connect(server.address) as channel:
+        names = ("publications", "waiting_reads", "waiting_declines", "checksum_bytes")
+        empty = Scraped(server.admin)
+        assert [empty("kvferry_engine_budget_used", budget=name) for name in names] == [0, 0, 0, 0]
+        one, other = Party(channel, "one"), Party(channel, "other")
+        one.live()
+        for _ in range(3):
+            one.publish()
+        other.live()
+        # Nobody has published what these name.
+        other.publication += 5
+        waiting = other.kv.ReadBlocks(other.read_request(), timeout=30)
+        assert next(waiting).HasField("accepted")
+        for _ in range(2):
+            other.publication += 1
+            other.notify_reader(pb.Notification(decline=pb.Decline(reference=other.reference())))
+        seen = scraped(server.admin, "kvferry_engine_budget_used", 2, budget="waiting_declines")
+        assert seen("kvferry_engine_budget_used", budget="publications") == 4
+        assert seen("kvferry_engine_budget_used", budget="waiting_reads") == 1
+        limits = Limits()
+        assert seen("kvferry_engine_budget_limit", budget="publications") == limits.publications
+        assert seen("kvferry_engine_budget_limit", budget="waiting_reads") == limits.waiting_reads
+        assert seen("kvferry_engine_budget_limit", budget="checksum_bytes") == limits.checksum_bytes
+        waiting.cancel()
+        one.close()
+        other.close()
 
 
 def test_methods_that_nobody_offers_share_a_label(watched: Watched) -> None:

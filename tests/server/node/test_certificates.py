@@ -11,12 +11,14 @@ from typing import Any
 import pytest
 
 from kvferry._wire.channel import TlsConfig, read_tls
+from kvferry._wire.expiry import authorities_validity, own_validity
 from kvferry._wire.tls_files import TlsFiles
 from kvferry.errors import InvalidField
 from kvferry_server.node.certificates import Certificates
 from kvferry_server.node.config import configure, load
 from kvferry_server.node.named_files import file_problems
 from kvferry_server.node.server import NodeServer
+from tests.support.admin_listeners import Scraped
 from tests.support.certificates import Authority, replace_files, tls_flags
 from tests.support.node_servers import Kvferryd, refused, serves
 from tests.support.waiting import until
@@ -99,19 +101,83 @@ def test_it_is_warned_of_before_a_certificate_expires_and_again_when_half_of_the
         wall[0] = expiry - left
         caplog.clear()
         certificates.warn()
-        told += [(left, record.levelno) for record in caplog.records]
+        told += [(left, record.levelno) for record in caplog.records if record.message.startswith("the certificate")]
     warned, failed = logging.WARNING, logging.ERROR
     assert told == [
         (0.4 * DAY, warned), (0.1 * DAY, warned), (60.0, warned), (20.0, warned), (1.0, warned), (-1.0, failed)
     ]  # fmt: skip
 
 
-async def test_a_node_server_says_when_its_certificate_expires(files: TlsConfig) -> None:
-    settings = {"listen": "127.0.0.1:0", "unix": ""}
+def test_it_is_warned_of_before_an_authority_expires(
+    fleet: Authority, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The one that ends first is named; one whose successor with the same name is there does not count."""
+    wall, node = [0.0], fleet.issue("node", days=20)
+    made = {days: Authority.make(tmp_path, f"of-{days}", days) for days in (5, 9)}
+    older = Authority.make(tmp_path, "older", 1, subject="of-5")
+    bundle = tmp_path / "bundle.pem"
+    bundle.write_bytes(b"".join(one.certificate.read_bytes() for one in (*made.values(), older)))
+    certificates = Certificates(TlsConfig(ca=bundle, cert=node.cert, key=node.key), lambda: wall[0])
+    expiry = certificates.authorities_expiry
+    assert expiry is not None
+    told = []
+    for left in (3 * DAY, 1.5 * DAY, 1.0 * DAY, 0.5 * DAY, -1.0, -DAY):
+        wall[0] = expiry - left
+        caplog.clear()
+        certificates.warn()
+        told += [(left, record.levelno) for record in caplog.records if "the authority 'of-5' in" in record.message]
+    # Of five days, a quarter.
+    assert told == [(1.0 * DAY, logging.WARNING), (0.5 * DAY, logging.WARNING), (-1.0, logging.ERROR)]
+    # Without its successor it does count.
+    bundle.write_bytes(made[9].certificate.read_bytes() + older.certificate.read_bytes())
+    assert certificates.refresh()
+    assert certificates.authorities_expiry == pytest.approx(expiry - 4 * DAY, abs=60)
+    assert Certificates(TlsConfig(cert=node.cert, key=node.key)).authorities_expiry is None
+
+
+@pytest.mark.parametrize("usage", ["", "extendedKeyUsage=clientAuth"])
+def test_a_client_warns_before_its_own_certificate_expires(
+    fleet: Authority, tmp_path: Path, caplog: pytest.LogCaptureFixture, usage: str
+) -> None:
+    wall = [0.0]
+    authority = Authority.make(tmp_path, "long", 90)
+    client = authority.issue("client", usages=usage)
+    short, longer = own_validity(client), own_validity(authority.issue("longer", days=3))
+    assert short is not None
+    assert longer is not None
+    assert longer.end == pytest.approx(short.end + DAY, abs=60)
+    files = TlsFiles(client, lambda: wall[0])
+    told = []
+    for left in (DAY, 0.4 * DAY, 0.3 * DAY, 0.1 * DAY, -1.0, -DAY):
+        wall[0] = short.end - left
+        caplog.clear()
+        files.look_soon()
+        files.content()
+        told += [(left, "expired" in record.message) for record in caplog.records if str(client.cert) in record.message]
+    assert told == [(0.4 * DAY, False), (0.1 * DAY, False), (-1.0, True)]
+
+
+def test_a_client_warns_before_the_authority_of_its_homes_expires(
+    fleet: Authority, caplog: pytest.LogCaptureFixture
+) -> None:
+    found = authorities_validity(fleet.certificate.read_bytes())
+    assert found is not None
+    files = TlsFiles(TlsConfig(ca=fleet.certificate), lambda: found.end - 60)
+    files.content()
+    assert "an authority" in caplog.text
+    assert "'fleet'" in caplog.text
+
+
+async def test_a_node_server_says_when_its_certificate_and_its_authorities_expire(files: TlsConfig) -> None:
+    settings = {"listen": "127.0.0.1:0", "unix": "", "admin": "127.0.0.1:0"}
     server = NodeServer(configure(**settings, tls_cert=files.cert, tls_key=files.key, tls_ca=files.ca))
     await server.start()
     try:
-        assert server.certificate_expiry() == Certificates(files).expiry
+        read = Certificates(files)
+        assert server.certificate_expiry() == read.expiry
+        seen = await asyncio.to_thread(Scraped, server.admin)
+        assert seen("kvferry_certificate_expiry_timestamp_seconds") == read.expiry
+        assert seen("kvferry_authority_expiry_timestamp_seconds") == read.authorities_expiry
     finally:
         await server.stop(0)
     assert NodeServer(configure(**settings)).certificate_expiry() is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import subprocess
 import sys
 from dataclasses import fields
@@ -12,7 +13,9 @@ import pytest
 
 from kvferry_server.domain.times import Times
 from kvferry_server.node.config import BadConfig, NodeConfig, add_flags, config_file, configure, load
-from tests.support.node_servers import command, environment
+from kvferry_server.node.variables import OF_CLIENTS, unknown_variables
+from tests.support.node_servers import Kvferryd, command, environment
+from tests.support.repository import ROOT
 
 
 @pytest.fixture(autouse=True)
@@ -153,3 +156,33 @@ def test_a_server_without_its_extra_says_how_to_get_it(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert "pip install 'kvferry[server]'" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_variable_that_nothing_reads_is_told_with_the_one_that_was_meant() -> None:
+    settings = {f"KVFERRY_{name.upper()}" for name in NodeConfig.model_fields}
+    known = dict.fromkeys((*settings, "KVFERRY_CONFIG", *OF_CLIENTS, "kvferry_listen", "PATH"), "x")
+    services = {
+        "KVFERRY_SERVICE_HOST": "10.96.0.9",
+        "KVFERRY_SERVICE_PORT_GRPC": "7423",
+        "KVFERRY_PORT": "tcp://10.96.0.9:7423",
+        "KVFERRY_NODE_PORT_7423_TCP_ADDR": "10.96.0.9",
+    }
+    assert unknown_variables({**known, **services}) == []
+    assert unknown_variables({**known, "KVFERRY_LISTN": "x", "KVFERRY_SOMETHING": "x", "KVFERRY_ADMIN_PORT": "1"}) == [
+        "nothing reads the variable KVFERRY_ADMIN_PORT; did you mean KVFERRY_ADMIN?",
+        "nothing reads the variable KVFERRY_LISTN; did you mean KVFERRY_LISTEN?",
+        "nothing reads the variable KVFERRY_SOMETHING",
+    ]
+    misspelt = {"KVFERRY_ADVERTIZE": "10.0.0.1"}
+    with Kvferryd("--unix", "", "--listen", "127.0.0.1:0", env=misspelt) as server:
+        assert "WARNING kvferryd: nothing reads the variable KVFERRY_ADVERTIZE; did you mean KVFERRY_ADVERTISE?" in (
+            server.log
+        )
+
+
+def test_the_variables_that_clients_read_are_known() -> None:
+    """Those in the environment of a host that both share must not be warned of."""
+    text = "".join(path.read_text() for path in (ROOT / "client").rglob("*.py"))
+    read = set(re.findall(r"\bKVFERRY_[A-Z_]*[A-Z]\b", text))
+    assert set(OF_CLIENTS) <= read
+    assert unknown_variables(dict.fromkeys(read, "x")) == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,8 +10,10 @@ from pathlib import Path
 import pytest
 
 from kvferry import Directory, open_directory
+from kvferry._directory.etcd import EtcdDirectory
 from kvferry._wire.channel import connect
 from kvferry_server.node.config import BadConfig, configure
+from kvferry_server.node.server import NodeServer
 from tests.support.etcd import Etcd
 from tests.support.node_servers import Kvferryd, refused, serves
 from tests.support.raw_parties import Party
@@ -88,6 +91,27 @@ def test_without_etcd_it_serves_and_lists_as_soon_as_there_is_one(etcd: Etcd, re
         finally:
             etcd.signal(signal.SIGCONT)
     until(lambda: etcd.keys() == [])
+
+
+async def test_listings_outlast_whatever_happens_to_one_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A system that has no thread to spare for gRPC, for one."""
+    attempts: list[str] = []
+
+    def publish(_: EtcdDirectory, home: str, *__: object) -> None:
+        attempts.append(home)
+        if len(attempts) == 1:
+            raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(EtcdDirectory, "publish", publish)
+    monkeypatch.setattr(EtcdDirectory, "withdraw", lambda _: None)
+    monkeypatch.setattr("kvferry_server.node.listings.RETRY_FIRST", 0.01)
+    server = NodeServer(configure(listen="127.0.0.1:0", unix="", directory="etcd://127.0.0.1:1"))
+    await server.start()
+    try:
+        await asyncio.to_thread(until, lambda: len(attempts) == 2)
+    finally:
+        await server.stop(0)
+    assert set(attempts) == {server.advertise}
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import socket
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from kvferry.errors import (
     HomeRecovering,
     InvalidField,
     KvferryError,
+    LimitReached,
     RelayLoop,
     Unreachable,
     WrongKey,
@@ -164,3 +167,35 @@ async def test_declines_leave_room_for_ranks_that_register(stage: Stage, monkeyp
     assert sorted(type(error).__name__ for error in errors) == ["LimitReached"] * 2 + ["Unreachable"] * 2
     # Nothing of it stays.
     assert await notify(stage.other, stage.references[0]) == [None]
+
+
+async def test_homes_that_do_not_answer_take_no_room_from_the_declines_of_other_hosts() -> None:
+    """One caller names as many silent homes as it can; a router on another host still gets its decline through."""
+    with ExitStack() as stack:
+
+        def silent() -> str:
+            """Connections to it are never accepted."""
+            return f"127.0.0.1:{stack.enter_context(socket.create_server(('127.0.0.1', 0))).getsockname()[1]}"
+
+        relays = relay.Relays("127.0.0.1:1", None, anywhere=False)
+        homes = [silent() for _ in range(relay.MAX_DECLINE_HOMES + 2)]
+
+        def decline(home: str, host: str) -> asyncio.Task[Any]:
+            return asyncio.create_task(relays.decline(home, [pb.Decline(reference="kvf1.x")], 60.0, host))
+
+        for _ in range(2):
+            hostile = [decline(home, "203.0.113.9") for home in homes[:-1]]
+            honest = decline(homes[-1], "192.0.2.7")
+            done, waiting = await asyncio.wait({*hostile, honest}, timeout=0)
+            while len(done) < relay.MAX_DECLINE_HOMES // 2 + 1:
+                done, waiting = await asyncio.wait(
+                    {*hostile, honest}, return_when=asyncio.FIRST_COMPLETED, timeout=0.01
+                )
+            assert {type(task.exception()) for task in done} == {LimitReached}
+            assert honest in waiting
+            assert relays.num_homes == len(waiting)
+            for task in waiting:
+                task.cancel()
+            await asyncio.wait(waiting)
+            # Whatever it took it has given back.
+            assert relays.num_homes == 0

@@ -1,0 +1,133 @@
+"""When certificates expire, and when to say so.
+
+Python's `ssl` tells of the certificates of authorities that are given to it, and of a peer's. So one's own certificate
+is looked at from the other side of a handshake, in memory. That spares every engine a package for a date.
+"""
+
+from __future__ import annotations
+
+import ssl
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from typing import Any
+
+from kvferry._wire.channel import TlsConfig
+
+EXPIRY_NOTICE = 14 * 86_400.0
+EXPIRY_SHARE = 0.25
+"""How long before a certificate expires it is first warned of, in seconds: at most this long, and at most this share of
+the time for which it was made, so that certificates that live for an hour are not warned of all the time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Validity:
+    """From when until when certificates are valid, in seconds since 1970.
+
+    Attributes:
+        start, end: the times.
+        subject: whose certificate ends first; empty: one's own.
+    """
+
+    start: float
+    end: float
+    subject: str = ""
+
+
+class ExpiryNotice:
+    """When to say that certificates expire: first some time before, again whenever half of the remaining time has
+    passed, and once when they have expired.
+
+    Args:
+        validity: of the certificates.
+        least: seconds; with less left it is said only once more.
+    """
+
+    def __init__(self, validity: Validity, least: float) -> None:
+        self.validity = validity
+        self._least = least
+        self._below = min(EXPIRY_NOTICE, (validity.end - validity.start) * EXPIRY_SHARE)
+
+    def due(self, wall: float) -> bool:
+        """Return whether it is to be said now, at `wall` seconds since 1970; after that, not until it is due again."""
+        left = self.validity.end - wall
+        if left > self._below:
+            return False
+        self._below = left / 2 if left > self._least else 0.0 if left > 0 else float("-inf")
+        return True
+
+    def expired(self, wall: float) -> bool:
+        """Return whether they have expired at `wall`."""
+        return wall >= self.validity.end
+
+    def date(self) -> str:
+        """Return when they expire, in words."""
+        return date(self.validity.end)
+
+
+def authorities_validity(pem: bytes) -> Validity | None:
+    """Return until when all authorities in a file are valid; None if it has none. Of certificates with the same
+    subject the one counts that ends last: an authority that was renewed keeps its name."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    try:
+        context.load_verify_locations(cadata=pem.decode("ascii", "ignore"))
+    except (ssl.SSLError, ValueError):
+        return None
+    last: dict[str, Validity] = {}
+    for certificate in context.get_ca_certs():
+        found = _validity(certificate)
+        if found.subject not in last or found.end > last[found.subject].end:
+            last[found.subject] = found
+    return min(last.values(), key=lambda one: one.end, default=None)
+
+
+def own_validity(tls: TlsConfig) -> Validity | None:
+    """Return until when one's own certificate, with the authorities that it is sent with, is valid; None if there is
+    none, or none that could be used now. Reads the files."""
+    if tls.cert is None or tls.key is None:
+        return None
+    try:
+        chain = tls.cert.read_bytes()
+        leaf = _shown_to_a_peer(tls)
+    except (ssl.SSLError, OSError, ValueError):
+        return None
+    above = authorities_validity(chain)
+    end = min(leaf.end, above.end) if above is not None else leaf.end
+    return Validity(leaf.start, end)
+
+
+def date(seconds: float) -> str:
+    """Return a time, in seconds since 1970, in words."""
+    return datetime.fromtimestamp(seconds, timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
+
+
+def _shown_to_a_peer(tls: TlsConfig) -> Validity:
+    """Shake hands with oneself. Raises `ssl.SSLError` for a certificate that no peer would take: expired, not valid
+    yet, or not for clients."""
+    assert tls.cert is not None
+    client, server = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    client.check_hostname, client.verify_mode = False, ssl.CERT_NONE
+    server.verify_mode = ssl.CERT_REQUIRED
+    # Whoever has signed it: only its dates matter.
+    server.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    server.load_verify_locations(cadata=tls.cert.read_bytes().decode("ascii", "ignore"))
+    for context in (client, server):
+        context.set_ciphers("DEFAULT:@SECLEVEL=0")
+        context.load_cert_chain(tls.cert, tls.key, password=b"")
+    there, back = ssl.MemoryBIO(), ssl.MemoryBIO()
+    ends = (client.wrap_bio(back, there), server.wrap_bio(there, back, server_side=True))
+    for _ in range(4):
+        for end in ends:
+            try:
+                end.do_handshake()
+            except ssl.SSLWantReadError:
+                continue
+    certificate = ends[1].getpeercert()
+    if not certificate:
+        raise ValueError("no certificate was shown")
+    return _validity(certificate)
+
+
+def _validity(certificate: Any) -> Validity:
+    names = [str(value) for part in certificate["subject"] for _, value in part]
+    start, end = (ssl.cert_time_to_seconds(certificate[key]) for key in ("notBefore", "notAfter"))
+    return Validity(float(start), float(end), ", ".join(names))
