@@ -100,8 +100,6 @@ def test_all_parts_together_read_the_bytes_of_one_read(world: World, data: st.Da
 def early(
     plan: ReadPlan, granted: dict[str, Blocks], mine: dict[str, Blocks], asked: tuple[int, int]
 ) -> dict[str, GroupRequest]:
-    plan: ReadPlan, granted: dict[str, Blocks], mine: dict[str, Blocks], asked: tuple[int, int]
-) -> dict[str, GroupRequest]:
     """What may have been read of a request whose last step has not come."""
     found: dict[str, GroupRequest] = {}
     theirs = {group.name: group for group in plan.source.groups}
