@@ -56,9 +56,11 @@ class World:
         self.routed.append(Routed(made))
         return self.routed[-1]
 
-    def read(self, reader: Reader, offered: Offered | Routed, ranks: int, *, scheduled: bool) -> None:
+    def read(
+        self, reader: Reader, offered: Offered | Routed, ranks: int, *, scheduled: bool, progressive: bool = False
+    ) -> None:
         at, read_id = (self.network, self.memory), f"read-{next(self._numbers)}"
-        found = shares(reader, offered, read_id, ranks, scheduled, at, self._find)
+        found = shares(reader, offered, read_id, ranks, scheduled, at, self._find, progressive=progressive)
         self.shares += found
         for share in found:
             share.start()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import cast
 
@@ -21,6 +21,7 @@ from kvferry._transport.transfer import Transfer
 from kvferry._transport.transport import TransferPart, Transport
 from kvferry._work_queue import WorkQueue
 from kvferry.geometry import Blocks, Group
+from kvferry.geometry.blocks import joined
 from kvferry.planner.expansion import SourceDescriptors
 
 LONG = 600.0
@@ -45,6 +46,11 @@ class PlayedRank:
         self.said: list[str] = []
         self.parts: list[Sequence[TransferPart]] = []
         self.expanded: list[tuple[object, ...]] = []
+        self.lasts: list[bool] = []
+        """Whether each was said to be the last."""
+        self.first = GRANTED
+        self.reaches = 1
+        """0: what was told is not enough for anything to move."""
         self.known_sources: dict[tuple[object, ...], SourceEngine] = {}
         self.size = 10
         self.verified: list[Arrived] = []
@@ -88,7 +94,18 @@ class PlayedRank:
     def expand(self, *wanted: object) -> object:
         self.expanded.append(wanted)
         planned = SourceDescriptors(1, (), (), None)
-        return SimpleNamespace(sources=(planned,), descriptors=0, pieces=0)
+        return SimpleNamespace(sources=(planned,) * self.reaches, descriptors=3, pieces=5)
+
+    def in_parts(self, blocks: object, tokens: object) -> object:
+        parts = SimpleNamespace(granted={})
+
+        def following(granted: Mapping[str, Blocks], *, last: bool) -> object:
+            self.lasts.append(last)
+            parts.granted = joined((parts.granted, granted))
+            return self.expand(granted, blocks, tokens)
+
+        parts.next = following
+        return parts
 
     def transfer(self, parts: Sequence[TransferPart], *, deadline: float | None, label: str) -> Transfer:
         with self.changed:
@@ -117,7 +134,7 @@ class PlayedRank:
 
     def peer(self) -> SourceEngine:
         rank, source = SimpleNamespace(planes=PLANES), SimpleNamespace(groups=(GROUP,))
-        plan = SimpleNamespace(expand=lambda *wanted: self.expand(*wanted), groups=(GROUP,), source=source, rank=rank)
+        plan = SimpleNamespace(in_parts=self.in_parts, groups=(GROUP,), source=source, rank=rank)
         return cast(SourceEngine, SimpleNamespace(plan_of=lambda layers: plan, agents={1: AGENT}))
 
     def answer(self, reference: str, answer: Exception | None = None) -> None:
@@ -125,15 +142,23 @@ class PlayedRank:
             self.answers[reference] = answer or self.peer()
             self.changed.notify_all()
 
-    def start(self, reference: str = "a", *, within: float = LONG, tails: Tails = Tails.KEEP) -> RankRead:
+    def start(
+        self, reference: str = "a", *, within: float = LONG, tails: Tails = Tails.KEEP, complete: bool = True
+    ) -> RankRead:
         home = cast(Control, SimpleNamespace(address=SOURCE[0]))
         order = RankOrder(
-            f"read-{reference}", "r", home, SOURCE[1], SOURCE[2], 1, reference, LEASE, GRANTED, BLOCKS, (3, 5), tails,
-            now() + within,
+            f"read-{reference}", "r", home, SOURCE[1], SOURCE[2], 1, reference, LEASE, self.first, BLOCKS, (3, 5),
+            tails, now() + within, complete=complete,
         )  # fmt: skip
         read = RankRead(order)
         self.reads.start(read)
         return read
+
+    def worked(self) -> None:
+        """Wait until the thread of the shares has done all that it was asked."""
+        done = threading.Event()
+        self.work.do(done.set)
+        assert done.wait(30)
 
     def close(self) -> None:
         for transfer in self.transfers:

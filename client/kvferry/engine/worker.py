@@ -17,8 +17,9 @@ from kvferry._reads.local_rank import LocalRank, describe
 from kvferry._reads.rank_read import RankOrder, RankRead, SchedulersLease
 from kvferry._reads.rank_reads import RankReads
 from kvferry._wire.token import EngineToken
-from kvferry.engine.values import Grant, Offer, RankEnd, WorkerOutput
-from kvferry.errors import WrongState
+from kvferry.engine.step_order import StepOrders
+from kvferry.engine.values import Grant, GrantStep, Offer, RankEnd, WorkerOutput
+from kvferry.errors import InvalidField, WrongState
 from kvferry.geometry.blocks import Blocks, blocks_by_group
 from kvferry.geometry.model import Interval, MemoryRegion, Plane
 from kvferry.geometry.tensors import Holding, Tensor
@@ -57,6 +58,7 @@ class WorkerPort(OneProcess):
         self._cache: Cache | None = None
         self._shares: RankReads | None = None
         self._reads: dict[str, RankRead] = {}
+        self._steps = StepOrders()
         self._ended: dict[str, RankEnd] = {}
         self._failed: dict[str, RankEnd] = {}
         self._quiesced: dict[str, None] = {}
@@ -194,11 +196,7 @@ class WorkerPort(OneProcess):
     def cache(self) -> Cache:
         """The registered cache, for calls that need no scheduler. Raises `WrongState` before `register`."""
         if self._cache is None:
-            raise WrongState(
-                f"rank {self.rank} of engine {self.spec.engine_id!r} has no memory yet: call WorkerPort.register first",
-                engine_id=self.spec.engine_id,
-                rank=self.rank,
-            )
+            raise self._unregistered()
         return self._cache
 
     def start(
@@ -213,7 +211,8 @@ class WorkerPort(OneProcess):
 
         Args:
             grant: the grant that `SchedulerPort.attach` returned.
-            local_blocks, tokens: see `SchedulerPort.attach`; None: those of the grant.
+            local_blocks, tokens: see `SchedulerPort.attach`; None: those of the grant. If the grant is not `complete`,
+                `add_step` brings the other blocks of the source, and the share ends with the last.
             tails: whether the bytes of the local blocks behind the last token read are kept or cleared.
 
         Raises:
@@ -247,7 +246,10 @@ class WorkerPort(OneProcess):
             tails=arguments.instance("tails", tails, Tails, "a Tails"),
             deadline=now() + arguments.seconds("timeout", grant.timeout, zero=True),
             traceparent=arguments.text("traceparent", grant.traceparent),
+            complete=arguments.flag("complete", grant.complete),
         )
+        if order.tokens is None and not order.complete:
+            raise InvalidField("tokens", None, "the tokens to read, since the grant is not complete")
         with self._lock:
             if grant.read_id in self._reads or grant.read_id in self._done:
                 raise WrongState(
@@ -260,6 +262,28 @@ class WorkerPort(OneProcess):
                 read = RankRead(order)
                 self._shares.start(read)
                 self._reads[grant.read_id] = read
+                self._pass_on(grant.read_id)
+
+    def add_step(self, step: GrantStep) -> None:
+        """Read the blocks that the source of a grant has published since.
+
+        Their bytes move at once, as far as whole granules of both sides allow; the rest moves with the next step, and
+        everything with the last.
+
+        Idempotent. The step may come before its grant, or before earlier steps; it then waits for them.
+
+        Raises:
+            InvalidField: the argument is not a `GrantStep`.
+            WrongState: the rank is not registered.
+        """
+        arguments.instance("step", step, GrantStep, "a GrantStep, as SchedulerPort.grant_steps returned it")
+        if self._shares is None:
+            raise self._unregistered()
+        with self._lock:
+            if step.read_id in self._done:
+                return
+            self._steps.put(step, self._reads)
+            self._pass_on(step.read_id)
 
     def cancel(self, read_id: str) -> None:
         """Cancel this rank's share of a read; `finished` reports its end. Does nothing if the rank has no such share,
@@ -348,8 +372,23 @@ class WorkerPort(OneProcess):
         elif self._local is not None:
             self._local.close(CLOSE_TIMEOUT)
 
+    def _unregistered(self) -> WrongState:
+        return WrongState(
+            f"rank {self.rank} of engine {self.spec.engine_id!r} has no memory yet: call WorkerPort.register first",
+            engine_id=self.spec.engine_id,
+            rank=self.rank,
+        )
+
+    def _pass_on(self, read_id: str) -> None:
+        """Hand on the steps whose turn it is, if their read was started. Called with the lock held."""
+        read = self._reads.get(read_id)
+        if read is not None and self._shares is not None:
+            for step in self._steps.take(read_id):
+                self._shares.add(read, step.blocks(), last=step.last)
+
     def _forget(self, read_id: str) -> None:
         """Forget a read that has ended, is quiet and was acknowledged. Called with the lock held."""
+        self._steps.forget(read_id)
         if self._reads.pop(read_id, None) is not None:
             self._done[read_id] = None
             if len(self._done) > MAX_DONE:

@@ -1,0 +1,56 @@
+"""Puts the steps of reads into their order, whatever order they reach a worker in."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+from kvferry.engine.values import GrantStep
+
+MAX_EARLY = 4096
+"""Of how many reads that were not started steps are kept: as many as may wait at once by default."""
+
+
+@dataclass(slots=True)
+class _Order:
+    """The steps of one read.
+
+    Attributes:
+        next: index of the step whose turn it is.
+        ahead: steps that have come before their turn, by index.
+    """
+
+    next: int = 1
+    ahead: dict[int, GrantStep] = field(default_factory=dict)
+
+
+class StepOrders:
+    """The steps of a worker's reads. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._orders: dict[str, _Order] = {}
+
+    def put(self, step: GrantStep, started: Collection[str]) -> None:
+        """Add a step. One that came before is ignored.
+
+        Args:
+            step: the step.
+            started: read_ids of the reads that were started. Of others, only the latest `MAX_EARLY` are kept.
+        """
+        order = self._orders.setdefault(step.read_id, _Order())
+        if step.index >= order.next:
+            order.ahead.setdefault(step.index, step)
+        if len(self._orders) > len(started) + MAX_EARLY:
+            del self._orders[next(read_id for read_id in self._orders if read_id not in started)]
+
+    def take(self, read_id: str) -> list[GrantStep]:
+        """Return the steps of a read whose turn it is, each once."""
+        order, found = self._orders.setdefault(read_id, _Order()), list[GrantStep]()
+        while order.next in order.ahead:
+            found.append(order.ahead.pop(order.next))
+            order.next += 1
+        return found
+
+    def forget(self, read_id: str) -> None:
+        """Drop the steps of a read."""
+        self._orders.pop(read_id, None)
