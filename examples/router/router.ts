@@ -14,6 +14,10 @@ import { randomUUID } from "node:crypto";
 import { NodeServer } from "./kvferry.js";
 
 const [port, prefills, decodes, address, protoRoot] = process.argv.slice(2) as [string, string, string, string, string];
+if (protoRoot === undefined) {
+  console.error("usage: node router.js PORT PREFILL_URL[,…] DECODE_URL[,…] NODE_SERVER PROTO_ROOT");
+  process.exit(2);
+}
 const nodeServer = new NodeServer(address, protoRoot);
 
 interface TransferParams {
