@@ -1,7 +1,7 @@
 // Says what a kvferry node server is and which engines it has, and declines a reference: a client in Go, made from the
 // protos alone.
 //
-// usage: example NODE_SERVER [REFERENCE]
+// usage: example NODE_SERVER [REFERENCE ...]
 package main
 
 import (
@@ -30,6 +30,9 @@ func reason(err error) string {
 
 func main() {
 	log.SetFlags(0)
+	if len(os.Args) < 2 {
+		log.Fatal("usage: example NODE_SERVER [REFERENCE ...]")
+	}
 	// grpc-go before 1.43, which Debian 12 has, knows no other name for it. With TLS: grpc.WithTransportCredentials.
 	connection, err := grpc.Dial(os.Args[1], grpc.WithInsecure())
 	if err != nil {

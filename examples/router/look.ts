@@ -6,6 +6,10 @@
 import { KvferryError, NodeServer } from "./kvferry.js";
 
 const [address, protoRoot, what, argument = ""] = process.argv.slice(2) as [string, string, string, string?];
+if (what === undefined) {
+  console.error("usage: node look.js NODE_SERVER PROTO_ROOT info | engines | requests | transfers | decline REFERENCE | follow REQUEST_ID");
+  process.exit(2);
+}
 
 function print(value: unknown): void {
   // Buffers arrive here as what their toJSON makes.
@@ -28,7 +32,7 @@ const commands: Record<string, () => Promise<void>> = {
 };
 
 try {
-  const command = commands[what];
+  const command = Object.hasOwn(commands, what) ? commands[what] : undefined;
   if (!command) throw new Error(`no such command: ${what}`);
   await command();
 } catch (error) {

@@ -13,6 +13,10 @@ import { Completion, Pool, TransferParams, firstOf, serve } from "./engines.js";
 import { NodeServer } from "./kvferry.js";
 
 const [port, prefills, decodes, address, protoRoot] = process.argv.slice(2) as [string, string, string, string, string];
+if (protoRoot === undefined) {
+  console.error("usage: node router.js PORT PREFILL_URL[,…] DECODE_URL[,…] NODE_SERVER PROTO_ROOT");
+  process.exit(2);
+}
 const nodeServer = new NodeServer(address, protoRoot);
 
 /** Nobody will read it. */

@@ -40,7 +40,7 @@ def wrong(board: Any, folder: Path) -> str:
     if not (folder / "node_modules").exists():
         (folder / "node_modules").symlink_to(MODULES)
     flags = ["--noEmit", "--strict", "--skipLibCheck", "--module", "nodenext", "--moduleResolution", "nodenext"]
-    command = [MODULES / ".bin" / "tsc", *flags, "board.ts"]
+    command = [str(MODULES / ".bin" / "tsc"), *flags, "board.ts"]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60, check=False).stdout
 
 

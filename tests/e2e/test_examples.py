@@ -151,6 +151,16 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.parametrize("program", ["look.js", "router.js"])
+def test_the_programs_in_typescript_say_what_they_need(compiled: Path, program: str) -> None:
+    done = subprocess.run(
+        ["node", str(compiled / program), "x"], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"usage: node {program} ")
+    assert len(done.stderr.splitlines()) == 1
+
+
 def test_a_client_in_typescript_lists_declines_and_follows(
     homes: tuple[str, str], engine: Callable[..., Engine], compiled: Path
 ) -> None:

@@ -30,6 +30,7 @@ from kvferry.v1.kv_transfer_pb2_grpc import KVTransferStub, add_KVTransferServic
 from kvferry_server.node.config import configure
 from kvferry_server.node.server import NodeServer
 from kvferry_server.servicers import relay
+from kvferry_server.servicers.limits import MAX_DECLINE_HOMES
 from tests.support.node_in_process import TIMEOUT, proto, publish_notification, register_request, snapshot
 from tests.support.node_servers import free_port
 from tests.support.parties import SECRETS, P
@@ -178,7 +179,7 @@ async def test_homes_that_do_not_answer_take_no_room_from_the_declines_of_other_
             return f"127.0.0.1:{stack.enter_context(socket.create_server(('127.0.0.1', 0))).getsockname()[1]}"
 
         relays = relay.Relays("127.0.0.1:1", None, anywhere=False)
-        homes = [silent() for _ in range(relay.MAX_DECLINE_HOMES + 2)]
+        homes = [silent() for _ in range(MAX_DECLINE_HOMES + 2)]
 
         def decline(home: str, host: str) -> asyncio.Task[Any]:
             return asyncio.create_task(relays.decline(home, [pb.Decline(reference="kvf1.x")], 60.0, host))
