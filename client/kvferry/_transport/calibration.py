@@ -1,6 +1,6 @@
 """Measures the constants of the cost model (`kvferry.planner.path_choice`).
 
-It takes some tens of milliseconds, once for each home that small pieces are read from. It makes small reads of the
+It takes about a tenth of a second, once for each home that small pieces are read from. It makes small reads of the
 kinds that the constants are to predict, through all that a read goes through: pieces of two lengths read directly, and
 rows read through staging memory, of which all or a part is copied on. Their destination is staging memory. No byte is
 read or written twice in a row: bytes in a processor's cache would seem faster than those of an engine. What only the
@@ -30,14 +30,14 @@ from kvferry.planner.staged_read import Copy
 
 logger = logging.getLogger(__name__)
 
-TIMES = 4
+TIMES = 8
 """Measurements of each kind, in turns. The fastest counts, since any disturbance makes one slower."""
 
-ENOUGH = 0.2
+ENOUGH = 0.15
 """Seconds after which no other turn begins: over a slow network one takes longer, and the first read waits. Making the
 agent and connecting do not count, or they would leave time for one turn only."""
 
-REPEATS = 4
+REPEATS = 2
 """Measurements of the smallest kinds in each turn."""
 
 SHORT_BYTES = 4 << 10
