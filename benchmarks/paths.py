@@ -196,6 +196,9 @@ def measured(name: str, title: str, ucx_tls: str, effort: Effort) -> Topic:
         costs = measure(transport, info, pool, now() + 10) or Costs()
         measures += [
             Measure.of("measured cost of a descriptor", "s", costs.descriptor),
+            Measure.of("measured cost of 1 MiB read directly", "s", costs.byte * (1 << 20)),
+            Measure.of("measured cost of 1 MiB read into staging memory", "s", costs.staged_byte * (1 << 20)),
+            Measure.of("measured cost of 1 MiB copied", "s", costs.copied_byte * (1 << 20)),
             Measure.of("measured cost of a run copied", "s", costs.cell),
         ]
         for heads in HEADS_READ[: effort.size(len(HEADS_READ), 1)]:

@@ -20,10 +20,9 @@ _TWO = (
     "idle cores for both, two threads of process_vm_readv were measured at 1.5 to 2 times one."
 )
 _ESTIMATE = (
-    "the constants that decide are measured at start-up. On this machine they made staging look up to twice as dear as "
-    "it then was, in two runs out of two, so that pieces of 1 to 8 KiB were read directly. On the machine before, the "
-    "worst cells were 1.31 on one host and 1.43 over TCP, where the two paths cross. Why the calibration is wrong here "
-    "was not found."
+    "only where the two paths take about as long. There the same read takes longer or shorter from one time to the "
+    "next by more than the paths differ, and so does what the constants are measured by "
+    "([What was tried](#what-was-tried) has the worst choices of several runs)."
 )
 
 REMARKS = {

@@ -126,7 +126,7 @@ def test_eight_ranks_use_eight_devices(devices: Devices) -> None:
 
     on_threads(read)
     for rank, transport in enumerate(transports):
-        (thread,) = transport._living
+        (thread,) = transport._threads.living
         names[thread.name] = rank
         assert transport.close()
         assert (memory[rank][1] == (rank + 1) % RANKS + 1).all()

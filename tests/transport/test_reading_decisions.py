@@ -249,7 +249,7 @@ def test_a_thread_that_cannot_be_had_fails_the_read(
         raise refusal
 
     with monkeypatch.context() as patch:
-        patch.setattr("kvferry._transport.transport.ReadingThread", refuse)
+        patch.setattr("kvferry._transport.reading_threads.ReadingThread", refuse)
         transfer = world.read(read)
         error = failed(transfer)
         assert isinstance(error, LimitReached if isinstance(refusal, KvferryError) else TransferFailed)
@@ -380,7 +380,7 @@ def test_who_does_not_answer_at_first_is_waited_for_so_long(world: World) -> Non
 def test_over_all_peers_so_much_is_under_way(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvferry._transport.peer_link.STALLED", 1000.0)
     read = world.transport(bytes_in_flight_total=6 * CHUNK, reading_agents=2)
-    names = [name for name in map(str, range(100)) if read._thread_of(name) is read._threads[0]][:2]
+    names = [name for name in map(str, range(100)) if read._threads.of(name) is read._threads.places[0]][:2]
     for name in names:
         done(world.read(read, name))
         world.agents.state[name] = MOVING
@@ -390,7 +390,8 @@ def test_over_all_peers_so_much_is_under_way(world: World, monkeypatch: pytest.M
         return [transfer.progress().chunks_in_flight for transfer in transfers]
 
     assert until(lambda: sum(flying()) == 3)
-    done(world.read(read, next(name for name in map(str, range(100)) if read._thread_of(name) is read._threads[1]), 5))
+    elsewhere = next(name for name in map(str, range(100)) if read._threads.of(name) is read._threads.places[1])
+    done(world.read(read, elsewhere, 5))
     assert sum(flying()) == 3
     # Those that have stalled take no room.
     world.later += 1000.0

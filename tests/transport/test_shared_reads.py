@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from kvferry._transport import peer_link, peer_work, transport
+from kvferry._transport import peer_link, peer_work, reading_threads, transport
 from kvferry._transport.transport import TransferState, Transport
 from kvferry.errors import NixlError
 from tests.transport.conftest import MakeTransport
@@ -32,7 +32,7 @@ def sharing(world: World) -> Transport:
     read = world.transport(reading_agents=2, bytes_in_flight=CHUNK)
     while read.gauges().peers < 2:
         done(world.read(read))
-    assert until(lambda: all(thread is not None and thread.ready(world.info()) for thread in read._threads))
+    assert until(lambda: all(thread is not None and thread.ready(world.info()) for thread in read._threads.places))
     return read
 
 
@@ -107,7 +107,7 @@ def test_an_agent_that_is_done_with_its_part_drops_the_peer_while_the_other_stil
     agents = both_moving(world, read)
     read.retire(PEER)
     behind = world.read(read, at=2, chunks=1)
-    home = read._thread_of(PEER)
+    home = read._threads.of(PEER)
     done_first, still = sorted(agents, key=lambda agent: agent.name != home.name)
     world.agents.state[PEER] = DONE
     for handle in still.flying(PEER):
@@ -169,16 +169,17 @@ def test_a_second_agent_is_made_where_posts_copy_and_there_are_cores(
 def test_where_no_second_agent_can_be_made_one_reads_all_and_it_is_not_tried_for_each_read(world: World) -> None:
     read = world.transport(reading_agents=2)
     read.prepare(0.0)
-    home = read._thread_of(PEER)
-    other = next(thread for thread in read._threads if thread is not home)
+    home = read._threads.of(PEER)
+    other = next(thread for thread in read._threads.places if thread is not home)
     assert other is not None
     assert until(lambda: len(world.agents.made) == 2)
     other.close()
     assert other.join(SOON)
     world.agents.refusal = NixlError("no memory can be registered")
+    places = read._threads.places
     for at in range(6):
         done(world.read(read, at=at))
-        assert until(lambda: all(thread in (home, other) or (thread and thread.refused) for thread in read._threads))
+        assert until(lambda: all(thread in (home, other) or (thread and thread.refused) for thread in places))
     assert (world.agents.refused, world.memory.right()) == (1, True)
 
 
@@ -190,7 +191,7 @@ def test_where_the_system_refuses_a_second_thread_one_reads_all(world: World, mo
     def refuse(*_: object, **__: object) -> None:
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(transport, "ReadingThread", refuse)
+    monkeypatch.setattr(reading_threads, "ReadingThread", refuse)
     for at in range(3):
         done(world.read(read, at=at))
     assert world.memory.right()

@@ -203,7 +203,8 @@ def test_over_a_slow_network_one_turn_is_enough(
         read = staged("tcp", slots=4, slot_blocks=256)
         assert measure(read, source.info, read.pool(MemoryKind.DRAM, 0), now() + SOON) is not None
         moved.append(read.gauges().bytes_moved)
-    assert moved[0] == calibration.TIMES * moved[1]
+    # But for the first read, which is small, and belongs to no turn.
+    assert round(moved[0] / moved[1], 1) == calibration.TIMES
 
 
 def test_a_source_that_stops_while_it_is_measured_keeps_one_slot(

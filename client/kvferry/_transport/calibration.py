@@ -1,9 +1,10 @@
 """Measures the constants of the cost model (`kvferry.planner.path_choice`).
 
-It takes some tens of milliseconds, once for each home that small pieces are read from. It makes small reads of the
+It takes about a tenth of a second, once for each home that small pieces are read from. It makes small reads of the
 kinds that the constants are to predict, through all that a read goes through: pieces of two lengths read directly, and
-pieces read through staging memory. Their destination is staging memory. No byte is read or written twice in a row:
-bytes in a processor's cache would seem faster than those of an engine.
+rows read through staging memory, of which all or a part is copied on. Their destination is staging memory. No byte is
+read or written twice in a row: bytes in a processor's cache would seem faster than those of an engine. What only the
+first read of a process costs comes before and is not measured: counted, it made staging seem 8 times as dear.
 """
 
 from __future__ import annotations
@@ -29,32 +30,39 @@ from kvferry.planner.staged_read import Copy
 
 logger = logging.getLogger(__name__)
 
-TIMES = 3
+TIMES = 8
 """Measurements of each kind, in turns. The fastest counts, since any disturbance makes one slower."""
 
-ENOUGH = 0.2
-"""Seconds after which no other turn begins: over a slow network one takes longer, and the first read waits."""
+ENOUGH = 0.15
+"""Seconds after which no other turn begins: over a slow network one takes longer, and the first read waits. Making the
+agent and connecting do not count, or they would leave time for one turn only."""
 
-REPEATS = 4
+REPEATS = 2
 """Measurements of the smallest kinds in each turn."""
 
 SHORT_BYTES = 4 << 10
 LONG_BYTES = 16 << 10
 """Lengths of the pieces that are read: mostly it is around these that one path becomes cheaper than the other."""
 
-TOKENS, UNITS = 4, 2
+TOKENS, UNITS = 2, 4
 """Pieces of a block: by token at the source, by unit at the destination, so that none touch on both sides."""
+
+HALF = UNITS // 2
+"""Units that are read directly. Pieces with gaps between them take up to a quarter longer than pieces without, since
+what comes next is no longer fetched ahead. Half of a block lies between the two."""
 
 SHARE = 2 * LONG_BYTES * TOKENS * UNITS
 """Bytes. What is read is a multiple of this."""
 
-SHORT, LONG, STAGED = 1, 6, 6
-"""The proportions of what a turn reads in short pieces, in long ones, and in long ones through staging memory. The last
-two are equal: the shorter a measurement, the less disturbed is its fastest, and the more of what it wrote reaches the
-memory only in the course of the next."""
+SHORT, LONG, STAGED = 1, 4, 4
+"""The proportions of the blocks that are read in short pieces, in long ones, and twice through staging memory: of all
+their units, and of one. The last are equal: the shorter a measurement, the less disturbed is its fastest, and the more
+of what it wrote reaches the memory only in the course of the next."""
+
+PARTS = SHORT + LONG + 2 * STAGED
 
 MOST = 8
-"""Shares of short pieces. More would take longer and tell no more. So many are, through staging memory, three slots of
+"""Shares of short pieces. More would take longer and tell no more. So many are, through staging memory, two slots of
 the default size: what a slot costs after the first is what counts."""
 
 SLOTS = 4
@@ -77,7 +85,7 @@ def measure(transport: Transport, peer: AgentInfo, pool: StagingPool, deadline: 
     """
     region = max(peer.regions, key=lambda region: region.length)
     # No byte is read twice in a turn.
-    shares = min(MOST, (region.length // SHARE - 2 * REPEATS) // (SHORT + LONG + STAGED))
+    shares = min(MOST, (region.length // SHARE - 2 * REPEATS) // PARTS)
     if shares < 1 or pool.slot_bytes < SHARE:
         return None
     measurement = _Measurement(transport, peer, region, pool, shares)
@@ -99,31 +107,40 @@ class _Reads:
     Args:
         path: how they are read.
         run: bytes of a piece.
-        shares: how much is read; 0: one block.
+        units: of a block's units, how many are read.
+        shares: how much the blocks hold; 0: one block.
         region, space: what they read from, and into.
         slot_bytes: bytes of a slot.
 
     Attributes:
-        descriptors, bytes, runs: of the last read: descriptors, bytes, and runs to copy.
+        block: bytes of a block at the source.
+        place: bytes of a block at the destination.
+        size: bytes of the blocks that are read from.
+        descriptors, bytes, staged_bytes, runs: of the last read: descriptors, bytes that were read into blocks and into
+            staging memory, and runs to copy from there.
         seconds: of the fastest.
     """
 
     def __init__(
-        self, path: Path, run: int, shares: int, region: MemoryRegion, space: MemoryRegion, slot_bytes: int
+        self, path: Path, run: int, units: int, shares: int, region: MemoryRegion, space: MemoryRegion, slot_bytes: int
     ) -> None:
         self.block = run * TOKENS * UNITS
+        self.place = run * TOKENS * units
         self.size = shares * SHARE or self.block
         self.descriptors = 0
         self.bytes = 0
+        self.staged_bytes = 0
         self.runs = 0
         self.seconds = float("inf")
         rule = PathRule(path, slot_bytes=slot_bytes, device_memory=frozenset((space.device,)))
-        by_token, by_unit = (run * UNITS, run), (run, run * TOKENS)
-        self._plan = plan_read(self._engine(region, *by_token), self._engine(space, *by_unit), 0, rule=rule)
+        source = self._engine(region, UNITS, token_stride=run * UNITS, unit_stride=run)
+        destination = self._engine(space, units, token_stride=run, unit_stride=run * TOKENS)
+        self._plan = plan_read(source, destination, 0, rule=rule)
 
-    def _engine(self, memory: MemoryRegion, token_stride: int, unit_stride: int) -> EngineGeometry:
+    def _engine(self, memory: MemoryRegion, units: int, *, token_stride: int, unit_stride: int) -> EngineGeometry:
         """An engine with one plane, which takes all of a region."""
-        blocks = memory.length // self.block
+        block = self.block * units // UNITS
+        blocks = memory.length // block
         plane = Plane(
             layer="0",
             component="key",
@@ -134,7 +151,7 @@ class _Reads:
             device=memory.device,
             base=memory.base,
             num_blocks=blocks,
-            block_stride=self.block,
+            block_stride=block,
             page_tokens=TOKENS,
             page_stride=0,
             block_states=TOKENS,
@@ -142,7 +159,7 @@ class _Reads:
             token_stride=token_stride,
             state_bytes=min(token_stride, unit_stride),
             axis_size=UNITS,
-            units=Interval(0, UNITS),
+            units=Interval(0, units),
         )
         group = Group("full", block_tokens=TOKENS, num_blocks=blocks)
         return EngineGeometry("measured", (group,), (RankGeometry(0, (plane,)),))
@@ -155,7 +172,10 @@ class _Reads:
         (planned,) = self._plan.expand({"full": Blocks(blocks[:count])}, {"full": Blocks(places[:count])}).sources
         self.descriptors = sum(some.count for some in (*planned.descriptors, *planned.staged))
         self.bytes = planned.total_bytes
-        self.runs = count * TOKENS * UNITS
+        self.staged_bytes = sum(
+            len(read.blocks) * extent.length for read in planned.staged for extent in read.lane.extents
+        )
+        self.runs = count * TOKENS * self.place // (self.block // UNITS)
         return replace(TransferPart.of(peer, planned), spaces=spaces)
 
 
@@ -169,11 +189,21 @@ class _Measurement:
         self._peer = peer
         self._pool = pool
         space = pool.space.region
-        kinds = [(Path.DIRECT, SHORT_BYTES, 0), (Path.DIRECT, SHORT_BYTES, SHORT), (Path.DIRECT, LONG_BYTES, LONG)]
+        kinds = [
+            (Path.DIRECT, SHORT_BYTES, HALF, 0),
+            (Path.DIRECT, SHORT_BYTES, HALF, SHORT),
+            (Path.DIRECT, LONG_BYTES, HALF, LONG),
+        ]
         if pool.slots > 1:
-            kinds += [(Path.STAGED, LONG_BYTES, 0), (Path.STAGED, LONG_BYTES, STAGED)]
-        self._kinds = [_Reads(path, run, part * shares, region, space, pool.slot_bytes) for path, run, part in kinds]
-        there, every = region.length // SHARE, ((SHORT + LONG + STAGED) * shares + 2 * REPEATS) * TIMES
+            kinds += [
+                (Path.STAGED, LONG_BYTES, UNITS, 0),
+                (Path.STAGED, LONG_BYTES, UNITS, STAGED),
+                (Path.STAGED, LONG_BYTES, 1, STAGED),
+            ]
+        self._kinds = [
+            _Reads(path, run, units, part * shares, region, space, pool.slot_bytes) for path, run, units, part in kinds
+        ]
+        there, every = region.length // SHARE, 1 + (PARTS * shares + 2 * REPEATS) * TIMES
         self._shares = np.arange(every, dtype=np.int64) * max(1, there // every) % there
         self._taken = 0
         self._copies = dict.fromkeys(CELLS, float("inf"))
@@ -190,9 +220,7 @@ class _Measurement:
         """Measure; None if no slot is free."""
         if not self._slots:
             return None
-        # Memory that was never touched is several times as slow.
-        for _ in range(len(self._slots)):
-            self._copied(SHORT_BYTES)
+        self._warm(deadline)
         until = now() + ENOUGH
         for turn in range(TIMES):
             if turn and now() > until:
@@ -205,33 +233,61 @@ class _Measurement:
                 self._copies[cell] = min(fastest, self._copied(cell))
         return self._costs()
 
+    def _warm(self, deadline: float) -> None:
+        """Do once what only the first does: make the reading agent, which takes half a second, connect to the peer, and
+        touch memory that was never touched, which is several times as slow."""
+        self._read(self._kinds[0], deadline)
+        borrowed = len(self._slots)
+        while (slot := self._pool.borrow()) is not None:
+            self._slots.append(slot)
+        try:
+            for _ in range(len(self._slots)):
+                self._copied(SHORT_BYTES)
+        finally:
+            while len(self._slots) > borrowed:
+                self._pool.release(self._slots.pop())
+
     def _costs(self) -> Costs:
         """The constants by which all that was measured takes as long as it did. What a read costs however little it
         reads is the same on both paths, nearly, and left out."""
         few, short, long, *staged = self._kinds
-        per_run, per_long_run = self._copies.values()
-        copied_byte = max(0.0, (per_long_run - per_run) / (CELLS[1] - CELLS[0]))
-        cell = max(1e-10, per_run - CELLS[0] * copied_byte)
         # Both kinds of direct read cost by number and by bytes: two equations.
         per_short = max(0.0, short.seconds - few.seconds) / max(1, short.descriptors - few.descriptors)
         per_long = max(0.0, long.seconds - few.seconds + few.descriptors * per_short) / long.descriptors
         byte = max(1e-12, (per_long - per_short) / (LONG_BYTES - SHORT_BYTES))
         descriptor = max(1e-8, per_short - SHORT_BYTES * byte)
+        per_run, per_long_run = self._copies.values()
+        copied_byte = max(0.0, (per_long_run - per_run) / (CELLS[1] - CELLS[0]))
+        cell = max(1e-10, per_run - CELLS[0] * copied_byte)
         staged_byte = byte
         if staged:
-            few, many = staged
-            rest = many.seconds - few.seconds
-            rest -= (many.descriptors - few.descriptors) * descriptor + (many.runs - few.runs) * cell
-            staged_byte = max(1e-12, rest / max(1, many.bytes - few.bytes) - copied_byte)
+            few, *others = staged
+            # Both kinds of staged read cost by the bytes that are read and by those that are copied: two more.
+            (read, copied, took), (read_too, copied_too, took_too) = (
+                (
+                    reads.staged_bytes - few.staged_bytes,
+                    reads.bytes - few.bytes,
+                    reads.seconds
+                    - few.seconds
+                    - (reads.descriptors - few.descriptors) * descriptor
+                    - (reads.runs - few.runs) * cell,
+                )
+                for reads in others
+            )
+            apart = copied * read_too - copied_too * read
+            # None are apart where a slot has room for one block only.
+            if apart > 0:
+                copied_byte = max(0.0, (took * read_too - took_too * read) / apart)
+                staged_byte = max(1e-12, (took - copied * copied_byte) / read)
         return Costs(descriptor, byte, staged_byte, cell, copied_byte)
 
     def _read(self, reads: _Reads, deadline: float) -> float:
         """Seconds of one read."""
-        base, size, block = self._pool.space.region.base, self._pool.slot_bytes, reads.block
+        base, size, place = self._pool.space.region.base, self._pool.slot_bytes, reads.place
         slots = min(-(-reads.size // size), len(self._slots))
         self._slots.rotate(slots)
         places = [
-            np.arange(-((base - slot) // block), (slot + size - base) // block, dtype=np.int64)
+            np.arange(-((base - slot) // place), (slot + size - base) // place, dtype=np.int64)
             for slot in list(self._slots)[:slots]
         ]
         shares = self._shares[self._taken : self._taken + max(1, reads.size // SHARE)]

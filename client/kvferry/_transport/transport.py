@@ -1,4 +1,4 @@
-"""The transport of one destination rank: hands transfers to reading threads, and replaces threads that are retired.
+"""The transport of one destination rank: makes transfers, and hands them to reading threads.
 
 Threading: everything may be called from any thread. Only `Transport.close` waits, and nothing waits for NIXL (R11),
 which is called on the threads of `kvferry._transport.reading_thread` only.
@@ -6,12 +6,7 @@ which is called on the threads of `kvferry._transport.reading_thread` only.
 
 from __future__ import annotations
 
-import logging
-import os
-import secrets
-import socket
 import threading
-import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -23,10 +18,10 @@ from kvferry._transport.bounds import RegionMap, check_descriptors
 from kvferry._transport.nixl_agent import AgentInfo
 from kvferry._transport.nixl_options import NixlOptions
 from kvferry._transport.peer_work import PeerWork
-from kvferry._transport.reading_thread import ReadingThread
+from kvferry._transport.reading_threads import ReadingThreads, begin_failed
 from kvferry._transport.staging_pool import StagedWork, StagingOptions, StagingPool
 from kvferry._transport.transfer import Transfer, TransferProgress, TransferState
-from kvferry.errors import Closed, InvalidField, KvferryError, TransferFailed
+from kvferry.errors import Closed, InvalidField
 from kvferry.geometry.model import MemoryKind, MemoryRegion
 from kvferry.planner.descriptors import Descriptors
 from kvferry.planner.expansion import SourceDescriptors
@@ -34,8 +29,6 @@ from kvferry.planner.footprint import AT_ONCE, Footprint
 from kvferry.planner.staged_read import StagedRead
 
 __all__ = ["Transfer", "TransferPart", "TransferProgress", "TransferState", "Transport", "TransportGauges"]
-
-logger = logging.getLogger(__name__)
 
 SHARED_READ = 8 << 20
 """Bytes that are read from one peer from which several threads share them, where posts copy."""
@@ -130,25 +123,18 @@ class Transport:
     ) -> None:
         self._regions = tuple(regions)
         self._map = RegionMap("this rank", self._regions)
-        self._options = options or NixlOptions()
-        self._agents = agents
         self._staging = staging or StagingOptions()
         self._memory = memory or RankMemory()
         self._pools: dict[tuple[MemoryKind, int], StagingPool] = {}
-        self._keep = keep
         self._clock = clock
         self._lock = threading.Lock()
         self._closed = False
-        self._threads: list[ReadingThread | None] = [None] * self._options.most_reading_agents
-        self._spread = self._options.reading_agents or 1
-        """Threads over which peers are spread. The others only take part in large reads."""
-        self._living: set[ReadingThread] = set()
+        self._threads = ReadingThreads(self._regions, options or NixlOptions(), agents=agents, keep=keep, clock=clock)
         self._peers: dict[str, tuple[AgentInfo, RegionMap]] = {}
         """The peers that were checked last, by name."""
         self._transfers: set[Transfer] = set()
         self._uncertain: set[Transfer] = set()
-        self._moved_before = 0
-        self._quiesced = self._quarantined_bytes = self._agents_retired = 0
+        self._quiesced = self._quarantined_bytes = 0
 
     def start(self, parts: Sequence[TransferPart], *, deadline: float | None, label: str) -> Transfer:
         """Start to read. Returns at once.
@@ -194,7 +180,7 @@ class Transport:
             sum(some.count for some in every),
             deadline,
             self._clock,
-            self._wake,
+            self._threads.wake,
         )
         with self._lock:
             self._check_open()
@@ -207,7 +193,7 @@ class Transport:
                 self._submit_part(transfer, part, part.footprint if index in late else None)
         except Exception as error:
             # Parts before this one may be read already: from here on only the transfer knows what is quiet.
-            transfer.fail(_begin_failed(label, error))
+            transfer.fail(begin_failed(label, error))
         return transfer
 
     def pool(self, kind: MemoryKind, device: int) -> StagingPool:
@@ -225,7 +211,7 @@ class Transport:
                         "device", device, f"one that a registered tensor lies on: {sorted(self._memory.devices)}"
                     )
                 space = memory.allocate(options.slot_bytes * options.slots)
-                pool = self._pools[kind, device] = StagingPool(space, options.slot_bytes, self._wake)
+                pool = self._pools[kind, device] = StagingPool(space, options.slot_bytes, self._threads.wake)
             return pool
 
     def warm(self, peer: AgentInfo) -> None:
@@ -236,8 +222,7 @@ class Transport:
             Closed: the transport was closed.
         """
         self._checked(peer)
-        while not self._thread_of(peer.name).warm(peer):
-            pass
+        self._threads.warm(peer)
 
     def prepare(self, timeout: float = 0.0) -> None:
         """Make the reading agents ahead of the first read: importing NIXL and making an agent take most of a second.
@@ -249,39 +234,34 @@ class Transport:
             NixlError, NixlMissing: they could not be made within the time.
             Closed: the transport was closed.
         """
-        threads = [self._thread_at(place) for place in range(self._spread)]
-        until = self._clock() + timeout
-        for thread in threads if timeout else ():
-            thread.wait_made(max(0.0, until - self._clock()))
+        self._threads.prepare(timeout)
 
     def retire(self, peer_name: str) -> None:
         """Drop a peer as soon as all reads from it have ended and are quiet. Another read adds it again."""
         with self._lock:
-            threads = tuple(self._living)
             self._peers.pop(peer_name, None)
-        for thread in threads:
-            thread.retire_peer(peer_name)
+        self._threads.retire_peer(peer_name)
 
     def gauges(self) -> TransportGauges:
         """Counts of what it is doing now, and of what it has done."""
         with self._lock:
-            threads, transfers, pools = tuple(self._living), tuple(self._transfers), tuple(self._pools.values())
-            moved, quiesced = self._moved_before, self._quiesced
-            quarantined, retired = self._quarantined_bytes, self._agents_retired
+            transfers, pools = tuple(self._transfers), tuple(self._pools.values())
+            quiesced, quarantined = self._quiesced, self._quarantined_bytes
+        threads = self._threads.counts()
         active = sum(not transfer.state.final for transfer in transfers)
         return TransportGauges(
             active=active,
             uncertain=len(transfers) - active,
             quiesced=quiesced,
-            bytes_moved=moved + sum(thread.moved for thread in threads),
-            chunks_in_flight=sum(thread.chunks_in_flight for thread in threads),
-            agents=len(threads),
-            retired_agents=sum(thread.retired for thread in threads),
-            peers=sum(thread.peer_count for thread in threads),
+            bytes_moved=threads.bytes_moved,
+            chunks_in_flight=threads.chunks_in_flight,
+            agents=threads.agents,
+            retired_agents=threads.retired_agents,
+            peers=threads.peers,
             staging_slots=sum(pool.in_use for pool in pools),
             uncertain_bytes=sum(transfer.bytes_total for transfer in transfers if transfer.state.final),
             quarantined_bytes=quarantined,
-            agents_retired=retired,
+            agents_retired=threads.agents_retired,
         )
 
     def close(self, timeout: float = 10.0) -> bool:
@@ -299,13 +279,10 @@ class Transport:
         until = self._clock() + timeout
         with self._lock:
             self._closed = True
-            threads, transfers = tuple(self._living), tuple(self._transfers)
+            transfers = tuple(self._transfers)
         for transfer in transfers:
             transfer.cancel()
-        for thread in threads:
-            thread.close()
-        ended = [thread.join(max(0.0, until - self._clock())) for thread in threads]
-        return all(ended)
+        return self._threads.close(until)
 
     def _checked(self, peer: AgentInfo) -> RegionMap:
         """Where a peer may be read; raises `BadAgentMetadata` if it is not what it announced."""
@@ -327,10 +304,9 @@ class Transport:
     def _submit_part(self, transfer: Transfer, part: TransferPart, unchecked: Footprint | None) -> None:
         size = sum(some.total_bytes for some in part.descriptors)
         if size:
-            home = self._threads[self._place_of(part.peer.name)]
-            copies = home is not None and home.copies(part.peer)
+            copies = self._threads.copies(part.peer)
             # Chunks that are still to be checked are not shared: the check would hold up both threads.
-            helpers = self._helpers(part.peer) if copies and size >= SHARED_READ and unchecked is None else []
+            helpers = self._threads.helpers(part.peer) if copies and size >= SHARED_READ and unchecked is None else []
             work = PeerWork(
                 transfer,
                 part.peer,
@@ -341,7 +317,7 @@ class Transport:
                 copies=copies,
                 threads=1 + len(helpers),
             )
-            self._submit(work)
+            self._threads.submit(work)
             for helper in helpers:
                 # If it takes nothing any more, the others read all.
                 helper.submit(work.shared())
@@ -350,81 +326,8 @@ class Transport:
             memory = read.lane.memory
             by_space.setdefault((memory.destination_kind, memory.destination_device), []).append(read)
         for space, reads in by_space.items():
-            self._submit(StagedWork(transfer, part.peer, reads, self.pool(*space), self._clock(), part.footprint))
-
-    def _submit(self, work: PeerWork) -> None:
-        try:
-            while not self._thread_of(work.info.name).submit(work):
-                pass
-        except Exception as error:
-            # Not raised: a retired reading thread calls this for its unposted work, and has to go on.
-            work.owner.fail(_begin_failed(work.owner.label, error))
-
-    def _place_of(self, peer_name: str) -> int:
-        return zlib.crc32(peer_name.encode()) % self._spread
-
-    def _thread_of(self, peer_name: str) -> ReadingThread:
-        """The thread that reads from a peer; a fresh one where the last was retired."""
-        return self._thread_at(self._place_of(peer_name))
-
-    def _helpers(self, peer: AgentInfo) -> list[ReadingThread]:
-        """The other threads that take part in a large read from a peer: those that are connected to it. The others
-        connect meanwhile, for the next."""
-        home = self._place_of(peer.name)
-        ready = []
-        for place in range(len(self._threads)):
-            helper = None if place == home else self._helper_at(place)
-            if helper is not None and helper.ready(peer):
-                ready.append(helper)
-            elif helper is not None:
-                helper.warm(peer)
-        return ready
-
-    def _helper_at(self, place: int) -> ReadingThread | None:
-        """A thread that may take part in reads; None: it cannot, and the reads go on without it."""
-        known = self._threads[place]
-        if known is not None and known.refused:
-            # To try again takes long, and would not be worth it for each large read.
-            return None
-        try:
-            return self._thread_at(place)
-        except Exception as error:
-            logger.info("large reads are not shared with another thread: %r", error)
-            return None
-
-    def _thread_at(self, place: int) -> ReadingThread:
-        with self._lock:
-            thread = self._threads[place]
-            if thread is None or not thread.accepting:
-                self._check_open()
-                name = f"kvferry/{socket.gethostname()}/{os.getpid()}/{secrets.token_hex(6)}/reading"
-                thread = ReadingThread(
-                    name,
-                    self._regions,
-                    self._options,
-                    self._clock,
-                    may_retire=self._may_retire,
-                    moved_on=self._submit,
-                    gone=self._gone,
-                    agents=self._agents,
-                    keep=self._keep,
-                )
-                self._threads[place] = thread
-                self._living.add(thread)
-            return thread
-
-    def _may_retire(self, _: ReadingThread) -> bool:
-        with self._lock:
-            may = sum(thread.retired for thread in self._living) < self._options.retired_agents
-            self._agents_retired += may
-            return may
-
-    def _gone(self, thread: ReadingThread, quiet: bool) -> None:
-        with self._lock:
-            self._living.discard(thread)
-            self._moved_before += thread.moved
-        if not quiet:
-            logger.error("reading agent %s could not be destroyed", thread.name)
+            work = StagedWork(transfer, part.peer, reads, self.pool(*space), self._clock(), part.footprint)
+            self._threads.submit(work)
 
     def _ended(self, transfer: Transfer) -> None:
         with self._lock:
@@ -438,16 +341,3 @@ class Transport:
             if transfer in self._uncertain:
                 self._uncertain.discard(transfer)
                 self._quiesced += 1
-
-    def _wake(self) -> None:
-        with self._lock:
-            threads = tuple(self._living)
-        for thread in threads:
-            thread.wake()
-
-
-def _begin_failed(label: str, error: Exception) -> KvferryError:
-    if isinstance(error, KvferryError):
-        return error
-    logger.error("transfer %r could not begin", label, exc_info=error)
-    return TransferFailed(f"transfer {label!r} could not begin: {error!r}")

@@ -1,0 +1,227 @@
+"""The reading threads of one rank: which of them reads from a peer, which others help with a large read, and what
+replaces one that is retired.
+
+Threading: everything may be called from any thread, and nothing waits but `wait_made` and `join`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import socket
+import threading
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kvferry._transport.agents import Agents
+from kvferry._transport.nixl_agent import AgentInfo
+from kvferry._transport.nixl_options import NixlOptions
+from kvferry._transport.peer_work import PeerWork
+from kvferry._transport.reading_thread import ReadingThread
+from kvferry.errors import Closed, KvferryError, TransferFailed
+from kvferry.geometry.model import MemoryRegion
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ThreadCounts:
+    """What the threads are doing, as `TransportGauges` says it.
+
+    Attributes:
+        bytes_moved: since the start.
+        chunks_in_flight: posted and not seen DONE.
+        agents: threads, each with an agent, including retired ones.
+        retired_agents: those that get no new work.
+        peers: peers added to agents.
+        agents_retired: agents that were ever retired.
+    """
+
+    bytes_moved: int
+    chunks_in_flight: int
+    agents: int
+    retired_agents: int
+    peers: int
+    agents_retired: int
+
+
+class ReadingThreads:
+    """All reading threads of one rank. Each is made when it is needed.
+
+    Args:
+        regions, options, agents, keep, clock: as `Transport` has them.
+
+    Attributes:
+        places: the threads that get new work; None where none was needed so far.
+        living: all that have not ended, with those that are retired.
+    """
+
+    def __init__(
+        self,
+        regions: Sequence[MemoryRegion],
+        options: NixlOptions,
+        *,
+        agents: Agents,
+        keep: object,
+        clock: Callable[[], float],
+    ) -> None:
+        self._regions = tuple(regions)
+        self._options = options
+        self._agents = agents
+        self._keep = keep
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._closed = False
+        self.places: list[ReadingThread | None] = [None] * options.most_reading_agents
+        self._spread = options.reading_agents or 1
+        """Threads over which peers are spread. The others only take part in large reads."""
+        self.living: set[ReadingThread] = set()
+        self._moved_before = 0
+        self._agents_retired = 0
+
+    def submit(self, work: PeerWork) -> None:
+        """Hand work to the thread that reads from its peer. Where there is none, the work fails: a retired thread calls
+        this for its unposted work, and has to go on."""
+        try:
+            while not self.of(work.info.name).submit(work):
+                pass
+        except Exception as error:
+            work.owner.fail(begin_failed(work.owner.label, error))
+
+    def warm(self, peer: AgentInfo) -> None:
+        """Connect to a peer; raises `Closed`."""
+        while not self.of(peer.name).warm(peer):
+            pass
+
+    def prepare(self, timeout: float) -> None:
+        """See `Transport.prepare`."""
+        threads = [self._at(place) for place in range(self._spread)]
+        until = self._clock() + timeout
+        for thread in threads if timeout else ():
+            thread.wait_made(max(0.0, until - self._clock()))
+
+    def of(self, peer_name: str) -> ReadingThread:
+        """The thread that reads from a peer; a fresh one where the last was retired."""
+        return self._at(self._place_of(peer_name))
+
+    def copies(self, peer: AgentInfo) -> bool:
+        """Whether posts to this peer were seen to return only when their bytes had arrived."""
+        home = self.places[self._place_of(peer.name)]
+        return home is not None and home.copies(peer)
+
+    def helpers(self, peer: AgentInfo) -> list[ReadingThread]:
+        """The other threads that take part in a large read from a peer: those that are connected to it. The others
+        connect meanwhile, for the next."""
+        home = self._place_of(peer.name)
+        ready = []
+        for place in range(len(self.places)):
+            helper = None if place == home else self._helper_at(place)
+            if helper is not None and helper.ready(peer):
+                ready.append(helper)
+            elif helper is not None:
+                helper.warm(peer)
+        return ready
+
+    def retire_peer(self, name: str) -> None:
+        """Drop a peer as soon as what is read from it has ended and is quiet."""
+        for thread in self._all():
+            thread.retire_peer(name)
+
+    def wake(self) -> None:
+        """Look at the transfers at once."""
+        for thread in self._all():
+            thread.wake()
+
+    def counts(self) -> ThreadCounts:
+        """What they are doing, and have done."""
+        with self._lock:
+            threads, moved, retired = tuple(self.living), self._moved_before, self._agents_retired
+        return ThreadCounts(
+            bytes_moved=moved + sum(thread.moved for thread in threads),
+            chunks_in_flight=sum(thread.chunks_in_flight for thread in threads),
+            agents=len(threads),
+            retired_agents=sum(thread.retired for thread in threads),
+            peers=sum(thread.peer_count for thread in threads),
+            agents_retired=retired,
+        )
+
+    def close(self, until: float) -> bool:
+        """End each when all is quiet, and make no other. The caller has cancelled the transfers.
+
+        Args:
+            until: when to wait no longer.
+
+        Returns:
+            Whether all have ended.
+        """
+        with self._lock:
+            self._closed = True
+            threads = tuple(self.living)
+        for thread in threads:
+            thread.close()
+        ended = [thread.join(max(0.0, until - self._clock())) for thread in threads]
+        return all(ended)
+
+    def _all(self) -> tuple[ReadingThread, ...]:
+        with self._lock:
+            return tuple(self.living)
+
+    def _place_of(self, peer_name: str) -> int:
+        return zlib.crc32(peer_name.encode()) % self._spread
+
+    def _helper_at(self, place: int) -> ReadingThread | None:
+        """A thread that may take part in reads; None: it cannot, and the reads go on without it."""
+        known = self.places[place]
+        if known is not None and known.refused:
+            # To try again takes long, and would not be worth it for each large read.
+            return None
+        try:
+            return self._at(place)
+        except Exception as error:
+            logger.info("large reads are not shared with another thread: %r", error)
+            return None
+
+    def _at(self, place: int) -> ReadingThread:
+        with self._lock:
+            thread = self.places[place]
+            if thread is None or not thread.accepting:
+                if self._closed:
+                    raise Closed("the transport was closed")
+                name = f"kvferry/{socket.gethostname()}/{os.getpid()}/{secrets.token_hex(6)}/reading"
+                thread = ReadingThread(
+                    name,
+                    self._regions,
+                    self._options,
+                    self._clock,
+                    may_retire=self._may_retire,
+                    moved_on=self.submit,
+                    gone=self._gone,
+                    agents=self._agents,
+                    keep=self._keep,
+                )
+                self.places[place] = thread
+                self.living.add(thread)
+            return thread
+
+    def _may_retire(self, _: ReadingThread) -> bool:
+        with self._lock:
+            may = sum(thread.retired for thread in self.living) < self._options.retired_agents
+            self._agents_retired += may
+            return may
+
+    def _gone(self, thread: ReadingThread, quiet: bool) -> None:
+        with self._lock:
+            self.living.discard(thread)
+            self._moved_before += thread.moved
+        if not quiet:
+            logger.error("reading agent %s could not be destroyed", thread.name)
+
+
+def begin_failed(label: str, error: Exception) -> KvferryError:
+    """The error of a transfer that could not begin."""
+    if isinstance(error, KvferryError):
+        return error
+    logger.error("transfer %r could not begin", label, exc_info=error)
+    return TransferFailed(f"transfer {label!r} could not begin: {error!r}")

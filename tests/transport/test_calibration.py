@@ -1,0 +1,150 @@
+"""What is measured of reads and copies is what they cost: with agents and copies that take as long as the test says."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import cast
+
+import numpy as np
+import pytest
+
+from kvferry._memory.host import HostAccess
+from kvferry._transport import calibration
+from kvferry._transport.agents import Agents as NixlAgents
+from kvferry._transport.calibration import LONG_BYTES, measure
+from kvferry._transport.nixl_agent import AgentInfo, HandleState
+from kvferry._transport.nixl_options import NixlOptions
+from kvferry._transport.transport import Transport
+from kvferry.geometry import MemoryKind, MemoryRegion
+from kvferry.planner import Costs
+from kvferry.planner.descriptors import Descriptors, RawDescriptors
+from kvferry.planner.staged_read import Copy
+from tests.transport.played_agents import Agent, Agents, Handle
+from tests.transport.sources import SOON, Memory
+
+LAW = Costs(descriptor=3e-6, byte=2e-10, staged_byte=1.5e-10, cell=5e-9, copied_byte=1e-10)
+PAGE = 4096
+FIRST_TOUCH = 2e-6
+"""Seconds for a page that was never touched."""
+MAKING = 10.0
+"""Seconds to make an agent: far more than all measurements may take together."""
+
+
+class Machine(Agents):
+    """Agents and copies that take as long as `LAW` says, by a clock that stands still otherwise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seconds = 0.0
+        self.posts = 0
+        self.touched: set[int] = set()
+
+    def clock(self) -> float:
+        return self.seconds
+
+    def reading(self, name: str, regions: Sequence[MemoryRegion], options: NixlOptions) -> Agent:
+        self.seconds += MAKING
+        self.made.append(PricedAgent(self, name, options))
+        return self.made[-1]
+
+    def read(self, chunk: Descriptors) -> None:
+        length = chunk.total_bytes // chunk.count
+        byte = LAW.byte if length <= LONG_BYTES else LAW.staged_byte
+        self.seconds += chunk.count * LAW.descriptor + chunk.total_bytes * byte
+        self.posts += 1
+        for begin, size in zip(*written(chunk), strict=True):
+            self.touch(begin, begin + size)
+
+    def copy(self, _: HostAccess, copies: Iterable[Copy]) -> None:
+        for one in copies:
+            runs = len(one.places) * math.prod(count for count, _, _ in one.axes)
+            self.seconds += runs * (LAW.cell + one.cell * LAW.copied_byte)
+            block = sum((count - 1) * stride for count, _, stride in one.axes) + one.cell
+            for at in one.ids.tolist():
+                begin = one.destination + at * one.destination_stride
+                self.touch(begin, begin + block)
+
+    def touch(self, begin: int, end: int) -> None:
+        pages = set(range(begin // PAGE, -(-end // PAGE))) - self.touched
+        self.seconds += len(pages) * FIRST_TOUCH
+        self.touched |= pages
+
+
+class PricedAgent(Agent):
+    """Its reads cost what the machine says."""
+
+    def make(self, peer: str, chunk: Descriptors) -> Handle:
+        self.own()
+        self.handles.append(PricedHandle(self, peer, chunk))
+        return self.handles[-1]
+
+
+class PricedHandle(Handle):
+    """A read that has ended when it is posted, and copies nothing."""
+
+    def said(self) -> HandleState:
+        if self.chunk is not None:
+            cast(Machine, self.agent.agents).read(self.chunk)
+        return HandleState.DONE
+
+
+def written(chunk: Descriptors) -> tuple[list[int], list[int]]:
+    """Addresses that a read writes to, and bytes at each."""
+    if isinstance(chunk, RawDescriptors):
+        return chunk.destination.tolist(), chunk.length.tolist()
+    table = chunk.table
+    rows = np.searchsorted(table.destination_first, chunk.destination, side="right") - 1
+    within = chunk.destination - table.destination_first[rows]
+    begins = table.destination[rows, 0].astype(np.int64) + within * table.destination[rows, 3].astype(np.int64)
+    return begins.tolist(), [table.entry_bytes] * chunk.count
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    made = Machine()
+    monkeypatch.setattr(calibration, "now", made.clock)
+    monkeypatch.setattr(HostAccess, "copy", lambda access, copies: made.copy(access, copies))
+    return made
+
+
+@pytest.fixture
+def transport(machine: Machine) -> Iterator[Transport]:
+    memory = Memory(PAGE)
+    made = Transport([memory.region], agents=cast(NixlAgents, machine), clock=machine.clock)
+    yield made
+    machine.seconds += 1.0
+    assert made.close(SOON)
+
+
+@pytest.fixture
+def peer() -> AgentInfo:
+    # Nothing is there: these reads copy nothing.
+    region = MemoryRegion(MemoryKind.DRAM, 0, 1 << 30, 32 << 20)
+    return AgentInfo("peer", b"metadata", hashlib.sha256(b"metadata").digest(), (region,))
+
+
+def measured(transport: Transport, peer: AgentInfo) -> Costs:
+    found = measure(transport, peer, transport.pool(MemoryKind.DRAM, 0), 1e4)
+    assert found is not None
+    return found
+
+
+def test_what_only_the_first_read_costs_is_not_measured(
+    transport: Transport, peer: AgentInfo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An agent is made, and memory touched that never was: neither is so again. One turn shows what the fastest of
+    several would hide."""
+    monkeypatch.setattr(calibration, "ENOUGH", -1.0)
+    found = measured(transport, peer)
+    for cost in ("descriptor", "byte", "staged_byte", "cell", "copied_byte"):
+        assert getattr(found, cost) == pytest.approx(getattr(LAW, cost), rel=0.01, abs=0), cost
+
+
+def test_a_slow_start_leaves_no_less_time_to_measure(machine: Machine, transport: Transport, peer: AgentInfo) -> None:
+    measured(transport, peer)
+    first = machine.posts
+    measured(transport, peer)
+    # The agent is there now, and the memory is touched.
+    assert machine.posts == 2 * first
