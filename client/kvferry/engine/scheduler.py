@@ -204,7 +204,8 @@ class SchedulerPort(OneProcess):
 
         Args:
             request_id: this engine's name for the request; a request has one read at a time.
-            reference: the reference that came with the request.
+            reference: the reference that came with the request. If a router made it (`kvferry.router_reference`), its
+                publication need not be there yet: `PublicationReleased` says that somebody has declined it.
             expected_reads: how many reads will be made of the publication; 0: the number that its source gave.
             timeout: seconds until the read fails, the wait for the publication included (R5). Workers have 10 s more to
                 report how their shares ended; the error names the ranks that did not.
