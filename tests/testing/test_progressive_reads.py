@@ -244,7 +244,7 @@ def test_a_home_that_stays_away_for_longer_than_the_lease_ends_the_read() -> Non
         prefill.outcome(prefill.publication)
 
 
-def test_a_source_that_leases_keep_waiting_renews_them() -> None:
+def test_a_lease_is_renewed_for_as_long_as_the_source_computes() -> None:
     with Fabric(ttl=0.4, max_ttl=0.4) as fabric:
         prefill, decode, read = halfway(fabric)
         threading.Event().wait(1.0)
