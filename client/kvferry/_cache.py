@@ -82,7 +82,8 @@ class Cache(OneProcess):
         """Start to read a publication into this rank's blocks. Returns at once.
 
         Args:
-            reference: the reference that came with the request.
+            reference: the reference that came with the request. If a router made it (`kvferry.router_reference`), its
+                publication need not be there yet: `PublicationReleased` says that somebody has declined it.
             blocks: the blocks to read into, by group; `Blocks.first_token` is the first token wanted.
             tokens: the tokens wanted, ``[a, b)``; None: all that was published.
             layers: names of the layers wanted, a subset of this rank's; None: all. Each read of some layers counts as a

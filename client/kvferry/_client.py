@@ -226,7 +226,8 @@ class Client(OneProcess):
         when the hold ends.
 
         Args:
-            reference: the publication's reference.
+            reference: the publication's reference. One that a router made may be declined before its publication comes:
+                reads that wait for it end, and it is released at once when it comes.
             timeout: seconds to keep trying.
 
         Raises:

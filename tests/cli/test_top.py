@@ -248,6 +248,15 @@ def drawn(looks: list[Look], height: int) -> list[str]:
     return [line for line in capture.get().splitlines() if line.strip()]
 
 
+def test_a_read_that_waits_under_a_routers_key_is_shown_as_one_that_goes_on() -> None:
+    waiting = ListedRead("s", "prefill", 0, "", "decode", 0, "waiting", 0, 1, 0, 0.0, "room-7")
+    look = Look("s", engines=2, leases=1, transfers=[read_of(1, remaining=0.0), waiting, read_of(2)], whole=True)
+    assert [read.publication for read in newest([look])] == [2, 0, 1]
+    text = "\n".join(drawn([look], 30))
+    assert "router key room-7" in text
+    assert "no lease" in text
+
+
 def test_of_thousands_of_reads_the_largest_and_newest_are_shown_with_the_number_of_the_others() -> None:
     reads = [read_of(number, size=1000 if number == 17 else 0) for number in range(5000)]
     reads.append(read_of(6000, size=5000, remaining=0.0))

@@ -18,9 +18,10 @@ from kvferry._control.cancellation import Cancellation
 from kvferry._control.connection import Control
 from kvferry._control.granted_steps import GrantedSteps
 from kvferry._control.renewals import Renewals
-from kvferry._wire.reference import parse_reference
+from kvferry._wire.reference import format_reference, parse_reference, router_reference
 from kvferry._wire.status import to_notification_error
 from kvferry.errors import (
+    BadReference,
     Closed,
     HomeRecovering,
     InternalError,
@@ -77,6 +78,47 @@ def test_each_call_says_what_the_reader_has_and_follows_news_without_a_pause(
         assert got.lease in read.renewals._kept
         assert not read.given_back
         assert pauses == []
+
+
+def test_a_read_with_a_routers_reference_goes_on_with_the_publications_own(tmp_path: Path) -> None:
+    own = reference("home:1")
+
+    def poll(request: pb.PollBlocksRequest) -> pb.PollBlocksResponse:
+        if request.lease_id:
+            return polled(blocks=[step(0)], complete=pb.Complete(steps=1))
+        told = accepted()
+        told.reference, told.publication = own, 1
+        told.source.engine_id, told.source.incarnation = "source", b"i" * 16
+        return polled(accepted=told)
+
+    with reading(tmp_path, poll) as (server, read):
+        given = router_reference("home:1", "source")
+        read.start(text=given)
+        acquired(read.outcome())
+        assert [asked.read.reference for asked in server.asked] == [given, own]
+
+
+@pytest.mark.parametrize(
+    "told", ["", reference("home:1").replace("kvf1.", "kvf1.AA"), router_reference("home:1", "source"), "another's"]
+)
+def test_a_home_has_to_name_what_it_found_under_a_routers_key(tmp_path: Path, told: str) -> None:
+    """Handshake and replays go by that name, and a wrong one would be another publication's."""
+    if told == "another's":
+        parsed = parse_reference(reference("home:1"))
+        parsed.publication = 2
+        told = format_reference(parsed)
+
+    def poll(request: pb.PollBlocksRequest) -> pb.PollBlocksResponse:
+        answer = accepted()
+        answer.reference, answer.publication = told, 1
+        answer.source.engine_id, answer.source.incarnation = "source", b"i" * 16
+        return polled(accepted=answer, blocks=[step(0)], complete=pb.Complete(steps=1))
+
+    with reading(tmp_path, poll) as (_, read):
+        read.start(text=router_reference("home:1", "source"))
+        assert isinstance(read.outcome(), (InvalidField, BadReference))
+        # It has a lease, which is of no use.
+        assert read.given_back == [(FIRST, pb.RANK_OUTCOME_FAILED)]
 
 
 def test_a_home_that_says_at_once_that_there_is_nothing_is_not_asked_all_the_time(tmp_path: Path) -> None:

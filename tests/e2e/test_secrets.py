@@ -18,7 +18,7 @@ import pytest
 from kvferry import Blocks, Cache, Client, EngineSpec, Group, KvferryError
 from kvferry._cache import runtime_of
 from kvferry._wire.authority import publication_key, read_id_of
-from kvferry._wire.reference import format_reference, parse_engine_reference, parse_reference
+from kvferry._wire.reference import format_reference, parse_engine_reference, parse_reference, router_reference
 from kvferry._wire.token import engine_ref
 from kvferry.engine import Grant
 from kvferry.v1 import introspection_pb2 as ipb
@@ -279,6 +279,21 @@ def test_no_secret_is_seen_by_anybody_else(scene: Scene, caplog: pytest.LogCaptu
     scene.fails(begun.reference, secrets["read_id of read 1"])
     scene.looks("after errors")
 
+    routed = router_reference(session.token.home, session.token.engine_id, router_key="routed")
+    secrets["a router's key"] = parse_reference(routed).key
+    asked = scene.reader.read(routed, {"full": Blocks([0])}, timeout=60)
+    until(lambda: b"routed" in scene.introspection.ListTransfers(ipb.ListTransfersRequest()).SerializeToString())
+    scene.looks("while a read waits under a router's key")
+    under_it = session.publish("under a router's key", {"full": Blocks([5])}, reference=routed)
+    assert asked.result(20).confirmed
+    scene.looks("after it")
+    for once_more in (routed, under_it.reference):
+        with pytest.raises(KvferryError) as caught:
+            session.publish("again", {"full": Blocks([6])}, reference=once_more)
+        scene.sees("error of publish", caught.value)
+    late = scene.reader.read(routed, {"full": Blocks([0])}, timeout=5)
+    scene.sees("error of a late read", late.exception(20))
+
     session.publish_more(begun, {}, last=True)
     for read in reads:
         assert read.result(20).confirmed
@@ -302,7 +317,7 @@ def test_no_secret_is_seen_by_anybody_else(scene: Scene, caplog: pytest.LogCaptu
         session.publish("unheard", {"full": Blocks([7])}, timeout=1)
 
     grant = Grant("r", "n", "h", "e", b"i" * 16, 1, begun.reference, "s", secrets["key"], 1.0, ())
-    for shown in (session.token, begun, lost, *reads, waiting, failed, *session.released(), grant):
+    for shown in (session.token, begun, lost, *reads, waiting, failed, asked, late, *session.released(), grant):
         scene.sees("a repr", repr(shown))
     scene.sees("the reader's and the source's log", caplog.text)
     # One request is found in all three logs by one name.

@@ -27,6 +27,8 @@ from google.protobuf.message import Message
 
 from kvferry._wire.authority import SECRET_BYTES, incarnation_of
 from kvferry._wire.reference import format_reference
+from kvferry._wire.status import from_rpc_error
+from kvferry.errors import PublicationTimeout
 from kvferry.v1 import introspection_pb2 as ipb
 from kvferry.v1 import kv_transfer_pb2 as pb
 from tests.fuzz.messages import EXTREMES, is_map
@@ -280,7 +282,9 @@ class HostilePeer:
         except grpc.RpcError as error:
             self.known.learn_error(error)
             code = error.code() if isinstance(error, grpc.Call) else None
-            if code is grpc.StatusCode.DEADLINE_EXCEEDED and not method.server_streams:
+            # A home answers so, too, when what is waited for under a router's key does not come.
+            waited = isinstance(from_rpc_error(error, "the home"), PublicationTimeout)
+            if code is grpc.StatusCode.DEADLINE_EXCEEDED and not method.server_streams and not waited:
                 raise NotAnswered(f"{method} was not answered in {ANSWERED} s: {request}") from None
         for answer in answers:
             self.known.learn(answer)
@@ -373,9 +377,15 @@ class HostilePeer:
         if known and self._turns.random() < 0.4:
             return str(known)
         reference = self._made(pb.Reference.DESCRIPTOR)
-        reference.ClearField("router_key")
+        routed = self._turns.random() < 0.25
+        if not routed:
+            reference.ClearField("router_key")
         if ref := self.known.messages["kvferry.v1.EngineRef"].draw(self._turns):
             reference.engine_id, reference.incarnation = ref.engine_id, ref.incarnation
+        if routed:
+            # As a router makes it: what it waits for has not come.
+            reference.ClearField("incarnation")
+            reference.ClearField("publication")
         return format_reference(reference)
 
 

@@ -25,7 +25,8 @@ SERVERS_AT_ONCE = 16
 
 @dataclass(frozen=True, slots=True)
 class ListedRead:
-    """A read, as its source's home knows it. Seconds and bytes; `remaining` is 0 once its lease has ended."""
+    """A read, as its source's home knows it. Seconds and bytes; `remaining` is 0 once its lease has ended. One with a
+    `router_key` and no publication waits for it, without a lease."""
 
     server: str
     source: str
@@ -38,6 +39,17 @@ class ListedRead:
     parties: int
     bytes: int
     remaining: float
+    router_key: str = ""
+
+    @property
+    def waits(self) -> bool:
+        """Whether it has no lease yet."""
+        return not self.publication
+
+    @property
+    def alive(self) -> bool:
+        """Whether it goes on."""
+        return self.remaining > 0 or self.waits
 
 
 @dataclass(slots=True)
@@ -145,7 +157,7 @@ class Looker:
             key = source.incarnation, transfer.publication, read.lease_number
             pair = source.engine_id, read.reader.engine_id
             peers = found.setdefault(pair, Peers(*pair))
-            alive = transfer.lease_remaining.ToNanoseconds() > 0
+            alive = transfer.lease_remaining.ToNanoseconds() > 0 or transfer.HasField("waited")
             peers.reading += alive
             peers.ended += not alive
             peers.bytes += read.bytes
@@ -211,4 +223,5 @@ def _transfer(server: str, summary: introspection_pb2.TransferSummary) -> Listed
         parties=read.parties,
         bytes=read.bytes,
         remaining=from_duration(summary.lease_remaining),
+        router_key=summary.router_key,
     )

@@ -103,7 +103,7 @@ def busiest(looks: Sequence[Look]) -> list[tuple[str, Peers]]:
 def newest(looks: Sequence[Look]) -> list[ListedRead]:
     """Return all reads: those whose leases are alive first, of these the largest, then the newest."""
     reads = [read for look in looks for read in look.transfers]
-    return sorted(reads, key=lambda read: (read.remaining <= 0, -read.bytes, -read.publication, -read.lease_number))
+    return sorted(reads, key=lambda read: (not read.alive, -read.bytes, -read.publication, -read.lease_number))
 
 
 def _servers(looks: Sequence[Look], more: int) -> Table:
@@ -133,13 +133,13 @@ def _reads(reads: Sequence[ListedRead], more: int) -> Table:
         add_row(
             made,
             read.source,
-            read.publication,
-            read.request_id,
+            "none yet" if read.waits else read.publication,
+            f"router key {read.router_key}" if read.waits else read.request_id,
             read.reader,
             read.state,
             f"{read.reported}/{read.parties}",
             size(read.bytes),
-            duration(read.remaining) if read.remaining > 0 else "ended",
+            duration(read.remaining) if read.remaining > 0 else "no lease" if read.waits else "ended",
         )
     return _one_line_each(made, more)
 

@@ -205,7 +205,8 @@ class SchedulerPort(OneProcess):
 
         Args:
             request_id: this engine's name for the request; a request has one read at a time.
-            reference: the reference that came with the request.
+            reference: the reference that came with the request. If a router made it (`kvferry.router_reference`), its
+                publication need not be there yet: `PublicationReleased` says that somebody has declined it.
             expected_reads: how many reads will be made of the publication; 0: the number that its source gave.
             progressive: grant the read with the first blocks that the source publishes, and move each further step
                 while the source still computes. The engine then passes on what `grant_steps` returns. If False, the

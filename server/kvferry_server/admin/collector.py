@@ -142,6 +142,8 @@ class NodeCollector(Collector):
         kept = home.records.lease_budget.used - sum(live.values())
         help_text = "Live leases by state, and ended ones whose outcome is kept."
         yield _gauges("kvferry_leases", help_text, "state", {**live, "kept": kept})
+        help_text = "Reads that wait for a publication under a router's key, without a lease."
+        yield GaugeMetricFamily("kvferry_router_waits", help_text, journal.waiting)
         yield CounterMetricFamily("kvferry_leases_granted", "Leases granted.", journal.granted)
         ended = {name: count for name, count in _by_name(LeaseState, journal.ended).items() if name not in live}
         yield _counters("kvferry_leases_ended", "Leases that ended, by state.", "state", ended)

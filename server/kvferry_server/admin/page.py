@@ -87,6 +87,7 @@ READ_COLUMNS = (
     "reader",
     "publication",
     "request_id",
+    "router_key",
     "state",
     "lease_remaining_s",
     "reported",

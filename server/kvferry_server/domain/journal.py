@@ -74,6 +74,7 @@ class Journal:
         outcomes: released publications by outcome.
         hold: how long publications were pinned, from their first step to their release.
         live_leases: live leases by state.
+        waiting: reads that wait under routers' keys, without a lease.
         granted: leases granted.
         ended: leases ended, by state.
         lasted: how long leases lasted.
@@ -95,6 +96,7 @@ class Journal:
         self.outcomes: Counter[PublicationOutcome] = Counter()
         self.hold = Distribution(LASTING)
         self.live_leases: Counter[LeaseState] = Counter()
+        self.waiting = 0
         self.granted = 0
         self.ended: Counter[LeaseState] = Counter()
         self.lasted = Distribution(LASTING)

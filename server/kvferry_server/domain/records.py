@@ -247,6 +247,7 @@ class Records:
 
     def add_waiting(self, waiting: WaitingRead) -> None:
         """Add a read that waits under a router's key."""
+        self.journal.waiting += 1
         waiting.budget.take(waiting.request.holder)
         self.memory.take(waiting.sources[0], ROUTER_KEY_BYTES)
         self._list_read(waiting.sources[0], (0, waiting.number), waiting)
@@ -255,6 +256,7 @@ class Records:
 
     def remove_waiting(self, waiting: WaitingRead) -> None:
         """Remove a read that waits no more. The engine may be gone."""
+        self.journal.waiting -= 1
         waiting.budget.give(waiting.request.holder)
         self.memory.give(waiting.sources[0], ROUTER_KEY_BYTES)
         self._unlist_read(waiting.sources[0], (0, waiting.number))

@@ -85,7 +85,8 @@ def _notify(request: pb.NotifyRequest) -> Iterator[Need]:
             # The lease_id names the read, and the lease obeys only the identity that acquired it.
             yield Need((READER,))
     if "decline" in kinds:
-        yield from {need for n in request.notifications if n.HasField("decline") for need in _decline(n.decline)}
+        declines = (n.decline for n in request.notifications if n.HasField("decline"))
+        yield from dict.fromkeys(need for decline in declines for need in _decline(decline))
     if not kinds:
         yield Need((ENGINE, READER, RELAY))
 

@@ -66,6 +66,7 @@ def test_a_day_of_an_engine_is_counted(tmp_path: Path) -> None:
         assert seen("kvferry_publications", state="published") == 2
         assert seen("kvferry_publications_published_total") == 2
         assert seen("kvferry_leases", state="reading") == 1
+        assert seen("kvferry_router_waits") == 0
         assert seen("kvferry_leases_granted_total") == 2
         assert seen("kvferry_leases_ended_total", state="valid") == 1
         assert seen("kvferry_verdicts_total", verdict="valid") == 1

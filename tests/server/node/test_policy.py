@@ -14,7 +14,7 @@ import pytest
 from google.protobuf import descriptor_pool
 
 from kvferry._wire.channel import TlsConfig, connect
-from kvferry._wire.reference import format_reference
+from kvferry._wire.reference import format_reference, router_reference
 from kvferry._wire.status import from_rpc_error
 from kvferry.errors import BadReference, InvalidField, KvferryError, NotAllowed, Unreachable
 from kvferry.v1 import introspection_pb2 as ipb
@@ -193,6 +193,33 @@ def test_a_refusal_names_the_identity_the_role_and_the_engine(channels: dict[str
     nameless = refusal(calls(channels["without names"], "prefill-1")["list"])
     assert nameless is not None
     assert (nameless.values["identity"], nameless.values["role"], nameless.values["engine_id"]) == ("", "observer", "")
+
+
+def test_a_routers_reference_takes_the_role_for_every_engine_that_it_may_mean(
+    channels: dict[str, grpc.Channel],
+) -> None:
+    """Otherwise it would be a way around the policy: which of them lives, only the home knows."""
+
+    def asked(who: str, engine_id: str, rank: int) -> NotAllowed | None:
+        reference = router_reference("h:1", engine_id, data_parallel_rank=rank)
+        reader = pb.EngineRef(engine_id="some-reader", incarnation=b"i" * 16)
+        read = pb.ReadBlocksRequest(reference=reference, reader=reader, read_id=b"r" * 16, parties=1)
+        kv = KVTransferStub(channels[who])
+        decline = pb.NotifyRequest(notifications=[pb.Notification(decline=pb.Decline(reference=reference))])
+        refusals = [
+            refusal(lambda: kv.PollBlocks(pb.PollBlocksRequest(read=read), timeout=TIMEOUT)),
+            refusal(lambda: list(kv.ReadBlocks(read, timeout=TIMEOUT))),
+            refusal(lambda: kv.Notify(decline, timeout=TIMEOUT)),
+        ]
+        assert len({None if error is None else error.values["engine_id"] for error in refusals}) == 1
+        return refusals[0]
+
+    assert asked("decode", "prefill-1", 0) is None
+    assert asked("decode", "prefill-1", 3) is None
+    refused = asked("decode", "decode-1", 3)
+    assert refused is not None
+    assert refused.values["engine_id"] == "decode-1_dp3"
+    assert asked("prefill", "prefill-1", 0) is not None
 
 
 def test_a_refusal_does_not_say_what_exists(node: Kvferryd, channels: dict[str, grpc.Channel]) -> None:

@@ -141,8 +141,10 @@ async def test_a_waiting_read_is_listed_without_its_secrets(ready: Node) -> None
     assert (transfer.read.state, transfer.waited) == (pb.READ_STATE_WAITING, Duration(seconds=3))
     for secret in (KEY, read_id("read")):
         assert secret not in listed.SerializeToString()
+    assert ready.home.journal.waiting == 1
     await publish(ready)
     await poll
+    assert ready.home.journal.waiting == 0
     listed = await ready.introspection.ListTransfers(request, timeout=TIMEOUT)
     (transfer,) = listed.transfers
     assert (transfer.router_key, transfer.publication, transfer.HasField("waited")) == ("room-7", 1, False)

@@ -8,8 +8,12 @@ from collections.abc import Callable
 import numpy as np
 
 from kvferry import Blocks, ReleaseOutcome, router_reference
+from kvferry._wire.channel import connect
+from kvferry.v1 import introspection_pb2 as ipb
+from kvferry.v1.introspection_pb2_grpc import IntrospectionStub
 from tests.support.caches import Model, expect, kv, shards, write
 from tests.support.engines import Engine
+from tests.support.waiting import until
 
 MakeEngine = Callable[..., Engine]
 Homes = tuple[str, str]
@@ -27,6 +31,9 @@ def test_destination_that_asks_first_gets_every_byte(engine: MakeEngine, homes: 
     reference = router_reference(homes[0], source.spec.engine_id)
     for rank in destination.ranks:
         rank.send_read(reference, ours, (0, tokens), read_id="r1", parties=2)
+    with connect(homes[0]) as channel:
+        listing, asked = IntrospectionStub(channel), ipb.ListTransfersRequest(engine_id=source.spec.engine_id)
+        until(lambda: [one.waited.nanos > 0 for one in listing.ListTransfers(asked).transfers] == [True, True])
     publication = source.session.publish("request-1", {"full": Blocks(theirs, end_token=tokens)}, reference=reference)
     results = [rank.answer() for rank in destination.ranks]
     for memory in destination.memories:
