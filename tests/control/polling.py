@@ -40,7 +40,7 @@ class Reading:
         self.cancellation = Cancellation("read")
         self.acquirer = Acquirer(READER, self.renewals, self._gave_up)
 
-    def start(self, timeout: float = 60.0, *, text: str = "", progressive: bool = False) -> None:
+    def start(self, timeout: float = 60.0, text: str = "", *, progressive: bool = False) -> None:
         text = text or reference(self.home.address)
         request = AcquireRequest(
             self.home, parse_reference(text), text, "read", 1, 0, now() + timeout, progressive=progressive

@@ -231,7 +231,7 @@ def blocks_move_before_their_step_was_granted(patch: pytest.MonkeyPatch) -> None
 
     def ahead(self: readers.Share) -> list[int]:
         found = copying(self)
-        if self.progressive and self.begun and not self.granted and self.offered.source.free:
+        if self.progressive and self.begun and not self.granted and self._found.source.free:
             found += [rank for rank, copied in self.copies.items() if len(copied) == len(self.blocks)]
         return found
 
@@ -240,7 +240,7 @@ def blocks_move_before_their_step_was_granted(patch: pytest.MonkeyPatch) -> None
         if len(copied) < len(self.blocks):
             copy(self, rank)
         else:
-            copied.append(self.memory.contents[self.offered.source.free[0]])
+            copied.append(self.memory.contents[self._found.source.free[0]])
 
     patch.setattr(readers.Share, "copying", ahead)
     patch.setattr(readers.Share, "copy", copy_ahead)

@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Callable, Sequence
 
 from kvferry._control.connection import CALL_TIMEOUT
+from kvferry._wire.authority import SECRET_BYTES
 from kvferry._wire.reference import router_reference
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry_server.domain.identity import EngineRef
@@ -57,7 +58,13 @@ class World:
         return self.routed[-1]
 
     def read(
-        self, reader: Reader, offered: Offered | Routed, ranks: int, *, scheduled: bool, progressive: bool = False
+        self,
+        reader: Reader,
+        offered: Offered | Routed,
+        ranks: int,
+        *,
+        scheduled: bool,
+        progressive: bool = False,
     ) -> None:
         at, read_id = (self.network, self.memory), f"read-{next(self._numbers)}"
         found = shares(reader, offered, read_id, ranks, scheduled, at, self._find, progressive=progressive)
@@ -315,6 +322,5 @@ class World:
     def _new_source(self, before: Source | None = None) -> Source:
         if before is not None:
             before.end()
-        # Of a secret's length, and nothing that a liar would try: it tries numbers.
-        secret = hashlib.sha256(b"source %d" % next(self._numbers)).digest()
+        secret = next(self._numbers).to_bytes(SECRET_BYTES, "big")
         return Source(secret, self.source_clock, self.network, self.memory, self.before_write)

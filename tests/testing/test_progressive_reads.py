@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,14 +14,17 @@ import numpy as np
 import pytest
 
 from kvferry import AsyncClient, Blocks, EngineSpec, Group, IntegrityOptions, Publication, Read, ReadState
-from kvferry.engine import GrantStep, ReadEnd, SchedulerPort, Tails, WorkerPort
+from kvferry.engine import GrantStep, RankEnd, ReadEnd, SchedulerPort, Tails, WorkerOutput, WorkerPort
 from kvferry.errors import (
+    BadBlock,
+    BlocksShort,
     InvalidField,
     KvferryError,
     PublicationAborted,
     PublicationTimeout,
     TransferCancelled,
     TransferExpired,
+    TransferFailed,
 )
 from kvferry.testing import Fabric
 from tests.support.waiting import until
@@ -240,7 +244,7 @@ def test_a_home_that_stays_away_for_longer_than_the_lease_ends_the_read() -> Non
         prefill.outcome(prefill.publication)
 
 
-def test_a_source_that_leases_keep_waiting_renews_them() -> None:
+def test_a_lease_is_renewed_for_as_long_as_the_source_computes() -> None:
     with Fabric(ttl=0.4, max_ttl=0.4) as fabric:
         prefill, decode, read = halfway(fabric)
         threading.Event().wait(1.0)
@@ -287,11 +291,11 @@ async def test_the_client_for_asyncio_reads_progressively_as_well(fabric: Fabric
 class Decode:
     """A decode engine of one rank on the ports, whose steps a test makes."""
 
-    def __init__(self, fabric: Fabric, **options: Any) -> None:
+    def __init__(self, fabric: Fabric, *, confirm: str = "before") -> None:
         spec = EngineSpec("d", (Group("full", block_tokens=BLOCK, num_blocks=BLOCKS),))
         self.memory = {f"layer{layer}": np.zeros((2, BLOCKS, HEADS, BLOCK, DIM), np.uint16) for layer in range(LAYERS)}
-        client = fabric.client()
-        self.scheduler = SchedulerPort(client, spec, **options)
+        client = fabric.client(confirm=confirm)
+        self.scheduler = SchedulerPort(client, spec)
         self.worker = WorkerPort(client, spec)
         self.worker.register(self.memory, axes=AXES["hnd"], heads=range(HEADS), total_heads=HEADS)
         self.ended: list[ReadEnd] = []
@@ -440,3 +444,52 @@ def test_the_time_in_which_it_waited_for_its_source_is_told_apart(fabric: Fabric
     times = decode.ended[0].times
     assert times.steps > 0
     assert times.move > 0
+
+
+def test_a_worker_that_says_it_has_all_before_all_was_published_is_not_believed(fabric: Fabric) -> None:
+    prefill, decode = Prefill(fabric), Decode(fabric)
+    prefill.compute(4)
+    grant = decode.attached(prefill)
+    decode.scheduler.collect(WorkerOutput(0, (RankEnd(grant.read_id, "mine", ok=True, quiet=True, bytes=7),)))
+    decode.until(lambda: decode.ended)
+    assert isinstance(decode.ended[0].error, TransferFailed)
+
+
+def test_blocks_are_checked_when_they_are_attached_though_not_all_is_published(fabric: Fabric) -> None:
+    prefill, decode = Prefill(fabric), Decode(fabric)
+    prefill.compute(4)
+    grant = decode.attached(prefill)
+    decode.scheduler.acquire("other", prefill.reference, progressive=True)
+    decode.until(lambda: decode.scheduler.granted("other"))
+    wrong: list[tuple[Any, type[Exception]]] = [
+        ({"full": Blocks([14, 15, 16, 17, 18, 14])}, BadBlock),
+        ({"full": Blocks([14, 15, 16, 17, 18, BLOCKS])}, BadBlock),
+        # A block of the other read, although no step for it has come.
+        ({"full": Blocks([14, 15, 16, 17, 18, MINE[5]])}, BadBlock),
+        ({"full": Blocks([14, 15])}, BlocksShort),
+        ({}, InvalidField),
+    ]
+    for blocks, error in wrong:
+        with pytest.raises(error):
+            decode.scheduler.attach("other", blocks, (0, TOKENS))
+    with pytest.raises(InvalidField, match="tokens"):
+        decode.scheduler.attach("other", {"full": Blocks([14, 15, 16, 17, 18, 19])})
+    assert decode.scheduler.attach("other", {"full": Blocks([14, 15, 16, 17, 18, 19])}, (0, TOKENS)).read_id
+    with pytest.raises(InvalidField, match="tokens"):
+        decode.worker.start(replace(grant, tokens=None))
+    with pytest.raises(InvalidField, match="GrantStep"):
+        decode.worker.add_step(grant)
+
+
+def test_told_before_the_home_confirms(fabric: Fabric) -> None:
+    prefill, decode = Prefill(fabric), Decode(fabric, confirm="after")
+    prefill.compute(4)
+    decode.worker.start(decode.attached(prefill))
+    prefill.compute(TOKENS)
+    while not decode.ended:
+        decode.step()
+        for step in decode.steps:
+            decode.worker.add_step(step)
+    assert (decode.ended[0].error, decode.ended[0].confirmed) == (None, False)
+    assert decode.holds(TOKENS)
+    assert prefill.outcome(prefill.publication).name == "READ"
