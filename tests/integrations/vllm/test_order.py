@@ -22,7 +22,8 @@ from kvferry.geometry.tensors import Holding
 from kvferry.integrations.vllm import worker as worker_module
 from kvferry.integrations.vllm.device import EVERY_STEP, DeviceSteps, Event, arrival_fence, steps_of
 from kvferry.integrations.vllm.groups import BlockTable
-from kvferry.integrations.vllm.scheduler import REFERENCE, TRACEPARENT, ConnectorScheduler
+from kvferry.integrations.vllm.params import REFERENCE, TRACEPARENT
+from kvferry.integrations.vllm.scheduler import ConnectorScheduler
 from kvferry.integrations.vllm.settings import ConnectorSettings
 from kvferry.integrations.vllm.setup import Setup
 from kvferry.integrations.vllm.values import StepMetadata, WorkerNews
@@ -103,7 +104,7 @@ class Prefill:
         self, request_id: str = "", block: int = 0, value: int = 0, *, drafter: bool = False, ended: bool = True
     ) -> list[WorkerNews]:
         """Begin a step, which writes a value to a block, and end it if `ended`; the news that go with its output."""
-        metadata = self.scheduler.step([request_id] if request_id else [], idle=not request_id)
+        metadata = self.scheduler.step({request_id: TOKENS} if request_id else {})
         found = []
         for rank, worker in enumerate(self.workers):
             worker.step(metadata)
