@@ -2,10 +2,11 @@
 
     scheduler process                                        worker process, one per rank
     SchedulerPort ── Grant, local blocks ──(the engine)──►   WorkerPort.start
+    SchedulerPort.grant_steps ── GrantStep ──(the engine)─►  WorkerPort.add_step
     SchedulerPort.collect ◄──(the engine)── WorkerOutput ──  WorkerPort.finished
 
-Every call that an engine makes from its step returns at once (R11); threads of the ports do the waiting. Grants and
-worker outputs are plain values: they can be pickled, and `plain` converts them for encoders such as msgpack.
+Every call that an engine makes from its step returns at once (R11); threads of the ports do the waiting. Grants, their
+steps and worker outputs are plain values: they can be pickled, and `plain` converts them for encoders such as msgpack.
 `docs/engines.md` is the guide.
 """
 
@@ -16,6 +17,7 @@ from kvferry.engine.scheduler import SchedulerPort as SchedulerPort
 from kvferry.engine.scheduler import SchedulerStats as SchedulerStats
 from kvferry.engine.values import Finished as Finished
 from kvferry.engine.values import Grant as Grant
+from kvferry.engine.values import GrantStep as GrantStep
 from kvferry.engine.values import Offer as Offer
 from kvferry.engine.values import RankEnd as RankEnd
 from kvferry.engine.values import ReadEnd as ReadEnd

@@ -16,7 +16,7 @@ from kvferry._session import home_session_of
 from kvferry._wire.token import EngineToken
 from kvferry.engine.publisher import Publishing
 from kvferry.engine.scheduler_reads import Reads
-from kvferry.engine.values import Finished, Grant, Offer, WorkerOutput
+from kvferry.engine.values import Finished, Grant, GrantStep, Offer, WorkerOutput
 from kvferry.geometry.blocks import Blocks, blocks_by_group
 
 MAX_WAITING = 4096
@@ -190,6 +190,7 @@ class SchedulerPort(OneProcess):
         reference: str,
         *,
         expected_reads: int = 0,
+        progressive: bool = False,
         timeout: float = READ_TIMEOUT,
         traceparent: str = "",
     ) -> None:
@@ -201,6 +202,9 @@ class SchedulerPort(OneProcess):
             request_id: this engine's name for the request; a request has one read at a time.
             reference: the reference that came with the request.
             expected_reads: how many reads will be made of the publication; 0: the number that its source gave.
+            progressive: grant the read with the first blocks that the source publishes, and move each further step
+                while the source still computes. The engine then passes on what `grant_steps` returns. If False, the
+                read is granted when the publication is complete.
             timeout: seconds until the read fails, the wait for the publication included (R5). Workers have 10 s more to
                 report how their shares ended; the error names the ranks that did not.
             traceparent: the W3C traceparent that came with the reference; empty: none did. See docs/tracing.md.
@@ -218,12 +222,15 @@ class SchedulerPort(OneProcess):
             arguments.integer("expected_reads", expected_reads, 0, 2**31 - 1),
             arguments.seconds("timeout", timeout),
             arguments.text("traceparent", traceparent),
+            progressive=arguments.flag("progressive", progressive),
         )
 
     def granted(self, request_id: str) -> Offer | None:
         """Return the source's blocks for a request once its lease is granted; None while the request waits.
 
-        An `Offer` has no blocks to read into yet. `attach` adds them and returns the `Grant` that workers start.
+        An `Offer` has no blocks to read into yet. `attach` adds them and returns the `Grant` that workers start. If the
+        request was acquired with ``progressive=True``, the offer may come with the first blocks, and is then not
+        `complete`.
 
         Raises:
             WrongState: the request was not acquired, or its read has ended.
@@ -244,20 +251,23 @@ class SchedulerPort(OneProcess):
 
         Args:
             request_id: a request for which `granted` has returned an `Offer`.
-            local_blocks: the blocks to read into, by group; `Blocks.first_token` is the first token wanted.
-            tokens: the tokens wanted, ``[a, b)``; None: all that was published.
+            local_blocks: the blocks to read into, by group; `Blocks.first_token` is the first token wanted. All of
+                them, also if the offer is not complete.
+            tokens: the tokens wanted, ``[a, b)``; None: all that was published, of an offer that is complete.
             allow_overlap: accept blocks that another read of the engine writes to, or that the engine has published.
                 For engines that know that the bytes do not overlap.
 
         Returns:
-            The grant: the offer with these blocks, for `WorkerPort.start` on every rank.
+            The grant: the offer with these blocks, for `WorkerPort.start` on every rank. If it is not `complete`,
+            `grant_steps` returns the rest.
 
         Raises:
             BadBlock: a block does not belong to this engine, is given twice, is published, or may still be written to
                 by another read. The request stays granted.
             BlocksShort: there are too few blocks for the tokens, or too few tokens were published. The request stays
                 granted.
-            InvalidField: an argument has the wrong type, or a group has no blocks. The request stays granted.
+            InvalidField: an argument has the wrong type, a group has no blocks, or `tokens` is missing although the
+                offer is not complete. The request stays granted.
             WrongState: the request is not granted yet, has its blocks already, or was not acquired.
             KvferryError: the lease has ended in the meantime; the error says why. The port then forgets the request.
         """
@@ -267,6 +277,15 @@ class SchedulerPort(OneProcess):
             arguments.token_range(tokens),
             allow_overlap=arguments.flag("allow_overlap", allow_overlap),
         )
+
+    def grant_steps(self) -> list[GrantStep]:
+        """Return what sources have published for attached reads since their grants and since the last call: at most one
+        step per read and call, however many publishes it stands for.
+
+        Pass each to `WorkerPort.add_step` on every worker. Call this in every step of an engine that acquires with
+        ``progressive=True``; a read whose steps do not reach its workers fails at its timeout.
+        """
+        return self._reads.take_steps()
 
     def decline(self, reference: str) -> None:
         """Tell the source's home that nobody will read a publication, after a full prefix hit or a rejected request.
@@ -309,10 +328,12 @@ class SchedulerPort(OneProcess):
         return self._reads.take_finished()
 
     def wait_news(self, timeout: float) -> bool:
-        """Wait until a request was granted or refused, or a read has ended, become quiet, or is disputed.
+        """Wait until a request was granted or refused, a read has gained blocks (`grant_steps`), or a read has ended,
+        become quiet, or is disputed.
 
         For engines that would otherwise run steps with nothing to compute: such a loop takes the processor, and
-        Python's lock, from the threads that the reads wait for. Look at `granted` and `finished` after it.
+        Python's lock, from the threads that the reads wait for. Look at `granted`, `grant_steps` and `finished`
+        after it.
 
         Args:
             timeout: seconds.

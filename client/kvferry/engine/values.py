@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from kvferry._arguments import integer, mapping, several, texts, token_range
+from kvferry._arguments import flag, integer, mapping, several, text, texts, token_range
 from kvferry._reads.read_times import ReadTimes, ShareWork
 from kvferry.errors import InvalidField, KvferryError, from_name
 from kvferry.geometry.blocks import MAX_BLOCKS, Blocks
@@ -71,9 +71,10 @@ class _Leased:
         source_request_id: the source's name for the request.
         lease_id: id of the lease. A secret: who has it can end the lease.
         timeout: seconds left until the read fails (R5), at the moment when the port returned this value.
-        granted: the source's blocks by group.
-        payload: opaque bytes from the source.
+        granted: the source's blocks by group, as far as they are known.
+        payload: opaque bytes from the source; empty until the blocks are complete.
         traceparent: of the read's span, for the spans of its ranks; empty: it is not traced.
+        complete: the source has published all blocks, and these are all. If False, `GrantStep`s have the others.
     """
 
     request_id: str
@@ -89,6 +90,7 @@ class _Leased:
     granted: tuple[BlockRuns, ...]
     payload: bytes = b""
     traceparent: str = field(default="", kw_only=True)
+    complete: bool = field(default=True, kw_only=True)
 
     def blocks(self) -> dict[str, Blocks]:
         """Decode the source's blocks, by group."""
@@ -111,9 +113,12 @@ class Offer(_Leased):
         source_request_id: the source's name for the request.
         lease_id: id of the lease. A secret: who has it can end the lease.
         timeout: seconds left until the read fails, at the moment when the port returned this value.
-        granted: the source's blocks by group; see `blocks`.
-        payload: opaque bytes from the source.
+        granted: the source's blocks by group, as far as they are known; see `blocks`.
+        payload: opaque bytes from the source; empty until the blocks are complete. `ReadEnd.payload` has them as well.
         traceparent: of the read's span, for the spans of its ranks; empty: it is not traced.
+        complete: the source has published all blocks, and these are all. False only of a read that was acquired with
+            ``progressive=True``; `SchedulerPort.attach` then needs `tokens`, and `SchedulerPort.grant_steps` returns
+            the other blocks as they are published.
     """
 
     def attached(self, local: tuple[BlockRuns, ...], tokens: tuple[int, int] | None, *, timeout: float) -> Grant:
@@ -151,6 +156,44 @@ class Grant(_Leased):
         runs = {name: _each(BlockRuns, plain, name) for name in ("granted", "local")}
         found = _made(cls, {**plain, **runs})
         return dataclasses.replace(found, tokens=token_range(found.tokens))
+
+
+@dataclass(frozen=True, slots=True)
+class GrantStep:
+    """Tells workers which blocks the source of a `Grant` has published since: for `WorkerPort.add_step` on every rank.
+
+    Workers may get it twice, before its grant, or out of order.
+
+    Attributes:
+        read_id: the read that it belongs to.
+        index: from 1, without gaps within a read; the `Grant` itself stands for 0.
+        granted: the blocks that groups have gained, by group; each continues where the step before ended.
+        last: no step follows.
+    """
+
+    read_id: str
+    index: int
+    granted: tuple[BlockRuns, ...]
+    last: bool
+
+    def blocks(self) -> dict[str, Blocks]:
+        """Decode the source's blocks, by group."""
+        return {runs.group: runs.blocks() for runs in self.granted}
+
+    def plain(self) -> Plain:
+        """Convert to dicts, tuples, strings, numbers and bytes, for encoders such as msgpack."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def of(cls, plain: Plain) -> GrantStep:
+        """Rebuild a step from the result of `plain`; raises `InvalidField` for anything else."""
+        found = _made(cls, {**plain, "granted": _each(BlockRuns, plain, "granted")})
+        return dataclasses.replace(
+            found,
+            read_id=text("read_id", found.read_id),
+            index=integer("index", found.index, 1),
+            last=flag("last", found.last),
+        )
 
 
 @dataclass(frozen=True, slots=True)

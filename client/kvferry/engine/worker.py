@@ -17,7 +17,7 @@ from kvferry._reads.local_rank import LocalRank, describe
 from kvferry._reads.rank_read import RankOrder, RankRead, SchedulersLease
 from kvferry._reads.rank_reads import RankReads
 from kvferry._wire.token import EngineToken
-from kvferry.engine.values import Grant, Offer, RankEnd, WorkerOutput
+from kvferry.engine.values import Grant, GrantStep, Offer, RankEnd, WorkerOutput
 from kvferry.errors import WrongState
 from kvferry.geometry.blocks import Blocks, blocks_by_group
 from kvferry.geometry.model import Interval, MemoryRegion, Plane
@@ -213,7 +213,8 @@ class WorkerPort(OneProcess):
 
         Args:
             grant: the grant that `SchedulerPort.attach` returned.
-            local_blocks, tokens: see `SchedulerPort.attach`; None: those of the grant.
+            local_blocks, tokens: see `SchedulerPort.attach`; None: those of the grant. If the grant is not `complete`,
+                `add_step` brings the other blocks of the source, and the share ends with the last.
             tails: whether the bytes of the local blocks behind the last token read are kept or cleared.
 
         Raises:
@@ -260,6 +261,18 @@ class WorkerPort(OneProcess):
                 read = RankRead(order)
                 self._shares.start(read)
                 self._reads[grant.read_id] = read
+
+    def add_step(self, step: GrantStep) -> None:
+        """Read what `SchedulerPort.grant_steps` returned: its bytes move at once, as far as whole granules of both sides
+        allow; the rest moves with the next step, and everything with the last.
+
+        Idempotent. The step may come before its grant, or before earlier steps; it then waits for them.
+
+        Raises:
+            InvalidField: the argument is not a `GrantStep`.
+            WrongState: the rank is not registered.
+        """
+        raise NotImplementedError
 
     def cancel(self, read_id: str) -> None:
         """Cancel this rank's share of a read; `finished` reports its end. Does nothing if the rank has no such share,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry._arguments import described, instance, integer, mapping, text
-from kvferry.errors import BadBlock, InvalidField
+from kvferry.errors import BadBlock, BlocksShort, InvalidField
 from kvferry.geometry.runs import split_runs
 
 BlockIds: TypeAlias = npt.NDArray[np.int32]
@@ -109,6 +109,30 @@ def blocks_by_group(name: str, blocks: object) -> dict[str, Blocks]:
         text(f"a group of {name}", group): instance(f"{name}[{group!r}]", listed, Blocks, "Blocks(ids)")
         for group, listed in found.items()
     }
+
+
+def joined(steps: Iterable[Mapping[str, Blocks]]) -> dict[str, Blocks]:
+    """The blocks of steps that follow each other, as those of one.
+
+    Raises:
+        BlocksShort: a group does not continue where the step before ended.
+    """
+    parts: dict[str, list[Blocks]] = {}
+    for step in steps:
+        for name, blocks in step.items():
+            before = parts.setdefault(name, [])
+            if before and before[-1].end_token != blocks.first_token:
+                asked = f"tokens from {before[-1].end_token}"
+                raise BlocksShort(name, "source", asked, f"tokens from {blocks.first_token}")
+            before.append(blocks)
+    return {name: _one(of) for name, of in parts.items()}
+
+
+def _one(parts: Sequence[Blocks]) -> Blocks:
+    first, last = parts[0], parts[-1]
+    if first is last:
+        return first
+    return Blocks(np.concatenate([part.ids for part in parts]), first.first_token, last.end_token, last.state_token)
 
 
 def check_ids(group: str, side: str, ids: AnyIds, num_blocks: int, null_block: int | None) -> None:

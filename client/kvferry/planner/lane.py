@@ -72,6 +72,18 @@ class Lane:
         """The rows of one source block, as they are read into staging memory."""
         return extents_of(self.planes, self.source.held_per_block)
 
+    def cut_below(self, token: int) -> int:
+        """A token up to `token` behind which no smaller one can be read apart from its neighbours: `token` itself if a
+        read may end there and another one begin, else a lower one, which is no lower than the next where that is so."""
+        states = int(token // self.tokens_per_state)
+        held = self.source
+        if not self.line.same_tokens:
+            # Interleaves are multiples of the granule (`coverage`), so that a granule is one on both sides.
+            states = states // self.granule * self.granule
+        elif torn := held.held_before(states) % self.granule:
+            states = held.held_state(held.held_before(states) - torn)
+        return int(states * self.tokens_per_state)
+
     @cached_property
     def linear_bytes(self) -> tuple[int, ...]:
         """Bytes per held state of each member of `planes`, if all its bytes lie end to end on both sides, block after

@@ -6,7 +6,7 @@ incarnation; `ReadPlan.expand` then turns the block ids of each request into des
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -20,7 +20,8 @@ from kvferry.planner.footprint import BlockMap, Footprint, RequestPlaces
 from kvferry.planner.lane import Lane, build_lanes
 from kvferry.planner.path_choice import Path, PathChoice, PathRule, choose_path
 from kvferry.planner.prepared_tables import RECURRING_LIMIT, LaneTables, prepare_tables
-from kvferry.planner.request_blocks import needed
+from kvferry.planner.request_blocks import GroupRequest
+from kvferry.planner.request_parts import RequestParts
 
 MAX_SIZE = 1 << 14
 """Lanes of a plan and pieces of their periods, together. A rank that reads alike from 4,096 ranks needs half of
@@ -93,6 +94,24 @@ class ReadPlan:
     def _groups(self) -> tuple[Mapping[str, Group], Mapping[str, Group]]:
         return _by_name(self.source), _by_name(self.destination)
 
+    def cut_below(self, group: str, token: int) -> int:
+        """The last token up to `token` at which a read of the group may end and another one begin, so that both together
+        read the bytes of one: whole granules of both sides, in all lanes."""
+        while True:
+            lower = min((lane.cut_below(token) for lane in self._unlike_lanes.get(group, ())), default=token)
+            if lower == token:
+                return token
+            token = lower
+
+    @cached_property
+    def _unlike_lanes(self) -> Mapping[str, Sequence[Lane]]:
+        """Lanes by group; of those that are cut alike only one."""
+        found: dict[str, dict[object, Lane]] = {}
+        for lane in self.lanes:
+            cut = lane.line.same_tokens, lane.source.shard, lane.granule, lane.tokens_per_state
+            found.setdefault(lane.group.name, {}).setdefault(cut, lane)
+        return {name: tuple(lanes.values()) for name, lanes in found.items()}
+
     @cached_property
     def _block_maps(self) -> Mapping[int, BlockMap]:
         """By source rank."""
@@ -121,12 +140,10 @@ class ReadPlan:
             InvalidField: groups that this engine does not have, a start inside what may not be cut, or more descriptors
                 than one read may have.
         """
-        known = {group.name for group in self.destination.groups}
-        for name in destination:
-            if name not in known:
-                raise InvalidField("group", name, f"one of {sorted(known)}")
-        source_groups = {group.name: group for group in self.source.groups}
-        wanted = needed(self.groups, source_groups, source, destination, tokens)
+        return RequestParts(self, destination, tokens).next(source, last=True)
+
+    def expand_needed(self, wanted: Mapping[str, GroupRequest]) -> Expansion:
+        """The descriptors of what is needed, by group, which `needed` has checked."""
         expansion = expand(self.lanes, self.tables, self.staged, wanted)
         places = RequestPlaces(*self._groups, wanted)
         sources = tuple(

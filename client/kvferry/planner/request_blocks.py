@@ -157,6 +157,27 @@ def written(
     return found
 
 
+def promised(
+    groups: Iterable[Group], source: Mapping[str, Blocks], destination: Mapping[str, Blocks]
+) -> dict[str, Blocks]:
+    """What a source whose steps have not all come may publish at most, for `written`: whatever is asked.
+
+    Args:
+        groups: the destination's.
+        source: what was granted so far.
+        destination: see `needed`.
+    """
+    found: dict[str, Blocks] = {}
+    for group in groups:
+        mine = destination.get(group.name)
+        if mine is not None and group.kind is GroupKind.STATE:
+            found[group.name] = Blocks((0,), state_token=mine.state_token)
+        elif mine is not None or group.name in source:
+            first = source[group.name].first_token if group.name in source else 0
+            found[group.name] = Blocks((), first, max(first, TOKEN_LIMIT - 1))
+    return found
+
+
 def _missing(group: str) -> InvalidField:
     return InvalidField(f"group {group!r} of the destination blocks", None, "Blocks to read this group into")
 
