@@ -340,7 +340,7 @@ def test_a_release_that_is_not_heard_of_yet(prefill: Prefill) -> None:
     """The port refuses a part before the scheduler sees the release."""
     request = prefill.request("r", 14)
     prefill.run(request, 9)
-    prefill.port.refuses = WrongState("publication", 1, "released")
+    prefill.port.refuses = WrongState("publication 1 was released")
     prefill.run(request, 4)
     assert prefill.finish(request) is None
     assert [call[0] for call in prefill.port.take()] == ["publish", "abort"]
@@ -350,7 +350,7 @@ def test_a_release_that_is_not_heard_of_yet(prefill: Prefill) -> None:
 
 def test_a_reference_that_is_in_use_is_not_taken_from_its_user(prefill: Prefill) -> None:
     """Nor is it declined: its other request is being read."""
-    prefill.port.refuses = RouterKeyUsed("prefill", "key")
+    prefill.port.refuses = RouterKeyUsed("publication 1 has the key")
     request = prefill.request("r", 14)
     prefill.run(request, 14)
     assert prefill.finish(request) is None
@@ -435,7 +435,7 @@ def test_blocks_stay_in_the_prefix_cache_while_they_are_held() -> None:
     prefill.run(request, 9)
     held = prefill.blocks["r"][0][:2]
     for index, block in enumerate(held):
-        prefill.pool._insert_block_hash(cast(Any, b"hash%d" % index), block)
+        prefill.pool._insert_block_hash(cast(Any, b"hash%d" % index), block, TOKENS)
     prefill.preempt(request)
     # All that is free is given out, and evicts what it was in the cache.
     prefill.pool.free_blocks(prefill.pool.get_new_blocks(prefill.pool.get_num_free_blocks()))

@@ -162,7 +162,7 @@ class RoutedPublishing:
         everywhere = min(self._ended.values())
         for routed in self._requests.values():
             while routed.parts and routed.parts[0].step <= everywhere:
-                self._publish(routed, routed.parts.popleft().blocks)
+                self._publish(routed, routed.parts[0].blocks)
 
     def lost(self, blocks: Iterable[int]) -> None:
         """Handle blocks into which another connector could not load: vLLM computes them again, in place, and all that
@@ -306,6 +306,7 @@ class RoutedPublishing:
             if routed.publication is not None:
                 self._withdraw(routed)
             return
+        routed.parts.popleft()
         self._sums.append(Summed(routed.publication.number, blocks, last=False))
         routed.published |= {name: listed.end_token or 0 for name, listed in blocks.items()}
 

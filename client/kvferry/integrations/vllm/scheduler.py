@@ -23,6 +23,7 @@ from kvferry.integrations.vllm.values import StepMetadata, WorkerNews
 
 logger = logging.getLogger(__name__)
 
+
 @dataclass(slots=True)
 class _Load:
     """A request that decode wants to read, from its arrival until its read has ended or was given up.
@@ -132,9 +133,7 @@ class ConnectorScheduler:
                 return self.matched_tokens(request, computed)
             if offer is None:
                 return None, False
-            readable = self._setup.readable(
-                offer.blocks(), computed, request.num_tokens, complete=offer.complete
-            )
+            readable = self._setup.readable(offer.blocks(), computed, request.num_tokens, complete=offer.complete)
             if readable is None:
                 return None, False
             offered = readable
