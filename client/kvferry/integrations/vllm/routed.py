@@ -79,8 +79,8 @@ class RoutedPublishing:
 
     vLLM frees the blocks of a request that it preempts, and computes it again, in other blocks where it does not find
     the old ones in its prefix cache. The publication keeps what it has, and goes on with the new blocks of later
-    tokens. If nothing can be computed any more, because the memory is full of what publications hold, the publication of
-    a preempted request is withdrawn.
+    tokens. If nothing can be computed any more, because the memory is full of what publications hold, that of a
+    preempted request is withdrawn.
 
     Args:
         port: the engine's port.
