@@ -74,6 +74,7 @@ class Cache(OneProcess):
         read_id: str | None = None,
         parties: int = 1,
         expected_reads: int = 0,
+        progressive: bool = False,
         timeout: float = READ_TIMEOUT,
         allow_overlap: bool = False,
         traceparent: str = "",
@@ -91,6 +92,8 @@ class Cache(OneProcess):
             parties: how many ranks will report under this read_id.
             expected_reads: how many reads will be made of the publication (n-way sampling); 0: the number that its
                 source gave.
+            progressive: read each step of the publication as soon as its source publishes it, while the source still
+                computes; `tokens` must then be given. If False, the read begins when the publication is complete.
             timeout: seconds until the read fails, the wait for the publication included (R5).
             allow_overlap: accept blocks that another read of this cache writes to, or that this process has published.
                 For engines that know that the bytes do not overlap.
@@ -116,6 +119,8 @@ class Cache(OneProcess):
         if unknown:
             raise InvalidField("layers", unknown, "names of layers that this rank holds")
         wanted = Wanted(blocks_by_group("blocks", blocks), arguments.token_range(tokens), layers)
+        if arguments.flag("progressive", progressive) and wanted.tokens is None:
+            raise InvalidField("tokens", None, "the tokens to read, since the read may begin before all are published")
         identifier = secrets.token_hex(8) if read_id is None else arguments.text("read_id", read_id)
         if not 1 <= len(identifier.encode()) <= 256:
             raise InvalidField("read_id", identifier, "1 to 256 bytes")
@@ -126,6 +131,7 @@ class Cache(OneProcess):
             expected_reads=arguments.integer("expected_reads", expected_reads, 0, 2**31 - 1),
             timeout=arguments.seconds("timeout", timeout),
             traceparent=arguments.text("traceparent", traceparent),
+            progressive=progressive,
         )
         started: list[ReadTask] = []
         key = self._writes.begin(

@@ -16,7 +16,7 @@ from kvferry import Blocks, Client, EngineSpec, Group
 from kvferry._clock import now, to_duration
 from kvferry._control import acquisition
 from kvferry._control.acquirer import Acquirer
-from kvferry._control.acquisition import Acquired, AcquireRequest
+from kvferry._control.acquisition import Acquired, AcquireRequest, Told
 from kvferry._control.cancellation import Cancellation
 from kvferry._control.connection import Control
 from kvferry._control.granted_steps import GrantedSteps
@@ -45,7 +45,6 @@ from tests.support.node_servers import NodeServerProcess
 from tests.support.waiting import until
 
 Poll: TypeAlias = "Callable[[pb.PollBlocksRequest], pb.PollBlocksResponse]"
-Outcome: TypeAlias = "Acquired | KvferryError"
 READER = EngineToken("reader", b"r" * 32, "home:1")
 FIRST, SECOND = b"1" * 16, b"2" * 16
 
@@ -57,7 +56,7 @@ class Reading:
         self.home = home
         self.renewals = Renewals()
         self.given_back: list[tuple[bytes, pb.RankOutcome.ValueType]] = []
-        self.outcomes: SimpleQueue[Outcome] = SimpleQueue()
+        self.outcomes: SimpleQueue[Told] = SimpleQueue()
         self.cancellation = Cancellation("read")
         self.acquirer = Acquirer(READER, self.renewals, self._gave_up)
 
@@ -66,7 +65,7 @@ class Reading:
         request = AcquireRequest(self.home, parse_reference(text), text, "read", 1, 0, now() + timeout)
         self.acquirer.start(request, self.cancellation, lambda _: None, self.outcomes.put)
 
-    def outcome(self) -> Outcome:
+    def outcome(self) -> Told:
         """What came of it, and nothing else did."""
         found = self.outcomes.get(timeout=30)
         self.acquirer.close(30)
@@ -102,7 +101,7 @@ def step(number: int, blocks: int = 1) -> pb.Blocks:
     return pb.Blocks(step=number, groups=[part])
 
 
-def acquired(outcome: Outcome) -> Acquired:
+def acquired(outcome: Told) -> Acquired:
     assert isinstance(outcome, Acquired), outcome
     return outcome
 
@@ -284,7 +283,7 @@ def test_what_nobody_foresaw_is_an_error_and_the_lease_given_back(
     def bug(*_: object) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(GrantedSteps, "blocks", bug)
+    monkeypatch.setattr(GrantedSteps, "take", bug)
     with reading(tmp_path, lambda _: polled(accepted=accepted(), complete=pb.Complete())) as (_, read):
         read.start()
         assert isinstance(read.outcome(), InternalError)
@@ -413,7 +412,7 @@ def test_a_lease_of_an_attempt_that_failed_is_given_back_with_the_read(tmp_path:
 def test_who_is_told_of_the_end_may_fail(tmp_path: Path) -> None:
     with reading(tmp_path, lambda _: polled(accepted=accepted(), complete=pb.Complete())) as (_, read):
 
-        def fails(outcome: Outcome) -> None:
+        def fails(outcome: Told) -> None:
             read.outcomes.put(outcome)
             raise ValueError("a bug of the caller")
 
@@ -527,7 +526,7 @@ def test_five_hundred_reads_that_wait_cost_no_thread(tmp_path: Path) -> None:
         first = session.publish("waits", {"full": Blocks([1])}, last=False, expected_reads=500)
         home, renewals = Control(server.address, None), Renewals()
         acquirer = Acquirer(READER, renewals, lambda *_: None)
-        outcomes: SimpleQueue[Outcome] = SimpleQueue()
+        outcomes: SimpleQueue[Told] = SimpleQueue()
         before = threading.active_count()
         text = first.reference
         for number in range(500):

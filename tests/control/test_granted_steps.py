@@ -21,15 +21,14 @@ def test_each_step_goes_on_in_each_of_its_groups_where_the_one_before_ended() ->
     steps.add([pb.Blocks(step=1, groups=[part("full", 48, 64, (3, 1))])])
     steps.add([pb.Blocks(step=2, groups=[part("full", 64, 100, (9, 3)), part("window", 48, 64, (0, 1))])])
     assert len(steps) == 3
-    # Asked twice: putting them together changes no step.
-    for _ in range(2):
-        blocks = steps.blocks()
-        assert {name: group.ids.tolist() for name, group in blocks.items()} == {
-            "full": [5, 6, 3, 9, 10, 11],
-            "window": [1, 0],
-        }
-        assert (blocks["full"].first_token, blocks["full"].end_token) == (16, 100)
-        assert (blocks["window"].first_token, blocks["window"].end_token) == (32, 64)
+    blocks = steps.take()
+    assert {name: group.ids.tolist() for name, group in blocks.items()} == {
+        "full": [5, 6, 3, 9, 10, 11],
+        "window": [1, 0],
+    }
+    assert (blocks["full"].first_token, blocks["full"].end_token) == (16, 100)
+    assert (blocks["window"].first_token, blocks["window"].end_token) == (32, 64)
+    assert steps.take() == {}
 
 
 def test_steps_are_joined_in_the_order_of_their_numbers() -> None:
@@ -47,7 +46,7 @@ def test_a_step_that_does_not_go_on_is_refused(first: int) -> None:
         [pb.Blocks(groups=[part("full", 0, 16, (1, 1))]), pb.Blocks(step=1, groups=[part("full", first, 48, (2, 1))])]
     )
     with pytest.raises(BlocksShort, match="tokens from 16") as caught:
-        steps.blocks()
+        steps.take()
     assert (caught.value.values["group"], caught.value.values["side"]) == ("full", "source")
 
 

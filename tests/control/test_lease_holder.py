@@ -12,7 +12,7 @@ import pytest
 from kvferry._clock import LONGEST, now
 from kvferry._control import lease_holder
 from kvferry._control.acquirer import Acquirer
-from kvferry._control.acquisition import Acquired
+from kvferry._control.acquisition import Acquired, Told
 from kvferry._control.cancellation import Cancellation
 from kvferry._control.connection import Control
 from kvferry._control.homes import Homes
@@ -22,7 +22,7 @@ from kvferry._control.renewals import Renewals
 from kvferry._control.teller import Message, Teller
 from kvferry._wire.status import to_notification_error
 from kvferry._wire.token import engine_ref
-from kvferry.errors import BadReference, HomeNotAllowed, InvalidField, KvferryError, LeaseEnded
+from kvferry.errors import BadReference, HomeNotAllowed, InvalidField, LeaseEnded
 from kvferry.v1 import kv_transfer_pb2 as pb
 from tests.control.holding import LEASE, READER, accepted, reference
 from tests.control.scripted import Scripted, polled, scripted
@@ -190,7 +190,7 @@ def test_close_takes_no_longer_than_it_may(
 def test_what_is_granted_is_renewed_until_it_is_dropped(holding: Holding) -> None:
     whole = polled(accepted=accepted(), complete=pb.Complete(payload=b"token"))
     holding.server.poll_blocks = lambda _: whole
-    outcomes: SimpleQueue[Acquired | KvferryError] = SimpleQueue()
+    outcomes: SimpleQueue[Told] = SimpleQueue()
     holding.holder.acquire(ask(holding, 60.0), Cancellation("read"), lambda _: None, outcomes.put)
     found = outcomes.get(timeout=30)
     assert isinstance(found, Acquired)

@@ -17,7 +17,7 @@ from msgspec import msgpack
 from kvferry import Blocks, Client, EngineSpec, IntegrityOptions, Interval, MemoryKind, MemoryRegion, NixlOptions
 from kvferry._clock import now
 from kvferry._control.publications import Publication, Release
-from kvferry.engine import Grant, Offer, ReadEnd, SchedulerPort, Tails, WorkerOutput, WorkerPort
+from kvferry.engine import Grant, GrantStep, Offer, ReadEnd, SchedulerPort, Tails, WorkerOutput, WorkerPort
 from tests.support.caches import Memory, Model
 from tests.support.identifiers import unique_id
 
@@ -92,6 +92,8 @@ def work(job: tuple[Any, ...], pipe: Connection) -> None:
                 if command == "start":
                     plain, tails = arguments
                     port.start(Grant.of(msgpack.decode(plain)), tails=Tails(tails))
+                elif command == "add_step":
+                    port.add_step(GrantStep.of(msgpack.decode(*arguments)))
                 elif command == "finished":
                     answer = msgpack.encode(port.finished().plain())
                 elif command == "checksum":
@@ -144,6 +146,9 @@ class PortEngine:
         for read_id in self.scheduler.cancels():
             for worker in self.workers:
                 worker.call("cancel", read_id)
+        for step in self.scheduler.grant_steps():
+            for worker in self.workers:
+                worker.call("add_step", msgpack.encode(step.plain()))
         for worker in self.workers:
             self.scheduler.collect(worker.finished())
         finished = self.scheduler.finished()

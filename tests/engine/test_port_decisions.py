@@ -400,7 +400,7 @@ def test_a_scheduler_takes_what_makes_sense(scheduler: Scheduler) -> None:
     most = 2**31 - 1
     for count in (0, 1, most):
         port.acquire("mine", "reference", expected_reads=count, timeout=5.0)
-        assert scheduler.reads.last() == ("acquire", ("mine", "reference", count, 5.0, ""), {})
+        assert scheduler.reads.last() == ("acquire", ("mine", "reference", count, 5.0, ""), {"progressive": False})
     for wrong_call in (
         lambda: port.acquire("mine", "reference", expected_reads=-1),
         lambda: port.acquire("mine", "reference", expected_reads=most + 1),

@@ -3,7 +3,6 @@ once, and each part reaches as far as what is published and the granules allow."
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -11,13 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvferry.errors import BadBlock, BlocksShort, InvalidField
 from kvferry.geometry import Blocks, Group, GroupKind, Plane
 from kvferry.planner import Path, PathRule, ReadPlan, plan_read
-from kvferry.planner.request_blocks import needed
+from kvferry.planner.request_blocks import GroupRequest, needed
 from kvferry.planner.request_parts import RequestParts
 from tests.support.drawn_worlds import World, worlds
-from tests.support.geometries import Engine, engine, tensors, tp_ranks
+from tests.support.geometries import tensors
 from tests.support.simulated_memories import POISON, Memory, check, execute, global_state, source_memories
 
 PLAN = settings.get_profile("plan")
@@ -99,9 +97,11 @@ def test_all_parts_together_read_the_bytes_of_one_read(world: World, data: st.Da
         assert total == plan.expand(world.source_blocks, mine, asked).total_bytes
 
 
-def early(plan: ReadPlan, granted: dict[str, Blocks], mine: dict[str, Blocks], asked: tuple[int, int]) -> dict:
+def early(
+    plan: ReadPlan, granted: dict[str, Blocks], mine: dict[str, Blocks], asked: tuple[int, int]
+) -> dict[str, GroupRequest]:
     """What may have been read of a request whose last step has not come."""
-    found = {}
+    found: dict[str, GroupRequest] = {}
     theirs = {group.name: group for group in plan.source.groups}
     for group in plan.groups:
         if group.kind is GroupKind.TOKENS and group.name in granted:

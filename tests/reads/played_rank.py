@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import cast
 
@@ -21,6 +21,7 @@ from kvferry._transport.transfer import Transfer
 from kvferry._transport.transport import TransferPart, Transport
 from kvferry._work_queue import WorkQueue
 from kvferry.geometry import Blocks, Group
+from kvferry.geometry.blocks import joined
 from kvferry.planner.expansion import SourceDescriptors
 
 LONG = 600.0
@@ -45,6 +46,8 @@ class PlayedRank:
         self.said: list[str] = []
         self.parts: list[Sequence[TransferPart]] = []
         self.expanded: list[tuple[object, ...]] = []
+        self.lasts: list[bool] = []
+        """Whether each was said to be the last."""
         self.known_sources: dict[tuple[object, ...], SourceEngine] = {}
         self.size = 10
         self.verified: list[Arrived] = []
@@ -90,6 +93,17 @@ class PlayedRank:
         planned = SourceDescriptors(1, (), (), None)
         return SimpleNamespace(sources=(planned,), descriptors=0, pieces=0)
 
+    def in_parts(self, blocks: object, tokens: object) -> object:
+        parts = SimpleNamespace(granted={})
+
+        def following(granted: Mapping[str, Blocks], *, last: bool) -> object:
+            self.lasts.append(last)
+            parts.granted = joined((parts.granted, granted))
+            return self.expand(granted, blocks, tokens)
+
+        parts.next = following
+        return parts
+
     def transfer(self, parts: Sequence[TransferPart], *, deadline: float | None, label: str) -> Transfer:
         with self.changed:
             # A reading thread that is woken looks at its transfers.
@@ -117,7 +131,7 @@ class PlayedRank:
 
     def peer(self) -> SourceEngine:
         rank, source = SimpleNamespace(planes=PLANES), SimpleNamespace(groups=(GROUP,))
-        plan = SimpleNamespace(expand=lambda *wanted: self.expand(*wanted), groups=(GROUP,), source=source, rank=rank)
+        plan = SimpleNamespace(in_parts=self.in_parts, groups=(GROUP,), source=source, rank=rank)
         return cast(SourceEngine, SimpleNamespace(plan_of=lambda layers: plan, agents={1: AGENT}))
 
     def answer(self, reference: str, answer: Exception | None = None) -> None:

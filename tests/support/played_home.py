@@ -32,7 +32,15 @@ class PlayedHome:
         self.answered: list[Callable[[Verdict], None]] = []
 
     def request(
-        self, reference: str, read_id: str, *, parties: int, expected_reads: int, timeout: float, traceparent: str = ""
+        self,
+        reference: str,
+        read_id: str,
+        *,
+        parties: int,
+        expected_reads: int,
+        timeout: float,
+        traceparent: str = "",
+        progressive: bool = False,
     ) -> Any:
         parsed = pb.Reference(home="home:1", publication=7)
         home = cast(Control, None)

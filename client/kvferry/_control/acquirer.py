@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from kvferry._control.acquisition import Acquired, AcquireRequest, Acquisition
+from kvferry._control.acquisition import AcquireRequest, Acquisition, Told
 from kvferry._control.cancellation import Cancellation
 from kvferry._control.connection import Control
 from kvferry._control.reader_lease import ReaderLease
@@ -46,7 +46,7 @@ class Acquirer:
         request: AcquireRequest,
         cancellation: Cancellation,
         extended: Callable[[float], None],
-        ended: Callable[[Acquired | KvferryError], None],
+        told: Callable[[Told], None],
     ) -> None:
         """Ask for a publication until it is granted or repeating cannot help. Returns at once.
 
@@ -54,15 +54,16 @@ class Acquirer:
             request: the publication to read.
             cancellation: interrupts the wait.
             extended: called with the new deadline after each acknowledged renewal.
-            ended: called once, perhaps on this thread and before this has returned, with the lease and its blocks or
-                with an error: `TransferCancelled`, `PublicationTimeout` (the publication was not complete in time),
-                `PublicationAborted` (the source withdrew it), or another error from the home.
+            told: called, perhaps on this thread and before this has returned, once with the lease and its blocks, and,
+                if these are not complete, with the blocks that follow; or with an error, the last time:
+                `TransferCancelled`, `PublicationTimeout` (the publication was not complete in time),
+                `PublicationAborted` (the source withdrew it), or another error from the home. Calls do not overlap.
 
         The callbacks must not block: they run on threads that other reads need.
 
         Raises:
-            LimitReached: the system refused another thread. `ended` is not called.
-            Closed: this was closed. `ended` is not called.
+            LimitReached: the system refused another thread. `told` is not called.
+            Closed: this was closed. `told` is not called.
         """
         asked = pb.ReadBlocksRequest(
             reference=request.text,
@@ -79,11 +80,12 @@ class Acquirer:
             work = self._work
             self._running += 1
 
-        def over(outcome: Acquired | KvferryError) -> None:
-            self._one_ended(work)
-            ended(outcome)
+        def tell(what: Told) -> None:
+            if isinstance(what, KvferryError) or what.complete:
+                self._one_ended(work)
+            told(what)
 
-        acquisition = Acquisition(request, asked, cancellation, work, self._renewals, self._gave_up, extended, over)
+        acquisition = Acquisition(request, asked, cancellation, work, self._renewals, self._gave_up, extended, tell)
         # On this thread: starting a call does not wait, and handing it to another thread would take longer.
         acquisition.begin()
 

@@ -1,4 +1,9 @@
-"""One acquisition: the calls and pauses from a reference to a lease and the blocks that it covers, without a thread."""
+"""One acquisition: the calls and pauses from a reference to a lease and the blocks that it covers, without a thread.
+
+It tells of the lease with the first blocks, or with all of them, and then of more blocks until they are complete. Once
+it has told of its lease, the lease belongs to the read: an acquisition that fails does not end it, and one whose home
+has restarted continues only if the home grants the lease again before its deadline (PROTOCOL, Home restart).
+"""
 
 from __future__ import annotations
 
@@ -6,6 +11,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TypeAlias
 
 from kvferry._clock import from_duration, now, to_duration
 from kvferry._control.backoff import BACKOFF_FIRST, Backoff
@@ -27,6 +33,7 @@ from kvferry.errors import (
     PublicationAborted,
     PublicationTimeout,
     TransferCancelled,
+    TransferExpired,
     Unreachable,
 )
 from kvferry.geometry.blocks import Blocks
@@ -62,6 +69,7 @@ class AcquireRequest:
         expected_reads: how many reads will be made of the publication; 0: the number that its source gave.
         deadline: time on `kvferry._clock` until which to wait for the publication.
         span: the span of a trace that the calls belong to.
+        progressive: tell of the lease with the first blocks; if False, with all blocks.
         given: the reference as the engine gave it, if that is another one than `text` now.
     """
 
@@ -73,6 +81,7 @@ class AcquireRequest:
     expected_reads: int
     deadline: float
     span: Span = NO_SPAN
+    progressive: bool = False
     given: str = field(default="", repr=False)
 
     def is_for(self, reference: str) -> bool:
@@ -95,15 +104,16 @@ class AcquireRequest:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Acquired:
-    """A lease, and the blocks that it covers.
+    """A lease, and the blocks that it covers so far.
 
     Attributes:
         lease: the lease; renewed until it is dropped from the renewals.
         source: the source engine and its incarnation.
         request_id: the source's name for the request.
         blocks: the source's blocks by group.
-        payload: opaque bytes from the source.
+        payload: opaque bytes from the source; empty until the blocks are complete.
         accepted_at: when the home's promise arrived, on `kvferry._clock`; for metrics.
+        complete: these are all blocks. If False, `MoreBlocks` follow.
     """
 
     lease: ReaderLease
@@ -112,6 +122,27 @@ class Acquired:
     blocks: dict[str, Blocks]
     payload: bytes
     accepted_at: float = 0.0
+    complete: bool = True
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MoreBlocks:
+    """The blocks that a source has published since those before.
+
+    Attributes:
+        blocks: what groups have gained, each from where it ended.
+        payload: opaque bytes from the source; empty until the blocks are complete.
+        complete: no more follow.
+    """
+
+    blocks: dict[str, Blocks]
+    payload: bytes
+    complete: bool
+
+
+Told: TypeAlias = "Acquired | MoreBlocks | KvferryError"
+"""What an acquisition tells: first `Acquired` or an error, and after blocks that are not complete `MoreBlocks` or an
+error. Nothing follows an error, or blocks that are complete."""
 
 
 class Acquisition:
@@ -130,7 +161,7 @@ class Acquisition:
         renewals: Renewals,
         gave_up: Callable[[Control, ReaderLease, pb.RankOutcome.ValueType], object],
         extended: Callable[[float], None],
-        ended: Callable[[Acquired | KvferryError], None],
+        tell: Callable[[Told], None],
     ) -> None:
         self._request = request
         self._asked = asked
@@ -139,7 +170,7 @@ class Acquisition:
         self._renewals = renewals
         self._gave_up = gave_up
         self._extended = extended
-        self._ended = ended
+        self._tell = tell
         self._backoff = Backoff()
         self._began, self._said = now(), False
 
@@ -153,6 +184,8 @@ class Acquisition:
         """The last lease of all attempts."""
         self._source, self._request_id = pb.EngineRef(), request.reference.request_id
         self._steps = GrantedSteps()
+        self._told = False
+        """The lease was told of: it belongs to the read."""
         self._calls, self._pace = 0, Backoff()
         """Calls of the current attempt, and the pauses after calls that were answered with nothing."""
         self._over = False
@@ -170,7 +203,7 @@ class Acquisition:
         """Make a call."""
         left, lease = self._request.deadline - now(), self._lease
         if self._cancellation.cancelled or (lease is not None and left <= 0):
-            self._failed(_timeout(self._request))
+            self._failed(timed_out(self._request))
             return
         left = max(0.001, left)
         call = pb.PollBlocksRequest(read=self._asked, lease_id=self._told_under, next_step=len(self._steps))
@@ -206,13 +239,17 @@ class Acquisition:
             return
         news = bool(answer.blocks) or self._lease is None
         try:
-            acquired = self._take(answer, sent_at)
+            found = self._take(answer, sent_at)
         except Exception as error:
             self._failed(self._unexpected(error))
             return
-        if acquired is not None:
-            self._end(acquired)
+        if found is not None and found.complete:
+            self._end(found)
             return
+        if found is not None:
+            self._call(found)
+        if news:
+            self._pace = Backoff()
         self._calls += 1
         # Pause even so: a home may answer every call at once, with nothing or next to nothing.
         pace = self._pace.next() if not news else 0.0 if self._calls <= CALLS_AT_ONCE else BACKOFF_FIRST
@@ -232,27 +269,33 @@ class Acquisition:
 
     # Answers of the home.
 
-    def _take(self, answer: pb.PollBlocksResponse, sent_at: float) -> Acquired | None:
+    def _take(self, answer: pb.PollBlocksResponse, sent_at: float) -> Acquired | MoreBlocks | None:
         if answer.HasField("accepted"):
             self._accept(answer.accepted, sent_at)
         lease, home = self._lease, self._request.home
         if lease is None:
             raise Unreachable(f"{home.address} did not accept the read", address=home.address)
         self._steps.add(answer.blocks)
-        if answer.HasField("complete"):
-            if answer.complete.steps != len(self._steps):
-                expected = f"{len(self._steps)}, the steps that came before it"
-                raise InvalidField("number of a publication's steps", answer.complete.steps, expected)
-            blocks, payload = self._steps.blocks(), answer.complete.payload
-            return Acquired(lease, self._source, self._request_id, blocks, payload, self._accepted_at)
-        if answer.HasField("revoked"):
+        complete = answer.HasField("complete")
+        if complete and answer.complete.steps != len(self._steps):
+            expected = f"{len(self._steps)}, the steps that came before it"
+            raise InvalidField("number of a publication's steps", answer.complete.steps, expected)
+        if answer.HasField("revoked") and not complete:
             raise _aborted(self._request, self._request_id, answer.revoked.reason)
-        return None
+        if not complete and not (self._request.progressive and self._steps.gained):
+            return None
+        blocks, payload = self._steps.take(), answer.complete.payload
+        if self._told:
+            return MoreBlocks(blocks, payload, complete)
+        return Acquired(lease, self._source, self._request_id, blocks, payload, self._accepted_at, complete)
 
     def _accept(self, accepted: pb.Accepted, sent_at: float) -> None:
         home = self._request.home
         if len(accepted.lease_id) != LEASE_ID_BYTES:
             raise InvalidField("lease_id", f"{len(accepted.lease_id)} bytes", f"{LEASE_ID_BYTES} bytes")
+        if self._told:
+            self._accept_again(accepted, sent_at)
+            return
         if self._lease is not None:
             # The home has lost the lease and begins with the first step again: start another attempt after a pause.
             raise Unreachable(f"{home.address} granted the read again", address=home.address)
@@ -269,18 +312,36 @@ class Acquisition:
         self._keep(lease)
         self._cancellation.check()
 
+    def _accept_again(self, accepted: pb.Accepted, sent_at: float) -> None:
+        """Go on under the lease that a restarted home has granted, if it came in time."""
+        lease, remaining = self._lease, from_duration(accepted.remaining)
+        if lease is None or not lease.acquired_again(accepted.lease_id, sent_at, now(), remaining):
+            self._gave_up(
+                self._request.home,
+                ReaderLease(accepted.lease_id, sent_at, remaining, remaining),
+                pb.RANK_OUTCOME_CANCELLED,
+            )
+            raise _expired(self._request, "was granted again too late")
+        self._told_under = accepted.lease_id
+        self._steps.again()
+        self._keep(lease)
+
     # The end of an attempt, and of the acquisition.
 
     def _failed(self, error: KvferryError) -> None:
         """Handle the failure of an attempt: start another one if that can help."""
         request, lease = self._request, self._lease
-        self._lease, self._told_under, self._steps = None, b"", GrantedSteps()
         self._calls, self._pace = 0, Backoff()
-        if lease is not None:
+        if self._told and isinstance(error, LeaseEnded):
+            error = _expired(request, "ended before the last step")
+        elif lease is not None and (
+            isinstance(error, LeaseEnded) or (error.retryable and request.deadline - now() < BACKOFF_FIRST)
+        ):
+            # The home answered without all blocks until the wait or the deadline of the call ended.
+            error = timed_out(request)
+        if lease is not None and not self._told:
             self._renewals.drop(lease)
-            if isinstance(error, LeaseEnded) or (error.retryable and request.deadline - now() < BACKOFF_FIRST):
-                # The home answered without all blocks until the wait or the deadline of the call ended.
-                error = _timeout(request)
+            self._lease, self._told_under, self._steps = None, b"", GrantedSteps()
         try:
             self._cancellation.check()
         except TransferCancelled as cancelled:
@@ -295,21 +356,25 @@ class Acquisition:
             logger.warning("still waiting for %s at %s: %s", _named(request), request.home.address, error)
         self._pause(pause)
 
-    def _end(self, outcome: Acquired | KvferryError) -> None:
+    def _end(self, outcome: Told) -> None:
         self._over, self._steps = True, GrantedSteps()
         self._cancellation.interrupt_by(None)
         try:
-            if self._had is not None and isinstance(outcome, KvferryError):
+            if self._had is not None and isinstance(outcome, KvferryError) and not self._told:
                 # End the lease, so that the source need not wait until it expires.
                 cancelled = isinstance(outcome, TransferCancelled)
                 why = pb.RANK_OUTCOME_CANCELLED if cancelled else pb.RANK_OUTCOME_FAILED
                 self._gave_up(self._request.home, self._had, why)
         except Exception:
             logger.exception("the lease on %s could not be ended", _named(self._request))
+        self._call(outcome)
+
+    def _call(self, told: Told) -> None:
+        self._told = self._told or isinstance(told, Acquired)
         try:
-            self._ended(outcome)
+            self._tell(told)
         except Exception:
-            logger.exception("a callback for the end of the wait for %s failed", _named(self._request))
+            logger.exception("a callback for the blocks of %s failed", _named(self._request))
 
     # Keeping the lease.
 
@@ -335,10 +400,15 @@ def _named(request: AcquireRequest) -> str:
     return f"publication {request.reference.publication} of engine {request.reference.engine_id!r}"
 
 
-def _timeout(request: AcquireRequest) -> PublicationTimeout:
+def timed_out(request: AcquireRequest) -> PublicationTimeout:
+    """Make the error for a publication that was not complete in time."""
     number, engine_id = request.reference.publication, request.reference.engine_id
     message = f"{_named(request)} was not complete in time"
     return PublicationTimeout(message, engine_id=engine_id, publication=number)
+
+
+def _expired(request: AcquireRequest, how: str) -> TransferExpired:
+    return TransferExpired(f"read {request.read_id}: the lease on {_named(request)} {how}", read_id=request.read_id)
 
 
 def _aborted(request: AcquireRequest, request_id: str, number: int) -> PublicationAborted:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import hashlib
+from collections.abc import Iterable, Mapping
 
 from kvferry._wire.blocks_codec import blocks_from_proto
 from kvferry.errors import BlocksShort, InvalidField
@@ -18,32 +19,70 @@ STEP_BYTES = 256
 
 
 class GrantedSteps:
-    """The steps that one reader was granted under one lease."""
+    """The steps that one reader was granted, and which of them it has taken.
+
+    A home that was restarted tells all steps again; they must be those that it told before.
+    """
 
     def __init__(self) -> None:
-        self._steps: list[pb.Blocks] = []
-        self._size = 0
+        self._fresh: list[pb.Blocks] = []
+        """Steps that were not taken."""
+        self._told = 0
+        self._digests: list[bytes] = []
+        """Of each step. Steps that were taken are not kept."""
+        self._ends: dict[str, int] = {}
+        self._size = self._blocks = 0
 
     def __len__(self) -> int:
-        return len(self._steps)
+        """The number of steps that were told, or told again."""
+        return self._told
+
+    @property
+    def gained(self) -> bool:
+        """Whether a step that was not taken has blocks."""
+        return any(step.groups for step in self._fresh)
 
     def add(self, steps: Iterable[pb.Blocks]) -> None:
-        """Add the next steps; raises `InvalidField` if one is out of order, or they are too large."""
+        """Add the next steps; raises `InvalidField` if one is out of order, differs from what was told before, or they
+        are too large."""
         for step in steps:
-            if step.step != len(self._steps):
-                raise InvalidField("number of a publication's step", step.step, f"{len(self._steps)}, the next one")
-            self._size += step.ByteSize() + STEP_BYTES
-            if self._size > GRANT_BYTES:
-                raise InvalidField("size of a publication's blocks", f"{self._size} bytes", f"at most {GRANT_BYTES}")
-            self._steps.append(step)
+            if step.step != self._told:
+                raise InvalidField("number of a publication's step", step.step, f"{self._told}, the next one")
+            digest = hashlib.sha256(step.SerializeToString(deterministic=True)).digest()
+            if self._told == len(self._digests):
+                self._size += step.ByteSize() + STEP_BYTES
+                if self._size > GRANT_BYTES:
+                    size = f"{self._size} bytes"
+                    raise InvalidField("size of a publication's blocks", size, f"at most {GRANT_BYTES}")
+                self._digests.append(digest)
+                self._fresh.append(step)
+            elif digest != self._digests[self._told]:
+                raise InvalidField("step of a publication", step.step, "what it was before its home restarted")
+            self._told += 1
 
-    def blocks(self) -> dict[str, Blocks]:
-        """Return all blocks by group; raises the errors of `joined`."""
-        return joined(self._steps)
+    def again(self) -> None:
+        """Start to compare: the home tells all steps again, from the first."""
+        self._told = 0
+
+    def take(self) -> dict[str, Blocks]:
+        """Return the blocks of the steps since the last call, by group; raises the errors of `joined`."""
+        steps, self._fresh = self._fresh, []
+        taken = joined(steps, self._ends, self._blocks)
+        for name, blocks in taken.items():
+            self._blocks += len(blocks.ids)
+            self._ends[name] = blocks.end_token or 0
+        return taken
 
 
-def joined(steps: Iterable[pb.Blocks]) -> dict[str, Blocks]:
+def joined(
+    steps: Iterable[pb.Blocks], ends: Mapping[str, int] | None = None, blocks_before: int = 0
+) -> dict[str, Blocks]:
     """Join the steps of a publication to one list of blocks per group.
+
+    Args:
+        steps: they follow each other.
+        ends: where groups ended in the steps before these.
+        blocks_before: number of blocks of the steps before these.
 
     Raises:
         BlocksShort: a step does not continue where the one before ended.
@@ -54,21 +93,25 @@ def joined(steps: Iterable[pb.Blocks]) -> dict[str, Blocks]:
         for group in step.groups:
             pieces.setdefault(group.group, []).append(group)
     # Checked before any ids are decoded: a few bytes of runs can stand for any number of ids.
-    count = sum(sum(part.run_counts) for parts in pieces.values() for part in parts)
+    count = blocks_before + sum(sum(part.run_counts) for parts in pieces.values() for part in parts)
     if count > MAX_BLOCKS:
         raise InvalidField("number of blocks of all groups", count, f"at most {MAX_BLOCKS}")
     joined = {}
     for name, parts in pieces.items():
         whole = parts[0]
+        _check_continues(name, (ends or {}).get(name, whole.first_token), whole)
         if len(parts) > 1:
             whole = pb.GroupBlocks()
             whole.CopyFrom(parts[0])
         for part in parts[1:]:
-            if part.first_token != whole.end_token:
-                asked, available = f"tokens from {whole.end_token}", f"tokens from {part.first_token}"
-                raise BlocksShort(name, "source", asked, available)
+            _check_continues(name, whole.end_token, part)
             whole.end_token = part.end_token
             whole.run_starts.extend(part.run_starts)
             whole.run_counts.extend(part.run_counts)
         joined[name] = blocks_from_proto(whole)
     return joined
+
+
+def _check_continues(group: str, end: int, part: pb.GroupBlocks) -> None:
+    if part.first_token != end:
+        raise BlocksShort(group, "source", f"tokens from {end}", f"tokens from {part.first_token}")

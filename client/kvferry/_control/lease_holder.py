@@ -10,7 +10,7 @@ from functools import partial
 
 from kvferry._clock import LONGEST, now
 from kvferry._control.acquirer import Acquirer
-from kvferry._control.acquisition import Acquired, AcquireRequest
+from kvferry._control.acquisition import Acquired, AcquireRequest, Told
 from kvferry._control.batches import read_done
 from kvferry._control.cancellation import Cancellation
 from kvferry._control.connection import Control
@@ -23,7 +23,7 @@ from kvferry._forks import OneProcess
 from kvferry._tracing import Span
 from kvferry._wire.reference import parse_reference
 from kvferry._wire.token import EngineToken, engine_ref
-from kvferry.errors import InvalidField, KvferryError
+from kvferry.errors import InvalidField
 from kvferry.v1 import kv_transfer_pb2 as pb
 
 logger = logging.getLogger(__name__)
@@ -81,7 +81,15 @@ class LeaseHolder(OneProcess):
         self._acquirer = Acquirer(token, renewals, self._give_up)
 
     def request(
-        self, reference: str, read_id: str, *, parties: int, expected_reads: int, timeout: float, traceparent: str = ""
+        self,
+        reference: str,
+        read_id: str,
+        *,
+        parties: int,
+        expected_reads: int,
+        timeout: float,
+        traceparent: str = "",
+        progressive: bool = False,
     ) -> AcquireRequest:
         """Make the request for a read of a publication, part of the trace that `traceparent` names. Makes no RPC.
 
@@ -98,7 +106,7 @@ class LeaseHolder(OneProcess):
         parsed.home = self._homes.address_of(parsed)
         home = self._homes.get(parsed.home)
         until, span = now() + timeout, Span(traceparent)
-        return AcquireRequest(home, parsed, reference, read_id, parties, expected_reads, until, span)
+        return AcquireRequest(home, parsed, reference, read_id, parties, expected_reads, until, span, progressive)
 
     def check(self, reference: str) -> None:
         """Raise `BadReference` or `HomeNotAllowed` for a reference that cannot be read. Makes no RPC."""
@@ -109,7 +117,7 @@ class LeaseHolder(OneProcess):
         request: AcquireRequest,
         cancellation: Cancellation,
         renewed: Callable[[float], None],
-        ended: Callable[[Acquired | KvferryError], None],
+        told: Callable[[Told], None],
     ) -> None:
         """Start to acquire a publication. Returns at once.
 
@@ -118,10 +126,10 @@ class LeaseHolder(OneProcess):
             cancellation: interrupts the wait.
             renewed: called with the new deadline of the lease after each acknowledged renewal, until `drop`. Called on
                 any thread; must not block.
-            ended: called once with the lease and its blocks, or with an error; see `Acquirer.start`. Called on any
-                thread; must not block.
+            told: called with the lease and its blocks, with more blocks, or with an error; see `Acquirer.start`. Called
+                on any thread; must not block.
         """
-        self._acquirer.start(request, cancellation, renewed, ended)
+        self._acquirer.start(request, cancellation, renewed, told)
 
     def drop(self, acquired: Acquired) -> None:
         """Stop renewing a lease whose read has ended."""

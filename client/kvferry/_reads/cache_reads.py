@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from kvferry._clock import now
-from kvferry._control.acquisition import Acquired, AcquireRequest
+from kvferry._control.acquisition import Acquired, AcquireRequest, MoreBlocks
 from kvferry._control.lease_holder import LeaseHolder
 from kvferry._memory.tails import Tails
 from kvferry._reads.callbacks import Callbacks
@@ -97,7 +97,15 @@ class CacheReads:
         self._closed = False
 
     def request(
-        self, reference: str, read_id: str, *, parties: int, expected_reads: int, timeout: float, traceparent: str
+        self,
+        reference: str,
+        read_id: str,
+        *,
+        parties: int,
+        expected_reads: int,
+        timeout: float,
+        traceparent: str,
+        progressive: bool,
     ) -> AcquireRequest:
         """What `start` takes. Makes no RPC. Errors as `LeaseHolder.request`."""
         return self._holder.request(
@@ -107,6 +115,7 @@ class CacheReads:
             expected_reads=expected_reads,
             timeout=timeout,
             traceparent=traceparent,
+            progressive=progressive,
         )
 
     def start(self, request: AcquireRequest, wanted: Wanted) -> ReadTask:
@@ -163,6 +172,11 @@ class CacheReads:
             del self._by_share[share]
             share.refuse(error)
             self._reads.share_ended(read, self._rank, ShareEnd(error, quiet=True, bytes=0), share.ended_at)
+
+    def on_more(self, read: _OwnRead, more: MoreBlocks) -> None:
+        """See `leased_reads.Owner`."""
+        if read.share is not None:
+            self._shares.add(read.share, more.blocks, last=more.complete)
 
     def on_renewed(self, read: _OwnRead) -> None:
         """See `leased_reads.Owner`."""
@@ -232,6 +246,7 @@ def _order(read: _OwnRead, acquired: Acquired) -> RankOrder:
         reference=request.text,
         lease=acquired.lease,
         granted=acquired.blocks,
+        complete=acquired.complete,
         blocks=wanted.blocks,
         tokens=wanted.tokens,
         layers=wanted.layers,
@@ -247,7 +262,7 @@ def _result(read: _OwnRead) -> ReadResult | None:
         return None
     return ReadResult(
         request_id=acquired.request_id,
-        payload=acquired.payload,
+        payload=read.payload,
         bytes=read.bytes,
         staged_bytes=share.planned.staged_bytes,
         descriptors=share.planned.descriptors,

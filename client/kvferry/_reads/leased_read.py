@@ -53,7 +53,9 @@ class LeasedRead:
         ranks: the ranks that read a share.
         cancellation: interrupts the wait for its lease.
         stage: its stage.
-        acquired: its lease and the blocks that the lease covers, once granted.
+        acquired: its lease and the blocks that the lease covers, once granted; of a progressive read the first of them.
+        complete: all blocks are known.
+        payload: opaque bytes from the source, once all blocks are known.
         error: why the read fails; None: it has not failed so far.
         ends: how the shares have ended, by rank.
         not_quiet: ranks whose share has ended, and whose blocks may still be written to.
@@ -69,6 +71,8 @@ class LeasedRead:
     cancellation: Cancellation
     stage: ReadStage = ReadStage.WAITING
     acquired: Acquired | None = None
+    complete: bool = False
+    payload: bytes = b""
     error: KvferryError | None = None
     ends: dict[int, ShareEnd] = field(default_factory=dict)
     not_quiet: set[int] = field(default_factory=set)

@@ -3,6 +3,9 @@
     acquire ──► WAITING ──► GRANTED ──(begin)──► READING ──(all shares have ended)──► JUDGING ──► ENDED
                    └───────────┴──► REFUSED
 
+A progressive read is GRANTED with the first blocks, and its acquisition goes on while it is GRANTED and READING: its
+owner hands on more blocks as they come. Its shares end after the last; it is judged once, like any other.
+
 With `Confirm.AFTER` there is no JUDGING: the reader's own deadline decides, and the home's verdict is compared with it
 when it comes.
 
@@ -22,7 +25,7 @@ from functools import partial
 from typing import Generic, Protocol, TypeVar
 
 from kvferry._clock import now
-from kvferry._control.acquisition import Acquired
+from kvferry._control.acquisition import Acquired, MoreBlocks, Told, timed_out
 from kvferry._control.connection import Control
 from kvferry._control.judgement import Confirm, Judgement, judge
 from kvferry._control.lease_holder import VERDICT_TIMEOUT, LeaseHolder, ReadReport
@@ -64,6 +67,9 @@ class Owner(Protocol[AnyRead]):
 
     def on_granted(self, read: AnyRead) -> None:
         """Called when a read is GRANTED."""
+
+    def on_more(self, read: AnyRead, more: MoreBlocks) -> None:
+        """Called when the source of a read that is GRANTED or READING has published more blocks."""
 
     def on_renewed(self, read: AnyRead) -> None:
         """Called when a read's lease has a new deadline, on any thread and without the lock."""
@@ -152,6 +158,8 @@ class LeasedReads(Generic[SomeRead]):
         """Mark a read as failed, and stop its shares that have not ended. The first error is kept."""
         if read.error is None:
             read.error = error
+            if not read.complete:
+                self._do(read.cancellation.cancel)
             if read.stage is ReadStage.READING and read.silent:
                 self._owner.on_stop(read)
 
@@ -201,29 +209,33 @@ class LeasedReads(Generic[SomeRead]):
     def _acquire(self, read: SomeRead) -> None:
         try:
             self._holder.acquire(
-                read.request, read.cancellation, lambda _: self._owner.on_renewed(read), partial(self._acquired, read)
+                read.request, read.cancellation, lambda _: self._owner.on_renewed(read), partial(self._told, read)
             )
         except KvferryError as error:
-            self._acquired(read, error)
+            self._told(read, error)
         except Exception as error:
             logger.exception("read %s could not be acquired", read.read_id)
-            self._acquired(read, TransferFailed(f"read {read.read_id}: {error!r}"))
+            self._told(read, TransferFailed(f"read {read.read_id}: {error!r}"))
 
-    def _acquired(self, read: SomeRead, found: Acquired | KvferryError) -> None:
+    def _told(self, read: SomeRead, told: Told) -> None:
+        """Take what an acquisition tells."""
+        unwanted: Acquired | None = None
         with self.lock:
-            wanted = read.stage is ReadStage.WAITING
-            if wanted and isinstance(found, Acquired):
-                read.acquired, read.stage = found, ReadStage.GRANTED
-                read.acquiring.end(request_id=found.request_id)
-                read.stamps.accepted, read.stamps.granted = found.accepted_at, now()
-                self._owner.on_granted(read)
-            elif wanted and isinstance(found, KvferryError):
-                self._refuse(read, found)
-        if not wanted and isinstance(found, Acquired):
-            self._holder.let_go(read.request.home, found)
-        with self.lock:
-            self._acquiring -= 1
-            self._acquisition_ended.notify_all()
+            if read.stage is ReadStage.WAITING:
+                if isinstance(told, Acquired):
+                    self._granted(read, told)
+                elif isinstance(told, KvferryError):
+                    self._refuse(read, told)
+            elif isinstance(told, Acquired):
+                unwanted = told
+            elif read.stage in (ReadStage.GRANTED, ReadStage.READING) and read.error is None:
+                self._follow(read, told)
+        if unwanted is not None:
+            self._holder.let_go(read.request.home, unwanted)
+        if isinstance(told, KvferryError) or told.complete:
+            with self.lock:
+                self._acquiring -= 1
+                self._acquisition_ended.notify_all()
 
     def _look(self) -> None:
         with self.lock:
@@ -280,6 +292,22 @@ class LeasedReads(Generic[SomeRead]):
 
     # Call these with the lock held.
 
+    def _granted(self, read: SomeRead, acquired: Acquired) -> None:
+        read.acquired, read.stage = acquired, ReadStage.GRANTED
+        read.complete, read.payload = acquired.complete, acquired.payload
+        read.acquiring.end(request_id=acquired.request_id)
+        read.stamps.accepted, read.stamps.granted = acquired.accepted_at, now()
+        self._owner.on_granted(read)
+
+    def _follow(self, read: SomeRead, told: MoreBlocks | KvferryError) -> None:
+        """Take what follows the first blocks of a read that is GRANTED or READING."""
+        if isinstance(told, KvferryError):
+            self.fail(read, told)
+            self._judge_time(read)
+            return
+        read.complete, read.payload = told.complete, told.payload
+        self._owner.on_more(read, told)
+
     def _do(self, work: Callable[[], None]) -> bool:
         """Do work on the work queue, or on a new thread if that has ended, so that homes learn of every end.
 
@@ -323,7 +351,7 @@ class LeasedReads(Generic[SomeRead]):
         if read.error is None and not read.acquired.lease.live(time):
             self.fail(read, TransferExpired(f"read {read_id}: its lease ended before its last byte", read_id=read_id))
         elif read.error is None and time >= read.request.deadline:
-            self.fail(read, self._owner.overdue(read))
+            self.fail(read, self._owner.overdue(read) if read.complete else timed_out(read.request))
         if read.stage is ReadStage.GRANTED and read.error is not None:
             self._do(partial(self._holder.let_go, read.request.home, read.acquired))
             self._refuse(read, read.error)
@@ -346,6 +374,8 @@ class LeasedReads(Generic[SomeRead]):
             return
         read.stamps.ended = now()
         read.judging = start_span("kvferry.judge", read.span.traceparent)
+        if read.error is None and not read.complete:
+            self.fail(read, TransferFailed(f"read {read.read_id} ended before its last block was published"))
         if read.error is None and not read.acquired.lease.live(read.ended_at):
             read.error = TransferExpired(f"read {read.read_id} ended after its lease", read_id=read.read_id)
         reporting = self._report_later(read, read.acquired)

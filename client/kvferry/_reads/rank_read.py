@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import enum
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from kvferry._clock import now
 from kvferry._control.cancellation import Cancellation
@@ -14,10 +15,11 @@ from kvferry._memory.tails import Tails
 from kvferry._reads.read_times import ShareWork
 from kvferry._reads.source_engines import SourceEngine
 from kvferry._tracing import NO_SPAN, Span
-from kvferry._transport.transport import Transfer, TransferProgress
+from kvferry._transport.transport import Transfer, TransferProgress, TransferState
 from kvferry.errors import KvferryError
 from kvferry.geometry.blocks import Blocks
 from kvferry.planner.expansion import Expansion
+from kvferry.planner.request_parts import RequestParts
 from kvferry.planner.summed_blocks import Verification
 
 
@@ -38,13 +40,14 @@ class RankOrder:
         engine_id, incarnation, publication: the source engine, and the number of its publication.
         reference: the publication's reference, for the handshake with the source.
         lease: the lease of the read. If this process holds it, the transfer ends with the lease.
-        granted: the source's blocks by group.
+        granted: the source's blocks by group, as far as they were known.
         blocks: the blocks to read into, by group.
-        tokens: the tokens wanted, ``[a, b)``; None: all that was granted.
+        tokens: the tokens wanted, ``[a, b)``; None: all that was granted, if that is complete.
         layers: names of the layers wanted; None: all.
         tails: whether the bytes behind the last token read are kept or cleared.
         deadline: time on `kvferry._clock` at which the share fails.
         traceparent: of the read's span; empty: it is not traced.
+        complete: `granted` are all blocks. If False, `RankReads.add` brings the others.
     """
 
     read_id: str
@@ -62,6 +65,7 @@ class RankOrder:
     deadline: float
     layers: frozenset[str] | None = None
     traceparent: str = ""
+    complete: bool = True
 
     @property
     def source(self) -> tuple[str, str, bytes]:
@@ -76,12 +80,12 @@ class RankOrder:
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """Counts of a share's expansion; see `ReadResult`."""
+    """Counts of a share's expansions; see `ReadResult`."""
 
-    staged_bytes: int
-    descriptors: int
-    pieces: int
-    source_ranks: tuple[int, ...]
+    staged_bytes: int = 0
+    descriptors: int = 0
+    pieces: int = 0
+    source_ranks: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, expansion: Expansion) -> Planned:
@@ -93,10 +97,35 @@ class Planned:
             source_ranks=tuple(source.source_rank for source in expansion.sources),
         )
 
+    def plus(self, other: Planned) -> Planned:
+        """Count both."""
+        return Planned(
+            staged_bytes=self.staged_bytes + other.staged_bytes,
+            descriptors=self.descriptors + other.descriptors,
+            pieces=self.pieces + other.pieces,
+            source_ranks=tuple(sorted({*self.source_ranks, *other.source_ranks})),
+        )
+
+
+class Doing(enum.Enum):
+    """What a share spends its time with; see `ShareWork`."""
+
+    NOTHING = enum.auto()
+    HANDSHAKE = enum.auto()
+    PLAN = enum.auto()
+    MOVE = enum.auto()
+    STEPS = enum.auto()
+
+
+_NOTHING = TransferProgress(TransferState.DONE, True, 0, 0, 0, 0, 0)
+
 
 class RankRead:
     """One rank's share of a read, from its order to its end. The thread of its `RankReads` changes it; any thread may
     read it.
+
+    It is moved by one transfer, or, if its source publishes in steps, by several, one after the other: each moves what
+    was published while the one before moved.
 
     Args:
         order: what to read.
@@ -107,12 +136,14 @@ class RankRead:
         ended: whether it has ended.
         error: why its bytes do not count; None: they count, or it has not ended.
         ended_at: when it ended, on `kvferry._clock`; if all bytes have arrived, when the last was seen.
-        planned: counts of its expansion; None before it.
+        planned: counts of its expansions so far; None before the first.
         verification: the result of integrity mode; None: not compared.
-        waits_since, moves_since: when it began to wait for a handshake, and to transfer, on `kvferry._clock`; 0: it has
-            not.
-        span: of a trace, of its transfer.
-        plan_seconds: how long its descriptors were made; 0: they were not.
+        span: of a trace, of its transfers.
+        engine: the source; None: it is not known yet.
+        parts: what was expanded of the request; None: nothing was.
+        told: blocks of the source that were not expanded, in the order of their steps.
+        complete: `told` and what was expanded are all blocks.
+        moving: a transfer is under way.
     """
 
     def __init__(self, order: RankOrder, cancellation: Cancellation | None = None) -> None:
@@ -122,14 +153,22 @@ class RankRead:
         self.ended_at = 0.0
         self.planned: Planned | None = None
         self.verification: Verification | None = None
-        self.waits_since = self.moves_since = self.plan_seconds = 0.0
         self.span: Span = NO_SPAN
+        self.engine: SourceEngine | None = None
+        self.parts: RequestParts | None = None
+        self.told: list[Mapping[str, Blocks]] = [order.granted]
+        self.complete = order.complete
+        self.moving = False
+        self._doing, self._since = Doing.NOTHING, 0.0
+        self._seconds = dict.fromkeys(Doing, 0.0)
         self._cancellation = Cancellation(order.read_id) if cancellation is None else cancellation
         self._lock = threading.Lock()
         self._starting = False
         """The transfer is being started: it may write already, and `_transfer` is not set yet."""
         self._transfer: Transfer | None = None
-        self._engine: SourceEngine | None = None
+        """The present transfer, or the last. Those before it are DONE, and so quiet."""
+        self._before = _NOTHING
+        """The progress of the transfers before it, together."""
         self._clearing = False
         """A device may still be clearing its tails, and there is no way to find out."""
 
@@ -141,27 +180,50 @@ class RankRead:
     @property
     def bytes(self) -> int:
         """Number of bytes that have arrived."""
-        return 0 if self._transfer is None else self._transfer.progress().bytes_done
+        progress = self.progress()
+        return 0 if progress is None else progress.bytes_done
 
     @property
     def work(self) -> ShareWork:
         """How much work it was; call this when it has ended."""
-        met = self.moves_since - self.plan_seconds if self.moves_since else self.ended_at
+        planned = self.planned or Planned()
         return ShareWork(
-            handshake=max(0.0, met - self.waits_since) if self.waits_since else 0.0,
-            plan=self.plan_seconds,
-            move=max(0.0, self.ended_at - self.moves_since) if self.moves_since else 0.0,
-            pieces=0 if self.planned is None else self.planned.pieces,
-            descriptors=0 if self.planned is None else self.planned.descriptors,
-            staged_bytes=0 if self.planned is None else self.planned.staged_bytes,
+            handshake=self._seconds[Doing.HANDSHAKE],
+            plan=self._seconds[Doing.PLAN],
+            move=self._seconds[Doing.MOVE],
+            steps=self._seconds[Doing.STEPS],
+            pieces=planned.pieces,
+            descriptors=planned.descriptors,
+            staged_bytes=planned.staged_bytes,
             verified=0 if self.verification is None else self.verification.verified,
             unverified=0 if self.verification is None else self.verification.unverified,
         )
 
+    @property
+    def expanded(self) -> bool:
+        """Whether its transfers so far, the present one included, move all of it."""
+        return self.complete and not self.told
+
+    def turn_to(self, doing: Doing, at: float | None = None) -> None:
+        """Note what it does from now on, or from `at` on; for metrics."""
+        at = now() if at is None else at
+        self._seconds[self._doing] += max(0.0, at - self._since)
+        self._doing, self._since = doing, at
+
     def progress(self) -> TransferProgress | None:
-        """Return the progress of its transfer; None before the transfer began."""
-        transfer = self._transfer
-        return None if transfer is None else transfer.progress()
+        """Return the progress of its transfers together; None before the first began."""
+        with self._lock:
+            transfer, before = self._transfer, self._before
+        if transfer is None:
+            return None
+        present = transfer.progress()
+        return replace(
+            present,
+            bytes_done=before.bytes_done + present.bytes_done,
+            bytes_total=before.bytes_total + present.bytes_total,
+            descriptors=before.descriptors + present.descriptors,
+            chunks=before.chunks + present.chunks,
+        )
 
     def wait_quiet(self, timeout: float | None) -> bool:
         """Wait until nothing can write to the blocks of an ended share; returns whether that is so.
@@ -203,12 +265,14 @@ class RankRead:
             self._cancellation.check()
             self._starting = True
         transfer: Transfer | None = None
+        before = self.progress() or _NOTHING
         try:
             transfer = start()
         finally:
             with self._lock:
                 self._starting = False
-                self._transfer = transfer
+                if transfer is not None:
+                    self._transfer, self._before = transfer, before
         # While the transfer was starting, the lease may have been renewed, or the read cancelled.
         self.extend()
         if self._cancellation.cancelled:

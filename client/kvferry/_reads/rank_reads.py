@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 
 from kvferry._clock import now
@@ -19,7 +19,7 @@ from kvferry._memory.rank_memory import RankMemory
 from kvferry._memory.tails import Tails, clear_tails
 from kvferry._reads.leased_reads import LOOK_EVERY
 from kvferry._reads.meters import ShareMeter
-from kvferry._reads.rank_read import Planned, RankOrder, RankRead
+from kvferry._reads.rank_read import Doing, Planned, RankOrder, RankRead
 from kvferry._reads.source_engines import SourceEngine, SourceEngines
 from kvferry._reads.verifier import Arrived, Verifier
 from kvferry._threads import start_thread
@@ -33,11 +33,14 @@ from kvferry.errors import (
     PeerRestarted,
     PublicationReleased,
     PublicationStale,
+    PublicationTimeout,
     TransferCancelled,
+    TransferError,
     TransferFailed,
     TransferStuck,
     WrongKey,
 )
+from kvferry.geometry.blocks import Blocks, joined
 from kvferry.planner.request_blocks import needed
 
 logger = logging.getLogger(__name__)
@@ -95,6 +98,17 @@ class RankReads(OneProcess):
             self._started += 1
             self._work.do(partial(self._begin, read))
 
+    def add(self, read: RankRead, blocks: Mapping[str, Blocks], *, last: bool) -> None:
+        """Add blocks that the source of a share has published since. Returns at once; has no effect on a share that has
+        ended.
+
+        Args:
+            read: a share whose blocks are not complete.
+            blocks: what groups have gained, each from where it ended.
+            last: no more follow.
+        """
+        self._work.do(partial(self._add, read, blocks, last))
+
     def cancel(self, read: RankRead) -> bool:
         """Cancel a share. Returns at once; has no effect on a share that has ended.
 
@@ -147,7 +161,7 @@ class RankReads(OneProcess):
         if engine is not None:
             self._start_transfer(read, engine)
             return
-        read.waits_since = read.waits_since or now()
+        read.turn_to(Doing.HANDSHAKE)
         if source in self._handshaking:
             self._handshaking[source].append(read)
         else:
@@ -200,17 +214,39 @@ class RankReads(OneProcess):
                 self._end(read, error)
 
     def _start_transfer(self, read: RankRead, engine: SourceEngine) -> None:
+        """Start to move what was published so far."""
         if read.ended:
             return
-        order = read.order
-        read.span = start_span("kvferry.move", order.traceparent, source=order.engine_id)
-        began = now()
+        read.turn_to(Doing.STEPS)
+        read.span = start_span("kvferry.move", read.order.traceparent, source=read.order.engine_id)
+        read.engine = engine
+        self._move_on(read)
+
+    def _add(self, read: RankRead, blocks: Mapping[str, Blocks], last: bool) -> None:
+        if read.ended or read.complete:
+            return
+        read.told.append(blocks)
+        read.complete = last
+        self._move_on(read)
+
+    def _move_on(self, read: RankRead) -> None:
+        """Move what can be moved now, unless a transfer is under way: then it is moved when that has ended, with what
+        comes until then."""
+        order, engine = read.order, read.engine
+        if engine is None or read.moving or not read.told:
+            return
+        read.turn_to(Doing.PLAN)
         try:
-            expansion = engine.plan_of(order.layers).expand(order.granted, order.blocks, order.tokens)
+            if read.parts is None:
+                read.parts = engine.plan_of(order.layers).in_parts(order.blocks, order.tokens)
+            expansion = read.parts.next(joined(read.told), last=read.complete)
+            read.planned = (read.planned or Planned()).plus(Planned.of(expansion))
+            if not expansion.sources and not read.complete:
+                read.told = []
+                read.turn_to(Doing.STEPS)
+                return
             parts = [TransferPart.of(engine.agents[source.source_rank], source) for source in expansion.sources]
-            read._engine, read.planned = engine, Planned.of(expansion)
-            read.moves_since = now()
-            read.plan_seconds = read.moves_since - began
+            read.turn_to(Doing.MOVE)
             transfer = read.begin(
                 lambda: self._transport.start(parts, deadline=order.lease_deadline, label=order.read_id)
             )
@@ -221,7 +257,7 @@ class RankReads(OneProcess):
             logger.exception("read %s failed", order.read_id)
             self._end(read, TransferFailed(f"read {order.read_id}: {error!r}"))
             return
-
+        read.told, read.moving = [], True
         transfer.add_done_callback(lambda _: self._transferred(read))
 
     def _transferred(self, read: RankRead) -> None:
@@ -238,8 +274,14 @@ class RankReads(OneProcess):
             self._end(read, transfer.error or TransferFailed(f"read {read.order.read_id} failed"))
             return
         self._sources.succeeded(*read.order.source)
+        read.moving = False
+        if not read.expanded:
+            read.turn_to(Doing.STEPS, transfer.ended_at)
+            self._move_on(read)
+            return
         # Set before anything that takes time: the lease only has to cover the arrival of the bytes.
         read.ended_at = now() if transfer.ended_at is None else transfer.ended_at
+        read.turn_to(Doing.NOTHING, read.ended_at)
         if self._verifier is None:
             self._arrived(read, None)
             return
@@ -253,17 +295,17 @@ class RankReads(OneProcess):
 
     def _verify(self, read: RankRead, verifier: Verifier) -> None:
         """Compare checksums, on a thread of its own."""
-        order, engine = read.order, read._engine
+        order, engine, parts = read.order, read.engine, read.parts
         error: KvferryError | None = None
         try:
-            if engine is not None:
+            if engine is not None and parts is not None:
                 read.verification = verifier.verify(
                     Arrived(
                         home=order.home,
                         lease=order.lease,
                         publication=order.publication,
                         plan=engine.plan_of(order.layers),
-                        granted=order.granted,
+                        granted=parts.granted,
                         blocks=order.blocks,
                         tokens=order.tokens,
                         deadline=order.deadline,
@@ -294,12 +336,12 @@ class RankReads(OneProcess):
         self._end(read, error)
 
     def _clear_tails(self, read: RankRead) -> None:
-        order, engine = read.order, read._engine
-        if engine is None:
+        order, engine, parts = read.order, read.engine, read.parts
+        if engine is None or parts is None:
             return
         plan = engine.plan_of(order.layers)
         sources = {group.name: group for group in plan.source.groups}
-        moved = needed(plan.groups, sources, order.granted, order.blocks, order.tokens)
+        moved = needed(plan.groups, sources, parts.granted, order.blocks, order.tokens)
         groups = {group.name: group for group in plan.groups}
         clear_tails(plan.rank.planes, groups, order.blocks, moved, self._memory)
 
@@ -313,12 +355,16 @@ class RankReads(OneProcess):
 
     def _overdue(self, read: RankRead) -> None:
         read_id = read.order.read_id
-        stuck = TransferStuck(f"read {read_id} did not end in time", read_id=read_id)
+        stuck: KvferryError = TransferStuck(f"read {read_id} did not end in time", read_id=read_id)
+        if read.engine is not None and not read.complete and not read.moving:
+            problem = f"read {read_id}: its source did not publish all of its blocks in time"
+            stuck = PublicationTimeout(problem, engine_id=read.order.engine_id, publication=read.order.publication)
         try:
             read._cancellation.cancel()
             if read._transfer is not None:
                 read._transfer.cancel()
-                read._transfer.tell(stuck)
+                if isinstance(stuck, TransferError):
+                    read._transfer.tell(stuck)
         finally:
             # Also after an exception: a share that stayed in `_running` would be overdue again at every check.
             self._end(read, stuck)
@@ -330,6 +376,7 @@ class RankReads(OneProcess):
         if error is not None or not read.ended_at:
             read.ended_at = now()
         read.ended, read.error = True, error
+        read.turn_to(Doing.NOTHING, read.ended_at)
         transfer = read._transfer
         quiet = read.quiet
         work = read.work

@@ -71,12 +71,14 @@ class ReadProgress:
     Attributes:
         state: its state.
         done: bytes that have arrived.
-        total: bytes to read; 0 until the blocks are known.
+        total: bytes to read, as far as they are known; 0 until the first blocks are.
+        complete: all blocks are known, and `total` grows no more.
     """
 
     state: ReadState
     done: int
     total: int
+    complete: bool = False
 
 
 class ReadTask:
@@ -264,7 +266,8 @@ class Read(OneProcess):
         progress = None if share is None else share.progress()
         if progress is None:
             return ReadProgress(self.state, 0, 0)
-        return ReadProgress(self.state, progress.bytes_done, progress.bytes_total)
+        complete = share is not None and share.expanded
+        return ReadProgress(self.state, progress.bytes_done, progress.bytes_total, complete)
 
     def cancel(self) -> bool:
         """Cancel the read. Returns at once; has no effect on a read that has ended.

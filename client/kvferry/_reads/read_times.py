@@ -15,7 +15,10 @@ class ShareWork:
     Attributes:
         handshake: seconds that it waited for the handshake with a new source; 0: the source was known.
         plan: seconds in which its descriptors were made of the request's blocks; 0: they were not.
-        move: seconds from the start of its transfer until its last byte was seen; 0: nothing was transferred.
+        move: seconds from the start of its transfer until its last byte was seen; 0: nothing was transferred. Of a
+            progressive read: of its transfers together.
+        steps: seconds that it waited for blocks of the source, with all moved that was published; 0 unless the read is
+            progressive.
         pieces: number of contiguous ranges to read, before fusing and merging.
         descriptors: number of NIXL descriptors, after fusing and merging.
         staged_bytes: number of its bytes that went through staging memory.
@@ -30,6 +33,7 @@ class ShareWork:
     unverified: int = 0
     plan: float = 0.0
     pieces: int = 0
+    steps: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +42,13 @@ class ReadTimes:
 
     Attributes:
         wait: from the request until the home promised the blocks; mostly the time that the source still computes.
-        grant: from there until all blocks were known.
+        grant: from there until all blocks were known; of a progressive read, until the first were.
         attach: from there until the engine gave it blocks to read into.
         handshake: the longest that a rank waited for the handshake with a new source.
         plan: the longest that a rank made descriptors.
-        move: the longest transfer of a rank.
+        move: the longest that a rank's bytes moved.
+        steps: the longest that a rank waited for its source, with all moved that was published: of a progressive read,
+            the part of the source's computation that moving did not hide.
         judge: from the end of the last share until the home's verdict.
     """
 
@@ -53,6 +59,7 @@ class ReadTimes:
     move: float = 0.0
     judge: float = 0.0
     plan: float = 0.0
+    steps: float = 0.0
 
 
 class Stamps:
@@ -60,7 +67,8 @@ class Stamps:
 
     Attributes:
         asked, accepted, granted, begun, ended, judged: its lease was asked for; the home promised the blocks; all
-            blocks were known; it had blocks to read into; its last share ended; the verdict came.
+            blocks were known, or the first of a progressive read; it had blocks to read into; its last share ended;
+            the verdict came.
     """
 
     __slots__ = ("accepted", "asked", "begun", "ended", "granted", "judged")
@@ -79,6 +87,7 @@ class Stamps:
             move=max((share.move for share in shares), default=0.0),
             judge=_between(self.ended, self.judged),
             plan=max((share.plan for share in shares), default=0.0),
+            steps=max((share.steps for share in shares), default=0.0),
         )
 
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from kvferry._control.acquisition import Acquired, AcquireRequest
+from collections.abc import Mapping
+from dataclasses import replace
+
+from kvferry._control.acquisition import Acquired, AcquireRequest, MoreBlocks
 from kvferry._control.cancellation import Cancellation
 from kvferry._reads.leased_read import LeasedRead
-from kvferry.engine.values import BlockRuns, Offer, ReadEnd, ReadSource
+from kvferry.engine.values import BlockRuns, GrantStep, Offer, ReadEnd, ReadSource
+from kvferry.geometry.blocks import Blocks, joined
 
 
 class SchedulerRead(LeasedRead):
@@ -13,7 +17,9 @@ class SchedulerRead(LeasedRead):
 
     Attributes:
         request_id: the engine's name for the request.
-        offer: the offer that the engine gets once the read is granted.
+        offer: the offer that the engine gets once the read is granted; of all blocks known before it is attached.
+        steps: number of the steps that were handed out since it was attached.
+        more: blocks that were not handed out since.
         lost: ids of the blocks that it writes to, by group.
         withheld: its end, kept back until it is quiet.
         written: the key of its claim on the blocks, see `Writes`.
@@ -23,6 +29,8 @@ class SchedulerRead(LeasedRead):
         super().__init__(request, ranks, Cancellation(request.read_id))
         self.request_id = request_id
         self.offer: Offer | None = None
+        self.steps = 0
+        self.more: list[MoreBlocks] = []
         self.lost: dict[str, tuple[int, ...]] = {}
         self.withheld: ReadEnd | None = None
         self.written: object = None
@@ -42,9 +50,33 @@ def offer_of(read: SchedulerRead, acquired: Acquired) -> Offer:
         source_request_id=acquired.request_id,
         lease_id=acquired.lease.lease_id,
         timeout=0.0,
-        granted=tuple(BlockRuns.of_blocks(name, blocks) for name, blocks in acquired.blocks.items()),
+        granted=runs_of(acquired.blocks),
         payload=acquired.payload,
         traceparent=read.span.traceparent,
+        complete=acquired.complete,
+    )
+
+
+def runs_of(blocks: Mapping[str, Blocks]) -> tuple[BlockRuns, ...]:
+    """Encode blocks by group."""
+    return tuple(BlockRuns.of_blocks(name, listed) for name, listed in blocks.items())
+
+
+def extended(offer: Offer, more: MoreBlocks) -> Offer:
+    """Return an offer with the blocks that its source has published since."""
+    granted = runs_of(joined((offer.blocks(), more.blocks)))
+    return replace(offer, granted=granted, payload=more.payload, complete=more.complete)
+
+
+def step_of(read: SchedulerRead) -> GrantStep:
+    """Hand out the blocks that workers have not been told of, as one step."""
+    more, read.more = read.more, []
+    read.steps += 1
+    return GrantStep(
+        read_id=read.read_id,
+        index=read.steps,
+        granted=runs_of(joined(part.blocks for part in more)),
+        last=more[-1].complete,
     )
 
 
@@ -60,7 +92,7 @@ def end_of(read: SchedulerRead) -> ReadEnd:
         bytes=read.bytes,
         lost=read.lost if read.error is not None else {},
         confirmed=read.confirmed,
-        payload=b"" if read.offer is None else read.offer.payload,
+        payload=read.payload,
         source=None if read.acquired is None else _source(read, read.acquired),
         times=read.stamps.times(shares),
         descriptors=sum(share.descriptors for share in shares),

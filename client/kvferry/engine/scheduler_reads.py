@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import partial
 
 from kvferry._clock import now
+from kvferry._control.acquisition import MoreBlocks
 from kvferry._control.block_use import Writes
 from kvferry._control.lease_holder import LeaseHolder
 from kvferry._engine_spec import EngineSpec
@@ -18,8 +19,8 @@ from kvferry._reads.leased_read import UNDER_WAY, ReadStage, ShareEnd
 from kvferry._reads.leased_reads import LeasedReads
 from kvferry._reads.meters import ReadMeter, kind_of
 from kvferry._work_queue import WorkQueue
-from kvferry.engine.scheduler_read import SchedulerRead, end_of, offer_of
-from kvferry.engine.values import BlockRuns, Finished, Grant, Offer, ReadEnd, WorkerOutput
+from kvferry.engine.scheduler_read import SchedulerRead, end_of, extended, offer_of, runs_of, step_of
+from kvferry.engine.values import Finished, Grant, GrantStep, Offer, ReadEnd, WorkerOutput
 from kvferry.errors import (
     Closed,
     InvalidField,
@@ -30,7 +31,7 @@ from kvferry.errors import (
     WrongState,
 )
 from kvferry.geometry.blocks import Blocks
-from kvferry.planner.request_blocks import written
+from kvferry.planner.request_blocks import promised, written
 
 
 class Reads:
@@ -73,6 +74,8 @@ class Reads:
         self._quiesced: list[str] = []
         self._disputed: list[ReadEnd] = []
         self._cancels: list[str] = []
+        self._gained: dict[SchedulerRead, None] = {}
+        """Attached reads whose sources have published blocks since."""
         self._news = threading.Event()
         """Set when `granted` or `take_finished` has something new."""
         self.counts: Counter[str] = Counter()
@@ -83,7 +86,14 @@ class Reads:
         self._lock = self._reads.lock
 
     def acquire(
-        self, request_id: str, reference: str, expected_reads: int, timeout: float, traceparent: str = ""
+        self,
+        request_id: str,
+        reference: str,
+        expected_reads: int,
+        timeout: float,
+        traceparent: str = "",
+        *,
+        progressive: bool = False,
     ) -> None:
         """See `SchedulerPort.acquire`."""
         read_id = secrets.token_hex(8)
@@ -94,6 +104,7 @@ class Reads:
             expected_reads=expected_reads,
             timeout=timeout,
             traceparent=traceparent,
+            progressive=progressive,
         )
         read = SchedulerRead(request, request_id, self._ranks)
         with self._lock:
@@ -135,12 +146,25 @@ class Reads:
                 raise read.error
             if read.stage is not ReadStage.GRANTED or read.offer is None:
                 raise _not_attachable(request_id, read.stage)
-            ids = written(self._spec.groups, read.offer.blocks(), blocks, tokens)
+            offered = read.offer.blocks()
+            if not read.offer.complete:
+                if tokens is None:
+                    expected = "the tokens to read, since the offer is not complete"
+                    raise InvalidField("tokens", None, expected)
+                offered = promised(self._spec.groups, offered, blocks)
+            ids = written(self._spec.groups, offered, blocks, tokens)
             read.written = self._writes.begin(read.read_id, ids, allow_overlap=allow_overlap)
-            local = tuple(BlockRuns.of_blocks(name, listed) for name, listed in blocks.items())
+            local = runs_of(blocks)
             read.lost = {name: tuple(listed.ids.tolist()) for name, listed in blocks.items()}
             self._reads.begin(read)
             return read.offer.attached(local, tokens, timeout=self._left(read))
+
+    def take_steps(self) -> list[GrantStep]:
+        """See `SchedulerPort.grant_steps`."""
+        with self._lock:
+            found = [step_of(read) for read in self._gained if read.stage is ReadStage.READING and read.error is None]
+            self._gained.clear()
+        return found
 
     def decline(self, reference: str) -> None:
         """See `SchedulerPort.decline`."""
@@ -231,6 +255,7 @@ class Reads:
                     self._withdraw(read)
                 elif read.stage in UNDER_WAY and read.acquired is not None:
                     self._work.do(partial(self._holder.let_go, read.request.home, read.acquired))
+                    self._work.do(read.cancellation.cancel)
         self._reads.wait_acquired(timeout)
         self._work.close(max(0.0, deadline - now()))
         self._holder.close(max(0.0, deadline - now()))
@@ -242,6 +267,15 @@ class Reads:
         self._waiting -= 1
         if read.acquired is not None:
             read.offer = offer_of(read, read.acquired)
+        self._news.set()
+
+    def on_more(self, read: SchedulerRead, more: MoreBlocks) -> None:
+        """See `leased_reads.Owner`."""
+        if read.stage is ReadStage.READING:
+            read.more.append(more)
+            self._gained[read] = None
+        elif read.offer is not None:
+            read.offer = extended(read.offer, more)
         self._news.set()
 
     def on_renewed(self, read: SchedulerRead) -> None:
@@ -326,6 +360,7 @@ class Reads:
 
     def _forget(self, read: SchedulerRead) -> None:
         self._writes.end(read.written)
+        self._gained.pop(read, None)
         self._by_id.pop(read.read_id, None)
         if self._by_request.get(read.request_id) is read:
             del self._by_request[read.request_id]

@@ -17,8 +17,9 @@ from kvferry._reads.local_rank import LocalRank, describe
 from kvferry._reads.rank_read import RankOrder, RankRead, SchedulersLease
 from kvferry._reads.rank_reads import RankReads
 from kvferry._wire.token import EngineToken
+from kvferry.engine.step_order import StepOrder
 from kvferry.engine.values import Grant, GrantStep, Offer, RankEnd, WorkerOutput
-from kvferry.errors import WrongState
+from kvferry.errors import InvalidField, WrongState
 from kvferry.geometry.blocks import Blocks, blocks_by_group
 from kvferry.geometry.model import Interval, MemoryRegion, Plane
 from kvferry.geometry.tensors import Holding, Tensor
@@ -26,6 +27,9 @@ from kvferry.geometry.tensors import Holding, Tensor
 MAX_DONE = 65_536
 """How many reads the port remembers after their end was acknowledged, to recognise a grant that is delivered again.
 That is hours of reads; a repeated delivery comes within seconds."""
+
+MAX_EARLY = 4096
+"""Of how many reads that were not started the port keeps steps: as many as may wait at once by default."""
 
 
 class WorkerPort(OneProcess):
@@ -57,6 +61,8 @@ class WorkerPort(OneProcess):
         self._cache: Cache | None = None
         self._shares: RankReads | None = None
         self._reads: dict[str, RankRead] = {}
+        self._steps: dict[str, StepOrder] = {}
+        """The steps of the reads, and of some that were not started yet, by read_id."""
         self._ended: dict[str, RankEnd] = {}
         self._failed: dict[str, RankEnd] = {}
         self._quiesced: dict[str, None] = {}
@@ -194,11 +200,7 @@ class WorkerPort(OneProcess):
     def cache(self) -> Cache:
         """The registered cache, for calls that need no scheduler. Raises `WrongState` before `register`."""
         if self._cache is None:
-            raise WrongState(
-                f"rank {self.rank} of engine {self.spec.engine_id!r} has no memory yet: call WorkerPort.register first",
-                engine_id=self.spec.engine_id,
-                rank=self.rank,
-            )
+            raise self._unregistered()
         return self._cache
 
     def start(
@@ -248,7 +250,10 @@ class WorkerPort(OneProcess):
             tails=arguments.instance("tails", tails, Tails, "a Tails"),
             deadline=now() + arguments.seconds("timeout", grant.timeout, zero=True),
             traceparent=arguments.text("traceparent", grant.traceparent),
+            complete=arguments.flag("complete", grant.complete),
         )
+        if order.tokens is None and not order.complete:
+            raise InvalidField("tokens", None, "the tokens to read, since the grant is not complete")
         with self._lock:
             if grant.read_id in self._reads or grant.read_id in self._done:
                 raise WrongState(
@@ -261,10 +266,13 @@ class WorkerPort(OneProcess):
                 read = RankRead(order)
                 self._shares.start(read)
                 self._reads[grant.read_id] = read
+                self._pass_on(read, self._steps.setdefault(grant.read_id, StepOrder()))
 
     def add_step(self, step: GrantStep) -> None:
-        """Read what `SchedulerPort.grant_steps` returned: its bytes move at once, as far as whole granules of both sides
-        allow; the rest moves with the next step, and everything with the last.
+        """Read the blocks that the source of a grant has published since.
+
+        Their bytes move at once, as far as whole granules of both sides allow; the rest moves with the next step, and
+        everything with the last.
 
         Idempotent. The step may come before its grant, or before earlier steps; it then waits for them.
 
@@ -272,7 +280,20 @@ class WorkerPort(OneProcess):
             InvalidField: the argument is not a `GrantStep`.
             WrongState: the rank is not registered.
         """
-        raise NotImplementedError
+        arguments.instance("step", step, GrantStep, "a GrantStep, as SchedulerPort.grant_steps returned it")
+        if self._shares is None:
+            raise self._unregistered()
+        with self._lock:
+            if step.read_id in self._done:
+                return
+            order = self._steps.setdefault(step.read_id, StepOrder())
+            order.put(step)
+            read = self._reads.get(step.read_id)
+            if read is not None:
+                self._pass_on(read, order)
+            elif len(self._steps) - len(self._reads) > MAX_EARLY:
+                early = next(read_id for read_id in self._steps if read_id not in self._reads)
+                del self._steps[early]
 
     def cancel(self, read_id: str) -> None:
         """Cancel this rank's share of a read; `finished` reports its end. Does nothing if the rank has no such share,
@@ -361,8 +382,22 @@ class WorkerPort(OneProcess):
         elif self._local is not None:
             self._local.close(CLOSE_TIMEOUT)
 
+    def _unregistered(self) -> WrongState:
+        return WrongState(
+            f"rank {self.rank} of engine {self.spec.engine_id!r} has no memory yet: call WorkerPort.register first",
+            engine_id=self.spec.engine_id,
+            rank=self.rank,
+        )
+
+    def _pass_on(self, read: RankRead, order: StepOrder) -> None:
+        """Hand on the steps whose turn it is. Called with the lock held."""
+        for step in order.take():
+            if self._shares is not None:
+                self._shares.add(read, step.blocks(), last=step.last)
+
     def _forget(self, read_id: str) -> None:
         """Forget a read that has ended, is quiet and was acknowledged. Called with the lock held."""
+        self._steps.pop(read_id, None)
         if self._reads.pop(read_id, None) is not None:
             self._done[read_id] = None
             if len(self._done) > MAX_DONE:

@@ -95,8 +95,8 @@ class ReadPlan:
         return _by_name(self.source), _by_name(self.destination)
 
     def cut_below(self, group: str, token: int) -> int:
-        """The last token up to `token` at which a read of the group may end and another one begin, so that both together
-        read the bytes of one: whole granules of both sides, in all lanes."""
+        """The last token up to `token` at which a read of the group may end and another one begin, so that both
+        together read the bytes of one: whole granules of both sides, in all lanes."""
         while True:
             lower = min((lane.cut_below(token) for lane in self._unlike_lanes.get(group, ())), default=token)
             if lower == token:
@@ -140,7 +140,11 @@ class ReadPlan:
             InvalidField: groups that this engine does not have, a start inside what may not be cut, or more descriptors
                 than one read may have.
         """
-        return RequestParts(self, destination, tokens).next(source, last=True)
+        return self.in_parts(destination, tokens).next(source, last=True)
+
+    def in_parts(self, destination: Mapping[str, Blocks], tokens: tuple[int, int] | None = None) -> RequestParts:
+        """One request that is read as its source publishes it; see `expand`."""
+        return RequestParts(self, destination, tokens)
 
     def expand_needed(self, wanted: Mapping[str, GroupRequest]) -> Expansion:
         """The descriptors of what is needed, by group, which `needed` has checked."""

@@ -1,0 +1,93 @@
+"""Reads that begin while their source still computes, through the ports: real processes, real NIXL, and another
+division into heads and another block size on each side."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from kvferry import Blocks, ReleaseOutcome
+from kvferry.errors import InvalidField
+from tests.engine.port_engines import PortEngine
+from tests.support.caches import POISON, Model, expect, kv, shards, write
+
+SOURCE, DESTINATION = Model(heads=6, block_tokens=16), Model(heads=6, block_tokens=24)
+SOURCE_IDS, IDS, TOKENS = [3, 4, 9, 6, 12], [20, 7, 8], 70
+"""A request of 70 tokens: 4 full blocks and a tail at the source."""
+
+Values = dict[tuple[int, str], np.ndarray]
+Pair = tuple[PortEngine, PortEngine]
+
+
+@pytest.fixture(scope="module")
+def engines(homes: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    """A source of two ranks and a destination of three."""
+    folder = tmp_path_factory.mktemp("progressive")
+    made = [PortEngine(homes[0], SOURCE, shards(6, 2), folder)]
+    try:
+        made.append(PortEngine(homes[1], DESTINATION, shards(6, 3), folder))
+        yield made[0].ready(), made[1].ready()
+    finally:
+        for each in made:
+            each.close()
+
+
+@pytest.fixture
+def pair(engines: Pair) -> Pair:
+    for memory in engines[1].memories:
+        memory.cells[:] = POISON
+    return engines
+
+
+class Prefill:
+    """A request whose source computes and publishes it chunk by chunk."""
+
+    def __init__(self, engine: PortEngine, request: str) -> None:
+        self.engine, self.values = engine, kv(engine.model, len(request), TOKENS)
+        self.publication = engine.scheduler.publish(request, {}, last=False)
+        self.done = 0
+
+    def compute(self, tokens: int, payload: bytes = b"") -> None:
+        """Write the KV of the tokens up to here, and publish them."""
+        some = {key: array[:, :tokens] for key, array in self.values.items()}
+        for memory in self.engine.memories:
+            write(memory, some, SOURCE_IDS)
+        ids = SOURCE_IDS[self.done // 16 : -(-tokens // 16)]
+        blocks = {"full": Blocks(ids, self.done, tokens)}
+        last = tokens == TOKENS
+        self.engine.scheduler.publish_more(self.publication, blocks, last=last, payload=payload)
+        self.done = tokens
+
+
+def arrived(destination: PortEngine, values: Values, tokens: tuple[int, int], ids: list[int] = IDS) -> bool:
+    """Whether the memories hold just these tokens."""
+    return all(bool((memory.cells == expect(memory, values, ids, tokens)).all()) for memory in destination.memories)
+
+
+def test_what_is_published_moves_while_the_source_still_computes(pair: Pair) -> None:
+    source, destination = pair
+    prefill = Prefill(source, "chunks")
+    destination.scheduler.acquire("mine", prefill.publication.reference, progressive=True)
+    prefill.compute(32)
+    offer = destination.grant("mine")
+    assert (offer.complete, offer.payload) == (False, b"")
+    assert offer.blocks() == {"full": Blocks(SOURCE_IDS[:2], 0, 32)}
+    with pytest.raises(InvalidField, match="tokens"):
+        destination.start("mine", IDS)
+    assert not destination.start("mine", IDS, (0, TOKENS)).complete
+    # Into the middle of a destination's block.
+    destination.until(lambda: arrived(destination, prefill.values, (0, 32)))
+    prefill.compute(64)
+    destination.until(lambda: arrived(destination, prefill.values, (0, 64)))
+    assert destination.ended == {}
+    prefill.compute(TOKENS, b"first token: 7")
+    end = destination.end_of("mine")
+    assert (end.error, end.quiet, end.ranks, end.confirmed) == (None, True, 3, True)
+    assert end.payload == b"first token: 7"
+    assert end.bytes == sum(array.size for array in prefill.values.values())
+    assert arrived(destination, prefill.values, (0, TOKENS))
+    release = source.release_of(prefill.publication)
+    assert release.outcome is ReleaseOutcome.READ
+    assert [read.reported for read in release.reads] == [3]
