@@ -177,9 +177,9 @@ def test_decode_aborts(router: Router, pair: tuple[Node, Node]) -> None:
         prefill.call("begin", mine, 2)
         decode.call("abort", theirs, steps)
         prefill.call("end_begun")
+        # Its blocks are whole again.
+        assert alone(decode, [tokens]) == alone(prefill, [tokens])
         freed(router.home, prefill)
-        _, again = router.request("prefill", tokens)
-        assert said(decode.generate({**again, "params": None})) == alone(prefill, [tokens])
 
 
 def test_what_decode_has_already_is_not_read(router: Router, pair: tuple[Node, Node]) -> None:
@@ -189,8 +189,8 @@ def test_what_decode_has_already_is_not_read(router: Router, pair: tuple[Node, N
     bytes_before = decode.call("metric", "vllm:kvferry_bytes")
     answers = concurrently(prefill, decode, [router.request("prefill", whole)])
     assert said(answers) == alone(prefill, [whole])
-    # Three of its nine blocks were there, of 32 tokens of 4 KiB.
-    assert decode.call("metric", "vllm:kvferry_bytes") - bytes_before == 6 * 32 * 4096
+    # Three of eight blocks were there, of 32 tokens of 4 KiB. Decode computes the last token itself.
+    assert decode.call("metric", "vllm:kvferry_bytes") - bytes_before == 5 * 32 * 4096
     # Now it has all of it: it reads nothing, and prefill is told while it still computes.
     before = read(decode)
     assert said(concurrently(prefill, decode, [router.request("prefill", whole[:129])])) == alone(
@@ -215,7 +215,9 @@ def test_several_samples_are_published_and_read_once(router: Router, pair: tuple
     sampled: dict[str, Any] = {"n": 3, "temperature": 1.0, "seed": 5}
     tokens = prompt(50, 200)
     before = [prefill.call("metric", "vllm:kvferry_published"), read(decode)]
-    [answer] = concurrently(prefill, decode, [router.request("prefill", tokens, **sampled)])
+    mine, theirs = router.request("prefill", tokens, **sampled)
+    # vLLM on CPU takes no seed where it computes a prompt in chunks.
+    [answer] = concurrently(prefill, decode, [({**mine, "seed": None}, theirs)])
     [wanted] = prefill.generate(request(tokens, 12, **sampled))
     assert answer["samples"] == wanted["samples"]
     after = [prefill.call("metric", "vllm:kvferry_published"), read(decode)]
@@ -262,7 +264,7 @@ def test_prefill_preempts_what_is_published_in_part(
     """Requests that generate grow, and take the memory of the youngest, which is halfway through its prompt."""
     whole, decode = pair
     prefill = ready(node(name, enable_prefix_caching=name == "prefill-cached", **FEW))
-    tokens = prompt(70 + length, length)
+    tokens = prompt(7000 + length + withdrawn, length)
     growing = [request(prompt(80 + index, 28), 100) for index in range(others)]
     before, preempted = read(decode), prefill.call("metric", "vllm:num_preemptions")
     answers = concurrently(prefill, decode, [router.request(name, tokens)], *growing)
