@@ -95,7 +95,13 @@ class Machine(RuleBasedStateMachine):
     @rule(reader=st.integers(0, 1), pick=PICK, ranks=st.integers(1, 3), scheduled=st.booleans(), calm=PICK)
     def read(self, reader: int, pick: int, ranks: int, scheduled: bool, calm: int) -> None:
         offered = self.world.offered[-3:]
-        self.world.read(self.world.readers[reader], offered[pick % len(offered)], ranks, scheduled=scheduled)
+        self.world.read(
+            self.world.readers[reader],
+            offered[pick % len(offered)],
+            ranks,
+            scheduled=scheduled,
+            progressive=calm % 8 > 3,
+        )
         self._calm(bool(calm % 4))
 
     @precondition(lambda self: self._copying())
@@ -253,6 +259,40 @@ class Machine(RuleBasedStateMachine):
         world.flow()
         if copy:
             self._copy_all()
+        world.flow()
+
+    @precondition(lambda self: self.world.source.can_publish)
+    @rule(
+        reader=st.integers(0, 1),
+        ranks=st.integers(1, 2),
+        between=st.sampled_from(("nothing", "home restarts", "home is away", "aborted", "source restarts", "late")),
+        seconds=LONG,
+        copy=st.booleans(),
+    )
+    def a_read_moves_step_by_step(self, reader: int, ranks: int, between: str, seconds: float, copy: bool) -> None:
+        """Of two steps, between which something happens."""
+        world = self.world
+        world.publish(1, last=False, expected_reads=1)
+        offered = world.offered[-1]
+        world.read(world.readers[reader], offered, ranks, scheduled=True, progressive=True)
+        world.flow()
+        if copy:
+            self._copy_all()
+        if between in ("home restarts", "home is away"):
+            world.stop_home()
+            world.pass_time(seconds if between == "home is away" else 0.0)
+            world.start_home()
+        elif between == "aborted":
+            world.source.abort(offered)
+        elif between == "source restarts":
+            world.restart_source()
+        world.flow()
+        if offered in self._extensible():
+            world.source.publish_more(offered, 1, last=True)
+            world.flow()
+        if between == "late":
+            world.pass_time(seconds)
+        self._copy_all()
         world.flow()
 
     @precondition(lambda self: self.world.source.can_publish)

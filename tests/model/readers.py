@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import cast
 
 from kvferry._clock import from_duration, to_duration
+from kvferry._control.granted_steps import GrantedSteps
 from kvferry._control.judgement import Judgement, judge
 from kvferry._control.reader_lease import ReaderLease
 from kvferry._wire.status import from_notification_error
@@ -39,7 +40,9 @@ class Share:
         blocks: granted, in order.
         copies: what each rank has copied of them so far.
         granted: all blocks are known.
-        ended_at: when its last copy ended.
+        progressive: its ranks copy what is known while the source still publishes.
+        ended_at: when its last copy ended, as far as it knows.
+        copied_at: when its last copy ended.
         over: it does not rely on the lease any more: judged, given up or dead.
         good: its engine was given the bytes.
         read_after_release: a rank copied a block when its source had it back.
@@ -56,7 +59,9 @@ class Share:
     blocks: list[int] = field(default_factory=list)
     copies: dict[int, list[int]] = field(default_factory=dict)
     granted: bool = False
+    progressive: bool = False
     ended_at: float | None = None
+    copied_at: float = 0.0
     read_after_release: bool = False
     over: bool = False
     good: bool = False
@@ -65,6 +70,7 @@ class Share:
     _deadline: float = 0.0
     _again_after: float | None = None
     _reported: bool = False
+    _steps: GrantedSteps = field(default_factory=GrantedSteps)
 
     def start(self) -> None:
         self._deadline = self.reader.clock.now() + PATIENCE
@@ -103,14 +109,19 @@ class Share:
         copied = self.copies[rank]
         self.read_after_release |= self.offered.free
         copied.append(self.memory.contents[self.blocks[len(copied)]])
-        if all(len(copies) == len(self.blocks) for copies in self.copies.values()):
-            self.ended_at = self.reader.clock.now()
+        self.copied_at = self.reader.clock.now()
+        self._look_whether_all_is_copied()
 
     def copying(self) -> list[int]:
         """Ranks that have something left to copy."""
-        if self.over or not self.granted:
+        if self.over:
             return []
         return [rank for rank, copied in self.copies.items() if len(copied) < len(self.blocks)]
+
+    @property
+    def begun(self) -> bool:
+        """Whether its ranks were told of blocks: from then on it has one lease, or none."""
+        return bool(self.copies)
 
     def renew(self) -> None:
         lease = self.lease
@@ -156,28 +167,35 @@ class Share:
         if left <= 0:
             self.give_up(cancel=False)
             return
-        if self.lease is not None:
-            self.lease.end()
-        self.lease, self.blocks, self._again_after = None, [], None
+        if not self.begun:
+            if self.lease is not None:
+                self.lease.end()
+            self.lease, self.blocks, self._again_after, self._steps = None, [], None, GrantedSteps()
 
         def on_message(message: pb.ReadBlocksResponse) -> None:
             kind = message.WhichOneof("message")
             if kind == "accepted":
                 accepted = message.accepted
                 remaining, every = from_duration(accepted.remaining), from_duration(accepted.renew_every)
-                self.lease = ReaderLease(accepted.lease_id, sent_at, remaining, every)
+                if not self.begun or self.lease is None:
+                    self.lease = ReaderLease(accepted.lease_id, sent_at, remaining, every)
+                elif not self.lease.acquired_again(accepted.lease_id, sent_at, self.reader.clock.now(), remaining):
+                    self._leave(pipe)
+                    self.give_up(cancel=False)
+                self._steps.again()
             elif kind == "blocks":
-                for group in message.blocks.groups:
-                    self.blocks += group.run_starts
+                self._steps.add([message.blocks])
+                self.blocks += [block for blocks in self._steps.take().values() for block in blocks.ids.tolist()]
+                if self.progressive and self.blocks:
+                    self._begin()
             elif kind == "revoked":
                 self._leave(pipe)
                 self.give_up(cancel=False)
             elif kind == "complete":
                 self._leave(pipe)
                 self.granted = True
-                self.copies = {rank: [] for rank in self.ranks}
-                if not self.blocks:
-                    self.ended_at = self.reader.clock.now()
+                self._begin()
+                self._look_whether_all_is_copied()
 
         def on_end(error: KvferryError | None) -> None:
             if self._pipe is not pipe:
@@ -191,6 +209,14 @@ class Share:
         pipe = self._pipe = Pipe[pb.ReadBlocksResponse](on_message, on_end)
         request = self._request(to_duration(left))
         self.network.open(self, lambda host: host.read_blocks(request), pipe)
+
+    def _begin(self) -> None:
+        """Its ranks begin, unless they have."""
+        self.copies = self.copies or {rank: [] for rank in self.ranks}
+
+    def _look_whether_all_is_copied(self) -> None:
+        if self.granted and all(len(copied) == len(self.blocks) for copied in self.copies.values()):
+            self.ended_at = self.reader.clock.now()
 
     def _leave(self, pipe: Pipe[pb.ReadBlocksResponse]) -> None:
         """Losing the stream ends nothing."""
@@ -255,6 +281,7 @@ class Share:
         self.good = True
         if self.reader.fell_behind and judgement is Judgement.TRUSTED:
             return
+        ended_at = max(ended_at, self.copied_at)
         if ended_at >= deadline:
             raise Violation(f"R1: a read that ended at {ended_at} counts, its deadline was {deadline}")
         if self.read_after_release:
@@ -286,12 +313,19 @@ class Share:
 
 
 def shares(
-    reader: Reader, offered: Offered, read_id: str, ranks: int, scheduled: bool, at: tuple[Network, Memory]
+    reader: Reader,
+    offered: Offered,
+    read_id: str,
+    ranks: int,
+    scheduled: bool,
+    at: tuple[Network, Memory],
+    *,
+    progressive: bool = False,
 ) -> Sequence[Share]:
     """The processes of one read: one that speaks for all ranks, or each rank by itself."""
     network, memory = at
     groups = [tuple(range(ranks))] if scheduled else [(rank,) for rank in range(ranks)]
-    return [Share(reader, offered, read_id, ranks, group, network, memory) for group in groups]
+    return [Share(reader, offered, read_id, ranks, group, network, memory, progressive=progressive) for group in groups]
 
 
 def _result(answer: object) -> pb.NotificationResult | KvferryError:

@@ -179,6 +179,57 @@ def own_deadline_is_not_judged(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(readers, "judge", judge)
 
 
+# Mistakes of a reader that moves each step when it comes.
+
+
+@sabotage
+def steps_are_judged_one_by_one(patch: pytest.MonkeyPatch) -> None:
+    """By the time of the first: the lease of the others is nobody's concern."""
+    original, first = readers.Share.copy, dict[readers.Share, float]()
+
+    def copy(self: readers.Share, rank: int) -> None:
+        original(self, rank)
+        if self.progressive:
+            since = first.setdefault(self, self.copied_at)
+            self.ended_at = None if self.ended_at is None else since
+
+    patch.setattr(readers.Share, "copy", copy)
+
+
+@sabotage
+def a_read_ends_before_its_last_step(patch: pytest.MonkeyPatch) -> None:
+    original = readers.Share.copy
+
+    def copy(self: readers.Share, rank: int) -> None:
+        original(self, rank)
+        if self.progressive and not self.copying():
+            self.granted, self.ended_at = True, self.copied_at
+
+    patch.setattr(readers.Share, "copy", copy)
+
+
+@sabotage
+def blocks_move_before_their_step_was_granted(patch: pytest.MonkeyPatch) -> None:
+    """Those that the source is likely to publish next."""
+    copying, copy = readers.Share.copying, readers.Share.copy
+
+    def ahead(self: readers.Share) -> list[int]:
+        found = copying(self)
+        if self.progressive and self.begun and not self.granted and self.offered.source.free:
+            found += [rank for rank, copied in self.copies.items() if len(copied) == len(self.blocks)]
+        return found
+
+    def copy_ahead(self: readers.Share, rank: int) -> None:
+        copied = self.copies[rank]
+        if len(copied) < len(self.blocks):
+            copy(self, rank)
+        else:
+            copied.append(self.memory.contents[self.offered.source.free[0]])
+
+    patch.setattr(readers.Share, "copying", ahead)
+    patch.setattr(readers.Share, "copy", copy_ahead)
+
+
 # What only a liar makes use of: a proof that is not asked for, or a secret that is none.
 
 

@@ -44,8 +44,9 @@ class World:
     def publish(self, count: int, *, last: bool, expected_reads: int) -> None:
         self.offered.append(self.source.publish(count, last=last, expected_reads=expected_reads))
 
-    def read(self, reader: Reader, offered: Offered, ranks: int, *, scheduled: bool) -> None:
-        found = shares(reader, offered, f"read-{next(self._numbers)}", ranks, scheduled, (self.network, self.memory))
+    def read(self, reader: Reader, offered: Offered, ranks: int, *, scheduled: bool, progressive: bool = False) -> None:
+        name, at = f"read-{next(self._numbers)}", (self.network, self.memory)
+        found = shares(reader, offered, name, ranks, scheduled, at, progressive=progressive)
         self.shares += found
         for share in found:
             share.start()

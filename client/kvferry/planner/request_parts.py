@@ -11,17 +11,36 @@ Replicas share each part among them, not the whole request, so that every part i
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from kvferry._arguments import token_range
 from kvferry.errors import InvalidField
 from kvferry.geometry.blocks import Blocks, joined
-from kvferry.geometry.model import GroupKind
+from kvferry.geometry.model import EngineGeometry, Group, GroupKind
+from kvferry.planner.expansion import Expansion
 from kvferry.planner.request_blocks import GroupRequest, needed, promised, written
 
-if TYPE_CHECKING:
-    from kvferry.planner.expansion import Expansion
-    from kvferry.planner.plan import ReadPlan
+
+class Plan(Protocol):
+    """What the parts of a request need of a `ReadPlan`."""
+
+    @property
+    def source(self) -> EngineGeometry:
+        """See `ReadPlan`."""
+
+    @property
+    def destination(self) -> EngineGeometry:
+        """See `ReadPlan`."""
+
+    @property
+    def groups(self) -> tuple[Group, ...]:
+        """See `ReadPlan`."""
+
+    def cut_below(self, group: str, token: int) -> int:
+        """See `ReadPlan`."""
+
+    def expand_needed(self, wanted: Mapping[str, GroupRequest]) -> Expansion:
+        """See `ReadPlan`."""
 
 
 class RequestParts:
@@ -39,7 +58,7 @@ class RequestParts:
         InvalidField: groups that this engine does not have.
     """
 
-    def __init__(self, plan: ReadPlan, destination: Mapping[str, Blocks], tokens: tuple[int, int] | None) -> None:
+    def __init__(self, plan: Plan, destination: Mapping[str, Blocks], tokens: tuple[int, int] | None) -> None:
         known = {group.name for group in plan.destination.groups}
         for name in destination:
             if name not in known:

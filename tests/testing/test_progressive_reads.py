@@ -1,0 +1,437 @@
+"""Reads that move each step while their source still computes: what arrives, and how they end when the source, the home
+or the reader changes its mind halfway."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvferry import AsyncClient, Blocks, EngineSpec, Group, IntegrityOptions, Publication, Read, ReadState
+from kvferry.engine import GrantStep, ReadEnd, SchedulerPort, Tails, WorkerPort
+from kvferry.errors import (
+    InvalidField,
+    KvferryError,
+    PublicationAborted,
+    PublicationTimeout,
+    TransferCancelled,
+    TransferExpired,
+)
+from kvferry.testing import Fabric
+from tests.support.waiting import until
+from tests.testing.fabric_engines import AXES, BLOCK, BLOCKS, DIM, HEADS, LAYERS, SOON, Engine, kv
+
+TOKENS = 22
+VALUES = kv(TOKENS)
+THEIRS, MINE = [3, 1, 9, 4, 7, 2], [5, 6, 11, 12, 13, 10]
+
+
+class Prefill(Engine):
+    """A source that computes a request chunk by chunk."""
+
+    def __init__(self, fabric: Fabric, ranks: int = 1, **options: Any) -> None:
+        super().__init__(fabric, "p", ranks, **options)
+        self.done = 0
+        self.publication: Publication = self.session.publish("request", {}, last=False)
+
+    @property
+    def reference(self) -> str:
+        return self.publication.reference
+
+    def compute(self, tokens: int, payload: bytes = b"") -> None:
+        """Write and publish the tokens up to here."""
+        first = self.done // BLOCK
+        self.write(VALUES[:, :, :tokens], THEIRS)
+        blocks = {"full": Blocks(THEIRS[first : -(-tokens // BLOCK)], self.done, tokens)}
+        self.session.publish_more(self.publication, blocks, last=tokens == TOKENS, payload=payload)
+        self.done = tokens
+
+
+def begin(decode: Engine, source: Prefill, **options: Any) -> list[Read]:
+    return decode.read(source.reference, MINE, **{"tokens": (0, TOKENS), "progressive": True, **options})
+
+
+def halfway(fabric: Fabric, **options: Any) -> tuple[Prefill, Engine, Read]:
+    """A read of which the first 8 tokens have arrived."""
+    prefill, decode = Prefill(fabric), Engine(fabric, "d")
+    (read,) = begin(decode, prefill, **options)
+    prefill.compute(8)
+    until(lambda: decode.holds(VALUES[:, :, :8], MINE))
+    return prefill, decode, read
+
+
+def test_each_step_moves_while_the_source_computes(fabric: Fabric) -> None:
+    prefill, decode = Prefill(fabric, ranks=2), Engine(fabric, "d", layout="nhd")
+    (read,) = begin(decode, prefill)
+    assert (read.state, read.progress().complete) == (ReadState.WAITING, False)
+    for tokens in (4, 12, 20):
+        prefill.compute(tokens)
+        until(lambda tokens=tokens: decode.holds(VALUES[:, :, :tokens], MINE))
+        progress = read.progress()
+        assert (progress.state, progress.total, progress.complete) == (
+            ReadState.READING,
+            VALUES[:, :, :tokens].nbytes,
+            False,
+        )
+    prefill.compute(TOKENS, b"token")
+    result = read.result(SOON)
+    assert decode.holds(VALUES, MINE)
+    assert (result.bytes, result.payload, result.confirmed, result.source_ranks) == (
+        VALUES.nbytes,
+        b"token",
+        True,
+        (0, 1),
+    )
+    assert read.progress().complete
+    assert prefill.outcome(prefill.publication).name == "READ"
+
+
+def test_of_a_prefix_that_is_there_already_nothing_moves(fabric: Fabric) -> None:
+    prefill, decode = Prefill(fabric), Engine(fabric, "d", ranks=2)
+    reads = [
+        cache.read(
+            prefill.reference,
+            {"full": Blocks(MINE[2:], 8)},
+            (8, TOKENS),
+            progressive=True,
+            read_id="shared",
+            parties=2,
+        )
+        for cache in decode.caches
+    ]
+    for tokens in (4, 8, 12, TOKENS):
+        prefill.compute(tokens)
+    assert sum(read.result(SOON).bytes for read in reads) == VALUES[:, :, 8:].nbytes
+    expected = Engine._memory(decode, len(decode.heads[0]))
+    assert (decode.memory[0][:, :, MINE[0]] == expected[:, :, MINE[0]]).all()
+
+
+def test_a_publication_that_is_complete_already_is_read_at_once(fabric: Fabric) -> None:
+    prefill, decode = Prefill(fabric), Engine(fabric, "d")
+    for tokens in (8, TOKENS):
+        prefill.compute(tokens)
+    (read,) = begin(decode, prefill)
+    assert read.result(SOON).bytes == VALUES.nbytes
+    assert decode.holds(VALUES, MINE)
+
+
+def test_hundreds_of_small_steps(fabric: Fabric) -> None:
+    blocks, size = 300, 300 * BLOCK
+    values = kv(size)
+    prefill, decode = Engine(fabric, "p", blocks=blocks + 1), Engine(fabric, "d", blocks=blocks + 1)
+    theirs, mine = list(range(blocks)), list(range(blocks, 0, -1))
+    prefill.write(values, theirs)
+    publication = prefill.session.publish("request", {}, last=False)
+    (read,) = decode.read(publication.reference, mine, tokens=(0, size), progressive=True)
+    for place in range(blocks):
+        some = {"full": Blocks(theirs[place : place + 1], place * BLOCK)}
+        prefill.session.publish_more(publication, some, last=place == blocks - 1)
+    assert read.result(SOON).bytes == values.nbytes
+    assert decode.holds(values, mine)
+
+
+def test_the_tokens_are_named_beforehand(fabric: Fabric) -> None:
+    prefill, decode = Prefill(fabric), Engine(fabric, "d")
+    with pytest.raises(InvalidField, match="tokens"):
+        begin(decode, prefill, tokens=None)
+
+
+def test_what_was_not_asked_for_progressively_waits_for_all(fabric: Fabric) -> None:
+    prefill, decode = Prefill(fabric), Engine(fabric, "d")
+    (read,) = begin(decode, prefill, progressive=False)
+    (other,) = Engine(fabric, "other").read(prefill.reference, MINE, tokens=(0, TOKENS), progressive=True)
+    prefill.compute(8)
+    until(lambda: other.progress().done)
+    assert (read.state, read.progress().done) == (ReadState.WAITING, 0)
+    prefill.compute(TOKENS)
+    assert read.result(SOON).bytes == other.result(SOON).bytes
+
+
+def test_cancelled_between_steps_it_is_quiet_at_once_and_its_lease_ends(fabric: Fabric) -> None:
+    prefill, decode, read = halfway(fabric)
+    assert read.cancel()
+    assert isinstance(read.exception(SOON), TransferCancelled)
+    prefill.session.abort(prefill.publication)
+    assert prefill.outcome(prefill.publication).name == "ABORTED"
+    # Its blocks are another read's.
+    decode.read(prefill.reference, MINE, tokens=(0, 8))
+
+
+def test_cancelled_while_a_step_moves_it_is_quiet_when_the_bytes_have_come(fabric: Fabric) -> None:
+    prefill, _, read = halfway(fabric)
+    with fabric.hold_reads() as held:
+        prefill.compute(12)
+        held.wait()
+        assert not read.cancel()
+        error = read.exception(SOON)
+        assert isinstance(error, TransferCancelled)
+        assert (error.quiet, read.quiet) == (False, False)
+        held.release()
+        assert read.wait_quiet(SOON)
+
+
+def test_a_step_that_fails_fails_the_read(fabric: Fabric) -> None:
+    prefill, _, read = halfway(fabric)
+    fabric.fail_reads()
+    prefill.compute(12)
+    error = read.exception(SOON)
+    assert error is not None
+    assert "Fabric.fail_reads" in error.message
+    assert read.wait_quiet(SOON)
+
+
+def test_aborted_halfway_it_fails_and_its_source_waits_for_it(fabric: Fabric) -> None:
+    prefill, _, read = halfway(fabric)
+    with fabric.hold_reads() as held:
+        prefill.compute(12)
+        held.wait()
+        prefill.session.abort(prefill.publication)
+        error = read.exception(SOON)
+        assert isinstance(error, PublicationAborted)
+        assert not read.quiet
+        held.release()
+        assert read.wait_quiet(SOON)
+    assert prefill.outcome(prefill.publication).name == "ABORTED"
+
+
+def test_a_source_that_dies_halfway_fails_the_read() -> None:
+    with Fabric(engine_ttl=0.5) as fabric:
+        prefill, _, read = halfway(fabric)
+        for client in (prefill.scheduler, *prefill.workers):
+            fabric.kill(client)
+        assert isinstance(read.exception(SOON), PublicationAborted)
+        assert read.quiet
+
+
+def test_a_source_that_stops_halfway_fails_the_read_at_its_timeout(fabric: Fabric) -> None:
+    prefill, _, read = halfway(fabric, timeout=1.0)
+    error = read.exception(SOON)
+    assert isinstance(error, PublicationTimeout)
+    assert read.quiet
+    prefill.session.abort(prefill.publication)
+    assert prefill.outcome(prefill.publication).name == "ABORTED"
+
+
+def test_a_home_that_restarts_halfway_is_asked_again_and_the_read_goes_on(fabric: Fabric) -> None:
+    prefill, decode, read = halfway(fabric)
+    fabric.stop_home()
+    fabric.start_home()
+    for tokens in (12, TOKENS):
+        prefill.compute(tokens)
+    result = read.result(SOON)
+    # What was there is not read again.
+    assert (result.bytes, result.confirmed) == (VALUES.nbytes, True)
+    assert decode.holds(VALUES, MINE)
+
+
+def test_a_home_that_stays_away_for_longer_than_the_lease_ends_the_read() -> None:
+    with Fabric(ttl=0.5, max_ttl=0.5, hold=0.5) as fabric:
+        prefill, _, read = halfway(fabric)
+        fabric.stop_home()
+        assert isinstance(read.exception(SOON), TransferExpired)
+        assert read.quiet
+        fabric.start_home()
+        prefill.session.abort(prefill.publication)
+        prefill.outcome(prefill.publication)
+
+
+def test_a_source_that_leases_keep_waiting_renews_them() -> None:
+    with Fabric(ttl=0.4, max_ttl=0.4) as fabric:
+        prefill, decode, read = halfway(fabric)
+        threading.Event().wait(1.0)
+        prefill.compute(TOKENS)
+        assert read.result(SOON).confirmed
+        assert decode.holds(VALUES, MINE)
+
+
+def test_sums_are_compared_at_the_end_over_all_steps(fabric: Fabric) -> None:
+    sums = IntegrityOptions("full", patience=SOON)
+    spec = [EngineSpec(name, (Group("full", block_tokens=4, num_blocks=8),)) for name in ("p", "d")]
+    memory = [np.full((2, 8, 1, 4, 8), value, np.uint16) for value in (7, 0)]
+    prefill, decode = (
+        fabric.client(integrity=sums).register_cache(spec[place], tensors={"layer0": memory[place]}, axes=AXES["hnd"])
+        for place in range(2)
+    )
+    steps = [{"full": Blocks([1, 2])}, {"full": Blocks([5], 8)}]
+    publication = prefill.session.publish("request", steps[0], last=False, checksums=True)
+    read = decode.read(publication.reference, {"full": Blocks([3, 4, 6])}, (0, 12), progressive=True)
+    prefill.checksum(publication.number, steps[0], last=False).result(SOON)
+    until(lambda: read.progress().done)
+    prefill.session.publish_more(publication, steps[1], last=True)
+    prefill.checksum(publication.number, steps[1]).result(SOON)
+    verification = read.result(SOON).verification
+    assert verification is not None
+    assert (verification.verified, verification.unverified) == (6, 0)
+
+
+async def test_the_client_for_asyncio_reads_progressively_as_well(fabric: Fabric) -> None:
+    prefill = await asyncio.to_thread(Prefill, fabric)
+    memory = np.zeros((2, BLOCKS, HEADS, 4, 8), np.uint16)
+    async with AsyncClient(fabric.address) as client:
+        spec = EngineSpec("d", (Group("full", block_tokens=4, num_blocks=BLOCKS),))
+        cache = await client.register_cache(
+            spec, tensors={"layer0": memory}, axes=AXES["hnd"], heads=range(HEADS), total_heads=HEADS
+        )
+        read = cache.read(prefill.reference, {"full": Blocks(MINE)}, (0, TOKENS), progressive=True)
+        await asyncio.to_thread(prefill.compute, 8)
+        await asyncio.to_thread(until, lambda: (memory[:, MINE[1]].swapaxes(1, 2) == VALUES[0, :, 4:8]).all())
+        await asyncio.to_thread(prefill.compute, TOKENS)
+        assert (await read).bytes == VALUES[0].nbytes
+
+
+class Decode:
+    """A decode engine of one rank on the ports, whose steps a test makes."""
+
+    def __init__(self, fabric: Fabric, **options: Any) -> None:
+        spec = EngineSpec("d", (Group("full", block_tokens=BLOCK, num_blocks=BLOCKS),))
+        self.memory = {f"layer{layer}": np.zeros((2, BLOCKS, HEADS, BLOCK, DIM), np.uint16) for layer in range(LAYERS)}
+        client = fabric.client()
+        self.scheduler = SchedulerPort(client, spec, **options)
+        self.worker = WorkerPort(client, spec)
+        self.worker.register(self.memory, axes=AXES["hnd"], heads=range(HEADS), total_heads=HEADS)
+        self.ended: list[ReadEnd] = []
+        self.steps: list[GrantStep] = []
+
+    def step(self) -> bool:
+        """One step of the engine, but that `GrantStep`s only come to `steps`."""
+        for read_id in self.scheduler.cancels():
+            self.worker.cancel(read_id)
+        self.steps += self.scheduler.grant_steps()
+        self.scheduler.collect(self.worker.finished())
+        self.ended += self.scheduler.finished().reads
+        return True
+
+    def until(self, condition: Callable[[], object]) -> None:
+        until(lambda: self.step() and condition())
+
+    def attached(self, prefill: Prefill, **options: Any) -> Any:
+        self.scheduler.acquire("mine", prefill.reference, progressive=True, **options)
+        self.until(lambda: self.scheduler.granted("mine"))
+        return self.scheduler.attach("mine", {"full": Blocks(MINE)}, (0, TOKENS))
+
+    def holds(self, tokens: int) -> bool:
+        """Whether the first `tokens` of the request are there, and nothing behind them."""
+        for layer in range(LAYERS):
+            blocks = self.memory[f"layer{layer}"][:, MINE].swapaxes(2, 3).reshape(2, -1, HEADS, DIM)
+            if not (blocks[:, :tokens] == VALUES[layer, :, :tokens]).all() or blocks[:, tokens:].any():
+                return False
+        return True
+
+
+def test_workers_may_get_steps_late_twice_out_of_order_and_before_their_grant(fabric: Fabric) -> None:
+    prefill, decode = Prefill(fabric), Decode(fabric)
+    prefill.compute(4)
+    grant = decode.attached(prefill)
+    for count, tokens in enumerate((8, 12, 20), 1):
+        prefill.compute(tokens)
+        decode.until(lambda count=count: len(decode.steps) == count)
+    assert [(step.index, step.last) for step in decode.steps] == [(1, False), (2, False), (3, False)]
+    first, second, third = (GrantStep.of(step.plain()) for step in decode.steps)
+    decode.worker.add_step(second)
+    decode.worker.start(grant)
+    until(lambda: decode.holds(4))
+    decode.worker.add_step(third)
+    decode.worker.add_step(second)
+    decode.worker.add_step(first)
+    until(lambda: decode.holds(20))
+    prefill.compute(TOKENS, b"token")
+    decode.until(lambda: len(decode.steps) == 4)
+    for step in (*decode.steps, decode.steps[-1]):
+        decode.worker.add_step(step)
+    decode.until(lambda: decode.ended)
+    (end,) = decode.ended
+    assert (end.error, end.payload, end.bytes, end.quiet) == (None, b"token", VALUES.nbytes, True)
+    assert decode.holds(TOKENS)
+    # One that comes when all is over is nobody's.
+    decode.worker.add_step(third)
+    assert decode.worker.finished() == decode.worker.poll()
+
+
+def test_what_waits_to_be_handed_out_is_handed_out_together(fabric: Fabric) -> None:
+    prefill, decode = Prefill(fabric), Decode(fabric)
+    prefill.compute(4)
+    grant = decode.attached(prefill)
+    assert (grant.complete, grant.blocks()) == (False, {"full": Blocks(THEIRS[:1], 0, 4)})
+    for tokens in (8, 12, TOKENS):
+        prefill.compute(tokens)
+    until(lambda: decode.scheduler._reads._by_request["mine"].complete)
+    (step,) = decode.scheduler.grant_steps()
+    assert (step.index, step.last, step.blocks()) == (1, True, {"full": Blocks(THEIRS[1:], 4, TOKENS)})
+    assert decode.scheduler.grant_steps() == []
+
+
+def test_an_offer_grows_until_it_is_attached(fabric: Fabric) -> None:
+    prefill, decode = Prefill(fabric), Decode(fabric)
+    decode.scheduler.acquire("mine", prefill.reference, progressive=True)
+    prefill.compute(4)
+    decode.until(lambda: decode.scheduler.granted("mine"))
+    prefill.compute(TOKENS, b"token")
+
+    def offered() -> Any:
+        return decode.scheduler.granted("mine")
+
+    until(lambda: offered().complete)
+    assert (offered().blocks(), offered().payload) == ({"full": Blocks(THEIRS, 0, TOKENS)}, b"token")
+    decode.worker.start(decode.scheduler.attach("mine", {"full": Blocks(MINE)}))
+    decode.until(lambda: decode.ended)
+    assert decode.steps == []
+    assert decode.holds(TOKENS)
+
+
+def test_an_engine_that_gives_up_halfway_and_one_whose_source_does(fabric: Fabric) -> None:
+    prefill, decode = Prefill(fabric), Decode(fabric)
+    prefill.compute(4)
+    decode.worker.start(decode.attached(prefill))
+    assert decode.scheduler.cancel("mine")
+    decode.until(lambda: decode.ended)
+    decode.worker.start(decode.attached(prefill))
+    prefill.session.abort(prefill.publication)
+    decode.until(lambda: len(decode.ended) == 2)
+    assert [type(end.error) for end in decode.ended] == [TransferCancelled, PublicationAborted]
+    assert all(end.quiet for end in decode.ended)
+    assert decode.ended[1].lost == {"full": tuple(MINE)}
+    assert prefill.outcome(prefill.publication).name == "ABORTED"
+
+
+def test_a_read_whose_steps_never_reach_its_worker_ends_at_its_timeout(fabric: Fabric) -> None:
+    prefill, decode = Prefill(fabric), Decode(fabric)
+    prefill.compute(4)
+    decode.worker.start(decode.attached(prefill, timeout=1.0))
+    prefill.compute(TOKENS)
+    decode.until(lambda: decode.ended)
+    assert isinstance(decode.ended[0].error, KvferryError)
+    assert decode.ended[0].quiet
+
+
+def test_tails_are_cleared_when_all_has_come(fabric: Fabric) -> None:
+    prefill, decode = Prefill(fabric), Decode(fabric)
+    for memory in decode.memory.values():
+        memory[:, MINE] = 9
+    prefill.compute(4)
+    decode.worker.start(decode.attached(prefill), tails=Tails.ZERO)
+    prefill.compute(TOKENS)
+    while not decode.ended:
+        decode.step()
+        for step in decode.steps:
+            decode.worker.add_step(step)
+    assert decode.ended[0].error is None
+    assert decode.holds(TOKENS)
+
+
+def test_the_time_in_which_it_waited_for_its_source_is_told_apart(fabric: Fabric) -> None:
+    prefill, decode = Prefill(fabric), Decode(fabric)
+    prefill.compute(4)
+    decode.worker.start(decode.attached(prefill))
+    until(lambda: decode.holds(4))
+    prefill.compute(TOKENS)
+    while not decode.ended:
+        decode.step()
+        for step in decode.steps:
+            decode.worker.add_step(step)
+    times = decode.ended[0].times
+    assert times.steps > 0
+    assert times.move > 0
