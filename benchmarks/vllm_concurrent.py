@@ -119,8 +119,9 @@ def main() -> None:
         for name in (THEIRS, OURS):
             pair = Pair(name, model, folder, server.address, 1, chunk=CHUNK)
             stack.callback(pair.close)
-            pair.ready()
             pairs[name] = pair
+        for pair in pairs.values():
+            pair.ready()
         ways = {PARTS: pairs[OURS], WHOLE: pairs[OURS], THEIRS: pairs[THEIRS]}
         # The first request of a pair connects its engines.
         for seed, pair in enumerate(pairs.values()):
