@@ -91,8 +91,8 @@ def table(samples: Samples) -> Table:
         grown = [f"{middle[way][chunks] / middle[way][1]:.2f}" for way in WAYS]
         low, _, high = statistics.quantiles(samples[PARTS][chunks], n=4)
         quartiles = f"{low / middle[PARTS][1]:.2f} to {high / middle[PARTS][1]:.2f}"
-        rows.append((f"{chunks} chunks, {size} MiB", *against, *grown, quartiles))
-    columns = ("prompt", "in parts", "whole", "in parts", "whole", THEIRS, "in parts, quartiles")
+        rows.append((f"{chunks} ({size} MiB)", *against, *grown, quartiles))
+    columns = ("chunks", "in parts", "whole", "in parts", "whole", THEIRS, "in parts, quartiles")
     title = f"Medians: the first two in {THEIRS}'s of the same prompt, the others in their own of one chunk"
     return Table(title, columns, rows)
 
@@ -103,6 +103,22 @@ def verdict(samples: Samples) -> str:
     worst = max(statistics.median(taken) for taken in found.values()) / statistics.median(found[1])
     reached = "reached" if worst <= GOAL else f"missed by {worst / GOAL:.2f} ×"
     return f"Goal: in parts, no prompt takes more than {GOAL:g} of one chunk. Measured: {worst:.2f}; {reached}."
+
+
+def report(samples: Samples, repeats: int, load: float) -> str:
+    """Return the page of results.
+
+    Args:
+        samples: what was measured.
+        repeats: requests of each length and way.
+        load: the machine's load before.
+    """
+    return (
+        "# vLLM, prefill and decode asked at the same time\n\n"
+        "Written by `make bench-vllm`: from prefill's answer to decode's first token, on CPU, TP 1. Prefill computes "
+        f"{CHUNK} tokens at a time. {repeats} requests of each kind, in turns; load before: {load:.1f}.\n\n"
+        f"{verdict(samples)}\n\n{table(samples).markdown()}"
+    )
 
 
 def main() -> None:
@@ -122,17 +138,14 @@ def main() -> None:
             pairs[name] = pair
         for pair in pairs.values():
             pair.ready()
+        in_turns = ((pairs[OURS], pairs[THEIRS]), (pairs[THEIRS], pairs[OURS]))
         ways = {PARTS: pairs[OURS], WHOLE: pairs[OURS], THEIRS: pairs[THEIRS]}
         # The first request of a pair connects its engines.
-        for seed, pair in enumerate(pairs.values()):
-            pair.first_token(seed, CHUNK)
+        for pair, idle in in_turns:
+            with idle.stopped():
+                pair.first_token(0, CHUNK)
         measure(samples, ways, server.address, arguments.repeats)
-    text = (
-        "# vLLM, prefill and decode asked at the same time\n\nWritten by `make bench-vllm`: from prefill's answer to "
-    )
-    text += f"decode's first token, on CPU, TP 1 to 1. Prefill computes {CHUNK} tokens at a time. {arguments.repeats} "
-    text += f"requests of each kind, in turns; load before: {load:.1f}.\n\n{verdict(samples)}\n\n"
-    text += table(samples).markdown()
+    text = report(samples, arguments.repeats, load)
     RESULTS.write_text(text)
     SAMPLES.write_text(json.dumps(samples, indent=1) + "\n")
     print(text)

@@ -15,8 +15,8 @@ from kvferry._control.publications import Publication
 from kvferry.engine import SchedulerPort
 from kvferry.errors import KvferryError
 from kvferry.geometry.blocks import Blocks
+from kvferry.integrations.vllm.block_hold import BlockHold
 from kvferry.integrations.vllm.groups import BlockTable
-from kvferry.integrations.vllm.held_blocks import HeldBlocks
 from kvferry.integrations.vllm.publishing import Summed
 
 logger = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ class Routed:
     reference: str = field(repr=False)
     traceparent: str = ""
     publication: Publication | None = None
-    held: HeldBlocks | None = None
+    held: BlockHold | None = None
     parts: deque[_Part] = field(default_factory=deque)
     published: dict[str, int] = field(default_factory=dict)
     planned: dict[str, int] = field(default_factory=dict)
@@ -113,7 +113,7 @@ class RoutedPublishing:
         """Those that are published under their reference, each by its request_id, until they finish."""
         self._followers: dict[str, Routed] = {}
         """Other samples of the same prompt (n > 1), which have the same reference."""
-        self._held: dict[int, HeldBlocks] = {}
+        self._held: dict[int, BlockHold] = {}
         """The blocks of each publication, by its number, until it is released."""
         self._idle_since: float | None = None
         self._sums: list[Summed] = []
@@ -280,7 +280,7 @@ class RoutedPublishing:
 
     def _hold(self, routed: Routed, blocks: Mapping[str, Blocks]) -> None:
         if routed.held is None:
-            routed.held = HeldBlocks(self._pool)
+            routed.held = BlockHold(self._pool)
         for listed in blocks.values():
             routed.held.add(listed.ids.tolist())
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 
-class HeldBlocks:
+class BlockHold:
     """References of our own to blocks of vLLM's pool, beside those of its requests.
 
     vLLM frees the blocks of a request that it preempts or aborts, and evicts blocks from its prefix cache. A block that
