@@ -71,7 +71,7 @@ class ReadStats:
         disputed: reads counted as done, of which the home has said since that their leases had ended.
         stages: reads in progress: "waiting", "granted", "reading", "judging".
         wait: seconds from the request until the home promised the blocks.
-        grant: seconds from there until all blocks were known.
+        grant: seconds from there until all blocks were known; of a progressive read, until the first were.
         attach: seconds from there until there were blocks to read into.
         judge: seconds from the end of the last rank until the home's verdict.
         size: bytes of a read, by all ranks. This and the seconds are of reads that are done.
@@ -95,7 +95,9 @@ class RankStats:
     Attributes:
         handshake: seconds that a rank waited for the handshake with a new source; not counted where it was known.
         plan: seconds in which a rank made descriptors of a request's blocks.
-        move: seconds from the start of a rank's transfer until its last byte was seen, or it failed.
+        move: seconds from the start of a rank's transfer until its last byte was seen, or it failed; of a progressive
+            read, of its transfers together.
+        steps: seconds in which a rank had moved all that the source had published; only of progressive reads.
         bytes: bytes that have arrived.
         staged_bytes: those of them that went through staging memory.
         pieces: contiguous ranges to read, before fusing and merging.
@@ -113,6 +115,7 @@ class RankStats:
     handshake: Distribution
     plan: Distribution
     move: Distribution
+    steps: Distribution
     bytes: int
     staged_bytes: int
     pieces: int

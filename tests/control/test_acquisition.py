@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from queue import Empty, SimpleQueue
-from typing import TypeAlias
+from queue import SimpleQueue
 
 import numpy as np
 import pytest
@@ -16,15 +13,13 @@ from kvferry import Blocks, Client, EngineSpec, Group
 from kvferry._clock import now, to_duration
 from kvferry._control import acquisition
 from kvferry._control.acquirer import Acquirer
-from kvferry._control.acquisition import Acquired, AcquireRequest, Told
+from kvferry._control.acquisition import AcquireRequest, Told
 from kvferry._control.cancellation import Cancellation
 from kvferry._control.connection import Control
 from kvferry._control.granted_steps import GrantedSteps
-from kvferry._control.reader_lease import ReaderLease
 from kvferry._control.renewals import Renewals
 from kvferry._wire.reference import parse_reference
 from kvferry._wire.status import to_notification_error
-from kvferry._wire.token import EngineToken
 from kvferry.errors import (
     Closed,
     HomeRecovering,
@@ -39,71 +34,11 @@ from kvferry.errors import (
 )
 from kvferry.v1 import kv_transfer_pb2 as pb
 from tests.control.holding import reference
-from tests.control.scripted import Scripted, polled, scripted
+from tests.control.polling import FIRST, READER, SECOND, accepted, acquired, reading, step
+from tests.control.scripted import polled
 from tests.support.identifiers import unique_id
 from tests.support.node_servers import NodeServerProcess
 from tests.support.waiting import until
-
-Poll: TypeAlias = "Callable[[pb.PollBlocksRequest], pb.PollBlocksResponse]"
-READER = EngineToken("reader", b"r" * 32, "home:1")
-FIRST, SECOND = b"1" * 16, b"2" * 16
-
-
-class Reading:
-    """One engine's acquirer at one home, with what came of it."""
-
-    def __init__(self, home: Control) -> None:
-        self.home = home
-        self.renewals = Renewals()
-        self.given_back: list[tuple[bytes, pb.RankOutcome.ValueType]] = []
-        self.outcomes: SimpleQueue[Told] = SimpleQueue()
-        self.cancellation = Cancellation("read")
-        self.acquirer = Acquirer(READER, self.renewals, self._gave_up)
-
-    def start(self, timeout: float = 60.0) -> None:
-        text = reference(self.home.address)
-        request = AcquireRequest(self.home, parse_reference(text), text, "read", 1, 0, now() + timeout)
-        self.acquirer.start(request, self.cancellation, lambda _: None, self.outcomes.put)
-
-    def outcome(self) -> Told:
-        """What came of it, and nothing else did."""
-        found = self.outcomes.get(timeout=30)
-        self.acquirer.close(30)
-        with pytest.raises(Empty):
-            self.outcomes.get(block=False)
-        assert isinstance(found, Acquired) or not self.renewals._kept
-        return found
-
-    def _gave_up(self, home: Control, lease: ReaderLease, outcome: pb.RankOutcome.ValueType) -> None:
-        assert home is self.home
-        self.given_back.append((lease.lease_id, outcome))
-
-
-@contextmanager
-def reading(folder: Path, poll: Poll) -> Iterator[tuple[Scripted, Reading]]:
-    with scripted(folder) as (server, control):
-        server.poll_blocks = poll
-        found = Reading(control)
-        yield server, found
-        found.renewals.close()
-        found.acquirer.close(30)
-
-
-def accepted(lease_id: bytes = FIRST) -> pb.Accepted:
-    return pb.Accepted(lease_id=lease_id, remaining=to_duration(60), renew_every=to_duration(20), request_id="told")
-
-
-def step(number: int, blocks: int = 1) -> pb.Blocks:
-    first = number * blocks
-    part = pb.GroupBlocks(group="full", first_token=16 * first, end_token=16 * (first + blocks))
-    part.run_starts.append(1 + first)
-    part.run_counts.append(blocks)
-    return pb.Blocks(step=number, groups=[part])
-
-
-def acquired(outcome: Told) -> Acquired:
-    assert isinstance(outcome, Acquired), outcome
-    return outcome
 
 
 def test_each_call_says_what_the_reader_has_and_follows_news_without_a_pause(

@@ -3,15 +3,18 @@ division into heads and another block size on each side."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from kvferry import Blocks, ReleaseOutcome
-from kvferry.errors import InvalidField
+from kvferry.errors import InvalidField, PublicationAborted, PublicationTimeout
 from tests.engine.port_engines import PortEngine
 from tests.support.caches import POISON, Model, expect, kv, shards, write
+from tests.support.node_servers import NodeServerProcess
 
 SOURCE, DESTINATION = Model(heads=6, block_tokens=16), Model(heads=6, block_tokens=24)
 SOURCE_IDS, IDS, TOKENS = [3, 4, 9, 6, 12], [20, 7, 8], 70
@@ -91,3 +94,54 @@ def test_what_is_published_moves_while_the_source_still_computes(pair: Pair) -> 
     release = source.release_of(prefill.publication)
     assert release.outcome is ReleaseOutcome.READ
     assert [read.reported for read in release.reads] == [3]
+
+
+def test_a_prefix_that_is_there_already_and_a_source_that_thinks_better_of_it(pair: Pair) -> None:
+    source, destination = pair
+    prefill = Prefill(source, "prefix")
+    destination.scheduler.acquire("mine", prefill.publication.reference, progressive=True)
+    prefill.compute(32)
+    destination.grant("mine")
+    destination.start("mine", IDS[1:], (24, TOKENS))
+    destination.until(lambda: arrived(destination, prefill.values, (24, 32), IDS[1:]))
+    source.scheduler.abort(prefill.publication)
+    end = destination.end_of("mine")
+    assert isinstance(end.error, PublicationAborted)
+    assert (end.quiet, end.lost) == (True, {"full": tuple(IDS[1:])})
+    assert source.release_of(prefill.publication).outcome is ReleaseOutcome.ABORTED
+
+
+def test_a_source_that_stops_publishing_is_not_waited_for_beyond_the_timeout(pair: Pair) -> None:
+    source, destination = pair
+    prefill = Prefill(source, "stuck")
+    destination.scheduler.acquire("mine", prefill.publication.reference, progressive=True, timeout=1.5)
+    prefill.compute(32)
+    destination.grant("mine")
+    destination.start("mine", IDS, (0, TOKENS))
+    end = destination.end_of("mine")
+    assert isinstance(end.error, PublicationTimeout)
+    assert end.quiet
+    source.scheduler.abort(prefill.publication)
+    source.release_of(prefill.publication)
+
+
+def test_a_home_that_restarts_halfway(tmp_path: Path, port_engine: Callable[..., PortEngine]) -> None:
+    with NodeServerProcess(tmp_path / "one", tcp=True, ttl=20, max_ttl=20) as server:
+        source = port_engine(server.address, SOURCE, shards(6, 2))
+        destination = port_engine(server.address, DESTINATION, shards(6, 1))
+        source.ready(), destination.ready()
+        prefill = Prefill(source, "restart")
+        destination.scheduler.acquire("mine", prefill.publication.reference, progressive=True)
+        prefill.compute(32)
+        destination.grant("mine")
+        destination.start("mine", IDS, (0, TOKENS))
+        destination.until(lambda: arrived(destination, prefill.values, (0, 32)))
+        server.stop(signal.SIGKILL)
+        server.start()
+        prefill.compute(64)
+        prefill.compute(TOKENS)
+        end = destination.end_of("mine")
+        assert (end.error, end.confirmed) == (None, True)
+        # Nothing was read twice.
+        assert end.bytes == sum(array.size for array in prefill.values.values())
+        assert arrived(destination, prefill.values, (0, TOKENS))

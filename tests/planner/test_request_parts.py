@@ -3,6 +3,7 @@ once, and each part reaches as far as what is published and the granules allow."
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -10,18 +11,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvferry.errors import BadBlock, BlocksShort, InvalidField
 from kvferry.geometry import Blocks, Group, GroupKind, Plane
 from kvferry.planner import Path, PathRule, ReadPlan, plan_read
 from kvferry.planner.request_blocks import GroupRequest, needed
 from kvferry.planner.request_parts import RequestParts
 from tests.support.drawn_worlds import World, worlds
-from tests.support.geometries import tensors
+from tests.support.geometries import Engine, Tensor, engine, tensors, tp_ranks
 from tests.support.simulated_memories import POISON, Memory, check, execute, global_state, source_memories
 
 PLAN = settings.get_profile("plan")
 PROFILE = settings(PLAN, max_examples=max(20, PLAN.max_examples // 4))
-
-MODEL = tensors(layers=2, axis=4, state_bytes=2)
 
 
 @st.composite
@@ -59,10 +59,10 @@ def granules(plane: Plane, group: Group, until: int) -> list[tuple[int, int]]:
 def furthest(plan: ReadPlan, group: str, until: int) -> int:
     """The last token up to `until` that tears no granule of either side, found by trying each."""
     sides = {
-        (plane, engine.group(group))
+        (plane, side.group(group))
         for read in plan.reads
         if read.destination.group == group
-        for plane, engine in ((read.source, plan.source), (read.destination, plan.destination))
+        for plane, side in ((read.source, plan.source), (read.destination, plan.destination))
     }
     spans = [span for plane, of in sides for span in granules(plane, of, until)]
     return max(token for token in range(until + 1) if not any(first < token <= last for first, last in spans))
@@ -109,3 +109,102 @@ def early(
             if end > asked[0]:
                 found |= needed((group,), theirs, granted, mine, (asked[0], end))
     return found
+
+
+def planned(theirs: int = 4, mine: int = 4, granule: int = 1) -> ReadPlan:
+    """A plan between blocks of so many tokens."""
+    model = tensors(layers=1, axis=2, state_bytes=2, granule=granule)
+    made = [
+        engine(name, model, block_tokens=size, num_blocks=16).geometry() for name, size in (("p", theirs), ("d", mine))
+    ]
+    return plan_read(made[0], made[1], 0)
+
+
+def bytes_of(parts: RequestParts, steps: Sequence[tuple[list[int], int, int]]) -> list[int]:
+    """The bytes that each step brings; the last is the last."""
+    found = []
+    for index, (ids, first, end) in enumerate(steps):
+        step = {"full": Blocks(ids, first, end)}
+        found.append(parts.next(step, last=index == len(steps) - 1).total_bytes)
+    return found
+
+
+def test_a_part_ends_inside_a_block_of_the_destination_where_granules_allow() -> None:
+    steps = [([1], 0, 4), ([2], 4, 8), ([3], 8, 10)]
+    token = planned().expand({"full": Blocks([1])}, {"full": Blocks([1])}, (0, 1)).total_bytes
+    assert bytes_of(RequestParts(planned(4, 6), {"full": Blocks([5, 6])}, (0, 10)), steps) == [
+        4 * token,
+        4 * token,
+        2 * token,
+    ]
+    # Of what cannot be cut inside a page, whole pages move.
+    assert bytes_of(RequestParts(planned(4, 8, granule=4), {"full": Blocks([5, 6])}, (0, 10)), steps) == [
+        4 * token,
+        4 * token,
+        4 * token,
+    ]
+
+
+def test_what_is_asked_may_end_before_what_is_published() -> None:
+    token = planned().expand({"full": Blocks([1])}, {"full": Blocks([1])}, (0, 1)).total_bytes
+    steps = [([1, 2], 0, 8), ([3], 8, 12)]
+    assert bytes_of(RequestParts(planned(), {"full": Blocks([5, 6])}, (0, 7)), steps) == [7 * token, 0]
+    # The granule that holds its end is read once.
+    assert bytes_of(RequestParts(planned(granule=4), {"full": Blocks([5, 6])}, (0, 7)), steps) == [4 * token, 4 * token]
+
+
+def test_of_what_is_there_already_nothing_is_read() -> None:
+    parts = RequestParts(planned(), {"full": Blocks([5, 6], 8)}, (8, 16))
+    steps = [([1], 0, 4), ([2], 4, 8), ([3], 8, 12), ([4], 12, 16)]
+    assert [size > 0 for size in bytes_of(parts, steps)] == [False, False, True, True]
+
+
+@pytest.mark.parametrize(("ids", "error"), [([5, 6, 5], BadBlock), ([5, 6, 16], BadBlock), ([5, 6], BlocksShort)])
+def test_destination_blocks_are_checked_before_the_first_part_is_read(ids: list[int], error: type[Exception]) -> None:
+    parts = RequestParts(planned(), {"full": Blocks(ids)}, (0, 12))
+    with pytest.raises(error):
+        parts.next({"full": Blocks([1], 0, 4)}, last=False)
+
+
+@pytest.mark.parametrize(
+    ("step", "last", "error"),
+    [
+        (Blocks([2], 8, 12), False, BlocksShort),
+        (Blocks([16], 4, 8), False, BadBlock),
+        (Blocks([2], 4, 12), False, BlocksShort),
+        (Blocks([2], 4, 8), True, BlocksShort),
+    ],
+)
+def test_each_step_is_checked_before_it_is_read(step: Blocks, last: bool, error: type[Exception]) -> None:
+    parts = RequestParts(planned(), {"full": Blocks([5, 6, 7])}, (0, 12))
+    parts.next({"full": Blocks([1], 0, 4)}, last=False)
+    with pytest.raises(error):
+        parts.next({"full": step}, last=last)
+
+
+def test_only_tokens_that_were_asked_say_where_a_part_may_end() -> None:
+    parts = RequestParts(planned(), {"full": Blocks([5, 6])}, None)
+    with pytest.raises(InvalidField, match="tokens"):
+        parts.next({"full": Blocks([1], 0, 4)}, last=False)
+
+
+def test_windows_and_states_are_read_with_the_last_step_even_if_they_are_told_before() -> None:
+    groups = (
+        Group("full", block_tokens=4, num_blocks=16),
+        Group("window", GroupKind.WINDOW, block_tokens=4, num_blocks=16, window_tokens=4),
+        Group("state", GroupKind.STATE, num_blocks=4),
+    )
+    model = [
+        *tensors(layers=1, axis=1, state_bytes=2),
+        *tensors(layers=1, prefix="window", group="window", axis=1, state_bytes=2),
+        Tensor("mamba", "ssm", "state", axis=1, state_bytes=2, state_rows=2),
+    ]
+    made = [Engine(name, groups, tp_ranks(model, 1), {}).geometry() for name in ("p", "d")]
+    plan = plan_read(made[0], made[1], 0)
+    mine = {"full": Blocks([5, 6]), "window": Blocks([7, 8]), "state": Blocks([1], state_token=8)}
+    parts = RequestParts(plan, mine, (0, 8))
+    early = {"full": Blocks([1], 0, 4), "window": Blocks([1, 2], 0, 8), "state": Blocks([3], state_token=8)}
+    alone = planned().expand({"full": Blocks([1])}, {"full": Blocks([5])}, (0, 4)).total_bytes
+    assert parts.next(early, last=False).total_bytes == alone // 2
+    whole = plan.expand({**early, "full": Blocks([1, 2], 0, 8)}, mine, (0, 8)).total_bytes
+    assert parts.next({"full": Blocks([2], 4, 8)}, last=True).total_bytes == whole - alone // 2

@@ -48,6 +48,9 @@ class PlayedRank:
         self.expanded: list[tuple[object, ...]] = []
         self.lasts: list[bool] = []
         """Whether each was said to be the last."""
+        self.first = GRANTED
+        self.reaches = 1
+        """0: what was told is not enough for anything to move."""
         self.known_sources: dict[tuple[object, ...], SourceEngine] = {}
         self.size = 10
         self.verified: list[Arrived] = []
@@ -91,7 +94,7 @@ class PlayedRank:
     def expand(self, *wanted: object) -> object:
         self.expanded.append(wanted)
         planned = SourceDescriptors(1, (), (), None)
-        return SimpleNamespace(sources=(planned,), descriptors=0, pieces=0)
+        return SimpleNamespace(sources=(planned,) * self.reaches, descriptors=3, pieces=5)
 
     def in_parts(self, blocks: object, tokens: object) -> object:
         parts = SimpleNamespace(granted={})
@@ -139,15 +142,23 @@ class PlayedRank:
             self.answers[reference] = answer or self.peer()
             self.changed.notify_all()
 
-    def start(self, reference: str = "a", *, within: float = LONG, tails: Tails = Tails.KEEP) -> RankRead:
+    def start(
+        self, reference: str = "a", *, within: float = LONG, tails: Tails = Tails.KEEP, complete: bool = True
+    ) -> RankRead:
         home = cast(Control, SimpleNamespace(address=SOURCE[0]))
         order = RankOrder(
-            f"read-{reference}", "r", home, SOURCE[1], SOURCE[2], 1, reference, LEASE, GRANTED, BLOCKS, (3, 5), tails,
-            now() + within,
+            f"read-{reference}", "r", home, SOURCE[1], SOURCE[2], 1, reference, LEASE, self.first, BLOCKS, (3, 5),
+            tails, now() + within, complete=complete,
         )  # fmt: skip
         read = RankRead(order)
         self.reads.start(read)
         return read
+
+    def worked(self) -> None:
+        """Wait until the thread of the shares has done all that it was asked."""
+        done = threading.Event()
+        self.work.do(done.set)
+        assert done.wait(30)
 
     def close(self) -> None:
         for transfer in self.transfers:

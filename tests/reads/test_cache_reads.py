@@ -129,12 +129,6 @@ class Reading(PlayedRank):
         self.until(lambda: self.transfers)
         return handle
 
-    def worked(self) -> None:
-        """Wait until the thread of the reads has done all that it was asked."""
-        done = threading.Event()
-        self.work.do(done.set)
-        assert done.wait(30)
-
     def judged(self, verdict: pb.Verdict.ValueType | None, *said: str) -> None:
         assert self.home.heard("report", *said)
         self.home.answered[0](verdict)

@@ -6,20 +6,25 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 
 from kvferry import AsyncClient, Blocks, EngineSpec, Group, IntegrityOptions, Publication, Read, ReadState
-from kvferry.engine import GrantStep, ReadEnd, SchedulerPort, Tails, WorkerPort
+from kvferry.engine import GrantStep, RankEnd, ReadEnd, SchedulerPort, Tails, WorkerOutput, WorkerPort
 from kvferry.errors import (
+    BadBlock,
+    BlocksShort,
     InvalidField,
     KvferryError,
     PublicationAborted,
     PublicationTimeout,
     TransferCancelled,
     TransferExpired,
+    TransferFailed,
 )
 from kvferry.testing import Fabric
 from tests.support.waiting import until
@@ -70,7 +75,7 @@ def test_each_step_moves_while_the_source_computes(fabric: Fabric) -> None:
     assert (read.state, read.progress().complete) == (ReadState.WAITING, False)
     for tokens in (4, 12, 20):
         prefill.compute(tokens)
-        until(lambda tokens=tokens: decode.holds(VALUES[:, :, :tokens], MINE))
+        until(partial(decode.holds, VALUES[:, :, :tokens], MINE))
         progress = read.progress()
         assert (progress.state, progress.total, progress.complete) == (
             ReadState.READING,
@@ -145,7 +150,7 @@ def test_what_was_not_asked_for_progressively_waits_for_all(fabric: Fabric) -> N
     (read,) = begin(decode, prefill, progressive=False)
     (other,) = Engine(fabric, "other").read(prefill.reference, MINE, tokens=(0, TOKENS), progressive=True)
     prefill.compute(8)
-    until(lambda: other.progress().done)
+    until(lambda: other.progress().done > 0)
     assert (read.state, read.progress().done) == (ReadState.WAITING, 0)
     prefill.compute(TOKENS)
     assert read.result(SOON).bytes == other.result(SOON).bytes
@@ -260,7 +265,7 @@ def test_sums_are_compared_at_the_end_over_all_steps(fabric: Fabric) -> None:
     publication = prefill.session.publish("request", steps[0], last=False, checksums=True)
     read = decode.read(publication.reference, {"full": Blocks([3, 4, 6])}, (0, 12), progressive=True)
     prefill.checksum(publication.number, steps[0], last=False).result(SOON)
-    until(lambda: read.progress().done)
+    until(lambda: read.progress().done > 0)
     prefill.session.publish_more(publication, steps[1], last=True)
     prefill.checksum(publication.number, steps[1]).result(SOON)
     verification = read.result(SOON).verification
@@ -286,11 +291,11 @@ async def test_the_client_for_asyncio_reads_progressively_as_well(fabric: Fabric
 class Decode:
     """A decode engine of one rank on the ports, whose steps a test makes."""
 
-    def __init__(self, fabric: Fabric, **options: Any) -> None:
+    def __init__(self, fabric: Fabric, *, confirm: str = "before") -> None:
         spec = EngineSpec("d", (Group("full", block_tokens=BLOCK, num_blocks=BLOCKS),))
         self.memory = {f"layer{layer}": np.zeros((2, BLOCKS, HEADS, BLOCK, DIM), np.uint16) for layer in range(LAYERS)}
-        client = fabric.client()
-        self.scheduler = SchedulerPort(client, spec, **options)
+        client = fabric.client(confirm=confirm)
+        self.scheduler = SchedulerPort(client, spec)
         self.worker = WorkerPort(client, spec)
         self.worker.register(self.memory, axes=AXES["hnd"], heads=range(HEADS), total_heads=HEADS)
         self.ended: list[ReadEnd] = []
@@ -305,8 +310,12 @@ class Decode:
         self.ended += self.scheduler.finished().reads
         return True
 
+    def has(self, steps: int) -> bool:
+        """Whether so many steps were handed out."""
+        return len(self.steps) == steps
+
     def until(self, condition: Callable[[], object]) -> None:
-        until(lambda: self.step() and condition())
+        until(lambda: self.step() and bool(condition()))
 
     def attached(self, prefill: Prefill, **options: Any) -> Any:
         self.scheduler.acquire("mine", prefill.reference, progressive=True, **options)
@@ -328,7 +337,7 @@ def test_workers_may_get_steps_late_twice_out_of_order_and_before_their_grant(fa
     grant = decode.attached(prefill)
     for count, tokens in enumerate((8, 12, 20), 1):
         prefill.compute(tokens)
-        decode.until(lambda count=count: len(decode.steps) == count)
+        decode.until(partial(decode.has, count))
     assert [(step.index, step.last) for step in decode.steps] == [(1, False), (2, False), (3, False)]
     first, second, third = (GrantStep.of(step.plain()) for step in decode.steps)
     decode.worker.add_step(second)
@@ -391,7 +400,7 @@ def test_an_engine_that_gives_up_halfway_and_one_whose_source_does(fabric: Fabri
     decode.worker.start(decode.attached(prefill))
     prefill.session.abort(prefill.publication)
     decode.until(lambda: len(decode.ended) == 2)
-    assert [type(end.error) for end in decode.ended] == [TransferCancelled, PublicationAborted]
+    assert [type(end.error).__name__ for end in decode.ended] == ["TransferCancelled", "PublicationAborted"]
     assert all(end.quiet for end in decode.ended)
     assert decode.ended[1].lost == {"full": tuple(MINE)}
     assert prefill.outcome(prefill.publication).name == "ABORTED"
@@ -435,3 +444,52 @@ def test_the_time_in_which_it_waited_for_its_source_is_told_apart(fabric: Fabric
     times = decode.ended[0].times
     assert times.steps > 0
     assert times.move > 0
+
+
+def test_a_worker_that_says_it_has_all_before_all_was_published_is_not_believed(fabric: Fabric) -> None:
+    prefill, decode = Prefill(fabric), Decode(fabric)
+    prefill.compute(4)
+    grant = decode.attached(prefill)
+    decode.scheduler.collect(WorkerOutput(0, (RankEnd(grant.read_id, "mine", ok=True, quiet=True, bytes=7),)))
+    decode.until(lambda: decode.ended)
+    assert isinstance(decode.ended[0].error, TransferFailed)
+
+
+def test_blocks_are_checked_when_they_are_attached_though_not_all_is_published(fabric: Fabric) -> None:
+    prefill, decode = Prefill(fabric), Decode(fabric)
+    prefill.compute(4)
+    grant = decode.attached(prefill)
+    decode.scheduler.acquire("other", prefill.reference, progressive=True)
+    decode.until(lambda: decode.scheduler.granted("other"))
+    wrong: list[tuple[Any, type[Exception]]] = [
+        ({"full": Blocks([14, 15, 16, 17, 18, 14])}, BadBlock),
+        ({"full": Blocks([14, 15, 16, 17, 18, BLOCKS])}, BadBlock),
+        # A block of the other read, although no step for it has come.
+        ({"full": Blocks([14, 15, 16, 17, 18, MINE[5]])}, BadBlock),
+        ({"full": Blocks([14, 15])}, BlocksShort),
+        ({}, InvalidField),
+    ]
+    for blocks, error in wrong:
+        with pytest.raises(error):
+            decode.scheduler.attach("other", blocks, (0, TOKENS))
+    with pytest.raises(InvalidField, match="tokens"):
+        decode.scheduler.attach("other", {"full": Blocks([14, 15, 16, 17, 18, 19])})
+    assert decode.scheduler.attach("other", {"full": Blocks([14, 15, 16, 17, 18, 19])}, (0, TOKENS)).read_id
+    with pytest.raises(InvalidField, match="tokens"):
+        decode.worker.start(replace(grant, tokens=None))
+    with pytest.raises(InvalidField, match="GrantStep"):
+        decode.worker.add_step(grant)
+
+
+def test_told_before_the_home_confirms(fabric: Fabric) -> None:
+    prefill, decode = Prefill(fabric), Decode(fabric, confirm="after")
+    prefill.compute(4)
+    decode.worker.start(decode.attached(prefill))
+    prefill.compute(TOKENS)
+    while not decode.ended:
+        decode.step()
+        for step in decode.steps:
+            decode.worker.add_step(step)
+    assert (decode.ended[0].error, decode.ended[0].confirmed) == (None, False)
+    assert decode.holds(TOKENS)
+    assert prefill.outcome(prefill.publication).name == "READ"

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import enum
+import logging
 from dataclasses import dataclass, field
 
 from kvferry._control.acquisition import Acquired, AcquireRequest
 from kvferry._control.cancellation import Cancellation
 from kvferry._reads.read_times import ShareWork, Stamps
 from kvferry._tracing import NO_SPAN, Span
-from kvferry.errors import KvferryError
+from kvferry.errors import KvferryError, TransferCancelled, TransferError
+
+logger = logging.getLogger(__name__)
 
 
 class ReadStage(enum.Enum):
@@ -99,3 +102,29 @@ class LeasedRead:
     def silent(self) -> tuple[int, ...]:
         """Ranks that have not reported the end of their share."""
         return tuple(sorted(self.ranks - set(self.ends)))
+
+
+def log_end(read: LeasedRead, how: str) -> None:
+    """Log the end of a read under the names that its home and its source use as well."""
+    level = logging.DEBUG if read.error is None or isinstance(read.error, TransferCancelled) else logging.INFO
+    if not logger.isEnabledFor(level):
+        return
+    reference, acquired = read.request.reference, read.acquired
+    logger.log(
+        level,
+        "read %r %s: request_id=%r publication=%d engine_id=%r bytes=%d confirmed=%s %s",
+        read.read_id,
+        how,
+        reference.request_id if acquired is None else acquired.request_id,
+        reference.publication,
+        reference.engine_id,
+        read.bytes,
+        read.confirmed,
+        "done" if read.error is None else f"{type(read.error).__name__}: {read.error}",
+    )
+
+
+def set_quiet(read: LeasedRead) -> None:
+    """Set `quiet` of the read's error to that of the read."""
+    if isinstance(read.error, TransferError):
+        read.error.quiet = not read.not_quiet

@@ -29,7 +29,7 @@ from kvferry._control.acquisition import Acquired, MoreBlocks, Told, timed_out
 from kvferry._control.connection import Control
 from kvferry._control.judgement import Confirm, Judgement, judge
 from kvferry._control.lease_holder import VERDICT_TIMEOUT, LeaseHolder, ReadReport
-from kvferry._reads.leased_read import LeasedRead, ReadStage, ShareEnd
+from kvferry._reads.leased_read import LeasedRead, ReadStage, ShareEnd, log_end, set_quiet
 from kvferry._reads.meters import ReadMeter, kind_of
 from kvferry._threads import start_thread
 from kvferry._tracing import NO_SPAN, start_span
@@ -38,7 +38,6 @@ from kvferry.errors import (
     KvferryError,
     LimitReached,
     TransferCancelled,
-    TransferError,
     TransferExpired,
     TransferFailed,
     TransferStuck,
@@ -363,7 +362,7 @@ class LeasedReads(Generic[SomeRead]):
     def _refuse(self, read: SomeRead, error: KvferryError) -> None:
         read.error, read.stage = error, ReadStage.REFUSED
         self._under_way.discard(read)
-        _log_end(read, "was not granted")
+        log_end(read, "was not granted")
         self._meter.refused(read)
         read.acquiring.end(error)
         read.span.end(error)
@@ -420,8 +419,8 @@ class LeasedReads(Generic[SomeRead]):
         self._under_way.discard(read)
         if read.acquired is not None:
             self._holder.drop(read.acquired)
-        _set_quiet(read)
-        _log_end(read, "ended")
+        set_quiet(read)
+        log_end(read, "ended")
         self._meter.ended(read)
         read.span.end(read.error, outcome=kind_of(read.error), bytes=read.bytes)
         self._owner.on_ended(read)
@@ -429,34 +428,8 @@ class LeasedReads(Generic[SomeRead]):
     def _settle(self, read: SomeRead) -> None:
         """Report the read as quiet if it has ended and all of its ranks are quiet."""
         if read.stage is ReadStage.ENDED and not read.not_quiet:
-            _set_quiet(read)
+            set_quiet(read)
             self._owner.on_quiesced(read)
-
-
-def _log_end(read: LeasedRead, how: str) -> None:
-    """Log the end of a read under the names that its home and its source use as well."""
-    level = logging.DEBUG if read.error is None or isinstance(read.error, TransferCancelled) else logging.INFO
-    if not logger.isEnabledFor(level):
-        return
-    reference, acquired = read.request.reference, read.acquired
-    logger.log(
-        level,
-        "read %r %s: request_id=%r publication=%d engine_id=%r bytes=%d confirmed=%s %s",
-        read.read_id,
-        how,
-        reference.request_id if acquired is None else acquired.request_id,
-        reference.publication,
-        reference.engine_id,
-        read.bytes,
-        read.confirmed,
-        "done" if read.error is None else f"{type(read.error).__name__}: {read.error}",
-    )
-
-
-def _set_quiet(read: LeasedRead) -> None:
-    """Set `quiet` of the read's error to that of the read."""
-    if isinstance(read.error, TransferError):
-        read.error.quiet = not read.not_quiet
 
 
 def _verdict_name(verdict: pb.Verdict.ValueType) -> str:

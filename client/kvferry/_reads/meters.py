@@ -112,7 +112,7 @@ class ShareMeter:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._handshake, self._plan, self._move = Measured(), Measured(), Measured()
+        self._handshake, self._plan, self._move, self._steps = Measured(), Measured(), Measured(), Measured()
         self._bytes = self._staged_bytes = self._pieces = self._descriptors = 0
 
     def ended(self, work: ShareWork, arrived: int) -> None:
@@ -129,6 +129,8 @@ class ShareMeter:
                 self._plan.add(work.plan)
             if work.move:
                 self._move.add(work.move)
+            if work.steps:
+                self._steps.add(work.steps)
             self._bytes += arrived
             # What is staged arrives with the rest, or not at all: of a share that failed, the part is not known.
             self._staged_bytes += min(work.staged_bytes, arrived)
@@ -143,6 +145,7 @@ class ShareMeter:
                 handshake=self._handshake.distribution(),
                 plan=self._plan.distribution(),
                 move=self._move.distribution(),
+                steps=self._steps.distribution(),
                 bytes=self._bytes,
                 staged_bytes=self._staged_bytes,
                 pieces=self._pieces,

@@ -217,7 +217,6 @@ class RankReads(OneProcess):
         """Start to move what was published so far."""
         if read.ended:
             return
-        read.turn_to(Doing.STEPS)
         read.span = start_span("kvferry.move", read.order.traceparent, source=read.order.engine_id)
         read.engine = engine
         self._move_on(read)

@@ -2,29 +2,55 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
 from kvferry.engine.values import GrantStep
 
+MAX_EARLY = 4096
+"""Of how many reads that were not started steps are kept: as many as may wait at once by default."""
 
-class StepOrder:
-    """The steps of one read that have come, as far as one before them is missing.
+
+@dataclass(slots=True)
+class _Order:
+    """The steps of one read.
 
     Attributes:
-        next: index of the step that is missing.
+        next: index of the step whose turn it is.
+        ahead: steps that have come before their turn, by index.
     """
 
+    next: int = 1
+    ahead: dict[int, GrantStep] = field(default_factory=dict)
+
+
+class StepOrders:
+    """The steps of a worker's reads. Not thread-safe."""
+
     def __init__(self) -> None:
-        self.next = 1
-        self._ahead: dict[int, GrantStep] = {}
+        self._orders: dict[str, _Order] = {}
 
-    def put(self, step: GrantStep) -> None:
-        """Add a step. One that came before is ignored."""
-        if step.index >= self.next:
-            self._ahead.setdefault(step.index, step)
+    def put(self, step: GrantStep, started: Collection[str]) -> None:
+        """Add a step. One that came before is ignored.
 
-    def take(self) -> list[GrantStep]:
-        """Return the steps whose turn it is, each once."""
-        found: list[GrantStep] = []
-        while self.next in self._ahead:
-            found.append(self._ahead.pop(self.next))
-            self.next += 1
+        Args:
+            step: the step.
+            started: read_ids of the reads that were started. Of others, only the latest `MAX_EARLY` are kept.
+        """
+        order = self._orders.setdefault(step.read_id, _Order())
+        if step.index >= order.next:
+            order.ahead.setdefault(step.index, step)
+        if len(self._orders) > len(started) + MAX_EARLY:
+            del self._orders[next(read_id for read_id in self._orders if read_id not in started)]
+
+    def take(self, read_id: str) -> list[GrantStep]:
+        """Return the steps of a read whose turn it is, each once."""
+        order, found = self._orders.setdefault(read_id, _Order()), list[GrantStep]()
+        while order.next in order.ahead:
+            found.append(order.ahead.pop(order.next))
+            order.next += 1
         return found
+
+    def forget(self, read_id: str) -> None:
+        """Drop the steps of a read."""
+        self._orders.pop(read_id, None)

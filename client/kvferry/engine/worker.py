@@ -17,7 +17,7 @@ from kvferry._reads.local_rank import LocalRank, describe
 from kvferry._reads.rank_read import RankOrder, RankRead, SchedulersLease
 from kvferry._reads.rank_reads import RankReads
 from kvferry._wire.token import EngineToken
-from kvferry.engine.step_order import StepOrder
+from kvferry.engine.step_order import StepOrders
 from kvferry.engine.values import Grant, GrantStep, Offer, RankEnd, WorkerOutput
 from kvferry.errors import InvalidField, WrongState
 from kvferry.geometry.blocks import Blocks, blocks_by_group
@@ -27,9 +27,6 @@ from kvferry.geometry.tensors import Holding, Tensor
 MAX_DONE = 65_536
 """How many reads the port remembers after their end was acknowledged, to recognise a grant that is delivered again.
 That is hours of reads; a repeated delivery comes within seconds."""
-
-MAX_EARLY = 4096
-"""Of how many reads that were not started the port keeps steps: as many as may wait at once by default."""
 
 
 class WorkerPort(OneProcess):
@@ -61,8 +58,7 @@ class WorkerPort(OneProcess):
         self._cache: Cache | None = None
         self._shares: RankReads | None = None
         self._reads: dict[str, RankRead] = {}
-        self._steps: dict[str, StepOrder] = {}
-        """The steps of the reads, and of some that were not started yet, by read_id."""
+        self._steps = StepOrders()
         self._ended: dict[str, RankEnd] = {}
         self._failed: dict[str, RankEnd] = {}
         self._quiesced: dict[str, None] = {}
@@ -266,7 +262,7 @@ class WorkerPort(OneProcess):
                 read = RankRead(order)
                 self._shares.start(read)
                 self._reads[grant.read_id] = read
-                self._pass_on(read, self._steps.setdefault(grant.read_id, StepOrder()))
+                self._pass_on(grant.read_id)
 
     def add_step(self, step: GrantStep) -> None:
         """Read the blocks that the source of a grant has published since.
@@ -286,14 +282,8 @@ class WorkerPort(OneProcess):
         with self._lock:
             if step.read_id in self._done:
                 return
-            order = self._steps.setdefault(step.read_id, StepOrder())
-            order.put(step)
-            read = self._reads.get(step.read_id)
-            if read is not None:
-                self._pass_on(read, order)
-            elif len(self._steps) - len(self._reads) > MAX_EARLY:
-                early = next(read_id for read_id in self._steps if read_id not in self._reads)
-                del self._steps[early]
+            self._steps.put(step, self._reads)
+            self._pass_on(step.read_id)
 
     def cancel(self, read_id: str) -> None:
         """Cancel this rank's share of a read; `finished` reports its end. Does nothing if the rank has no such share,
@@ -389,15 +379,16 @@ class WorkerPort(OneProcess):
             rank=self.rank,
         )
 
-    def _pass_on(self, read: RankRead, order: StepOrder) -> None:
-        """Hand on the steps whose turn it is. Called with the lock held."""
-        for step in order.take():
-            if self._shares is not None:
+    def _pass_on(self, read_id: str) -> None:
+        """Hand on the steps whose turn it is, if their read was started. Called with the lock held."""
+        read = self._reads.get(read_id)
+        if read is not None and self._shares is not None:
+            for step in self._steps.take(read_id):
                 self._shares.add(read, step.blocks(), last=step.last)
 
     def _forget(self, read_id: str) -> None:
         """Forget a read that has ended, is quiet and was acknowledged. Called with the lock held."""
-        self._steps.pop(read_id, None)
+        self._steps.forget(read_id)
         if self._reads.pop(read_id, None) is not None:
             self._done[read_id] = None
             if len(self._done) > MAX_DONE:

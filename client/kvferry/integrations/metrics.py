@@ -19,7 +19,9 @@ DISPUTED = Named("kvferry_reader_disputed", "Good reads whose lease had ended, a
 WAIT = Named(
     "kvferry_reader_wait_seconds", "From a read's request until the source's home promised its blocks; of good reads."
 )
-GRANT = Named("kvferry_reader_grant_seconds", "From the promise until all blocks of the source were known.")
+GRANT = Named(
+    "kvferry_reader_grant_seconds", "From the promise until all blocks were known, or a progressive read's first."
+)
 ATTACH = Named("kvferry_reader_attach_seconds", "From there until the engine had blocks to read into.")
 JUDGE = Named("kvferry_reader_judge_seconds", "From the end of the last rank until the home's verdict.")
 READ_BYTES = Named("kvferry_reader_read_bytes", "Bytes of a good read, by all ranks.")
@@ -27,6 +29,7 @@ READ_BYTES = Named("kvferry_reader_read_bytes", "Bytes of a good read, by all ra
 HANDSHAKE = Named("kvferry_reader_handshake_seconds", "Wait of a rank for the handshake with a new source.")
 PLAN = Named("kvferry_reader_plan_seconds", "Time in which a rank made descriptors of a request's blocks.")
 MOVE = Named("kvferry_reader_move_seconds", "Transfer of a rank, to its last byte or its failure.")
+STEPS = Named("kvferry_reader_steps_seconds", "Time in which a rank waited for more blocks of a progressive read.")
 BYTES = Named("kvferry_reader_bytes", "Bytes that have arrived at the ranks of this process.")
 STAGED_BYTES = Named("kvferry_reader_staged_bytes", "Those of them that went through staging memory.")
 PIECES = Named("kvferry_reader_pieces", "Contiguous ranges to read, before fusing and merging.")

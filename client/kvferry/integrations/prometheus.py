@@ -64,6 +64,7 @@ HISTOGRAMS: tuple[tuple[metrics.Named, Callable[[ClientStats], Distribution]], .
     (metrics.HANDSHAKE, lambda stats: stats.ranks.handshake),
     (metrics.PLAN, lambda stats: stats.ranks.plan),
     (metrics.MOVE, lambda stats: stats.ranks.move),
+    (metrics.STEPS, lambda stats: stats.ranks.steps),
 )
 
 

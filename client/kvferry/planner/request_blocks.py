@@ -160,7 +160,7 @@ def written(
 def promised(
     groups: Iterable[Group], source: Mapping[str, Blocks], destination: Mapping[str, Blocks]
 ) -> dict[str, Blocks]:
-    """What a source whose steps have not all come may publish at most, for `written`: whatever is asked.
+    """What a source whose steps have not all come may publish at most, for `written`: whatever is asked, of all groups.
 
     Args:
         groups: the destination's.
@@ -170,9 +170,9 @@ def promised(
     found: dict[str, Blocks] = {}
     for group in groups:
         mine = destination.get(group.name)
-        if mine is not None and group.kind is GroupKind.STATE:
-            found[group.name] = Blocks((0,), state_token=mine.state_token)
-        elif mine is not None or group.name in source:
+        if group.kind is GroupKind.STATE:
+            found[group.name] = Blocks((0,), state_token=0 if mine is None else mine.state_token)
+        else:
             first = source[group.name].first_token if group.name in source else 0
             found[group.name] = Blocks((), first, max(first, TOKEN_LIMIT - 1))
     return found

@@ -1,0 +1,165 @@
+"""An acquisition that tells of each step, and goes on under one lease whatever becomes of its home."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvferry._clock import now, to_duration
+from kvferry._control.acquisition import Acquired, MoreBlocks
+from kvferry.errors import (
+    HomeRecovering,
+    InvalidField,
+    LeaseEnded,
+    PublicationAborted,
+    PublicationTimeout,
+    TransferCancelled,
+    TransferExpired,
+)
+from kvferry.v1 import kv_transfer_pb2 as pb
+from tests.control.polling import FIRST, SECOND, Poll, Reading, accepted, reading, step
+from tests.control.scripted import polled
+from tests.support.waiting import until
+
+COMPLETE = pb.Complete(payload=b"token", steps=2)
+
+
+def first(read: Reading, ids: list[int]) -> Acquired:
+    """The lease, with blocks that are not all."""
+    told = read.told()
+    assert isinstance(told, Acquired), told
+    assert (told.complete, told.payload, told.blocks["full"].ids.tolist()) == (False, b"", ids)
+    return told
+
+
+def rest(read: Reading, ids: list[int]) -> None:
+    """The last blocks."""
+    told = read.outcome_of(MoreBlocks)
+    assert (told.complete, told.payload, told.blocks["full"].ids.tolist()) == (True, b"token", ids)
+
+
+def scripted_steps(*answers: pb.PollBlocksResponse | Exception) -> Poll:
+    """These answers, one after the other; the last again and again."""
+    left = list(answers)
+
+    def poll(_: pb.PollBlocksRequest) -> pb.PollBlocksResponse:
+        answer = left.pop(0) if len(left) > 1 else left[0]
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    return poll
+
+
+def test_each_step_with_blocks_is_told_and_the_payload_with_the_last(tmp_path: Path) -> None:
+    poll = scripted_steps(
+        polled(accepted=accepted(), blocks=[pb.Blocks(step=0)]),
+        polled(blocks=[step(1)]),
+        polled(blocks=[step(2)]),
+        polled(complete=pb.Complete(payload=b"token", steps=3)),
+    )
+    with reading(tmp_path, poll) as (server, read):
+        read.start(progressive=True)
+        told = first(read, [2])
+        assert (told.lease.lease_id, told.request_id) == (FIRST, "told")
+        more = read.told()
+        assert isinstance(more, MoreBlocks)
+        assert (more.complete, more.payload, more.blocks["full"].ids.tolist()) == (False, b"", [3])
+        last = read.outcome_of(MoreBlocks)
+        assert (last.complete, last.payload, last.blocks) == (True, b"token", {})
+        assert [asked.next_step for asked in server.asked] == [0, 1, 2, 3]
+        assert told.lease in read.renewals._kept
+        assert not read.given_back
+
+
+def test_a_home_that_restarted_tells_all_again_and_only_what_is_new_is_told_on(tmp_path: Path) -> None:
+    poll = scripted_steps(
+        polled(accepted=accepted(), blocks=[step(0)]),
+        HomeRecovering("just started"),
+        polled(accepted=accepted(SECOND)),
+        polled(blocks=[step(0)]),
+        polled(blocks=[step(1)], complete=COMPLETE),
+    )
+    with reading(tmp_path, poll) as (server, read):
+        read.start(progressive=True)
+        lease = first(read, [1]).lease
+        rest(read, [2])
+        # It is the same lease, by another name.
+        assert lease.lease_id == SECOND
+        assert lease in read.renewals._kept
+        told_under = [(asked.lease_id, asked.next_step) for asked in server.asked]
+        assert told_under == [(b"", 0), (FIRST, 1), (FIRST, 1), (SECOND, 0), (SECOND, 1)]
+        assert not read.given_back
+
+
+def test_a_home_that_tells_other_blocks_after_its_restart_is_not_believed(tmp_path: Path) -> None:
+    other = step(0)
+    other.groups[0].run_starts[0] = 7
+    poll = scripted_steps(
+        polled(accepted=accepted(), blocks=[step(0)]),
+        polled(accepted=accepted(SECOND), blocks=[other]),
+    )
+    with reading(tmp_path, poll) as (_, read):
+        read.start(progressive=True)
+        first(read, [1])
+        assert "before its home restarted" in str(read.outcome_of(InvalidField))
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_a_lease_that_is_granted_again_too_late_ends_the_read_and_is_given_back(tmp_path: Path, ended: bool) -> None:
+    short = accepted()
+    short.remaining.CopyFrom(to_duration(60 if ended else 0.05))
+
+    def poll(request: pb.PollBlocksRequest) -> pb.PollBlocksResponse:
+        if not request.lease_id:
+            return polled(accepted=short, blocks=[step(0)])
+        until(lambda: bool(told) and (told[0].lease.ended or not told[0].lease.live(now())))
+        return polled(accepted=accepted(SECOND), blocks=[step(0)])
+
+    told: list[Acquired] = []
+    with reading(tmp_path, poll) as (_, read):
+        read.start(progressive=True)
+        told.append(first(read, [1]))
+        if ended:
+            read.renewals.drop(told[0].lease)
+        read.outcome_of(TransferExpired)
+        assert read.given_back == [(SECOND, pb.RANK_OUTCOME_CANCELLED)]
+        assert told[0].lease.lease_id == FIRST
+
+
+@pytest.mark.parametrize(
+    ("answer", "error"),
+    [
+        (LeaseEnded("it is over"), TransferExpired),
+        (polled(revoked=pb.Revoked(reason=pb.REVOKE_REASON_SOURCE_LOST)), PublicationAborted),
+        (polled(blocks=[step(2)]), InvalidField),
+        (polled(blocks=[step(1)], complete=pb.Complete(steps=7)), InvalidField),
+    ],
+)
+def test_what_ends_it_leaves_the_lease_to_the_read(
+    tmp_path: Path, answer: pb.PollBlocksResponse | Exception, error: type[Exception]
+) -> None:
+    with reading(tmp_path, scripted_steps(polled(accepted=accepted(), blocks=[step(0)]), answer)) as (_, read):
+        read.start(progressive=True)
+        lease = first(read, [1]).lease
+        read.outcome_of(error)
+        # Whoever has the lease reports how the read has ended.
+        assert not read.given_back
+        assert lease in read.renewals._kept
+
+
+def test_a_source_that_says_nothing_more_ends_it_in_time(tmp_path: Path) -> None:
+    with reading(tmp_path, scripted_steps(polled(accepted=accepted(), blocks=[step(0)]), polled())) as (_, read):
+        read.start(0.3, progressive=True)
+        first(read, [1])
+        read.outcome_of(PublicationTimeout)
+
+
+def test_cancelled_between_steps(tmp_path: Path) -> None:
+    with reading(tmp_path, scripted_steps(polled(accepted=accepted(), blocks=[step(0)]), polled())) as (_, read):
+        read.start(progressive=True)
+        first(read, [1])
+        read.cancellation.cancel()
+        read.outcome_of(TransferCancelled)
+        assert not read.given_back
