@@ -43,14 +43,17 @@ class Pair:
         folder: for the engines' logs.
         address: of kvferry's node server.
         tp: the prefill engine's tensor-parallel size; that of decode is 1.
+        chunk: how many tokens prefill computes at a time.
     """
 
-    def __init__(self, name: str, model: Path, folder: Path, address: str, tp: int) -> None:
-        settings: dict[str, Any] = {"kv_cache_memory_bytes": 256 << 20, "max_num_batched_tokens": 2048}
+    def __init__(self, name: str, model: Path, folder: Path, address: str, tp: int, *, chunk: int = 2048) -> None:
         self.name = name
+        self.engine_id = f"{folder.name}-prefill"
         self.nodes = []
-        for role, size in (("kv_producer", tp), ("kv_consumer", 1)):
-            connector = our_connector(role, address)
+        for role, size, batched in (("kv_producer", tp, chunk), ("kv_consumer", 1, 2048)):
+            settings: dict[str, Any] = {"kv_cache_memory_bytes": 256 << 20, "max_num_batched_tokens": batched}
+            named = {"engine_id": self.engine_id} if role == "kv_producer" else {}
+            connector = our_connector(role, address, **named)
             if name == THEIRS:
                 connector = {"kv_connector": THEIRS, "kv_role": role}
             log = folder / f"{name}-{role}.log"

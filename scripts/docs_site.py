@@ -25,6 +25,7 @@ PAGES = {
     "CHANGELOG.md": "changelog.md",
     "benchmarks/RESULTS.md": "benchmarks.md",
     "benchmarks/RESULTS-vllm.md": "benchmarks-vllm.md",
+    "benchmarks/RESULTS-vllm-concurrent.md": "benchmarks-vllm-concurrent.md",
     "examples/grpcurl.md": "grpcurl.md",
     "protos/kvferry/v1": "reference/rpc.md",
 }

@@ -72,11 +72,33 @@ def main() -> None:
         while inner.has_unfinished_requests():
             inner.step()
 
+    def begin(request: Any, steps: int) -> None:
+        """Take a request, and make some steps."""
+        inner = engine.llm_engine
+        inner.add_request("begun", {"prompt_token_ids": request["prompt"]}, sampling(request))
+        for _ in range(steps):
+            inner.step()
+
+    def end(*, aborted: bool) -> None:
+        """End the request that was begun: abort it, or make the steps that it needs."""
+        inner = engine.llm_engine
+        if aborted:
+            inner.abort_request(["begun"])
+        while inner.has_unfinished_requests():
+            inner.step()
+
     def metric(name: str) -> float:
         """The sum of a counter over its labels."""
         return float(sum(found.value for found in engine.get_metrics() if found.name == name))
 
-    commands = {"generate": generate, "abort": abort, "metric": metric}
+    commands = {
+        "generate": generate,
+        "abort": abort,
+        "begin": begin,
+        "abort_begun": lambda: end(aborted=True),
+        "end_begun": lambda: end(aborted=False),
+        "metric": metric,
+    }
     say("ready")
     for line in sys.stdin:
         command, *arguments = json.loads(line)

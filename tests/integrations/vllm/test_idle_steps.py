@@ -102,7 +102,7 @@ def test_a_worker_that_was_told_to_wait_waits_for_its_reads_and_else_lets_other_
     worker = ConnectorWorker.__new__(ConnectorWorker)
     port = Port()
     made: Any = worker
-    made._port, made._lock, made._waits = port, _Lock(), told
+    made._port, made._lock, made._waits, made._asked = port, _Lock(), told, False
     made._news, made._fence, made._told = SimpleNamespace(outputs=[], registered=[], errors={}, now=None), None, 2**63
     made._port.running, made._port.finished = lambda: running, lambda: None
     worker.news()
@@ -134,20 +134,20 @@ def connector(*ends: ReadEnd) -> tuple[KvferryConnector, ConnectorScheduler]:
 @pytest.mark.parametrize("told", [None, {"other"}], ids=["first", "another"])
 def test_vllm_hears_of_a_good_read_in_the_step_in_which_its_last_rank_has_reported(told: set[str] | None) -> None:
     made, scheduler = connector(ended("r"))
-    output = SimpleNamespace(kv_connector_worker_meta=None, finished_recving=told)
+    output = SimpleNamespace(kv_connector_worker_meta=None, finished_recving=told, invalid_block_ids=set())
     made.update_connector_output(output)
     assert output.finished_recving == {"r", *(told or ())}
     assert not scheduler._loads
     assert scheduler.take_stats() is not None
     # Once only: vLLM ends the process at a request that it does not know.
-    again = SimpleNamespace(kv_connector_worker_meta=None, finished_recving=None)
+    again = SimpleNamespace(kv_connector_worker_meta=None, finished_recving=None, invalid_block_ids=set())
     made.update_connector_output(again)
     assert again.finished_recving is None
 
 
 def test_a_failed_read_is_reported_by_the_workers_which_name_its_blocks() -> None:
     made, scheduler = connector(ended("bad", TransferFailed("lost")), ended("good"))
-    output = SimpleNamespace(kv_connector_worker_meta=None, finished_recving=None)
+    output = SimpleNamespace(kv_connector_worker_meta=None, finished_recving=None, invalid_block_ids=set())
     made.update_connector_output(output)
     assert output.finished_recving == {"good"}
     assert [end.request_id for end in scheduler._ends] == ["bad"]

@@ -13,16 +13,18 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.request import RequestStatus
 
-from kvferry import Blocks, EngineSpec, Group, GroupKind, Interval
+from kvferry import Blocks, EngineSpec, Group, GroupKind, Interval, router_reference
 from kvferry.engine import RankEnd, Tails, WorkerOutput
 from kvferry.geometry.formats import vllm_attention
 from kvferry.geometry.tensors import Holding
 from kvferry.integrations.vllm import worker as worker_module
 from kvferry.integrations.vllm.device import EVERY_STEP, DeviceSteps, Event, arrival_fence, steps_of
 from kvferry.integrations.vllm.groups import BlockTable
-from kvferry.integrations.vllm.scheduler import REFERENCE, TRACEPARENT, ConnectorScheduler
+from kvferry.integrations.vllm.params import REFERENCE, TRACEPARENT
+from kvferry.integrations.vllm.scheduler import ConnectorScheduler
 from kvferry.integrations.vllm.settings import ConnectorSettings
 from kvferry.integrations.vllm.setup import Setup
 from kvferry.integrations.vllm.values import StepMetadata, WorkerNews
@@ -103,7 +105,7 @@ class Prefill:
         self, request_id: str = "", block: int = 0, value: int = 0, *, drafter: bool = False, ended: bool = True
     ) -> list[WorkerNews]:
         """Begin a step, which writes a value to a block, and end it if `ended`; the news that go with its output."""
-        metadata = self.scheduler.step([request_id] if request_id else [], idle=not request_id)
+        metadata = self.scheduler.step({request_id: TOKENS} if request_id else {})
         found = []
         for rank, worker in enumerate(self.workers):
             worker.step(metadata)
@@ -136,21 +138,22 @@ class Prefill:
                 combined = combined.aggregate(other)
             self.scheduler.collect(combined)
 
-    def request(self, request_id: str) -> Any:
+    def request(self, request_id: str, reference: str = "", prompt: int = TOKENS) -> Any:
         found = SimpleNamespace(
             request_id=request_id,
-            kv_transfer_params={"do_remote_decode": True},
+            kv_transfer_params={"do_remote_decode": True, REFERENCE: reference},
             status=RequestStatus.FINISHED_LENGTH_CAPPED,
-            num_computed_tokens=TOKENS,
-            num_tokens=TOKENS + 1,
+            num_computed_tokens=prompt,
+            num_prompt_tokens=prompt,
+            num_tokens=prompt + 1,
             max_tokens=2,
         )
         self.scheduler.on_new_request(found)
         return found
 
-    def finish(self, request: Any, block: int) -> str:
-        kept, params = self.scheduler.finished(request, ([block],))
-        assert kept
+    def finish(self, request: Any, *blocks: int) -> str:
+        kept, params = self.scheduler.finished(request, (list(blocks),))
+        assert kept == (len(blocks) == 1)
         assert params
         return str(params[REFERENCE])
 
@@ -179,6 +182,13 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> list[Stream]:
 def prefill(fabric: Fabric, streams: list[Stream], monkeypatch: pytest.MonkeyPatch) -> Iterator[Prefill]:
     """An engine whose every publication of a block checks that all of the block was written before."""
     made = Prefill(fabric, streams)
+    watched(made, monkeypatch)
+    yield made
+    made.close()
+
+
+def watched(made: Prefill, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Note what is published, and check that it was written."""
     port = made.scheduler._port
 
     def check(blocks: Mapping[str, Blocks]) -> bool:
@@ -199,18 +209,16 @@ def prefill(fabric: Fabric, streams: list[Stream], monkeypatch: pytest.MonkeyPat
 
     watch("publish")
     watch("publish_more")
-    yield made
-    made.close()
 
 
-def read(fabric: Fabric, reference: str) -> torch.Tensor:
-    """Read a publication of one block with an engine of one rank."""
+def read(fabric: Fabric, reference: str, blocks: int = 1) -> torch.Tensor:
+    """Read a publication of so many blocks with an engine of one rank; the first one."""
     group = Group("0", block_tokens=TOKENS, num_blocks=BLOCKS, null_block=0)
     memory = torch.zeros((BLOCKS, RANKS, TOKENS, 16), dtype=torch.uint8)
     client = fabric.client()
     planes = vllm_attention({"l": memory}, group, Holding(units=Interval(0, RANKS), axis_size=RANKS))
     cache = client.register_cache(EngineSpec("decode", (group,)), tensors={"l": memory}, planes=planes)
-    assert cache.read(reference, {"0": Blocks([3])}).result(30).bytes
+    assert cache.read(reference, {"0": Blocks(range(3, 3 + blocks))}).result(30).bytes
     client.close()
     return memory[3]
 
@@ -295,6 +303,49 @@ def test_on_a_cpu_nothing_is_waited_for(fabric: Fabric) -> None:
     assert not prefill.scheduler.has_work()
     assert prefill.step() == []
     assert bool((read(fabric, reference) == 77).all())
+    prefill.close()
+
+
+@pytest.mark.parametrize("device", [True, False], ids=["device", "cpu"])
+def test_a_part_of_a_prompt_is_published_when_every_rank_has_computed_it(
+    fabric: Fabric, streams: list[Stream], monkeypatch: pytest.MonkeyPatch, *, device: bool
+) -> None:
+    """On a CPU it is there when the step has run. vLLM may have begun the next one before it says so."""
+    if not device:
+        monkeypatch.setattr(worker_module, "steps_of", lambda _: DeviceSteps(None))
+    prefill = Prefill(fabric, streams if device else None)
+    watched(prefill, monkeypatch)
+    pool = BlockPool(BLOCKS, False, TOKENS)
+    blocks = [block.block_id for block in pool.get_new_blocks(3)]
+    prefill.scheduler.bind(pool, lambda _: (blocks,))
+    reference = router_reference(fabric.address, "prefill")
+    request = prefill.request("r", reference, 3 * TOKENS)
+    for number, block in enumerate(blocks[:2]):
+        request.num_computed_tokens = number * TOKENS
+        news = prefill.step("r", block, 70 + number)
+        said = ["publish ['0']", "publish_more ['0']"]
+        assert prefill.announced == said[:number]
+        for rank, stream in enumerate(streams if device else ()):
+            # The news of both ranks leave when one has computed the step.
+            assert prefill.announced == said[:number]
+            prefill.leave(news[: rank + 1])
+            stream.run()
+            news = prefill.step()
+        prefill.leave(news)
+        assert prefill.announced == said[: number + 1]
+    request.num_computed_tokens = 2 * TOKENS
+    prefill.step("r", blocks[2], 72)
+    request.num_computed_tokens = 3 * TOKENS
+    for stream in streams if device else ():
+        stream.run()
+    prefill.leave(prefill.step())
+    prefill.finish(request, *blocks)
+    assert prefill.announced == ["publish ['0']", "publish_more ['0']", "publish_more ['0']"]
+    assert bool((read(fabric, reference, 3) == 70).all())
+    # vLLM frees the request, and the blocks are free when the source hears of the read.
+    pool.free_blocks(pool.blocks[block] for block in blocks)
+    until(lambda: not (prefill.leave(prefill.step()), prefill.scheduler.has_work())[1])
+    assert pool.get_num_free_blocks() == BLOCKS - 1
     prefill.close()
 
 

@@ -7,12 +7,15 @@ August and September 2026; the projects themselves are not run here.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError
 
 import pytest
 
+from kvferry import Client, router_reference
 from tests.support.node_servers import NodeServerProcess, free_port
 from tests.support.vllm_engines import Server, kvferry, make_model, prompt
 from tests.support.vllm_requests import pinned
@@ -22,6 +25,8 @@ pytestmark = pytest.mark.timeout(600)
 
 NULLS = {f"remote_{name}": None for name in ("engine_id", "block_ids", "host", "port")}
 ASKED = {"do_remote_decode": True, "do_remote_prefill": False}
+STEPS = ("--max-num-batched-tokens", "128")
+"""Longer prompts are computed in several steps."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +65,8 @@ class Pair:
     def __init__(self, model: Path, folder: Path, address: str) -> None:
         self.model = str(model)
         self.servers = [
-            Server(model, folder / f"{name}.log", free_port(), kvferry("kv_both", address)) for name in ("p", "d")
+            Server(model, folder / f"{name}.log", free_port(), kvferry("kv_both", address, engine_id=name), *STEPS)
+            for name in ("p", "d")
         ]
 
     def ready(self) -> Pair:
@@ -167,6 +173,57 @@ def test_a_conversation_goes_back_and_forth(pair: Pair, home: NodeServerProcess)
     tokens = (counter(pair.prefill, "bytes_total") - read) / BYTES_PER_TOKEN
     assert 0 < tokens <= 5 * 32 - 2 * 32
     until(lambda: pinned(home) == 0)
+
+
+def at_once(pair: Pair, mine: dict[str, Any], theirs: dict[str, Any]) -> tuple[Any, Any]:
+    """What both servers say of what they are asked at the same time; an `HTTPError` where one refuses."""
+
+    def ask(server: Server, body: dict[str, Any]) -> Any:
+        try:
+            return server.complete(body)
+        except HTTPError as error:
+            return error
+
+    with ThreadPoolExecutor(2) as pool:
+        asked = [pool.submit(ask, pair.decode, theirs), pool.submit(ask, pair.prefill, mine)]
+        decoded, prefilled = (each.result() for each in asked)
+    return prefilled, decoded
+
+
+def test_a_router_asks_both_servers_at_the_same_time(pair: Pair, home: NodeServerProcess) -> None:
+    """Also for the next turn of a conversation, which prefill reads from decode while decode reads from it."""
+    question, answered = prompt(600, 300), 60
+    first, second = (router_reference(home.address, "p") for _ in range(2))
+    mine = pair.body(question, max_tokens=1, kv_transfer_params={**ASKED, "kvferry_reference": first})
+    reads = {"do_remote_prefill": True, "kvferry_reference": first}
+    theirs = pair.body(question, max_tokens=answered, kv_transfer_params={**reads, "do_remote_decode": True})
+    read = [counter(server, "read_total") for server in pair.servers]
+    _, turn = at_once(pair, mine, theirs)
+    said = turn["choices"][0]["token_ids"]
+    assert said == pair.alone(question, max_tokens=answered)
+    whole = [*question, *said, *prompt(601, 150)]
+    back = {**turn["kv_transfer_params"], "do_remote_decode": True, "kvferry_publish_as": second}
+    mine = pair.body(whole, max_tokens=1, kv_transfer_params=back)
+    theirs = pair.body(whole, kv_transfer_params={**reads, "kvferry_reference": second})
+    _, final = at_once(pair, mine, theirs)
+    assert final["choices"][0]["token_ids"] == pair.alone(whole)
+    assert [counter(server, "read_total") - old for server, old in zip(pair.servers, read, strict=True)] == [1, 2]
+    until(lambda: pinned(home) == 0)
+
+
+def test_a_router_declines_what_prefill_refuses(pair: Pair, home: NodeServerProcess) -> None:
+    """vLLM's front end refuses a request before the connector hears of it. Decode waits until the router says so."""
+    tokens, reference = prompt(610, 90), router_reference(home.address, "p")
+    refused = pair.body(tokens, max_tokens=-1, kv_transfer_params={**ASKED, "kvferry_reference": reference})
+    theirs = pair.body(tokens, kv_transfer_params={"do_remote_prefill": True, "kvferry_reference": reference})
+    with ThreadPoolExecutor(1) as pool, Client(home.address) as client:
+        decoded = pool.submit(pair.decode.complete, theirs)
+        with pytest.raises(HTTPError, match="400"):
+            pair.prefill.complete(refused)
+        client.decline(reference)
+        # The server's policy is to fail the request; long before its timeout of two minutes.
+        with pytest.raises(HTTPError, match="500"):
+            decoded.result(60)
 
 
 BYTES_PER_TOKEN = 4 * 2 * 4 * 32 * 4

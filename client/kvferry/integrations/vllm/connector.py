@@ -62,6 +62,12 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             raise InternalError("this is a worker's connector")
         return self._scheduler
 
+    def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
+        """Take vLLM's block pool, to hold blocks that are published while their request is still computed. Versions
+        that do not call this publish requests when they have finished."""
+        super().bind_kv_cache_manager(kv_cache_manager)
+        self._in_scheduler.bind(kv_cache_manager.block_pool, kv_cache_manager.get_block_ids)
+
     def on_new_request(self, request: Any) -> None:
         """Start to acquire the blocks of a request that has arrived."""
         self._in_scheduler.on_new_request(request)
@@ -90,13 +96,12 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
         """Return the metadata of this step for the workers."""
-        idle = scheduler_output.total_num_scheduled_tokens == 0
-        return self._in_scheduler.step(scheduler_output.num_scheduled_tokens, idle=idle)
+        return self._in_scheduler.step(scheduler_output.num_scheduled_tokens)
 
     def update_connector_output(self, connector_output: Any) -> None:
         """Take what the workers reported in a step."""
         scheduler = self._in_scheduler
-        scheduler.collect(connector_output.kv_connector_worker_meta)
+        scheduler.collect(connector_output.kv_connector_worker_meta, connector_output.invalid_block_ids or ())
         told = connector_output.finished_recving or set()
         scheduler.told(told)
         # vLLM looks at the set after this call. It has counted the workers' reports, and does not count these: the port

@@ -75,12 +75,13 @@ class DeviceSteps:
 
     def queued(self, step: int) -> None:
         """Record that all kernels of a step are queued. Idempotent."""
-        if self._record is None or step <= self._queued:
+        if step <= self._queued:
             return
-        event = self._record()
+        event = None if self._record is None else self._record()
         with self._lock:
             self._queued = step
-            self._events.append((step, event))
+            if event is not None:
+                self._events.append((step, event))
 
     def computed(self) -> int:
         """Return the last step that the device has computed, with all before it."""
@@ -88,6 +89,13 @@ class DeviceSteps:
             while self._events and self._events[0][1].query():
                 self._computed, _ = self._events.popleft()
             return self._computed
+
+    def ended(self) -> int:
+        """Return the last step that is known to be queued as a whole and computed, with all before it. Unlike
+        `computed`, it never names a step that vLLM has only begun."""
+        computed = self.computed()
+        with self._lock:
+            return min(self._queued, computed)
 
 
 def steps_of(tensors: Iterable[Tensor]) -> DeviceSteps:

@@ -26,8 +26,12 @@ def log_failure(end: ReadEnd, reference: str, engine_id: str, *, aborted: bool) 
     except KvferryError:
         source = "a source that its reference does not name"
     else:
-        theirs = parsed.request_id if end.source is None else end.source.request_id
-        source = f"publication {parsed.publication} of request {theirs!r}, engine {parsed.engine_id} at {parsed.home}"
+        known = parsed if end.source is None else end.source
+        named = f"publication {known.publication} of request {known.request_id!r}"
+        if not known.publication:
+            # A router made the reference, and no publication has come.
+            named = "a publication that has not come"
+        source = f"{named}, engine {known.engine_id} at {known.home}"
     how = "was cancelled" if aborted else "failed" if end.read_id else "will not be read"
     log = logger.info if aborted else logger.warning
     log("%s, engine %s, %s: %s: %s; source: %s", read, engine_id, how, type(end.error).__name__, end.error, source)

@@ -97,6 +97,22 @@ class BlockTable:
         begin = first * self.entry_tokens
         return Blocks(ids[first:], begin, max(tokens, begin))
 
+    def early(self, ids: Sequence[int], begin: int, tokens: int) -> Blocks:
+        """Return the full blocks from `begin` on of a prompt whose first `tokens` tokens are computed: they will not
+        change. None of a group that forgets, because windows move and states are overwritten."""
+        first = begin // self.entry_tokens
+        found = [] if self.forgets else list(ids[first : tokens // self.entry_tokens])
+        if NULL_BLOCK in found:
+            found = found[: found.index(NULL_BLOCK)]
+        return Blocks(found, begin, begin + len(found) * self.entry_tokens)
+
+    def rest(self, published: Blocks, begin: int) -> Blocks:
+        """Return what is left of the blocks of a finished request after those before the token `begin`."""
+        if self.forgets or not begin:
+            return published
+        end = max(begin, begin if published.end_token is None else published.end_token)
+        return Blocks(published.ids[begin // self.entry_tokens :], begin, end)
+
     def wanted(self, ids: Sequence[int], tokens: tuple[int, int]) -> Blocks:
         """Return the blocks that a destination reads into.
 
@@ -178,6 +194,30 @@ def readable(tables: Iterable[BlockTable], offered: Mapping[str, Blocks], comput
         if lacking:
             return 0
     return max(0, end) if ends else 0
+
+
+def readable_later(tables: Iterable[BlockTable], offered: Mapping[str, Blocks], limit: int) -> int | None:
+    """Return how many tokens of a publication will be readable when its source has computed the prompt.
+
+    Args:
+        tables: the destination's.
+        offered: the first blocks that the source has published, by group.
+        limit: the most that the destination can use.
+
+    Returns:
+        `limit`; None: that cannot be told before the publication is complete. Sources publish windows and states at the
+        end. Those of a window fit only if the blocks of both sides have as many tokens; so do the other groups' then.
+    """
+    tables = tuple(tables)
+    if any(table.chunk_tokens or table.window_tokens for table in tables):
+        known = [(table, offered[table.group.name]) for table in tables if table.group.name in offered]
+        counted = [(table, blocks, len(blocks.ids)) for table, blocks in known if len(blocks.ids)]
+        if not counted:
+            return None
+        for table, blocks, count in counted:
+            if _end(table, blocks) - blocks.first_token != count * table.entry_tokens:
+                return None
+    return limit
 
 
 def _end(table: BlockTable, blocks: Blocks) -> int:

@@ -23,6 +23,14 @@ class _HeldBack(NamedTuple):
     blocks: Mapping[str, Blocks]
 
 
+class Summed(NamedTuple):
+    """Published blocks that integrity mode sums: number of the publication, blocks, whether no others follow."""
+
+    publication: int
+    blocks: Mapping[str, Blocks]
+    last: bool = True
+
+
 class ComputedPublishing:
     """Publishes requests when all ranks have computed the last step in which they were scheduled.
 
@@ -44,7 +52,7 @@ class ComputedPublishing:
         self._scheduled: dict[str, int] = {}
         """The last step in which each request was scheduled."""
         self._held: deque[_HeldBack] = deque()
-        self._computed_blocks: list[tuple[int, Mapping[str, Blocks]]] = []
+        self._computed_blocks: list[Summed] = []
 
     @property
     def waiting(self) -> bool:
@@ -72,16 +80,36 @@ class ComputedPublishing:
         """Note that a request has ended, and will not be published."""
         self._scheduled.pop(request_id, None)
 
-    def publish(self, request_id: str, blocks: Mapping[str, Blocks], traceparent: str = "") -> Publication:
-        """Publish a finished request as soon as it is computed. Errors as `SchedulerPort.publish`."""
+    def publish(
+        self, request_id: str, blocks: Mapping[str, Blocks], traceparent: str = "", *, reference: str = ""
+    ) -> Publication:
+        """Publish a finished request as soon as it is computed, under a router's reference if there is one. Errors as
+        `SchedulerPort.publish`."""
         step = self._scheduled.pop(request_id, self._step)
-        if step <= min(self._computed.values()):
-            publication = self._port.publish(request_id, blocks, checksums=self._checksums, traceparent=traceparent)
-            self._computed_blocks.append((publication.number, blocks))
-            return publication
-        publication = self._port.publish(request_id, {}, last=False, checksums=self._checksums, traceparent=traceparent)
-        self._held.append(_HeldBack(step, publication, blocks))
+        now = step <= min(self._computed.values())
+        publication = self._port.publish(
+            request_id,
+            blocks if now else {},
+            last=now,
+            checksums=self._checksums,
+            traceparent=traceparent,
+            reference=reference,
+        )
+        if now:
+            self._computed_blocks.append(Summed(publication.number, blocks))
+        else:
+            self._held.append(_HeldBack(step, publication, blocks))
         return publication
+
+    def complete(self, publication: Publication, blocks: Mapping[str, Blocks]) -> None:
+        """Publish the last blocks of a finished request as soon as they are computed. Errors as
+        `SchedulerPort.publish_more`."""
+        step = self._scheduled.pop(publication.request_id, self._step)
+        if step <= min(self._computed.values()):
+            self._port.publish_more(publication, blocks, last=True)
+            self._computed_blocks.append(Summed(publication.number, blocks))
+        else:
+            self._held.append(_HeldBack(step, publication, blocks))
 
     def computed(self, steps: Mapping[int, int]) -> None:
         """Take the last step that each of some ranks has computed, and publish what was held until then."""
@@ -93,13 +121,13 @@ class ComputedPublishing:
             held = self._held.popleft()
             try:
                 self._port.publish_more(held.publication, held.blocks, last=True)
-                self._computed_blocks.append((held.publication.number, held.blocks))
+                self._computed_blocks.append(Summed(held.publication.number, held.blocks))
             except KvferryError as error:
                 # Released in the meantime, or its blocks were refused: nobody can read it, and `released` has it.
                 logger.warning("request %s could not be published: %s", held.publication.request_id, error)
                 self._port.abort(held.publication)
 
-    def take_computed(self) -> list[tuple[int, Mapping[str, Blocks]]]:
-        """Return number and blocks of the publications that were computed since the last call: they can be summed."""
+    def take_computed(self) -> list[Summed]:
+        """Return the blocks that were computed and published since the last call: they can be summed."""
         found, self._computed_blocks = self._computed_blocks, []
         return found

@@ -3,34 +3,25 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from vllm.v1.request import RequestStatus
 
-from kvferry._control.publications import ReleaseOutcome
 from kvferry.engine import Grant, ReadEnd, SchedulerPort
 from kvferry.errors import KvferryError
 from kvferry.integrations.vllm.failures import log_failure
 from kvferry.integrations.vllm.idle_steps import IdleSteps
-from kvferry.integrations.vllm.prompts import shorten
-from kvferry.integrations.vllm.publishing import ComputedPublishing
+from kvferry.integrations.vllm.params import is_routers, read_reference, traceparent_of
+from kvferry.integrations.vllm.routed import BlockIds
+from kvferry.integrations.vllm.sending import Sending
 from kvferry.integrations.vllm.setup import Setup
-from kvferry.integrations.vllm.siblings import Published, Siblings
 from kvferry.integrations.vllm.sources import NewSources
 from kvferry.integrations.vllm.stats import KvferryStats
 from kvferry.integrations.vllm.values import StepMetadata, WorkerNews
 
 logger = logging.getLogger(__name__)
-
-REFERENCE = "kvferry_reference"
-"""The field of ``kv_transfer_params`` that holds kvferry's reference."""
-
-TRACEPARENT = "kvferry_traceparent"
-"""The field that holds the W3C traceparent: for prefill that of its router, for decode that of prefill's span."""
-
-_SERVED = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
 
 
 @dataclass(slots=True)
@@ -69,8 +60,6 @@ class ConnectorScheduler:
     "recompute"). The connector never looks at that setting: inside MultiConnector it would see its own, which is "fail"
     unless it is written there too, while vLLM follows MultiConnector's. So each failure is reported, and `_told` learns
     from what vLLM does next whether the publication is still of use to somebody.
-
-    A request is in `_sending` from its publication until its blocks are released.
     """
 
     def __init__(self, setup: Setup) -> None:
@@ -85,34 +74,32 @@ class ConnectorScheduler:
             max_waiting=settings.max_waiting,
             timeout=settings.start_timeout,
         )
-        self._publishing = ComputedPublishing(self._port, setup.spec.num_ranks, checksums=setup.sums)
+        self._stats = KvferryStats()
+        self._sending = Sending(setup, self._port, lambda name: self._stats.count(name))
         self._idle = IdleSteps(self._port, setup.depth)
         self._loads: dict[str, _Load] = {}
-        self._sending: set[str] = set()
-        self._published = Siblings()
         self._leaders: dict[str, str] = {}
         """The request that is read, or that vLLM will find in its prefix cache soon, by its reference."""
         self._registered: set[int] = set()
         self._starts: list[Grant] = []
         self._sources = NewSources()
         self._ends: list[ReadEnd] = []
-        self._stats = KvferryStats()
+
+    def bind(self, pool: Any, block_ids: BlockIds) -> None:
+        """Take vLLM's block pool, and what returns the blocks of a request, by group."""
+        self._sending.bind(pool, block_ids)
 
     # The requests of decode.
 
     def on_new_request(self, request: Any) -> None:
         """Start to acquire the publication of a request that has arrived, or shorten its prompt if decode will compute
         the end of it."""
-        params = request.kv_transfer_params or {}
-        if params.get("do_remote_decode"):
-            self._publishing.expect(request.request_id)
-            if request.max_tokens == 1:
-                shorten(request, self._setup.withheld)
-        reference = params.get(REFERENCE)
-        if not params.get("do_remote_prefill") or not reference:
+        self._sending.expect(request)
+        reference = read_reference(request)
+        if not reference:
             return
         request_id = request.request_id
-        load = self._loads[request_id] = _Load(reference, _traceparent(request))
+        load = self._loads[request_id] = _Load(reference, traceparent_of(request))
         if self._setup.caches_prefixes and reference in self._leaders:
             # Another sample of the same prompt (n > 1): all of them have the reference of one publication, which is
             # released after its first read.
@@ -146,7 +133,10 @@ class ConnectorScheduler:
                 return self.matched_tokens(request, computed)
             if offer is None:
                 return None, False
-            offered = self._setup.readable(offer.blocks(), computed, request.num_tokens)
+            readable = self._setup.readable(offer.blocks(), computed, request.num_tokens, complete=offer.complete)
+            if readable is None:
+                return None, False
+            offered = readable
         if offered <= computed:
             self._decline(request_id)
             return 0, False
@@ -199,52 +189,33 @@ class ConnectorScheduler:
             self._port.cancel(request_id)
         elif load is not None:
             self._decline(request_id)
-        params = request.kv_transfer_params or {}
-        # The last token was sampled, and its KV cache is not computed yet.
-        tokens = min(request.num_computed_tokens, request.num_tokens - 1)
-        if not params.get("do_remote_decode") or request.status not in _SERVED or tokens <= 0:
-            self._publishing.forget(request_id)
-            return False, None
-        sibling = self._published.find(request, tokens)
-        if sibling is not None:
-            self._publishing.forget(request_id)
-            return False, _params(sibling)
-        if self._setup.has_states and self._state_is_elsewhere(request):
-            self._publishing.forget(request_id)
-            logger.info("request %s is not published: where its last token's state is, is not known", request_id)
-            return False, None
-        try:
-            blocks = self._setup.published(block_ids, tokens)
-            publication = self._publishing.publish(request_id, blocks, _traceparent(request))
-        except KvferryError as error:
-            logger.warning("request %s could not be published: %s", request_id, error)
-            return False, None
-        self._sending.add(request_id)
-        made = Published(request_id, publication.number, publication.reference, publication.traceparent)
-        self._published.add(request, tokens, made)
-        self._stats.count("published")
-        return True, _params(made)
+        return self._sending.finish(request, block_ids)
 
     # In each step.
 
-    def step(self, scheduled: Iterable[str], *, idle: bool) -> StepMetadata:
+    def step(self, scheduled: Mapping[str, int]) -> StepMetadata:
         """Return the metadata of a step for the workers.
 
         Args:
-            scheduled: the requests of which tokens are computed in this step.
-            idle: nothing is computed in this step.
+            scheduled: how many tokens of each request are computed in this step.
         """
-        reads, publishes, ready = bool(self._loads), self._publishing.waiting, bool(self._starts or self._ends)
+        idle = not scheduled
+        reads, publishes, ready = bool(self._loads), self._sending.waiting, bool(self._starts or self._ends)
         waits = self._idle.begin(idle=idle, reads=reads, publishes=publishes, ready=ready)
         metadata = StepMetadata(
-            self._publishing.begin(scheduled),
+            self._sending.begin(scheduled),
             warms=self._sources.take(),
             starts=self._starts,
+            # After the grants that were attached until now.
+            grant_steps=self._port.grant_steps(),
             cancels=self._port.cancels(),
-            sums=self._publishing.take_computed() if self._setup.sums else [],
-            sent=self._released(),
+            sent=self._sending.released(self._port.released()),
             waits=waits,
+            asks=self._sending.asks,
         )
+        sums = self._sending.take_sums()
+        if self._setup.sums:
+            metadata.sums = sums
         self._starts = []
         if not self._all_registered():
             metadata.token = str(self._port.token)
@@ -280,8 +251,16 @@ class ConnectorScheduler:
                 # vLLM has not failed it, so it computes it here, or it was aborted: nobody will read the publication.
                 self._give_back(self._loads.pop(request_id))
 
-    def collect(self, news: WorkerNews | None) -> None:
-        """Take the news of the workers; raises `KvferryError` if a rank cannot be registered."""
+    def collect(self, news: WorkerNews | None, lost: Iterable[int] = ()) -> None:
+        """Take the news of the workers; raises `KvferryError` if a rank cannot be registered.
+
+        Args:
+            news: the news; None: there are none.
+            lost: blocks that some connector could not load, as vLLM was told.
+        """
+        # First: what was computed from them is not published.
+        if lost:
+            self._sending.lost(lost)
         if news is None:
             return
         self._registered |= news.registered
@@ -289,12 +268,12 @@ class ConnectorScheduler:
             raise KvferryError(f"rank {rank} cannot register its cache: {problem}")
         for output in news.outputs:
             self._port.collect(output)
-        self._publishing.computed(news.computed())
+        self._sending.computed(news.done())
 
     def has_work(self) -> bool:
         """Return whether vLLM has to run steps even without a request: workers are being registered, or have to say
-        what their devices have computed."""
-        return not self._all_registered() or self._publishing.waiting
+        what their devices have computed, or readers that they are done."""
+        return not self._all_registered() or self._sending.has_work
 
     def take_stats(self) -> KvferryStats | None:
         """Return the counts since the last call; None: nothing was counted."""
@@ -313,22 +292,6 @@ class ConnectorScheduler:
     def _all_registered(self) -> bool:
         return len(self._registered) == self._setup.spec.num_ranks
 
-    def _released(self) -> set[str]:
-        """Return the requests whose blocks vLLM may free."""
-        sent = set()
-        for release in self._port.released():
-            self._published.released(release.publication)
-            wanted = release.outcome in (ReleaseOutcome.READ, ReleaseOutcome.DECLINED)
-            if not wanted:
-                self._stats.count("unread")
-            if not wanted or any(read.state not in ("valid", "cancelled") for read in release.reads):
-                # With the names by which the reader's log calls it.
-                logger.warning("engine %s, %s", self._setup.spec.engine_id, release)
-            sent.add(release.request_id)
-        sent &= self._sending
-        self._sending -= sent
-        return sent
-
     def _lead(self, request_id: str, load: _Load) -> None:
         """Acquire the publication of a request, which others of the same reference then follow."""
         self._leaders[load.reference] = request_id
@@ -336,6 +299,7 @@ class ConnectorScheduler:
             self._port.acquire(
                 request_id,
                 load.reference,
+                progressive=is_routers(load.reference),
                 timeout=self._setup.settings.read_timeout,
                 traceparent=load.traceparent,
             )
@@ -374,15 +338,6 @@ class ConnectorScheduler:
         except KvferryError as error:
             logger.info("could not decline a publication: %s", error)
 
-    def _state_is_elsewhere(self, request: Any) -> bool:
-        """Whether the state of a request may not be that of its last token but one, in the block that this one has.
-
-        Asynchronous scheduling may have run a step after the last token. Drafts leave states in blocks of their own,
-        and which of them were accepted only the device knows.
-        """
-        drafted = self._setup.drafts_states and request.num_output_tokens > 1
-        return drafted or bool(request.num_computed_tokens != request.num_tokens - 1)
-
     def _refuse(self, request_id: str, error: KvferryError) -> None:
         """Handle a request that will not be granted: vLLM is told as soon as it has allocated blocks."""
         self._loads[request_id].refused = error
@@ -410,17 +365,3 @@ class ConnectorScheduler:
         self._stats.read_ended(end, granted=True)
         # Its followers wait until vLLM has put it into its prefix cache, see `allocated`.
         del self._loads[end.request_id]
-
-
-def _params(published: Published) -> dict[str, Any]:
-    """Return the ``kv_transfer_params`` for decode. Routers pass them on unread."""
-    params = {"do_remote_prefill": True, "do_remote_decode": False, REFERENCE: published.reference}
-    return {**params, TRACEPARENT: published.traceparent} if published.traceparent else params
-
-
-def _traceparent(request: Any) -> str:
-    """Return the traceparent of a request: from its parameters, otherwise from its HTTP headers, which vLLM keeps if it
-    traces itself."""
-    headers = getattr(request, "trace_headers", None) or {}
-    given = (request.kv_transfer_params or {}).get(TRACEPARENT) or headers.get("traceparent")
-    return given if isinstance(given, str) else ""

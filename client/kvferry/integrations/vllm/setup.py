@@ -16,7 +16,7 @@ from kvferry.engine import Tails
 from kvferry.errors import InvalidField
 from kvferry.geometry.blocks import Blocks
 from kvferry.geometry.model import GroupKind
-from kvferry.integrations.vllm.groups import BlockTable, block_tables, readable
+from kvferry.integrations.vllm.groups import BlockTable, block_tables, readable, readable_later
 from kvferry.integrations.vllm.settings import ConnectorSettings, check_supported
 from kvferry.integrations.vllm.versions import lookahead_tokens
 
@@ -117,9 +117,15 @@ class Setup:
         """
         return {table.group.name: table.wanted(block_ids[table.index], tokens) for table in self.tables}
 
-    def readable(self, offered: Mapping[str, Blocks], computed: int, prompt: int) -> int:
-        """Return how many tokens of a publication can be read for a prompt of so many; see `groups.readable`."""
-        return readable(self.tables, offered, computed, prompt - self.recomputed)
+    def readable(
+        self, offered: Mapping[str, Blocks], computed: int, prompt: int, *, complete: bool = True
+    ) -> int | None:
+        """Return how many tokens of a publication can be read for a prompt of so many; None: that is not known until it
+        is complete. See `groups.readable` and `groups.readable_later`."""
+        limit = prompt - self.recomputed
+        if not complete:
+            return readable_later(self.tables, offered, limit)
+        return readable(self.tables, offered, computed, limit)
 
 
 def _identity(vllm_config: Any) -> dict[str, str]:

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
-from kvferry.engine import Grant, WorkerOutput
-from kvferry.geometry.blocks import Blocks
+from kvferry.engine import Grant, GrantStep, WorkerOutput
+from kvferry.integrations.vllm.publishing import Summed
+
+
+class StepsDone(NamedTuple):
+    """How far a rank's device has come.
+
+    Attributes:
+        computed: see `DeviceSteps.computed`.
+        ended: see `DeviceSteps.ended`.
+    """
+
+    computed: int
+    ended: int
 
 
 @dataclass
@@ -21,30 +33,39 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
         token: the engine's token, until all workers have registered; then empty.
         warms: references of sources to connect to, ahead of the first read from each.
         starts: grants of the reads to start.
+        grant_steps: what their sources have published since.
         cancels: read_ids of the reads to cancel.
-        sums: number and blocks of publications that integrity mode sums.
+        sums: blocks that integrity mode sums.
         sent: requests whose blocks the source may free.
         received: requests whose reads have ended, with or without an error.
         lost: ids of the blocks of failed reads, in an engine of one group.
         failed: requests whose reads have failed, in an engine of several groups.
         waits: the engine computes nothing, and workers may wait for the ends of their reads.
+        asks: the scheduler waits for the end of a step to publish a part of a prompt.
     """
 
     step: int = 0
     token: str = field(default="", repr=False)
     warms: list[str] = field(default_factory=list, repr=False)
     starts: list[Grant] = field(default_factory=list)
+    grant_steps: list[GrantStep] = field(default_factory=list)
     cancels: list[str] = field(default_factory=list)
-    sums: list[tuple[int, Mapping[str, Blocks]]] = field(default_factory=list)
+    sums: list[Summed] = field(default_factory=list)
     sent: set[str] = field(default_factory=set)
     received: set[str] = field(default_factory=set)
     lost: set[int] = field(default_factory=set)
     failed: set[str] = field(default_factory=set)
     waits: bool = False
+    asks: bool = False
+
+    @property
+    def orders(self) -> bool:
+        """Whether there is something for the worker's port to do."""
+        return bool(self.warms or self.starts or self.grant_steps or self.cancels or self.sums)
 
     def __bool__(self) -> bool:
         """Whether the message has any content."""
-        return bool(self.token or self.warms or self.starts or self.cancels or self.sums or self.sent or self.received)
+        return bool(self.token or self.orders or self.sent or self.received)
 
 
 @dataclass
@@ -59,25 +80,25 @@ class WorkerNews(KVConnectorWorkerMetadata):  # type: ignore[misc]
         outputs: outputs of the workers' ports.
         registered: ranks whose caches are registered.
         errors: messages of the errors with which ranks could not be registered, by rank.
-        rank, now: the rank that sends this message, and what returns the last step that its device has computed; None
-            in a message that has arrived.
-        steps: the last step that the device of each rank had computed when its message was sent.
+        rank, now: the rank that sends this message, and what returns how far its device has come; None in a message
+            that has arrived.
+        steps: how far the device of each rank had come when its message was sent.
     """
 
     outputs: list[WorkerOutput] = field(default_factory=list)
     registered: set[int] = field(default_factory=set)
     errors: dict[int, str] = field(default_factory=dict)
     rank: int = 0
-    now: Callable[[], int] | None = None
-    steps: dict[int, int] = field(default_factory=dict)
+    now: Callable[[], StepsDone] | None = None
+    steps: dict[int, StepsDone] = field(default_factory=dict)
 
-    def computed(self) -> dict[int, int]:
-        """Return the last step that the device of each rank has computed."""
+    def done(self) -> dict[int, StepsDone]:
+        """Return how far the device of each rank has come."""
         return self.steps if self.now is None else {**self.steps, self.rank: self.now()}
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what is pickled."""
-        return {**self.__dict__, "now": None, "steps": self.computed()}
+        return {**self.__dict__, "now": None, "steps": self.done()}
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerNews:
         """Combine the news of several workers."""
@@ -85,5 +106,5 @@ class WorkerNews(KVConnectorWorkerMetadata):  # type: ignore[misc]
             self.outputs + other.outputs,
             self.registered | other.registered,
             {**self.errors, **other.errors},
-            steps={**self.computed(), **other.computed()},
+            steps={**self.done(), **other.done()},
         )

@@ -17,7 +17,7 @@ from kvferry.geometry.tensors import Tensor
 from kvferry.integrations.vllm.device import EVERY_STEP, DeviceSteps, arrival_fence, steps_of
 from kvferry.integrations.vllm.idle_steps import PATIENCE, YIELD
 from kvferry.integrations.vllm.setup import Setup
-from kvferry.integrations.vllm.values import StepMetadata, WorkerNews
+from kvferry.integrations.vllm.values import StepMetadata, StepsDone, WorkerNews
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +58,8 @@ class ConnectorWorker:
         """The last computed step that the scheduler was told of, at least."""
         self._early: list[StepMetadata] = []
         self._waits = False
+        self._asked = False
+        """Whether the scheduler wants to know of the end of this step."""
         self._warming: set[Future[tuple[int, ...]]] = set()
         """Connections to new sources that are being made."""
 
@@ -78,7 +80,7 @@ class ConnectorWorker:
     def step(self, metadata: StepMetadata) -> None:
         """Start and cancel reads as the scheduler's message says. Returns at once."""
         self._steps.begun(metadata.step)
-        self._waits = metadata.waits
+        self._waits, self._asked = metadata.waits, metadata.asks
         with self._lock:
             if metadata.token and not self._announcing:
                 try:
@@ -88,7 +90,7 @@ class ConnectorWorker:
                     # The token comes again with the next step.
                     logger.warning("rank %d is not announced yet: %s", self._rank, error)
             if not self._announced:
-                if metadata.warms or metadata.starts or metadata.cancels or metadata.sums:
+                if metadata.orders:
                     self._early.append(metadata)
                 return
             self._do(metadata)
@@ -112,16 +114,19 @@ class ConnectorWorker:
                 if output.ended and self._fence is not None:
                     self._fence()
                 news.outputs.append(output)
-        if self._told < EVERY_STEP:
+        if self._asked or self._told < EVERY_STEP:
             # Asked again when the message is sent, so it may then say more than it does now.
             self._told = self._steps.computed()
-            news.rank, news.now = self._rank, self._steps.computed
+            news.rank, news.now = self._rank, self._steps_done
         return news if news.outputs or news.registered or news.errors or news.now else None
 
     def close(self) -> None:
         """Close the port and the client."""
         self._port.close()
         self._client.close()
+
+    def _steps_done(self) -> StepsDone:
+        return StepsDone(self._steps.computed(), self._steps.ended())
 
     def _do(self, metadata: StepMetadata) -> None:
         for reference in metadata.warms:
@@ -151,11 +156,14 @@ class ConnectorWorker:
                     values=dict(error.values),
                 )
                 self._news.outputs.append(WorkerOutput(self._rank, failed=(end,)))
+        for step in metadata.grant_steps:
+            self._port.add_step(step)
         for read_id in metadata.cancels:
             self._port.cancel(read_id)
-        for publication, blocks in metadata.sums:
+        for publication, blocks, last in metadata.sums:
             try:
-                self._port.cache.checksum(publication, blocks).add_done_callback(partial(_summed, publication))
+                summing = self._port.cache.checksum(publication, blocks, last=last)
+                summing.add_done_callback(partial(_summed, publication))
             except KvferryError as error:
                 logger.warning("publication %d will not be summed: %s", publication, error)
 

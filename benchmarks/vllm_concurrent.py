@@ -1,0 +1,155 @@
+"""What a router gains that sends requests to prefill and decode at the same time: the time from prefill's last token to
+decode's first, by the length of the prompt.
+
+In vLLM's environment: `make bench-vllm`. Prefill computes prompts in chunks. Three ways are measured in turns:
+
+- in parts: kvferry, both engines asked at once under a router's reference. Decode reads each chunk when it is computed.
+- whole: kvferry, decode asked after prefill has answered.
+- NixlConnector: the same, with vLLM's own connector.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+from benchmarks.tables import Table
+from benchmarks.vllm_goals import OURS, THEIRS
+from benchmarks.vllm_pd import TOKEN_BYTES, Pair
+from kvferry import router_reference
+from tests.support.node_servers import NodeServerProcess
+from tests.support.vllm_engines import PREFILL, make_model, prompt, request
+
+CHUNKS = (1, 2, 4, 8, 16, 32)
+CHUNK = 64
+"""Tokens of a chunk: prefill's `max_num_batched_tokens`."""
+REPEATS = 15
+GOAL = 1.3
+"""Most that the longest prompt may take, in what a prompt of one chunk takes."""
+
+RESULTS = Path(__file__).parent / "RESULTS-vllm-concurrent.md"
+SAMPLES = Path(__file__).parent / "results-vllm-concurrent.json"
+
+PARTS, WHOLE = f"{OURS}, in parts", f"{OURS}, whole"
+WAYS = (PARTS, WHOLE, THEIRS)
+
+Samples = Mapping[str, Mapping[int, Sequence[float]]]
+"""Seconds by way and number of chunks."""
+
+
+def in_parts(pair: Pair, address: str, tokens: list[int]) -> float:
+    """Ask both engines at once; return the seconds from prefill's answer to decode's first token. Raises `RuntimeError`
+    if that is not the one that prefill has computed."""
+    reference = {"kvferry_reference": router_reference(address, pair.engine_id)}
+    theirs = {"do_remote_prefill": True, "do_remote_decode": False, **reference}
+    pair.decode.send("generate", request(tokens, 1, theirs))
+    [answer] = pair.prefill.generate(request(tokens, 1, {**PREFILL, **reference}))
+    began = time.perf_counter()
+    [first] = pair.decode.answer()
+    took = time.perf_counter() - began
+    if first["tokens"] != answer["tokens"]:
+        raise RuntimeError(f"decode said {first['tokens']}, prefill {answer['tokens']}")
+    return took
+
+
+def measure(samples: dict[str, dict[int, list[float]]], pairs: dict[str, Pair], address: str, repeats: int) -> None:
+    """Measure prompts of each length in turns, each way with a prompt of its own."""
+    for repeat in range(repeats):
+        for chunks in CHUNKS:
+            # Decode generates a token more, and vLLM's limit is that of 32 chunks.
+            length = chunks * CHUNK - 1
+            for number, way in enumerate(WAYS[repeat % 3 :] + WAYS[: repeat % 3]):
+                seed = 10000 * chunks + 10 * repeat + number
+                pair = pairs[way]
+                others = [other for other in set(pairs.values()) if other is not pair]
+                with ExitStack() as stack:
+                    for other in others:
+                        stack.enter_context(other.stopped())
+                    if way == PARTS:
+                        took = in_parts(pair, address, prompt(seed, length))
+                    else:
+                        took = pair.first_token(seed, length)
+                samples[way].setdefault(chunks, []).append(took)
+
+
+def table(samples: Samples) -> Table:
+    """Return the medians: of both in NixlConnector's for the same prompt, and of each in its own for one chunk."""
+    middle = {
+        way: {chunks: statistics.median(taken) for chunks, taken in found.items()} for way, found in samples.items()
+    }
+    rows = []
+    for chunks in middle[THEIRS]:
+        size = chunks * CHUNK * TOKEN_BYTES >> 20
+        against = [f"{middle[way][chunks] / middle[THEIRS][chunks]:.2f}" for way in (PARTS, WHOLE)]
+        grown = [f"{middle[way][chunks] / middle[way][1]:.2f}" for way in WAYS]
+        low, _, high = statistics.quantiles(samples[PARTS][chunks], n=4)
+        quartiles = f"{low / middle[PARTS][1]:.2f} to {high / middle[PARTS][1]:.2f}"
+        rows.append((f"{chunks} ({size} MiB)", *against, *grown, quartiles))
+    columns = ("chunks", "in parts", "whole", "in parts", "whole", THEIRS, "in parts, quartiles")
+    title = f"Medians: the first two in {THEIRS}'s of the same prompt, the others in their own of one chunk"
+    return Table(title, columns, rows)
+
+
+def verdict(samples: Samples) -> str:
+    """Say whether the goal is reached."""
+    found = samples[PARTS]
+    worst = max(statistics.median(taken) for taken in found.values()) / statistics.median(found[1])
+    reached = "reached" if worst <= GOAL else f"missed by {worst / GOAL:.2f} ×"
+    return f"Goal: in parts, no prompt takes more than {GOAL:g} of one chunk. Measured: {worst:.2f}; {reached}."
+
+
+def report(samples: Samples, repeats: int, load: float) -> str:
+    """Return the page of results.
+
+    Args:
+        samples: what was measured.
+        repeats: requests of each length and way.
+        load: the machine's load before.
+    """
+    return (
+        "# vLLM, prefill and decode asked at the same time\n\n"
+        "Written by `make bench-vllm`: from prefill's answer to decode's first token, on CPU, TP 1. Prefill computes "
+        f"{CHUNK} tokens at a time. {repeats} requests of each kind, in turns; load before: {load:.1f}.\n\n"
+        f"{verdict(samples)}\n\n{table(samples).markdown()}"
+    )
+
+
+def main() -> None:
+    """Measure, and write the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=REPEATS, help="requests of each length and way")
+    arguments = parser.parse_args()
+    folder = Path(tempfile.mkdtemp())
+    model = make_model(folder / "model", kv_heads=4, layers=16, head_dim=64)
+    samples: dict[str, dict[int, list[float]]] = {way: {} for way in WAYS}
+    load = os.getloadavg()[0]
+    with NodeServerProcess(folder / "home") as server, ExitStack() as stack:
+        pairs = {}
+        for name in (THEIRS, OURS):
+            pair = Pair(name, model, folder, server.address, 1, chunk=CHUNK)
+            stack.callback(pair.close)
+            pairs[name] = pair
+        for pair in pairs.values():
+            pair.ready()
+        in_turns = ((pairs[OURS], pairs[THEIRS]), (pairs[THEIRS], pairs[OURS]))
+        ways = {PARTS: pairs[OURS], WHOLE: pairs[OURS], THEIRS: pairs[THEIRS]}
+        # The first request of a pair connects its engines.
+        for pair, idle in in_turns:
+            with idle.stopped():
+                pair.first_token(0, CHUNK)
+        measure(samples, ways, server.address, arguments.repeats)
+    text = report(samples, arguments.repeats, load)
+    RESULTS.write_text(text)
+    SAMPLES.write_text(json.dumps(samples, indent=1) + "\n")
+    print(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,63 @@
+"""The fields of ``kv_transfer_params``, which routers set, or forward from prefill's answer to decode."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvferry._wire.reference import parse_reference
+from kvferry.errors import KvferryError
+from kvferry.integrations.vllm.siblings import Published
+
+REFERENCE = "kvferry_reference"
+"""The field that holds kvferry's reference: of the publication that decode reads, or that prefill makes."""
+
+PUBLISH_AS = "kvferry_publish_as"
+"""The field that holds the reference to publish under, of a request that reads `REFERENCE`."""
+
+TRACEPARENT = "kvferry_traceparent"
+"""The field that holds the W3C traceparent: for prefill that of its router, for decode that of prefill's span."""
+
+
+def asks_to_publish(request: Any) -> bool:
+    """Whether another engine will read a request."""
+    return bool(_params(request).get("do_remote_decode"))
+
+
+def read_reference(request: Any) -> str:
+    """Return the reference of the publication that a request reads; empty: none."""
+    params = _params(request)
+    reference = params.get(REFERENCE)
+    return reference if params.get("do_remote_prefill") and reference else ""
+
+
+def publish_reference(request: Any) -> str:
+    """Return the reference that a router made for what a request publishes; empty: it has made none."""
+    params = _params(request)
+    reference = params.get(PUBLISH_AS) or (None if params.get("do_remote_prefill") else params.get(REFERENCE))
+    return reference if isinstance(reference, str) and is_routers(reference) else ""
+
+
+def is_routers(reference: str) -> bool:
+    """Whether a reference was made by a router, before there was a publication."""
+    try:
+        return bool(parse_reference(reference).router_key)
+    except KvferryError:
+        return False
+
+
+def published_params(published: Published) -> dict[str, Any]:
+    """Return the ``kv_transfer_params`` for decode. Routers pass them on unread."""
+    params = {"do_remote_prefill": True, "do_remote_decode": False, REFERENCE: published.reference}
+    return {**params, TRACEPARENT: published.traceparent} if published.traceparent else params
+
+
+def traceparent_of(request: Any) -> str:
+    """Return the traceparent of a request: from its parameters, otherwise from its HTTP headers, which vLLM keeps if it
+    traces itself."""
+    headers = getattr(request, "trace_headers", None) or {}
+    given = _params(request).get(TRACEPARENT) or headers.get("traceparent")
+    return given if isinstance(given, str) else ""
+
+
+def _params(request: Any) -> dict[str, Any]:
+    return request.kv_transfer_params or {}

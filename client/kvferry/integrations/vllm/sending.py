@@ -1,0 +1,183 @@
+"""The requests of prefill in vLLM's scheduler: what is published, when, and which blocks are kept for it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from vllm.v1.request import RequestStatus
+
+from kvferry._control.publications import Publication, Release, ReleaseOutcome
+from kvferry.engine import SchedulerPort
+from kvferry.errors import KvferryError, RouterKeyUsed
+from kvferry.geometry.blocks import Blocks
+from kvferry.integrations.vllm.params import asks_to_publish, publish_reference, published_params, traceparent_of
+from kvferry.integrations.vllm.prompts import shorten
+from kvferry.integrations.vllm.publishing import ComputedPublishing, Summed
+from kvferry.integrations.vllm.routed import BlockIds, Routed, RoutedPublishing
+from kvferry.integrations.vllm.setup import Setup
+from kvferry.integrations.vllm.siblings import Published, Siblings
+from kvferry.integrations.vllm.values import StepsDone
+
+logger = logging.getLogger(__name__)
+
+_SERVED = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
+
+
+class Sending:
+    """Publishes the requests of prefill.
+
+    A request is published when it has finished, or in parts under the reference that its router made. In the first case
+    vLLM keeps its blocks until they are released; in the second they are held here, from the first part on.
+
+    Args:
+        setup: the engine.
+        port: its port.
+        count: counts something by its name, see `KvferryStats`.
+    """
+
+    def __init__(self, setup: Setup, port: SchedulerPort, count: Callable[[str], None]) -> None:
+        self._setup = setup
+        self._port = port
+        self._count = count
+        ranks = setup.spec.num_ranks
+        self._publishing = ComputedPublishing(port, ranks, checksums=setup.sums)
+        self._routed = RoutedPublishing(port, setup.tables, ranks, count, checksums=setup.sums)
+        self._kept: set[str] = set()
+        """Requests whose blocks vLLM keeps until they are released."""
+        self._published = Siblings()
+
+    @property
+    def waiting(self) -> bool:
+        """Whether finished requests are not published yet, because their devices have not computed them."""
+        return self._publishing.waiting
+
+    @property
+    def asks(self) -> bool:
+        """Whether the end of a step is waited for."""
+        return self._routed.waiting
+
+    @property
+    def has_work(self) -> bool:
+        """Whether vLLM has to run steps even without a request."""
+        return self._publishing.waiting or self._routed.holding
+
+    def bind(self, pool: Any, block_ids: BlockIds) -> None:
+        """Take vLLM's block pool, and what returns the blocks of a request."""
+        self._routed.bind(pool, block_ids)
+
+    def expect(self, request: Any) -> None:
+        """Look at a request that has arrived, and shorten its prompt if decode will compute the end of it."""
+        if not asks_to_publish(request):
+            return
+        self._publishing.expect(request.request_id)
+        if request.max_tokens == 1:
+            shorten(request, self._setup.withheld)
+        reference = publish_reference(request)
+        if reference:
+            self._routed.expect(request, reference, traceparent_of(request))
+
+    def begin(self, scheduled: Mapping[str, int]) -> int:
+        """Begin a step in which so many tokens of requests are computed; return its number, from 1."""
+        step = self._publishing.begin(scheduled)
+        self._routed.begin(step, scheduled)
+        return step
+
+    def finish(self, request: Any, block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
+        """Publish a request that has ended, if decode will read it, or what is left of it.
+
+        Returns:
+            Whether vLLM must keep its blocks, and the ``kv_transfer_params`` for the router.
+        """
+        request_id = request.request_id
+        follows, routed = self._routed.follows(request_id), self._routed.take(request_id)
+        # The last token was sampled, and its KV cache is not computed yet.
+        tokens = min(request.num_computed_tokens, request.num_tokens - 1)
+        if not asks_to_publish(request) or request.status not in _SERVED or tokens <= 0:
+            return self._not_published(request_id, routed), None
+        sibling = None if routed is not None else self._published.find(request, tokens)
+        if sibling is not None or follows:
+            return self._not_published(request_id), None if sibling is None else published_params(sibling)
+        if self._setup.has_states and self._state_is_elsewhere(request):
+            logger.info("request %s is not published: where its last token's state is, is not known", request_id)
+            return self._not_published(request_id, routed), None
+        try:
+            blocks = self._setup.published(block_ids, tokens)
+            publication = self._publish(request, blocks, routed)
+        except KvferryError as error:
+            logger.warning("request %s could not be published: %s", request_id, error)
+            return self._not_published(request_id, routed, decline=not isinstance(error, RouterKeyUsed)), None
+        if publication is None:
+            return self._not_published(request_id, routed), None
+        made = Published(request_id, publication.number, publication.reference, publication.traceparent)
+        self._published.add(request, tokens, made)
+        if routed is not None and self._routed.keep(routed, publication):
+            return False, published_params(made)
+        self._kept.add(request_id)
+        return True, published_params(made)
+
+    def lost(self, blocks: Iterable[int]) -> None:
+        """Handle blocks that vLLM was told could not be loaded."""
+        self._routed.lost(blocks)
+
+    def computed(self, steps: Mapping[int, StepsDone]) -> None:
+        """Take how far the devices of some ranks have come, and publish what was computed."""
+        self._publishing.computed({rank: done.computed for rank, done in steps.items()})
+        self._routed.ended({rank: done.ended for rank, done in steps.items()})
+
+    def released(self, releases: Iterable[Release]) -> set[str]:
+        """Free what was released, or return the requests whose blocks vLLM may free."""
+        sent = set()
+        for release in releases:
+            self._published.released(release.publication)
+            self._routed.released(release.publication)
+            wanted = release.outcome in (ReleaseOutcome.READ, ReleaseOutcome.DECLINED)
+            if not wanted:
+                self._count("unread")
+            if not wanted or any(read.state not in ("valid", "cancelled") for read in release.reads):
+                # With the names by which the reader's log calls it.
+                logger.warning("engine %s, %s", self._setup.spec.engine_id, release)
+            sent.add(release.request_id)
+        sent &= self._kept
+        self._kept -= sent
+        return sent
+
+    def take_sums(self) -> list[Summed]:
+        """Return the blocks that were published since the last call: integrity mode sums them."""
+        return [*self._routed.take_sums(), *self._publishing.take_computed()]
+
+    # Internal.
+
+    def _publish(self, request: Any, blocks: Mapping[str, Blocks], routed: Routed | None) -> Publication | None:
+        """Publish a finished request, or the rest of it; None: its publication was withdrawn."""
+        if routed is not None and routed.withdrawn:
+            return None
+        if routed is None:
+            publication = self._publishing.publish(request.request_id, blocks, traceparent_of(request))
+        else:
+            rest = self._routed.rest(routed, blocks)
+            if routed.publication is not None:
+                self._publishing.complete(routed.publication, rest)
+                return routed.publication
+            publication = self._publishing.publish(
+                request.request_id, rest, routed.traceparent, reference=routed.reference
+            )
+        self._count("published")
+        return publication
+
+    def _not_published(self, request_id: str, routed: Routed | None = None, *, decline: bool = True) -> bool:
+        """Handle that nothing, or nothing more, of a request will be published; return False."""
+        self._publishing.forget(request_id)
+        if routed is not None:
+            self._routed.give_up(routed, decline=decline)
+        return False
+
+    def _state_is_elsewhere(self, request: Any) -> bool:
+        """Whether the state of a request may not be that of its last token but one, in the block that this one has.
+
+        Asynchronous scheduling may have run a step after the last token. Drafts leave states in blocks of their own,
+        and which of them were accepted only the device knows.
+        """
+        drafted = self._setup.drafts_states and request.num_output_tokens > 1
+        return drafted or bool(request.num_computed_tokens != request.num_tokens - 1)

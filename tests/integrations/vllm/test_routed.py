@@ -1,0 +1,471 @@
+"""Prompts that are published in parts: when each part is, which blocks are held, and what becomes of them.
+
+vLLM's block pool is real; its scheduler and kvferry's port are played.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.request import RequestStatus
+
+from kvferry import Blocks, Group, GroupKind, router_reference
+from kvferry._control.publications import Publication, Release, ReleaseOutcome
+from kvferry.engine import SchedulerPort
+from kvferry.errors import RouterKeyUsed, WrongState
+from kvferry.integrations.vllm.device import EVERY_STEP
+from kvferry.integrations.vllm.groups import BlockTable
+from kvferry.integrations.vllm.params import PUBLISH_AS, REFERENCE, publish_reference
+from kvferry.integrations.vllm.routed import STUCK
+from kvferry.integrations.vllm.sending import Sending
+from kvferry.integrations.vllm.setup import Setup
+from kvferry.integrations.vllm.values import StepsDone
+
+TOKENS, BLOCKS = 4, 32
+FULL = BlockTable(0, Group("full", block_tokens=TOKENS, num_blocks=BLOCKS, null_block=0, pool="device"), TOKENS)
+WINDOW = BlockTable(
+    1, Group("window", block_tokens=TOKENS, num_blocks=BLOCKS, null_block=0, pool="device"), TOKENS, window_tokens=8
+)
+
+
+class Port:
+    """A scheduler's port: what it was asked to do, and the releases that a home has for it."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+        self.refuses: Exception | None = None
+        self.number = 0
+
+    def publish(
+        self, request_id: str, blocks: Mapping[str, Blocks], *, last: bool = True, reference: str = "", **_: Any
+    ) -> Publication:
+        if self.refuses is not None:
+            raise self.refuses
+        self.number += 1
+        self.calls.append(("publish", tokens_of(blocks), "last" if last else "more", reference))
+        return Publication(self.number, request_id, f"canonical-{self.number}")
+
+    def publish_more(self, publication: Publication, blocks: Mapping[str, Blocks], *, last: bool) -> None:
+        if self.refuses is not None:
+            raise self.refuses
+        self.calls.append(("more", tokens_of(blocks), "last" if last else "more", publication.number))
+
+    def abort(self, publication: Publication) -> None:
+        self.calls.append(("abort", publication.number))
+
+    def decline(self, reference: str) -> None:
+        self.calls.append(("decline", reference))
+
+    def take(self) -> list[tuple[Any, ...]]:
+        found, self.calls = self.calls, []
+        return found
+
+
+def tokens_of(blocks: Mapping[str, Blocks]) -> dict[str, tuple[int, int | None]]:
+    return {name: (listed.first_token, listed.end_token) for name, listed in blocks.items()}
+
+
+class Prefill:
+    """A scheduler of vLLM with one or two groups, over a real pool."""
+
+    def __init__(self, *tables: BlockTable, ranks: int = 1, caching: bool = False, bound: bool = True) -> None:
+        self.tables = tables or (FULL,)
+        self.pool = BlockPool(BLOCKS, caching, TOKENS)
+        self.port = Port()
+        self.now = 0.0
+        setup = SimpleNamespace(
+            spec=SimpleNamespace(num_ranks=ranks, engine_id="prefill"),
+            tables=self.tables,
+            sums=True,
+            withheld=0,
+            has_states=False,
+            published=self.published,
+        )
+        self.counts: list[str] = []
+        self.sending = Sending(cast(Setup, setup), cast(SchedulerPort, self.port), self.counts.append)
+        self.sending._routed._now = lambda: self.now
+        self.blocks: dict[str, list[list[Any]]] = {}
+        if bound:
+            self.sending.bind(self.pool, self.ids)
+        self.free = self.pool.get_num_free_blocks()
+
+    def published(self, block_ids: tuple[list[int], ...], tokens: int) -> dict[str, Blocks]:
+        return {table.group.name: table.published(block_ids[table.index], tokens) for table in self.tables}
+
+    def ids(self, request_id: str) -> tuple[list[int], ...]:
+        return tuple([block.block_id for block in listed] for listed in self.blocks[request_id])
+
+    def request(self, request_id: str, prompt: int, reference: str = "", **params: Any) -> Any:
+        found = SimpleNamespace(
+            request_id=request_id,
+            kv_transfer_params={"do_remote_decode": True, REFERENCE: reference or made(), **params},
+            status=RequestStatus.WAITING,
+            num_computed_tokens=0,
+            num_prompt_tokens=prompt,
+            num_tokens=prompt,
+            num_output_tokens=0,
+            max_tokens=1,
+            all_token_ids=list(range(prompt + 1)),
+            mm_features=[],
+            prompt_embeds=None,
+            cache_salt=None,
+            lora_request=None,
+            resumable=False,
+        )
+        self.sending.expect(found)
+        self.blocks[request_id] = [[] for _ in self.tables]
+        return found
+
+    def step(self, *scheduled: tuple[Any, int]) -> int:
+        """Begin a step that computes so many tokens of requests."""
+        for request, count in scheduled:
+            request.status = RequestStatus.RUNNING
+            wanted = -(-(request.num_computed_tokens + count) // TOKENS)
+            for listed in self.blocks[request.request_id]:
+                listed += self.pool.get_new_blocks(max(0, wanted - len(listed)))
+        step = self.sending.begin({request.request_id: count for request, count in scheduled})
+        for request, count in scheduled:
+            request.num_computed_tokens += count
+        return step
+
+    def ended(self, step: int, rank: int = 0, computed: int | None = None) -> None:
+        self.sending.computed({rank: StepsDone(step if computed is None else computed, step)})
+
+    def run(self, request: Any, count: int) -> None:
+        self.ended(self.step((request, count)))
+
+    def preempt(self, request: Any) -> None:
+        self.free_blocks(request)
+        request.status = RequestStatus.PREEMPTED
+        request.num_computed_tokens = 0
+
+    def free_blocks(self, request: Any) -> None:
+        for listed in self.blocks[request.request_id]:
+            self.pool.free_blocks(reversed(listed))
+            listed.clear()
+
+    def finish(self, request: Any, status: RequestStatus = RequestStatus.FINISHED_LENGTH_CAPPED) -> Any:
+        request.status = status
+        if status is RequestStatus.FINISHED_LENGTH_CAPPED:
+            request.num_tokens += 1
+        kept, params = self.sending.finish(request, self.ids(request.request_id))
+        if not kept:
+            self.free_blocks(request)
+        return params
+
+    def release(self, number: int, request_id: str = "r", outcome: ReleaseOutcome = ReleaseOutcome.READ) -> set[str]:
+        return self.sending.released([Release(number, request_id, outcome)])
+
+    @property
+    def used(self) -> int:
+        return self.free - self.pool.get_num_free_blocks()
+
+
+def made() -> str:
+    return router_reference("127.0.0.1:1", "prefill")
+
+
+@pytest.fixture
+def prefill() -> Iterator[Prefill]:
+    engine = Prefill()
+    yield engine
+    # Nothing is held for ever, and nothing was freed twice.
+    assert engine.used == 0
+    assert all(block.ref_cnt == 0 for block in engine.pool.blocks[1:])
+
+
+def test_each_step_publishes_the_blocks_that_it_has_filled(prefill: Prefill) -> None:
+    request = prefill.request("r", 14)
+    reference = request.kv_transfer_params[REFERENCE]
+    prefill.run(request, 6)
+    assert prefill.port.take() == [("publish", {"full": (0, 4)}, "more", reference)]
+    prefill.run(request, 1)
+    assert prefill.port.take() == []
+    prefill.run(request, 7)
+    assert prefill.port.take() == [("more", {"full": (4, 12)}, "more", 1)]
+    params = prefill.finish(request)
+    # The last block, which is not full, comes with the end.
+    assert prefill.port.take() == [("more", {"full": (12, 14)}, "last", 1)]
+    assert params[REFERENCE] == "canonical-1"
+    assert [(sum.publication, sum.last) for sum in prefill.sending.take_sums()] == [(1, False), (1, False), (1, True)]
+    assert prefill.counts == ["published"]
+    # vLLM has freed the request, and its blocks are there until they are released.
+    assert prefill.used == 4
+    assert prefill.sending.has_work
+    assert prefill.release(1) == set()
+    assert not prefill.sending.has_work
+
+
+def test_a_short_prompt_is_published_whole(prefill: Prefill) -> None:
+    request = prefill.request("r", 4)
+    reference = request.kv_transfer_params[REFERENCE]
+    prefill.run(request, 4)
+    prefill.finish(request)
+    assert prefill.port.take() == [("publish", {"full": (0, 4)}, "last", reference)]
+    prefill.release(1)
+
+
+def test_no_part_is_published_before_its_step_has_ended_on_every_rank() -> None:
+    prefill = Prefill(ranks=2)
+    request = prefill.request("r", 14)
+    first, second = prefill.step((request, 5)), prefill.step((request, 5))
+    assert prefill.sending.asks
+    # A CPU's rank says that every step is computed, also those that it has not run.
+    prefill.ended(0, computed=EVERY_STEP)
+    prefill.ended(second, rank=1)
+    assert prefill.port.take() == []
+    prefill.ended(first, computed=EVERY_STEP)
+    assert [call[:2] for call in prefill.port.take()] == [("publish", {"full": (0, 4)})]
+    prefill.ended(second, computed=EVERY_STEP)
+    assert [call[:2] for call in prefill.port.take()] == [("more", {"full": (4, 8)})]
+    assert not prefill.sending.asks
+
+
+def test_blocks_that_no_step_has_ended_for_are_published_with_the_rest(prefill: Prefill) -> None:
+    """vLLM finishes a request before the connector hears that its step has ended."""
+    request = prefill.request("r", 14)
+    prefill.run(request, 6)
+    last = prefill.step((request, 8))
+    prefill.port.take()
+    prefill.finish(request)
+    assert prefill.port.take() == []
+    assert prefill.sending.waiting
+    prefill.ended(last)
+    assert prefill.port.take() == [("more", {"full": (4, 14)}, "last", 1)]
+    prefill.release(1)
+
+
+def test_a_preempted_request_goes_on_in_other_blocks(prefill: Prefill) -> None:
+    request = prefill.request("r", 14)
+    prefill.run(request, 9)
+    old = prefill.ids("r")[0][:2]
+    prefill.preempt(request)
+    # The two that are published are not given out again.
+    assert prefill.used == 2
+    assert not set(old) & {block.block_id for block in prefill.pool.get_new_blocks(prefill.free - 2)}
+    prefill.pool.free_blocks(block for block in prefill.pool.blocks[1:] if block.block_id not in old)
+    prefill.run(request, 6)
+    assert [call[0] for call in prefill.port.take()] == ["publish"]
+    prefill.run(request, 8)
+    prefill.finish(request)
+    assert prefill.port.take() == [
+        ("more", {"full": (8, 12)}, "more", 1),
+        ("more", {"full": (12, 14)}, "last", 1),
+    ]
+    new = [block for block in prefill.pool.blocks if block.ref_cnt]
+    assert len(new) == 4
+    assert set(old) < {block.block_id for block in new}
+    prefill.release(1)
+
+
+def test_a_part_of_a_step_that_still_runs_is_held_over_a_preemption(prefill: Prefill) -> None:
+    """Asynchronous scheduling: the step is on the device, and writes right bytes."""
+    request = prefill.request("r", 14)
+    step = prefill.step((request, 9))
+    prefill.preempt(request)
+    assert prefill.used == 2
+    prefill.ended(step)
+    assert [call[:2] for call in prefill.port.take()] == [("publish", {"full": (0, 8)})]
+    prefill.finish(request, RequestStatus.FINISHED_ABORTED)
+    assert prefill.port.take() == [("abort", 1)]
+    assert prefill.used == 2
+    prefill.release(1, outcome=ReleaseOutcome.ABORTED)
+
+
+def test_an_aborted_request_keeps_what_readers_may_still_read(prefill: Prefill) -> None:
+    request = prefill.request("r", 14)
+    prefill.run(request, 9)
+    later = prefill.step((request, 4))
+    prefill.port.take()
+    assert prefill.finish(request, RequestStatus.FINISHED_ABORTED) is None
+    assert prefill.port.take() == [("abort", 1)]
+    # What was not published is free.
+    assert prefill.used == 2
+    prefill.ended(later)
+    assert prefill.port.take() == []
+    prefill.release(1, outcome=ReleaseOutcome.ABORTED)
+    assert prefill.counts == ["published", "unread"]
+
+
+@pytest.mark.parametrize("status", [RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_ERROR])
+def test_a_request_that_ends_before_it_is_published_is_declined(prefill: Prefill, status: RequestStatus) -> None:
+    """Decode does not wait until its timeout."""
+    request = prefill.request("r", 14)
+    prefill.step((request, 9))
+    prefill.finish(request, status)
+    assert prefill.port.take() == [("decline", request.kv_transfer_params[REFERENCE])]
+    assert prefill.used == 0
+
+
+def test_samples_share_the_publication_of_the_first(prefill: Prefill) -> None:
+    reference = made()
+    samples = [prefill.request(f"{index}_r", 6, reference) for index in range(3)]
+    prefill.ended(prefill.step(*((sample, 6) for sample in samples)))
+    assert len(prefill.port.take()) == 1
+    answers = [prefill.finish(sample) for sample in samples]
+    assert [call[0] for call in prefill.port.take()] == ["more"]
+    assert {answer[REFERENCE] for answer in answers} == {"canonical-1"}
+    prefill.release(1, "0_r")
+
+
+def test_the_next_sample_publishes_if_the_first_is_aborted(prefill: Prefill) -> None:
+    reference = made()
+    first, second, third = (prefill.request(f"{index}_r", 6, reference) for index in range(3))
+    prefill.finish(first, RequestStatus.FINISHED_ABORTED)
+    assert prefill.port.take() == []
+    prefill.run(second, 6)
+    prefill.finish(second)
+    prefill.finish(third, RequestStatus.FINISHED_ABORTED)
+    assert [call[0] for call in prefill.port.take()] == ["publish", "more"]
+    prefill.release(1, "1_r")
+
+
+def test_what_a_reader_gives_up_is_freed_and_not_published_further(prefill: Prefill) -> None:
+    request = prefill.request("r", 14)
+    prefill.run(request, 9)
+    prefill.step((request, 4))
+    prefill.port.take()
+    prefill.release(1, outcome=ReleaseOutcome.DECLINED)
+    prefill.ended(2)
+    assert prefill.finish(request) is None
+    assert prefill.port.take() == []
+    assert prefill.used == 0
+
+
+def test_a_release_that_is_not_heard_of_yet(prefill: Prefill) -> None:
+    """The port refuses a part before the scheduler sees the release."""
+    request = prefill.request("r", 14)
+    prefill.run(request, 9)
+    prefill.port.refuses = WrongState("publication 1 was released")
+    prefill.run(request, 4)
+    assert prefill.finish(request) is None
+    assert [call[0] for call in prefill.port.take()] == ["publish", "abort"]
+    assert prefill.used == 2
+    prefill.release(1, outcome=ReleaseOutcome.DECLINED)
+
+
+def test_a_reference_that_is_in_use_is_not_taken_from_its_user(prefill: Prefill) -> None:
+    """Nor is it declined: its other request is being read."""
+    prefill.port.refuses = RouterKeyUsed("publication 1 has the key")
+    request = prefill.request("r", 14)
+    prefill.run(request, 14)
+    assert prefill.finish(request) is None
+    assert prefill.port.take() == []
+
+
+def test_windows_are_published_at_the_end() -> None:
+    prefill = Prefill(FULL, WINDOW)
+    request = prefill.request("r", 22)
+    prefill.run(request, 20)
+    assert [call[:2] for call in prefill.port.take()] == [("publish", {"full": (0, 20)})]
+    # vLLM forgets what the next token does not see.
+    window = prefill.blocks["r"][1]
+    prefill.pool.free_blocks(window[:3])
+    window[:3] = [prefill.pool.null_block] * 3
+    prefill.run(request, 2)
+    prefill.finish(request)
+    assert prefill.port.take() == [("more", {"full": (20, 22), "window": (12, 22)}, "last", 1)]
+    assert prefill.used == 6 + 3
+    prefill.release(1)
+    assert prefill.used == 0
+
+
+def test_blocks_that_another_connector_could_not_load_are_not_published(prefill: Prefill) -> None:
+    """vLLM computes them again, in place; of that it says nothing to us."""
+    request = prefill.request("r", 14)
+    prefill.run(request, 5)
+    prefill.port.take()
+    step = prefill.step((request, 5))
+    prefill.sending.lost({prefill.ids("r")[0][1]})
+    prefill.ended(step)
+    request.num_computed_tokens = 4
+    prefill.run(request, 10)
+    assert prefill.port.take() == []
+    prefill.finish(request)
+    assert prefill.port.take() == [("more", {"full": (4, 14)}, "last", 1)]
+    prefill.release(1)
+
+
+def test_a_publication_that_keeps_its_request_from_running_is_withdrawn(prefill: Prefill) -> None:
+    request = prefill.request("r", 14)
+    prefill.run(request, 9)
+    prefill.preempt(request)
+    prefill.port.take()
+    prefill.step()
+    prefill.now = STUCK / 2
+    # Others still run: it waits for them.
+    prefill.run(prefill.request("other", 2), 2)
+    prefill.now = STUCK * 1.2
+    prefill.step()
+    prefill.now = STUCK * 2
+    prefill.step()
+    assert prefill.port.take() == []
+    prefill.now = STUCK * 3
+    prefill.step()
+    assert prefill.port.take() == [("abort", 1)]
+    prefill.release(1, outcome=ReleaseOutcome.ABORTED)
+    prefill.run(request, 14)
+    assert prefill.finish(request) is None
+    prefill.free_blocks(SimpleNamespace(request_id="other"))
+    assert prefill.port.take() == []
+
+
+def test_a_vllm_without_its_pool_publishes_once_at_the_end() -> None:
+    """It cannot hold blocks over a preemption. vLLM keeps those of the finished request."""
+    prefill = Prefill(bound=False)
+    request = prefill.request("r", 14)
+    prefill.run(request, 9)
+    prefill.run(request, 5)
+    assert prefill.port.take() == []
+    prefill.finish(request)
+    reference = request.kv_transfer_params[REFERENCE]
+    assert prefill.port.take() == [("publish", {"full": (0, 14)}, "last", reference)]
+    assert prefill.used == 4
+    assert prefill.release(1) == {"r"}
+
+
+def test_blocks_stay_in_the_prefix_cache_while_they_are_held() -> None:
+    """So a preempted request finds its own blocks again, and needs no others."""
+    prefill = Prefill(caching=True)
+    request = prefill.request("r", 14)
+    prefill.run(request, 9)
+    held = prefill.blocks["r"][0][:2]
+    for index, block in enumerate(held):
+        prefill.pool._insert_block_hash(cast(Any, b"hash%d" % index), block, TOKENS)
+    prefill.preempt(request)
+    # All that is free is given out, and evicts what it was in the cache.
+    prefill.pool.free_blocks(prefill.pool.get_new_blocks(prefill.pool.get_num_free_blocks()))
+    assert [block.block_hash for block in held] == [b"hash0", b"hash1"]
+    prefill.finish(request, RequestStatus.FINISHED_ABORTED)
+    prefill.release(1, outcome=ReleaseOutcome.ABORTED)
+    assert prefill.used == 0
+
+
+@pytest.mark.parametrize(
+    ("params", "expected"),
+    [
+        ({REFERENCE: "routers"}, "routers"),
+        ({REFERENCE: "canonical"}, ""),
+        ({REFERENCE: "not one"}, ""),
+        ({REFERENCE: 17}, ""),
+        ({REFERENCE: "routers", "do_remote_prefill": True}, ""),
+        ({REFERENCE: "canonical", "do_remote_prefill": True, PUBLISH_AS: "routers"}, "routers"),
+        ({}, ""),
+    ],
+    ids=["routers", "forwarded", "nonsense", "number", "is-read", "next-turn", "none"],
+)
+def test_which_reference_a_request_is_published_under(params: dict[str, Any], expected: str) -> None:
+    routers = made()
+    named = {"routers": routers, "canonical": "kvf1.AAAA"}
+    given = {name: named.get(value, value) if isinstance(value, str) else value for name, value in params.items()}
+    request = SimpleNamespace(kv_transfer_params={"do_remote_decode": True, **given})
+    assert publish_reference(request) == named.get(expected, "")
+
+
+def test_states_are_published_at_the_end() -> None:
+    state = BlockTable(0, Group("state", GroupKind.STATE, num_blocks=BLOCKS, null_block=0, pool="device"), 64)
+    assert not len(state.early([3], 0, 64).ids)
