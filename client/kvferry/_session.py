@@ -51,6 +51,7 @@ class EngineSession(OneProcess):
         checksums: bool = False,
         timeout: float = CALL_TIMEOUT,
         traceparent: str = "",
+        reference: str = "",
     ) -> Publication:
         """Publish a request's blocks. The engine must not change or free them until `released` returns the publication
         (R2).
@@ -65,11 +66,14 @@ class EngineSession(OneProcess):
                 for the sums.
             timeout: seconds to keep trying.
             traceparent: the W3C traceparent that came with the request; empty: none did. See docs/tracing.md.
+            reference: the reference that a router made for this request, and sent to the reader as well; empty: none
+                did. See docs/routers.md.
 
         Returns:
             The publication, with its number, and with its reference and its traceparent for the router.
 
         Raises:
+            BadReference, RouterKeyUsed: `reference` is not a reference, or was used for another publication.
             BadBlock, InvalidField: a block does not belong to this engine, is given twice, or is being written to by a
                 read; or another argument is out of range.
             MessageTooLarge: the blocks do not fit into one message; publish them in several steps. Nothing was
@@ -88,6 +92,7 @@ class EngineSession(OneProcess):
             checksums=checksums,
             timeout=arguments.seconds("timeout", timeout),
             traceparent=arguments.text("traceparent", traceparent),
+            reference=arguments.text("reference", reference),
         )
 
     def publish_more(

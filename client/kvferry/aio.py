@@ -161,6 +161,7 @@ class AsyncSession(OneProcess):
         checksums: bool = False,
         timeout: float = CALL_TIMEOUT,
         traceparent: str = "",
+        reference: str = "",
     ) -> Publication:
         """Publish a request's blocks. See `EngineSession.publish`."""
         return await asyncio.to_thread(
@@ -173,6 +174,7 @@ class AsyncSession(OneProcess):
             checksums=checksums,
             timeout=timeout,
             traceparent=traceparent,
+            reference=reference,
         )
 
     async def publish_more(

@@ -17,6 +17,7 @@ from kvferry._control.reader_lease import LEASE_ID_BYTES, ReaderLease
 from kvferry._control.renewals import Renewals
 from kvferry._control.waits import Waits
 from kvferry._tracing import NO_SPAN, Span
+from kvferry._wire.reference import parse_reference
 from kvferry._work_queue import WorkQueue
 from kvferry.errors import (
     InternalError,
@@ -47,9 +48,10 @@ ACCEPTED_PATIENCE = 1.0
 """Seconds for which a cancelled read waits for its lease, to end it."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class AcquireRequest:
-    """Asks for one read of one publication.
+    """Asks for one read of one publication. Once a read with a router's reference is accepted, it has the publication's
+    own.
 
     Attributes:
         home: connection to the source's home.
@@ -60,6 +62,7 @@ class AcquireRequest:
         expected_reads: how many reads will be made of the publication; 0: the number that its source gave.
         deadline: time on `kvferry._clock` until which to wait for the publication.
         span: the span of a trace that the calls belong to.
+        given: the reference as the engine gave it, if that is another one than `text` now.
     """
 
     home: Control
@@ -70,6 +73,24 @@ class AcquireRequest:
     expected_reads: int
     deadline: float
     span: Span = NO_SPAN
+    given: str = field(default="", repr=False)
+
+    def is_for(self, reference: str) -> bool:
+        """Whether the engine gave this reference, or it is the publication's own."""
+        return reference in (self.text, self.given)
+
+    def found(self, reference: str, source: pb.EngineRef, publication: int) -> None:
+        """Use the publication's own reference from now on. The home stays the one that was asked.
+
+        Raises:
+            InvalidField, BadReference: the home's answer contradicts itself.
+        """
+        parsed, home = parse_reference(reference), self.reference.home
+        named = (parsed.engine_id, parsed.incarnation, parsed.publication)
+        if named != (source.engine_id, source.incarnation, publication):
+            raise InvalidField("reference of a publication", "another publication's", "that of the one accepted")
+        parsed.home, self.given = home, self.text
+        self.reference, self.text = parsed, reference
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -241,6 +262,10 @@ class Acquisition:
         self._accepted_at = now()
         self._told_under = accepted.lease_id
         self._source, self._request_id = accepted.source, accepted.request_id or self._request_id
+        if self._request.reference.router_key:
+            self._request.found(accepted.reference, accepted.source, accepted.publication)
+            # What asks again, asks for this publication.
+            self._asked.reference = self._request.text
         self._keep(lease)
         self._cancellation.check()
 
@@ -305,6 +330,8 @@ class Acquisition:
 
 
 def _named(request: AcquireRequest) -> str:
+    if request.reference.router_key:
+        return f"what engine {request.reference.engine_id!r} publishes as {request.reference.router_key!r}"
     return f"publication {request.reference.publication} of engine {request.reference.engine_id!r}"
 
 

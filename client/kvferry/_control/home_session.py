@@ -18,9 +18,19 @@ from kvferry._engine_spec import EngineSpec
 from kvferry._tracing import NO_SPAN, Span, start_span
 from kvferry._wire.authority import incarnation_of, new_session_secret
 from kvferry._wire.blocks_codec import blocks_to_proto
+from kvferry._wire.reference import engine_ids, parse_reference
 from kvferry._wire.status import from_notification_error
 from kvferry._wire.token import EngineToken
-from kvferry.errors import Closed, EngineUnknown, InternalError, InvalidField, KvferryError, Unavailable, Unreachable
+from kvferry.errors import (
+    Closed,
+    EngineUnknown,
+    InternalError,
+    InvalidField,
+    KvferryError,
+    RouterKeyUsed,
+    Unavailable,
+    Unreachable,
+)
 from kvferry.geometry.blocks import Blocks, blocks_by_group, check_ids
 from kvferry.stats import SourceStats
 from kvferry.v1 import kv_transfer_pb2 as pb
@@ -88,6 +98,7 @@ class HomeSession:
         checksums: bool,
         timeout: float,
         traceparent: str = "",
+        reference: str = "",
     ) -> Publication:
         """See `EngineSession.publish`."""
         # One at a time: the home rejects a number below the highest it has seen.
@@ -104,6 +115,7 @@ class HomeSession:
                 payload=payload,
                 checksums=checksums,
                 traceparent=traceparent,
+                reference=reference,
             )
             self.send(step, max(0.001, deadline - now()))
         finally:
@@ -120,6 +132,7 @@ class HomeSession:
         payload: bytes = b"",
         checksums: bool = False,
         traceparent: str = "",
+        reference: str = "",
     ) -> tuple[Publication, Step]:
         """Do the part of `publish` that makes no call. The blocks are pinned from now on.
 
@@ -138,12 +151,19 @@ class HomeSession:
             payload=_payload(payload),
             checksums=arguments.flag("checksums", checksums),
         )
+        if reference:
+            step.router_key, step.key = _routed(reference, self.spec.engine_id)
         check_step(step)
         pin = self.block_use.pin({name: listed.ids for name, listed in given.items()})
         span = start_span("kvferry.publish", traceparent, engine=self.spec.engine_id, request_id=request_id)
         with self._lock:
             # Number and record under one lock: a snapshot in between would include the number but not the record.
-            publication = self._offers.publish(self._home_in_references, step, span.traceparent)
+            try:
+                publication = self._offers.publish(self._home_in_references, step, span.traceparent)
+            except RouterKeyUsed as error:
+                self.block_use.unpin(pin)
+                span.end(error)
+                raise
             if span.traceparent:
                 self._spans[publication.number] = span
             # Under the same lock: after a release in between, the blocks would stay in use for ever.
@@ -438,6 +458,18 @@ def _payload(payload: bytes) -> bytes:
     if len(found) > MAX_PAYLOAD:
         raise InvalidField("payload", f"{len(found)} bytes", f"at most {MAX_PAYLOAD} bytes")
     return found
+
+
+def _routed(reference: str, engine_id: str) -> tuple[str, bytes]:
+    """Return router_key and key of the reference under which an engine publishes; raises `BadReference`, and
+    `InvalidField` if no router made it, or it names another engine."""
+    parsed = parse_reference(reference)
+    if not parsed.router_key:
+        raise InvalidField("reference", "a publication's own", "one that a router made, see kvferry.router_reference")
+    named = engine_ids(parsed.engine_id, parsed.data_parallel_rank)
+    if engine_id not in named:
+        raise InvalidField("reference", f"one for engine {' or '.join(named)}", f"one for this engine, {engine_id!r}")
+    return parsed.router_key, parsed.key
 
 
 def _number(publication: Publication) -> int:

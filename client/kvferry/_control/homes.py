@@ -15,6 +15,7 @@ from fnmatch import fnmatchcase
 from kvferry._control.connection import Control
 from kvferry._directory.directory import Directory
 from kvferry._wire.channel import Dial, TlsConfig, connect, is_loopback
+from kvferry._wire.reference import engine_ids
 from kvferry._wire.token import EngineToken
 from kvferry.errors import Closed, EngineNotListed, HomeNotAllowed
 from kvferry.stats import CallStats
@@ -82,7 +83,11 @@ class Homes:
                 engine_id=reference.engine_id,
                 directory="",
             )
-        return self._directory.resolve(reference.engine_id, reference.incarnation).home
+        engine_id = reference.engine_id
+        if isinstance(reference, pb.Reference) and reference.router_key:
+            listed, names = self._directory.listed(), engine_ids(engine_id, reference.data_parallel_rank)
+            engine_id = next((name for name in names if listed.find(name) is not None), names[-1])
+        return self._directory.resolve(engine_id, reference.incarnation).home
 
     def of(self, reference: pb.Reference | pb.EngineReference) -> Control:
         """Return the connection to the home of a reference. Raises as `address_of` and `get`."""

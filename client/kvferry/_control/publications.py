@@ -19,7 +19,7 @@ from typing import Literal
 
 from kvferry._wire.authority import publication_key
 from kvferry._wire.reference import format_reference
-from kvferry.errors import InternalError, KvferryError, Unreachable, WrongState
+from kvferry.errors import InternalError, KvferryError, RouterKeyUsed, Unreachable, WrongState
 from kvferry.v1 import kv_transfer_pb2 as pb
 
 logger = logging.getLogger(__name__)
@@ -183,6 +183,8 @@ class Offers:
         self._secret = session_secret
         self._next = 1
         self._held: dict[int, _Held] = {}
+        self._by_router_key: dict[str, int] = {}
+        """Numbers of those that are held under keys of routers."""
         self._released: deque[Release] = deque()
         self._next_deadline = math.inf
         """No later than the earliest `release_at`, so that `advance`, which engines call in each step, rarely has to
@@ -195,7 +197,12 @@ class Offers:
             home: address of the home, for the reference; empty: readers ask their directory.
             step: the step; its number is set here.
             traceparent: see `Publication`.
+
+        Raises:
+            RouterKeyUsed: another publication that is not released has the step's router_key.
         """
+        if step.router_key:
+            self._check_router_key(step.router_key)
         step.publication, self._next = self._next, self._next + 1
         reference = pb.Reference(
             home=home,
@@ -207,6 +214,8 @@ class Offers:
         )
         publication = Publication(step.publication, step.request_id, format_reference(reference), traceparent)
         self._held[publication.number] = _Held(publication, [step], sending=1)
+        if step.router_key:
+            self._by_router_key[step.router_key] = step.publication
         logger.debug("published: request_id=%r publication=%d", step.request_id, publication.number)
         self.published += 1
         return publication
@@ -256,6 +265,7 @@ class Offers:
         held.steps.remove(step)
         if not held.steps:
             del self._held[step.publication]
+            self._by_router_key.pop(step.router_key, None)
             self.outcomes["refused"] += 1
         return True
 
@@ -331,11 +341,22 @@ class Offers:
         """Return the publications whose blocks are still pinned."""
         return tuple(held.publication for held in self._held.values())
 
+    def _check_router_key(self, name: str) -> None:
+        number = self._by_router_key.get(name)
+        if number is not None:
+            raise RouterKeyUsed(
+                f"publication {number} has the same router key {name!r}, and is not released: the router must draw a "
+                "new reference for every request and every attempt",
+                engine_id=self._engine.engine_id,
+                publication=number,
+            )
+
     def _release(
         self, number: int, outcome: ReleaseOutcome, reads: tuple[ReadSummary, ...] = (), *, local: bool = False
     ) -> None:
         held = self._held.pop(number, None)
         if held is not None:
+            self._by_router_key.pop(held.steps[0].router_key, None)
             self.outcomes[outcome.name.lower()] += 1
             self._released.append(Release(number, held.publication.request_id, outcome, reads, local))
             expected = outcome in (ReleaseOutcome.READ, ReleaseOutcome.DECLINED)

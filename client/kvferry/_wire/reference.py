@@ -67,6 +67,13 @@ def router_reference(
     return format_reference(made)
 
 
+def engine_ids(engine_id: str, data_parallel_rank: int) -> tuple[str, ...]:
+    """Return the names of the engine that a router means, the first of which that lives: see
+    `Reference.data_parallel_rank`."""
+    of_rank = f"{engine_id}_dp{data_parallel_rank}"
+    return (of_rank,) if data_parallel_rank else (engine_id, of_rank)
+
+
 def parse_reference(text: str) -> pb.Reference:
     """Decode a publication's reference.
 

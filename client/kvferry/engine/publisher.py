@@ -38,6 +38,7 @@ class Publishing:
         payload: bytes,
         checksums: bool,
         traceparent: str,
+        reference: str,
     ) -> Publication:
         """See `SchedulerPort.publish`."""
         with self._sender.lock:
@@ -49,6 +50,7 @@ class Publishing:
                 payload=payload,
                 checksums=checksums,
                 traceparent=traceparent,
+                reference=reference,
             )
             self.published += 1
             self._sender.put(publication, step)

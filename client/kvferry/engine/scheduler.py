@@ -124,6 +124,7 @@ class SchedulerPort(OneProcess):
         payload: bytes = b"",
         checksums: bool = False,
         traceparent: str = "",
+        reference: str = "",
     ) -> Publication:
         """Publish a request's blocks. The engine must not change or free them until `released` returns the publication
         (R2). They hold their bytes now: on a GPU, every rank's device has completed the kernels that write them.
@@ -138,12 +139,15 @@ class SchedulerPort(OneProcess):
             payload: opaque bytes for the readers, at most 64 KiB.
             checksums: every rank will call `Cache.checksum` for these blocks.
             traceparent: the W3C traceparent that came with the request; empty: none did. See docs/tracing.md.
+            reference: the reference that a router made for this request, and sent to the reader as well; empty: none
+                did. See docs/routers.md.
 
         Returns:
             The publication, with its number, and with its reference and its traceparent for the router. A reader may
             use the reference at once: if the home does not know the publication yet, the read waits.
 
         Raises:
+            BadReference, RouterKeyUsed: `reference` is not a reference, or was used for another publication.
             BadBlock, InvalidField: a block does not belong to this engine, is given twice, or is being written to by a
                 read; or another argument is out of range.
             Closed: the engine's session has ended.
@@ -156,6 +160,7 @@ class SchedulerPort(OneProcess):
             payload=payload,
             checksums=checksums,
             traceparent=arguments.text("traceparent", traceparent),
+            reference=arguments.text("reference", reference),
         )
 
     def publish_more(

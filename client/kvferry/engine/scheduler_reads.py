@@ -147,7 +147,7 @@ class Reads:
         self._holder.check(reference)
         with self._lock:
             self._check_open()
-            reads = [read for read in self._by_id.values() if read.request.text == reference]
+            reads = [read for read in self._by_id.values() if read.request.is_for(reference)]
             early = [read for read in reads if read.stage in (ReadStage.WAITING, ReadStage.GRANTED)]
             leases = [read.acquired.lease for read in early if read.acquired is not None]
             for read in early:

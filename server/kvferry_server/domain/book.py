@@ -15,6 +15,7 @@ from kvferry_server.domain.identity import EngineRef
 from kvferry_server.domain.limits import MAX_SKIPPED
 from kvferry_server.domain.ordered import Ordered
 from kvferry_server.domain.publications import PublicationRecord
+from kvferry_server.domain.router_keys import RouterKeys
 
 NUMBER_BYTES = 128
 """Bytes that a remembered publication number takes in memory, estimated."""
@@ -41,7 +42,8 @@ class Book:
     Attributes:
         source: the incarnation.
         secret: its session secret, from which the keys of its references are derived.
-        waiting_reads: budget of live leases on publications that have not arrived, by the reader's host.
+        waiting_reads: budget of reads whose publications have not arrived, by the reader's host.
+        router_keys: the keys of its publications that routers chose.
         recovering: the engine has not sent its full snapshot yet. A home cannot tell a new engine from one whose
             records it lost, so every engine sends one.
         standing: whether its leases are renewed and its releases acknowledged.
@@ -62,6 +64,7 @@ class Book:
     source: EngineRef
     secret: bytes = field(repr=False)
     waiting_reads: Budget
+    router_keys: RouterKeys
     recovering: bool = True
     standing: Standing = Standing.LIVE
     groups: Mapping[str, Group] | None = None

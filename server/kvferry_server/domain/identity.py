@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 Names: TypeAlias = frozenset[bytes]
@@ -26,3 +26,16 @@ class EngineRef:
 
     def __str__(self) -> str:
         return f"engine {self.engine_id!r}, incarnation {self.incarnation.hex()}"
+
+
+@dataclass(frozen=True, slots=True)
+class RouterKey:
+    """What a router chose, in a reference that it made itself, to name a request.
+
+    Attributes:
+        name: the router_key, unique at its engine. Public, like a request_id.
+        key: the reference's key, 16 bytes. Secret.
+    """
+
+    name: str
+    key: bytes = field(repr=False)

@@ -34,9 +34,11 @@ class Limits:
     """Leases at a home, including ended ones whose outcome is still kept. The publications of one engine get at most
     as many as stay free."""
     waiting_reads: int = 4096
-    """Live leases on publications of one engine that have not arrived. A reader gets at most as many as stay free."""
+    """Live leases on publications of one engine that have not arrived, and reads that wait under a router's key. A
+    reader gets at most as many as stay free."""
     waiting_declines: int = 4096
-    """Publications of one engine that were declined before they arrived."""
+    """Publications of one engine that were declined before they arrived; and as many more under routers' keys, of which
+    a caller gets at most as many as stay free."""
     watch_queue: int = 1024
     """Events that a Watch may fall behind before it is told that it lagged."""
 
@@ -44,6 +46,9 @@ class Limits:
 MAX_ENDED_AT_ONCE = 256
 """Leases, and publications, that one pass of the timers ends. A hundred thousand may be due at once, and everything
 else on the event loop waits for a pass."""
+
+MAX_PAST_ROUTER_KEYS = 4096
+"""Router keys of one engine that are remembered after their publications; beyond, the oldest are forgotten."""
 
 MAX_SKIPPED = 1024
 """Publication numbers below an engine's high-water mark that may still arrive."""

@@ -17,7 +17,7 @@ from kvferry.errors import (
 )
 from kvferry_server.domain.agenda import NEVER
 from kvferry_server.domain.checksum_pages import Checksums
-from kvferry_server.domain.identity import EngineRef, Names
+from kvferry_server.domain.identity import EngineRef, Names, RouterKey
 from kvferry_server.domain.reads import LeaseRequest, LeaseState, RankReport, RevokeReason, Verdict
 from kvferry_server.domain.steps import PublicationStep, PublishedExtent
 
@@ -67,6 +67,7 @@ class PublicationRecord:
         number: rising per incarnation.
         stage: how far it has come.
         request_id: from its first step.
+        router_key: the key that a router chose for it, from its first step; None: no router did.
         steps: the steps so far; dropped when it is released.
         extents: what the steps so far hold of each group, so that a new step is checked without going through them.
         step_count: how many steps arrived.
@@ -90,6 +91,7 @@ class PublicationRecord:
     number: int
     stage: PublicationStage = PublicationStage.AWAITED
     request_id: str = ""
+    router_key: RouterKey | None = None
     steps: list[PublicationStep] = field(default_factory=list)
     extents: dict[str, PublishedExtent] = field(default_factory=dict)
     step_count: int = 0

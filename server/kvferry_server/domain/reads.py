@@ -6,7 +6,7 @@ import enum
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
-from kvferry_server.domain.identity import NOBODY, EngineRef, Names
+from kvferry_server.domain.identity import NOBODY, EngineRef, Names, RouterKey
 
 
 class LeaseState(enum.IntEnum):
@@ -90,6 +90,37 @@ class LeaseRequest:
         """Who the lease is counted against in budgets for readers: the host, because readers choose their own names;
         the reader if its host is unknown."""
         return self.host or self.read.reader
+
+
+@dataclass(frozen=True, slots=True)
+class RoutedRequest:
+    """A reader's call with a reference that a router made: it waits for a publication under the router's key.
+
+    Attributes:
+        engine_id, data_parallel_rank: the source, as the router named it.
+        router_key: what the router chose.
+        reader, read_id, parties, expected_reads, names, host: as in `LeaseRequest` and `ReadKey`.
+    """
+
+    engine_id: str
+    data_parallel_rank: int
+    router_key: RouterKey
+    reader: EngineRef
+    read_id: bytes = field(repr=False)
+    parties: int = 1
+    expected_reads: int = 0
+    names: Names = NOBODY
+    host: str = ""
+
+    @property
+    def holder(self) -> Hashable:
+        """See `LeaseRequest.holder`."""
+        return self.host or self.reader
+
+    def of(self, source: EngineRef, publication: int, key: bytes) -> LeaseRequest:
+        """Return the request for the publication that was found, which has this key of its own."""
+        read = ReadKey(source, publication, self.reader, self.read_id)
+        return LeaseRequest(read, key, self.parties, self.expected_reads, self.names, self.host)
 
 
 @dataclass(frozen=True, slots=True)

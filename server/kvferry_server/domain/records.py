@@ -28,6 +28,7 @@ from kvferry_server.domain.publications import (
     PublicationStage,
 )
 from kvferry_server.domain.reads import LeaseState, ReadKey, RevokeReason
+from kvferry_server.domain.router_keys import WaitingRead
 from kvferry_server.domain.times import Times
 
 
@@ -36,6 +37,13 @@ class Changed:
     """A publication or a lease on it has changed: the streams of its readers must look again."""
 
     publication: PublicationRecord
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Awoken:
+    """A read that waits under a router's key must look again."""
+
+    waiting: WaitingRead
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -89,7 +97,7 @@ class Records:
         self.leases_by_source: dict[EngineRef, Ordered[Lease]] = {}
         self.lease_budget = Budget(limits.leases)
         self.draining = False
-        self.effects: list[Changed | Released] = []
+        self.effects: list[Awoken | Changed | Released] = []
         self._clock = clock
         self._forgot_nothing_from = clock.now() + times.max_ttl
         self._publication_agenda: Agenda[PublicationRecord] = Agenda()
@@ -118,7 +126,7 @@ class Records:
         """Return when to call `advance` next."""
         return min(self._lease_agenda.next_deadline(), self._publication_agenda.next_deadline())
 
-    def take_effects(self) -> list[Changed | Released]:
+    def take_effects(self) -> list[Awoken | Changed | Released]:
         """Return what others must be told about since the last call."""
         effects, self.effects = self.effects, []
         return effects
@@ -271,6 +279,10 @@ class Records:
         """Note that the streams of a publication's readers must look again."""
         self.effects.append(Changed(publication))
 
+    def wake_waiting(self, book: Book, name: str | None = None) -> None:
+        """Note that the reads which wait for this router key must look again; None: for any of the book."""
+        self.effects.extend(Awoken(waiting) for waiting in book.router_keys.who_waits(name))
+
     # Ending.
 
     def end_lease(self, lease: Lease, state: LeaseState, now: float) -> None:
@@ -329,6 +341,8 @@ class Records:
             return
         book = self.books[publication.source]
         del book.publications[publication.number]
+        now = self._clock.now()
+        book.router_keys.forgotten(publication, now, now + self.times.max_wait)
         book.declined.discard(publication)
         if book.snapshot is not None:
             book.snapshot.discard(publication.number)
@@ -354,6 +368,7 @@ class Records:
         """Drop the book of a replaced incarnation once it has no publications."""
         if book.standing is Standing.REPLACED and not book.publications and book.source in self.books:
             del self.books[book.source]
+            book.router_keys.close()
             self.memory.give(book.source, book.numbers_size)
 
     # Helpers.

@@ -15,7 +15,7 @@ From then on they are two engines: references name their incarnations.
 from __future__ import annotations
 
 import hmac
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from kvferry._wire.authority import incarnation_of
@@ -151,6 +151,19 @@ class Registry:
             if not engine.dead:
                 return engine
         raise self._unknown(engine_id)
+
+    def find_named(self, engine_ids: Sequence[str]) -> list[Engine]:
+        """Return the living engine of the first of these names that one has, for readers that know no incarnation: all
+        its living incarnations, of which a home that has just started may have several.
+
+        Raises:
+            EngineUnknown, HomeRecovering: none has any of these names.
+        """
+        for engine_id in engine_ids:
+            found = [engine for engine in self._named(engine_id) if not engine.dead]
+            if found:
+                return found
+        raise self._unknown(engine_ids[0])
 
     def has_rival(self, ref: EngineRef) -> bool:
         """Whether another incarnation of the same engine_id is alive or may come back."""

@@ -32,6 +32,7 @@ from kvferry_server.domain.publications import (
 )
 from kvferry_server.domain.reads import RevokeReason
 from kvferry_server.domain.records import Records
+from kvferry_server.domain.router_keys import RouterKeys
 from kvferry_server.domain.steps import PublicationStep, check_step
 
 
@@ -56,7 +57,8 @@ class Sources:
         self._records.advance(MAX_ENDED_AT_ONCE)
         book = self._records.books.get(source)
         if book is None:
-            self._records.books[source] = Book(source, secret, Budget(self._limits.waiting_reads))
+            router_keys = RouterKeys(source, self._memory, Budget(self._limits.waiting_declines))
+            self._records.books[source] = Book(source, secret, Budget(self._limits.waiting_reads), router_keys)
         else:
             book.standing = Standing.LIVE
 
@@ -70,6 +72,7 @@ class Sources:
         now = self._records.advance(MAX_ENDED_AT_ONCE)
         book = self._records.book(source)
         book.standing = standing
+        self._records.wake_waiting(book)
         for publication in list(book.publications.values()):
             self._records.revoke(publication, RevokeReason.SOURCE_LOST)
             if publication.stage is not PublicationStage.AWAITED:
@@ -108,6 +111,7 @@ class Sources:
             EngineIncomplete: no rank has registered groups yet.
             HomeRecovering: the steps before it are missing; the engine's snapshot has them.
             LimitReached: the engine has too many publications.
+            RouterKeyUsed: another publication has its router key.
             ServerDraining: this would be a new publication, and the home is draining.
         """
         now = self._records.advance(MAX_ENDED_AT_ONCE)
@@ -123,6 +127,8 @@ class Sources:
         elif publication.stage in (PublicationStage.ENDING, PublicationStage.RELEASED):
             raise publication.refusal()
         self._check_step(book, publication, step)
+        if step.router_key is not None:
+            book.router_keys.check_free(step.router_key.name, now)
         if publication is None:
             publication = self._records.add_awaited(book, step.number)
         if publication.stage is PublicationStage.AWAITED:
@@ -291,8 +297,12 @@ class Sources:
         # The lease of a waiting reader is never cut short, not even by a `final` that is shorter than the ttl.
         waiting = max((lease.expires for lease in publication.leases), default=0.0)
         publication.final_at = max(now + self._times.final, waiting)
-        publication.request_id = step.request_id
+        publication.request_id, publication.router_key = step.request_id, step.router_key
         self._records.arrive(book, publication, now)
+        if book.router_keys.arrived(publication, now):
+            publication.declined = True
+        if step.router_key is not None:
+            self._records.wake_waiting(book, step.router_key.name)
 
     def _append(self, book: Book, publication: PublicationRecord, step: PublicationStep, now: float) -> None:
         publication.add(step)

@@ -10,6 +10,7 @@ import numpy as np
 from kvferry.errors import BadBlock, InvalidField
 from kvferry.geometry.model import Group, GroupKind
 from kvferry.v1 import kv_transfer_pb2 as pb
+from kvferry_server.domain.identity import RouterKey
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +50,7 @@ class PublicationStep:
         expected_reads: reads that will be made.
         payload: opaque bytes for the readers; with the last step only.
         checksums: every rank will send the checksums of its blocks.
+        router_key: the key under which readers wait for the publication; in the first step only.
         encoded: the `Blocks` message of the step, as every reader gets it; empty: made from the rest.
     """
 
@@ -60,6 +62,7 @@ class PublicationStep:
     expected_reads: int = 1
     payload: bytes = field(default=b"", repr=False)
     checksums: bool = False
+    router_key: RouterKey | None = None
     encoded: bytes = field(default=b"", repr=False, compare=False)
 
     def __post_init__(self) -> None:

@@ -25,9 +25,10 @@ from kvferry_server.domain.journal import Journal
 from kvferry_server.domain.lessor import Lessor
 from kvferry_server.domain.limits import MAX_ENDED_AT_ONCE, Limits
 from kvferry_server.domain.publications import PublicationRecord
-from kvferry_server.domain.records import Records, Released
+from kvferry_server.domain.records import Awoken, Records, Released
 from kvferry_server.domain.registrations import Registration
 from kvferry_server.domain.registry import EngineDied, EngineGone, RankDied, Registry
+from kvferry_server.domain.routing import Routing
 from kvferry_server.domain.sources import Sources
 from kvferry_server.domain.times import Times
 from kvferry_server.domain.watch_feed import Draining, Event, Feed, Process, RankLost, ReleaseEvent, Role
@@ -55,10 +56,11 @@ class Home:
     Attributes:
         epoch: 16 bytes, random per start.
         engines: the engines; to be used within a `turn`.
-        sources, lessor, records: what sources and readers do, and the records of it; to be used within a `turn`.
+        sources, lessor, routing, records: what sources and readers do, and the records of it; to be used within a
+            `turn`.
         memory: budget of the bytes that all of these take.
         journal: what has happened so far.
-        wakeups: wakes streams; its topics are publications and feeds.
+        wakeups: wakes streams; its topics are publications, reads that wait under a router's key, and feeds.
         draining: no new work is accepted.
         stopping: the node server is about to end, and Watches with it.
     """
@@ -75,6 +77,7 @@ class Home:
         self.records = Records(clock, times, self.limits, self.memory, self.journal)
         self.sources = Sources(self.records)
         self.lessor = Lessor(self.records)
+        self.routing = Routing(self.records)
         self.wakeups = Wakeups()
         self.draining = self.stopping = False
         self._started = clock.now()
@@ -269,6 +272,8 @@ class Home:
             if isinstance(effect, Released):
                 scheduler = Process(effect.publication.source, Role.SCHEDULER)
                 self._push(scheduler, ReleaseEvent(effect.publication))
+            elif isinstance(effect, Awoken):
+                self.wakeups.wake(effect.waiting)
             else:
                 self.wakeups.wake(effect.publication)
 

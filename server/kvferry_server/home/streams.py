@@ -4,16 +4,25 @@ reader its blocks, `watch` sends a process of an engine its events."""
 from __future__ import annotations
 
 import secrets
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import TypeAlias
 
-from kvferry.errors import InvalidField, PeerRestarted, PublicationTimeout, ServerDraining, WatchTakenOver
+from kvferry._wire.reference import engine_ids
+from kvferry.errors import (
+    InvalidField,
+    KvferryError,
+    PeerRestarted,
+    PublicationTimeout,
+    ServerDraining,
+    WatchTakenOver,
+)
+from kvferry_server.domain.identity import EngineRef
 from kvferry_server.domain.limits import MAX_STALE_STREAMS, check_limit
 from kvferry_server.domain.publications import Lease, PublicationRecord, PublicationStage
-from kvferry_server.domain.reads import LeaseRequest, RevokeReason
+from kvferry_server.domain.reads import LeaseRequest, RevokeReason, RoutedRequest
 from kvferry_server.domain.steps import PublicationStep
 from kvferry_server.domain.watch_feed import Feed, Numbered, Process
 from kvferry_server.home.home import EVENT_BYTES, Home
@@ -21,9 +30,11 @@ from kvferry_server.home.home import EVENT_BYTES, Home
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Accepted:
-    """A lease was granted, or an earlier call of the same read has it."""
+    """A lease was granted, or an earlier call of the same read has it. With the publication's own reference, if the
+    reader asked with one that a router made."""
 
     lease: Lease
+    reference: str = field(default="", repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +79,9 @@ class Lagged:
 WatchMessage: TypeAlias = Opened | Numbered | Synced | Lagged
 
 
-async def read_blocks(home: Home, request: LeaseRequest, wait: float) -> AsyncGenerator[ReadMessage, None]:
+async def read_blocks(
+    home: Home, request: LeaseRequest | RoutedRequest, wait: float
+) -> AsyncGenerator[ReadMessage, None]:
     """Grant a lease on a publication and yield its blocks as they are published, until the lease ends. Closing the
     generator early does not end the lease.
 
@@ -80,12 +93,13 @@ async def read_blocks(home: Home, request: LeaseRequest, wait: float) -> AsyncGe
     Raises:
         PublicationTimeout: the publication did not arrive in time.
         ServerDraining: the node server is draining; the lease goes on.
-        KvferryError: all that `Lessor.grant` and `Engine.check_readable` raise.
+        KvferryError: all that `Lessor.grant`, `Routing.find` and `Engine.check_readable` raise.
     """
     waits_until = home.clock.now() + wait
-    lease = _granted(home, request)
+    asked = await _found(home, request, waits_until, wait)
+    lease = _granted(home, asked)
     with _streaming(home, lease), home.wakeups.watching(lease.publication) as waker:
-        yield Accepted(lease)
+        yield _accepted(home, request, lease)
         untold = _Untold(lease)
         while True:
             waker.clear()
@@ -99,7 +113,7 @@ async def read_blocks(home: Home, request: LeaseRequest, wait: float) -> AsyncGe
 
 
 async def poll_blocks(
-    home: Home, request: LeaseRequest, wait: float, lease_id: bytes, next_step: int
+    home: Home, request: LeaseRequest | RoutedRequest, wait: float, lease_id: bytes, next_step: int
 ) -> Iterator[ReadMessage]:
     """Return what `read_blocks` yields to a reader that has some of it already, as soon as there is something; nothing
     when the wait is over. Cancelling it does not end the lease.
@@ -120,12 +134,13 @@ async def poll_blocks(
         PublicationTimeout: the publication did not arrive in time.
         LeaseEnded: the lease has ended.
         ServerDraining: the node server is draining; the lease goes on.
-        KvferryError: all that `Lessor.grant` and `Engine.check_readable` raise.
+        KvferryError: all that `Lessor.grant`, `Routing.find` and `Engine.check_readable` raise.
     """
     waits_until = home.clock.now() + wait
-    lease = _granted(home, request, lease_id)
+    asked = await _found(home, request, waits_until, wait)
+    lease = _granted(home, asked, lease_id)
     if not secrets.compare_digest(lease_id, lease.lease_id):
-        return chain((Accepted(lease),), _Untold(lease).take())
+        return chain((_accepted(home, request, lease),), _Untold(lease).take())
     publication = lease.publication
     there = len(publication.steps)
     if next_step > there:
@@ -137,7 +152,7 @@ async def poll_blocks(
         while True:
             if not lease.live and not publication.step_count:
                 raise _timeout(publication, wait)
-            lease.check_replay(request)
+            lease.check_replay(asked)
             left = _left(home, lease, waits_until, wait)
             if left <= 0:
                 return iter(())
@@ -228,6 +243,53 @@ async def _full_state(home: Home, feed: Feed, number: int) -> AsyncGenerator[Wat
     yield Synced(home.need_resync(process))
 
 
+async def _found(home: Home, request: LeaseRequest | RoutedRequest, waits_until: float, wait: float) -> LeaseRequest:
+    """Return the request for a lease. A read with a reference that a router made first waits for its publication: here,
+    without a lease, because nothing is pinned for it yet."""
+    if isinstance(request, LeaseRequest):
+        return request
+    wanted = request.router_key
+    with home.turn():
+        engines = home.engines.find_named(engine_ids(request.engine_id, request.data_parallel_rank))
+        sources = [engine.ref for engine in engines]
+        found = home.routing.find(sources, wanted)
+        if found is not None:
+            return home.routing.request(found, request)
+        engines[0].check_readable()
+        waiting = home.routing.wait(sources, request)
+    try:
+        with home.wakeups.watching(waiting) as waker:
+            while found is None:
+                left = waits_until - home.clock.now()
+                if left <= 0:
+                    raise _never_came(sources[0], request, wait)
+                await waker.wait(left)
+                waker.clear()
+                with home.turn():
+                    found = home.routing.find(_living(home, sources), wanted)
+    finally:
+        home.routing.end_wait(waiting)
+    with home.turn():
+        return home.routing.request(found, request)
+
+
+def _living(home: Home, sources: Sequence[EngineRef]) -> list[EngineRef]:
+    """Return those incarnations that live. Raises `PeerRestarted` or `EngineUnknown` if none does."""
+    living, gone = list[EngineRef](), list[KvferryError]()
+    for source in sources:
+        try:
+            living.append(home.engines.find_live(source.engine_id, source.incarnation).ref)
+        except KvferryError as error:
+            gone.append(error)
+    if not living:
+        raise gone[0]
+    return living
+
+
+def _accepted(home: Home, request: LeaseRequest | RoutedRequest, lease: Lease) -> Accepted:
+    return Accepted(lease, home.reference(lease.publication) if isinstance(request, RoutedRequest) else "")
+
+
 def _granted(home: Home, request: LeaseRequest, lease_id: bytes = b"") -> Lease:
     """Grant a lease. A reader that shows the lease's id goes on whatever has become of the source, as on an open
     stream. Raises what `Lessor.grant` and `Engine.check_readable` do."""
@@ -305,6 +367,16 @@ def _check_current(feed: Feed, number: int) -> None:
     if feed.current_watch != number:
         engine_id = feed.process.engine.engine_id
         raise WatchTakenOver(f"a newer Watch of the same process of {engine_id!r} took over", engine_id=engine_id)
+
+
+def _never_came(source: EngineRef, request: RoutedRequest, wait: float) -> PublicationTimeout:
+    name, engine_id = request.router_key.name, source.engine_id
+    return PublicationTimeout(
+        f"nothing was published by engine {engine_id!r} under the router key {name!r} within {wait:.3f} s",
+        engine_id=engine_id,
+        publication=0,
+        waited_ms=round(wait * 1000),
+    )
 
 
 def _timeout(publication: PublicationRecord, wait: float) -> PublicationTimeout:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kvferry._wire.reference import parse_reference
+from kvferry._wire.reference import engine_ids, parse_reference
 from kvferry.errors import BadReference, NotAllowed
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry_server.domain.policy import MEMBER, OPERATOR, Grant, Need, Policy, PolicyRole
@@ -54,18 +54,21 @@ def _handshake(request: pb.HandshakeRequest) -> tuple[Need]:
     return (Need((READER,) if request.reference else (READER, OBSERVER), request.engine_id),)
 
 
-def _reference(text: str) -> Need:
+def _reference(text: str, roles: tuple[PolicyRole, ...] = (READER,)) -> tuple[Need, ...]:
     try:
-        return Need((READER,), parse_reference(text).engine_id)
+        named = parse_reference(text)
     except BadReference:
         # The handler says what is wrong with it.
-        return Need((READER,))
+        return (Need(roles),)
+    if not named.router_key:
+        return (Need(roles, named.engine_id),)
+    # Whichever of these lives is read from, so the role is needed for each.
+    return tuple(Need(roles, engine_id) for engine_id in engine_ids(named.engine_id, named.data_parallel_rank))
 
 
-def _decline(decline: pb.Decline) -> Need:
-    need = _reference(decline.reference)
+def _decline(decline: pb.Decline) -> tuple[Need, ...]:
     # A node server sends it on under its own certificate, and has asked its own policy about the caller.
-    return Need((READER, RELAY), need.engine_id) if decline.relayed_by else need
+    return _reference(decline.reference, (READER, RELAY) if decline.relayed_by else (READER,))
 
 
 def _notify(request: pb.NotifyRequest) -> Iterator[Need]:
@@ -82,7 +85,7 @@ def _notify(request: pb.NotifyRequest) -> Iterator[Need]:
             # The lease_id names the read, and the lease obeys only the identity that acquired it.
             yield Need((READER,))
     if "decline" in kinds:
-        yield from {_decline(n.decline) for n in request.notifications if n.HasField("decline")}
+        yield from {need for n in request.notifications if n.HasField("decline") for need in _decline(n.decline)}
     if not kinds:
         yield Need((ENGINE, READER, RELAY))
 
@@ -99,8 +102,8 @@ TABLE: Mapping[str, Entry] = {
     "/kvferry.v1.KVTransfer/RegisterCache": Entry((ENGINE, RELAY), _in_an_engines_name),
     "/kvferry.v1.KVTransfer/Watch": Entry((ENGINE, RELAY), _in_an_engines_name),
     "/kvferry.v1.KVTransfer/Handshake": Entry((READER,), _handshake),
-    "/kvferry.v1.KVTransfer/ReadBlocks": Entry((READER,), lambda request: (_reference(request.reference),)),
-    "/kvferry.v1.KVTransfer/PollBlocks": Entry((READER,), lambda request: (_reference(request.read.reference),)),
+    "/kvferry.v1.KVTransfer/ReadBlocks": Entry((READER,), lambda request: _reference(request.reference)),
+    "/kvferry.v1.KVTransfer/PollBlocks": Entry((READER,), lambda request: _reference(request.read.reference)),
     "/kvferry.v1.KVTransfer/ReadChecksums": _always(READER),
     "/kvferry.v1.KVTransfer/Notify": Entry((ENGINE, READER, RELAY), _notify),
     "/kvferry.v1.Introspection/GetServerInfo": _always(OBSERVER),

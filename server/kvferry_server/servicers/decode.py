@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from kvferry._wire.authority import proves_agent
 from kvferry._wire.geometry_codec import groups_from_proto, rank_from_proto, region_from_proto
 from kvferry._wire.reference import ENGINE_PREFIX, parse_engine_reference, parse_reference
-from kvferry.errors import InvalidField, NotImplementedHere
+from kvferry.errors import InvalidField
 from kvferry.geometry.blocks import MAX_BLOCKS
 from kvferry.geometry.model import EngineGeometry
 from kvferry.v1 import geometry_pb2
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry_server.domain.engine_description import agent_bytes, engine_header, rank_bytes
-from kvferry_server.domain.identity import EngineRef, Names
+from kvferry_server.domain.identity import EngineRef, Names, RouterKey
 from kvferry_server.domain.limits import MAX_HEADER_BYTES, MAX_PAYLOAD, MAX_RANK_BYTES
-from kvferry_server.domain.reads import LeaseRequest, RankOutcome, RankReport, ReadKey
+from kvferry_server.domain.reads import LeaseRequest, RankOutcome, RankReport, ReadKey, RoutedRequest
 from kvferry_server.domain.registrations import Agent, Registration
 from kvferry_server.domain.steps import GroupBlocks, PublicationStep
 from kvferry_server.domain.watch_feed import Process, Role
@@ -76,13 +77,15 @@ def reader_digest(request: pb.HandshakeRequest) -> bytes:
     not know count as well."""
     geometry = pb.HandshakeRequest()
     geometry.CopyFrom(request)
-    for field in ("engine_id", "incarnation", "reader", "reference"):
-        geometry.ClearField(field)
+    for name in ("engine_id", "incarnation", "reader", "reference"):
+        geometry.ClearField(name)
     return hashlib.sha256(geometry.SerializeToString(deterministic=True)).digest()
 
 
-def lease_request(request: pb.ReadBlocksRequest, max_parties: int, names: Names, host: str = "") -> LeaseRequest:
-    """Decode a ReadBlocks call.
+def lease_request(
+    request: pb.ReadBlocksRequest, max_parties: int, names: Names, host: str = ""
+) -> LeaseRequest | RoutedRequest:
+    """Decode a ReadBlocks call; a `RoutedRequest` if a router made its reference.
 
     Args:
         request: the call.
@@ -92,56 +95,82 @@ def lease_request(request: pb.ReadBlocksRequest, max_parties: int, names: Names,
 
     Raises:
         InvalidField, BadReference: a field is malformed.
-        NotImplementedHere: the reference was made by a router.
     """
     if not 1 <= request.parties <= max_parties:
         raise InvalidField("parties", request.parties, f"1 to {max_parties}")
-    source, number, key = reference(request.reference)
-    read = ReadKey(source, number, engine_ref("reader", request.reader), random_bytes("read_id", request.read_id))
-    return LeaseRequest(read, key, request.parties, request.expected_reads, names, host)
+    named = reference(request.reference)
+    reader, read_id = engine_ref("reader", request.reader), random_bytes("read_id", request.read_id)
+    if isinstance(named, Routed):
+        return RoutedRequest(
+            named.engine_id,
+            named.data_parallel_rank,
+            named.router_key,
+            reader,
+            read_id,
+            request.parties,
+            request.expected_reads,
+            names,
+            host,
+        )
+    read = ReadKey(named.source, named.publication, reader, read_id)
+    return LeaseRequest(read, named.key, request.parties, request.expected_reads, names, host)
 
 
-def reference(given: str) -> tuple[EngineRef, int, bytes]:
-    """Decode a reference into source, publication number and key.
+@dataclass(frozen=True, slots=True)
+class Named:
+    """A reference to a publication, or with the number 0 to an engine."""
 
-    Raises:
-        BadReference: it is malformed.
-        NotImplementedHere: it was made by a router.
-    """
+    source: EngineRef
+    publication: int
+    key: bytes = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Routed:
+    """A reference that a router made."""
+
+    engine_id: str
+    data_parallel_rank: int
+    router_key: RouterKey
+
+
+def reference(given: str) -> Named | Routed:
+    """Decode a reference; raises `BadReference` and `InvalidField`."""
     parsed = parse_reference(given)
     if parsed.router_key:
-        what = "references made by a router (router_key)"
-        raise NotImplementedHere(f"this node server does not offer {what}", what=what)
+        engine_id, name = text("reference.engine_id", parsed.engine_id), text("reference.router_key", parsed.router_key)
+        return Routed(engine_id, parsed.data_parallel_rank, RouterKey(name, parsed.key))
     source = pb.EngineRef(engine_id=parsed.engine_id, incarnation=parsed.incarnation)
-    return engine_ref("reference", source), parsed.publication, parsed.key
+    return Named(engine_ref("reference", source), parsed.publication, parsed.key)
 
 
-def decline(message: pb.Decline) -> tuple[EngineRef, int, bytes, str]:
-    """Decode a decline into source, publication number, key, and the home that the reference names. Raises as
-    `reference`."""
-    return *reference(message.reference), parse_reference(message.reference).home
+def decline(message: pb.Decline) -> tuple[Named | Routed, str]:
+    """Decode a decline into what it names, and the home that the reference names. Raises as `reference`."""
+    return reference(message.reference), parse_reference(message.reference).home
 
 
-def handshake_reference(request: pb.HandshakeRequest) -> tuple[EngineRef, int, bytes] | None:
-    """Decode the reference that entitles a handshake to agents, as `reference` does. The publication number is 0 for
-    an engine reference. None if the handshake has no reference.
+def handshake_reference(request: pb.HandshakeRequest) -> Named | None:
+    """Decode the reference that entitles a handshake to agents, as `reference` does. None if the handshake has no
+    reference.
 
     Raises:
         BadReference: it is malformed.
-        InvalidField: it is to another engine.
+        InvalidField: it is to another engine, or a router made it, so that it names no incarnation.
     """
     if not request.reference:
         return None
     if request.reference.startswith(ENGINE_PREFIX):
         parsed = parse_engine_reference(request.reference)
         named = pb.EngineRef(engine_id=parsed.engine_id, incarnation=parsed.incarnation)
-        source, number, key = engine_ref("reference", named), 0, parsed.key
+        found: Named | Routed = Named(engine_ref("reference", named), 0, parsed.key)
     else:
-        source, number, key = reference(request.reference)
-    if source.engine_id != request.engine_id:
+        found = reference(request.reference)
+    if isinstance(found, Routed):
+        raise InvalidField("reference", "one that a router made", "that of the publication, as in `Accepted.reference`")
+    if found.source.engine_id != request.engine_id:
         expected = f"a reference to engine {request.engine_id!r}"
-        raise InvalidField("reference", f"a reference to engine {source.engine_id!r}", expected)
-    return source, number, key
+        raise InvalidField("reference", f"a reference to engine {found.source.engine_id!r}", expected)
+    return found
 
 
 def process(request: pb.WatchRequest) -> Process:
@@ -179,8 +208,19 @@ def publication_step(message: pb.Publish, max_reads: int) -> PublicationStep:
         expected_reads=message.expected_reads or 1,
         payload=message.payload,
         checksums=message.checksums,
+        router_key=_router_key(message),
         encoded=_blocks(message),
     )
+
+
+def _router_key(message: pb.Publish) -> RouterKey | None:
+    if not message.router_key:
+        if message.key:
+            raise InvalidField("publish.key", f"{len(message.key)} bytes", "none without a router_key")
+        return None
+    if message.step:
+        raise InvalidField("publish.router_key", f"in step {message.step}", "in the first step only")
+    return RouterKey(text("publish.router_key", message.router_key), random_bytes("publish.key", message.key))
 
 
 def _blocks(message: pb.Publish) -> bytes:

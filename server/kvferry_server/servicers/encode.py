@@ -56,7 +56,7 @@ def read_message(epoch: bytes, message: ReadMessage, values: Times, now: float) 
     """Encode a message to a reader; `now` is when it is sent, in seconds on the home's clock."""
     response = pb.ReadBlocksResponse(home_epoch=epoch)
     if isinstance(message, Accepted):
-        response.accepted.CopyFrom(_accepted(message.lease, values, now))
+        response.accepted.CopyFrom(_accepted(message, values, now))
     elif isinstance(message, PublicationStep):
         blocks = embedded(pb.ReadBlocksResponse.BLOCKS_FIELD_NUMBER, message.encoded)
         return response.SerializeToString() + blocks
@@ -79,7 +79,7 @@ def poll_answer(epoch: bytes, messages: Iterable[ReadMessage], values: Times, no
             steps.append(embedded(pb.PollBlocksResponse.BLOCKS_FIELD_NUMBER, message.encoded))
             room -= len(message.encoded)
         elif isinstance(message, Accepted):
-            answer.accepted.MergeFrom(_accepted(message.lease, values, now))
+            answer.accepted.MergeFrom(_accepted(message, values, now))
         elif isinstance(message, Completed):
             answer.complete.MergeFrom(_complete(message))
         else:
@@ -166,7 +166,8 @@ def transfer_summary(lease: Lease, now: float) -> ipb.TransferSummary:
     )
 
 
-def _accepted(lease: Lease, values: Times, now: float) -> pb.Accepted:
+def _accepted(accepted: Accepted, values: Times, now: float) -> pb.Accepted:
+    lease = accepted.lease
     publication = lease.publication
     return pb.Accepted(
         lease_id=lease.lease_id,
@@ -176,6 +177,7 @@ def _accepted(lease: Lease, values: Times, now: float) -> pb.Accepted:
         publication=publication.number,
         request_id=publication.request_id,
         lease_number=lease.number,
+        reference=accepted.reference,
     )
 
 

@@ -11,7 +11,7 @@ from kvferry._clock import to_duration
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry.v1.kv_transfer_pb2_grpc import KVTransferServicer
 from kvferry_server.domain.limits import MAX_NAMED_RANKS
-from kvferry_server.domain.reads import LeaseRequest
+from kvferry_server.domain.reads import LeaseRequest, RoutedRequest
 from kvferry_server.home.home import Home
 from kvferry_server.home.streams import poll_blocks, read_blocks, watch
 from kvferry_server.servicers import checks, decode, encode
@@ -68,9 +68,9 @@ class KVTransfer(KVTransferServicer):
         with home.turn():
             engine = home.engines.find_live(engine_id, incarnation)
             if reference is not None:
-                named, number, key = reference
-                engine = home.engines.find_live(named.engine_id, named.incarnation)
-                home.lessor.check_reference(named, number, key)
+                source = reference.source
+                engine = home.engines.find_live(source.engine_id, source.incarnation)
+                home.lessor.check_reference(source, reference.publication, reference.key)
             if reader.engine_id == engine_id:
                 engine = home.engines.find(reader)
             description = engine.check_readable()
@@ -120,7 +120,8 @@ class KVTransfer(KVTransferServicer):
 
     async def Notify(self, request: pb.NotifyRequest, context: Context) -> pb.NotifyResponse:
         """Act on a batch of notifications; see `notify`."""
-        return await notify(self._home, self._relays, request, self._names_of(context), _time_to_wait(context))
+        names, host = self._names_of(context), remote_host(context)
+        return await notify(self._home, self._relays, request, names, _time_to_wait(context), host)
 
     async def ReadChecksums(self, request: pb.ReadChecksumsRequest, context: Context) -> pb.ReadChecksumsResponse:
         """Send the checksums of a leased publication's blocks; see `read_checksums`."""
@@ -143,7 +144,7 @@ class KVTransfer(KVTransferServicer):
             async for message in messages:
                 yield encode.watch_message(home.epoch, message, home.times, home.advertise)
 
-    def _asked(self, request: pb.ReadBlocksRequest, context: Context) -> tuple[LeaseRequest, float]:
+    def _asked(self, request: pb.ReadBlocksRequest, context: Context) -> tuple[LeaseRequest | RoutedRequest, float]:
         """Return what a reader asks for, and the seconds that it waits."""
         lease_request = decode.lease_request(
             request, self._home.limits.ranks, self._names_of(context), remote_host(context)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 from kvferry._clock import to_duration
+from kvferry._wire.reference import engine_ids
 from kvferry._wire.status import NOTIFICATION_ERROR_BYTES, to_notification_error
 from kvferry.errors import EngineUnknown, HomeRecovering, InvalidField, KvferryError, Unreachable
 from kvferry.v1 import kv_transfer_pb2 as pb
@@ -23,7 +24,7 @@ OF_A_SOURCE = frozenset({"publish", "abort", "released_ack", "resync", "checksum
 
 
 async def notify(
-    home: Home, relays: Relays, request: pb.NotifyRequest, names: Names, time_left: float
+    home: Home, relays: Relays, request: pb.NotifyRequest, names: Names, time_left: float, host: str = ""
 ) -> pb.NotifyResponse:
     """Act on a batch of notifications, in order. An error of one becomes its result; the others are acted on. Declines
     of other homes' publications are sent on at the end.
@@ -36,6 +37,7 @@ async def notify(
         request: the call.
         names: the names in the caller's certificate.
         time_left: seconds until the call's deadline.
+        host: the host that the call came from; empty if unknown.
 
     Raises:
         InvalidField: there are too many notifications, or the sender is malformed.
@@ -64,7 +66,7 @@ async def notify(
             await time_slice.pause()
         home.journal.notifications[notification.WhichOneof("kind") or "unknown"] += 1
         try:
-            results.append(await _result(home, relays, sender, names, notification, time_slice))
+            results.append(await _result(home, relays, sender, names, notification, time_slice, host))
         except _Elsewhere as other:
             elsewhere.setdefault(other.home, []).append(index)
             results.append(pb.NotificationResult())
@@ -93,6 +95,7 @@ async def _result(
     names: Names,
     notification: pb.Notification,
     time_slice: TimeSlice,
+    host: str,
 ) -> pb.NotificationResult:
     """Act on one notification. Raises `_Elsewhere` for a decline that must be sent on."""
     kind = notification.WhichOneof("kind")
@@ -100,7 +103,7 @@ async def _result(
         if kind is None:
             raise InvalidField("notification.kind", None, "a kind that this node server knows")
         if kind == "decline":
-            return _decline(home, relays, notification.decline)
+            return _decline(home, relays, notification.decline, host or sender)
         if sender is None:
             raise InvalidField("sender", None, "the engine that sends the notification")
         if kind == "checksums":
@@ -177,17 +180,25 @@ def _from_reader(
     return _done()
 
 
-def _decline(home: Home, relays: Relays, decline: pb.Decline) -> pb.NotificationResult:
-    source, number, key, named = decode.decline(decline)
+def _decline(home: Home, relays: Relays, decline: pb.Decline, holder: Hashable) -> pb.NotificationResult:
+    """Act on a decline of `holder`."""
+    found, named = decode.decline(decline)
     with home.turn():
         try:
-            engine = home.engines.find_live(source.engine_id, source.incarnation)
+            if isinstance(found, decode.Routed):
+                names = engine_ids(found.engine_id, found.data_parallel_rank)
+                engines = home.engines.find_named(names)
+            else:
+                engines = [home.engines.find_live(found.source.engine_id, found.source.incarnation)]
         except (EngineUnknown, HomeRecovering):
             # Only then: a home knows its engines whatever address a reference names it by.
             if relays.applies(named, decline.relayed_by):
                 raise _Elsewhere(named) from None
             raise
-        home.lessor.decline(engine.ref, number, key)
+        if isinstance(found, decode.Routed):
+            home.routing.decline([engine.ref for engine in engines], found.router_key, holder)
+        else:
+            home.lessor.decline(found.source, found.publication, found.key)
     return _done()
 
 

@@ -22,7 +22,6 @@ from kvferry.errors import (
     KvferryError,
     LeaseEnded,
     LimitReached,
-    NotImplementedHere,
     PartiesMismatch,
     PeerRestarted,
     PublicationReleased,
@@ -338,7 +337,7 @@ async def test_polls_that_cannot_be(ready: Node) -> None:
     cases: list[tuple[pb.PollBlocksRequest, type[KvferryError]]] = [
         (pb.PollBlocksRequest(read=read(1, reader=E)), PublicationReleased),
         (pb.PollBlocksRequest(read=read(1, reference="no reference")), BadReference),
-        (pb.PollBlocksRequest(read=read(1, reference=format_reference(router))), NotImplementedHere),
+        (pb.PollBlocksRequest(read=read(1, reference=format_reference(router))), EngineUnknown),
         (pb.PollBlocksRequest(read=read(1, reference=reference(1, P2))), PeerRestarted),
         (pb.PollBlocksRequest(read=read(1, reference=reference(1, D))), EngineUnknown),
         (pb.PollBlocksRequest(read=read(1, reference=reference(1, wrong=b"x" * 16))), WrongKey),

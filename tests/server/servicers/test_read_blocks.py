@@ -16,7 +16,6 @@ from kvferry.errors import (
     InvalidField,
     KvferryError,
     LimitReached,
-    NotImplementedHere,
     PeerRestarted,
     PublicationReleased,
     PublicationStale,
@@ -140,7 +139,7 @@ async def test_reads_that_cannot_be(ready: Node) -> None:
     cases: list[tuple[pb.ReadBlocksRequest, type[KvferryError]]] = [
         (read_request(1, reader=E), PublicationReleased),
         (read_request(1, reference="no reference"), BadReference),
-        (read_request(1, reference=format_reference(router)), NotImplementedHere),
+        (read_request(1, reference=format_reference(router)), EngineUnknown),
         (read_request(1, reference=reference(1, P2)), PeerRestarted),
         (read_request(1, reference=reference(1, D)), EngineUnknown),
         (read_request(1, reference=reference(1, wrong=b"x" * 16)), WrongKey),

@@ -1,0 +1,219 @@
+"""Router keys: which publications an engine has under the keys that routers chose, and who waits for one (PROTOCOL,
+Identities: reference).
+
+    wait ─► waiting ─┬─(published)───────────────────────────────────► the publication, and a lease on it
+                     └─(declined | time over | engine gone)──────────► a typed error
+    publish ─► held ─(released, and acknowledged)─► past, remembered for a while ─► free again
+
+A router's reference has a name, which everybody may know, and a key, which is secret. Before the publication arrives
+nobody can check the key: what is said then, is kept with the key that was said, and counts for the same key only (R13).
+"""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Collection, Hashable
+from dataclasses import dataclass, field
+
+from kvferry.errors import PublicationReleased, RouterKeyUsed, WrongKey
+from kvferry_server.domain.budgets import Budget, MemoryBudget, check_budget
+from kvferry_server.domain.identity import EngineRef, RouterKey
+from kvferry_server.domain.limits import MAX_PAST_ROUTER_KEYS
+from kvferry_server.domain.publications import PublicationOutcome, PublicationRecord
+from kvferry_server.domain.reads import RoutedRequest
+
+ROUTER_KEY_BYTES = 1024
+"""Bytes that a remembered key, or a read that waits under one, takes in memory; estimated."""
+
+
+@dataclass(slots=True, eq=False)
+class WaitingRead:
+    """A call that waits for a publication under a router's key. It has no lease yet.
+
+    Attributes:
+        number: names it in listings; rising per start of the home.
+        sources: the engines at which it waits: one, but for the first moments of a home.
+        request: what its reader asks for.
+        since: when it began, on the home's clock.
+        budget: the budget that it takes a place of.
+    """
+
+    number: int
+    sources: tuple[EngineRef, ...]
+    request: RoutedRequest = field(repr=False)
+    since: float
+    budget: Budget = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class _Past:
+    """A key whose publication was released and forgotten."""
+
+    number: int
+    key: bytes = field(repr=False)
+    outcome: PublicationOutcome | None
+    until: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Declined:
+    """A key that was declined before its publication arrived."""
+
+    until: float
+    holder: Hashable
+
+
+class RouterKeys:
+    """The router keys of one incarnation.
+
+    Args:
+        source: the incarnation.
+        memory: budget of the home's memory.
+        declines: budget of declines that came before their publications, by who declined.
+
+    Attributes:
+        waiting: the reads that wait, by the name that they wait for.
+    """
+
+    def __init__(self, source: EngineRef, memory: MemoryBudget, declines: Budget) -> None:
+        self.waiting: dict[str, set[WaitingRead]] = {}
+        self._source = source
+        self._memory = memory
+        self._declines = declines
+        self._held: dict[str, PublicationRecord] = {}
+        # These are in the order in which they expire.
+        self._past: dict[str, _Past] = {}
+        self._declined: dict[RouterKey, _Declined] = {}
+
+    def held(self, name: str) -> PublicationRecord | None:
+        """Return the publication that has this name; None if there is none."""
+        return self._held.get(name)
+
+    def find(self, wanted: RouterKey, now: float) -> PublicationRecord | None:
+        """Return the publication under a key; None if it has not arrived.
+
+        Raises:
+            WrongKey: the publication of this name has another key.
+            PublicationReleased: it was released and forgotten, or declined before it came.
+        """
+        self._drop_old(now)
+        publication = self._held.get(wanted.name)
+        if publication is not None and publication.router_key is not None:
+            self._check(wanted, publication.router_key.key, publication.number)
+            return publication
+        past = self._past.get(wanted.name)
+        if past is not None:
+            self._check(wanted, past.key, past.number)
+            raise self._released(wanted.name, past.number, past.outcome)
+        if wanted in self._declined:
+            raise self._released(wanted.name, 0, PublicationOutcome.DECLINED)
+        return None
+
+    def check_free(self, name: str, now: float) -> None:
+        """Raise `RouterKeyUsed` if another publication has this name, or had it a short time ago."""
+        self._drop_old(now)
+        other = self._held.get(name) or self._past.get(name)
+        if other is not None:
+            engine_id = self._source.engine_id
+            raise RouterKeyUsed(
+                f"publication {other.number} of engine {engine_id!r} has the router key {name!r}, or had it a short "
+                "time ago: draw a new reference for every request and every attempt",
+                engine_id=engine_id,
+                publication=other.number,
+            )
+
+    def arrived(self, publication: PublicationRecord, now: float) -> bool:
+        """Note that a publication under a key arrived. Returns whether it was declined before."""
+        self._drop_old(now)
+        if publication.router_key is None:
+            return False
+        self._held[publication.router_key.name] = publication
+        declined = self._declined.pop(publication.router_key, None)
+        if declined is not None:
+            self._give(declined)
+        return declined is not None
+
+    def forgotten(self, publication: PublicationRecord, now: float, until: float) -> None:
+        """Note that a publication was forgotten, and remember its key for a while."""
+        self._drop_old(now)
+        key = publication.router_key
+        if key is None or self._held.get(key.name) is not publication:
+            return
+        del self._held[key.name]
+        self._past[key.name] = _Past(publication.number, key.key, publication.outcome, until)
+        self._memory.take(self._source, ROUTER_KEY_BYTES)
+        if len(self._past) > MAX_PAST_ROUTER_KEYS:
+            self._drop_past()
+
+    def decline(self, key: RouterKey, holder: Hashable, now: float, until: float) -> None:
+        """Remember that a key was declined before its publication arrived.
+
+        Args:
+            key: the key, as it was declined.
+            holder: who declined.
+            now: the present.
+            until: until when it is remembered.
+
+        Raises:
+            LimitReached: this caller has declined too many, or there is no memory for it.
+        """
+        self._drop_old(now)
+        check_budget("waiting_declines", self._declines, holder, until - now)
+        self._memory.check(self._source, ROUTER_KEY_BYTES)
+        self._declines.take(holder)
+        self._memory.take(self._source, ROUTER_KEY_BYTES)
+        self._declined[key] = _Declined(until, holder)
+
+    def begin(self, waiting: WaitingRead) -> None:
+        """Add a read that waits."""
+        self.waiting.setdefault(waiting.request.router_key.name, set()).add(waiting)
+
+    def end(self, waiting: WaitingRead) -> None:
+        """Remove a read that waits no more. Idempotent."""
+        name = waiting.request.router_key.name
+        others = self.waiting.get(name, set())
+        others.discard(waiting)
+        if not others:
+            self.waiting.pop(name, None)
+
+    def who_waits(self, name: str | None = None) -> Collection[WaitingRead]:
+        """Return the reads that wait for this name; None: for any."""
+        if name is not None:
+            return tuple(self.waiting.get(name, ()))
+        return tuple(waiting for found in self.waiting.values() for waiting in found)
+
+    def close(self) -> None:
+        """Forget everything but who waits: the engine is gone."""
+        while self._past:
+            self._drop_past()
+        while self._declined:
+            self._give(self._declined.pop(next(iter(self._declined))))
+
+    # Helpers.
+
+    def _check(self, wanted: RouterKey, key: bytes, number: int) -> None:
+        if not hmac.compare_digest(wanted.key, key):
+            engine_id = self._source.engine_id
+            problem = f"the reference's key is not that of the publication of engine {engine_id!r} under its router key"
+            raise WrongKey(problem, engine_id=engine_id, publication=number)
+
+    def _released(self, name: str, number: int, outcome: PublicationOutcome | None) -> PublicationReleased:
+        engine_id, ended = self._source.engine_id, outcome.name if outcome else ""
+        problem = f"publication {number} of engine {engine_id!r} was released; its outcome is {ended}"
+        if not number:
+            problem = f"a publication of engine {engine_id!r} under the router key {name!r} was declined before it came"
+        return PublicationReleased(problem, engine_id=engine_id, publication=number, outcome=ended)
+
+    def _drop_old(self, now: float) -> None:
+        while self._past and next(iter(self._past.values())).until <= now:
+            self._drop_past()
+        while self._declined and next(iter(self._declined.values())).until <= now:
+            self._give(self._declined.pop(next(iter(self._declined))))
+
+    def _drop_past(self) -> None:
+        del self._past[next(iter(self._past))]
+        self._memory.give(self._source, ROUTER_KEY_BYTES)
+
+    def _give(self, declined: _Declined) -> None:
+        self._declines.give(declined.holder)
+        self._memory.give(self._source, ROUTER_KEY_BYTES)

@@ -1,0 +1,133 @@
+"""Routing: what readers and routers do with a reference that a router made. It ends where the publication is found:
+from then on everything goes by the publication's number, as with its own reference."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Hashable, Sequence
+
+from kvferry.errors import HomeRecovering, PublicationReleased, ServerDraining, WrongKey
+from kvferry_server.domain.budgets import check_budget
+from kvferry_server.domain.identity import EngineRef, RouterKey
+from kvferry_server.domain.limits import MAX_ENDED_AT_ONCE
+from kvferry_server.domain.publications import PublicationOutcome, PublicationRecord
+from kvferry_server.domain.reads import LeaseRequest, RoutedRequest
+from kvferry_server.domain.records import Records
+from kvferry_server.domain.router_keys import ROUTER_KEY_BYTES, WaitingRead
+
+
+class Routing:
+    """The calls with references of routers on a home's records. Not thread-safe: it belongs to its home's event
+    loop.
+
+    `sources` are the living incarnations of the engine that a reference names: one, but for the first moments of a
+    home, which cannot tell yet which of two is the older. Then what one of them says does not count against the other.
+    """
+
+    def __init__(self, records: Records) -> None:
+        self._records = records
+        self._times = records.times
+        self._memory = records.memory
+        self._numbers = itertools.count(1)
+
+    def find(self, sources: Sequence[EngineRef], wanted: RouterKey) -> PublicationRecord | None:
+        """Return the publication under a router's key; None if it has to be waited for.
+
+        Raises:
+            EngineUnknown: a source is gone.
+            WrongKey: the publication of this name has another key.
+            PublicationReleased: it was released, or declined before it came.
+            HomeRecovering, ServerDraining: not now; repeat the call.
+        """
+        found = self._find(sources, wanted, self._records.advance(MAX_ENDED_AT_ONCE))
+        if found is not None:
+            return found
+        if self._records.draining:
+            raise ServerDraining("this node server is draining: ask again")
+        recovering: HomeRecovering | None = None
+        for source in sources:
+            try:
+                self._records.book(source).check_recovered()
+            except HomeRecovering as error:
+                recovering = error
+            else:
+                return None
+        if recovering is not None:
+            raise recovering
+        return None
+
+    def request(self, publication: PublicationRecord, asked: RoutedRequest) -> LeaseRequest:
+        """Return the request for a lease on the publication that was found."""
+        return asked.of(publication.source, publication.number, self._records.key(publication))
+
+    def wait(self, sources: Sequence[EngineRef], asked: RoutedRequest) -> WaitingRead:
+        """Note that a read waits, until `end_wait`: `Awoken` tells when it must look again.
+
+        Raises:
+            LimitReached: too many reads of this caller wait for publications of the engine.
+        """
+        now = self._records.advance(MAX_ENDED_AT_ONCE)
+        source = sources[0]
+        budget = self._records.book(source).waiting_reads
+        check_budget("waiting_reads", budget, asked.holder, self._times.ttl)
+        self._memory.check(source, ROUTER_KEY_BYTES)
+        waiting = WaitingRead(next(self._numbers), tuple(sources), asked, now, budget)
+        budget.take(asked.holder)
+        self._memory.take(source, ROUTER_KEY_BYTES)
+        for each in sources:
+            self._records.book(each).router_keys.begin(waiting)
+        return waiting
+
+    def end_wait(self, waiting: WaitingRead) -> None:
+        """Note that a read waits no more. To be called once."""
+        waiting.budget.give(waiting.request.holder)
+        self._memory.give(waiting.sources[0], ROUTER_KEY_BYTES)
+        for source in waiting.sources:
+            book = self._records.books.get(source)
+            if book is not None:
+                book.router_keys.end(waiting)
+
+    def decline(self, sources: Sequence[EngineRef], wanted: RouterKey, holder: Hashable) -> None:
+        """End a publication that nobody will read, as `Lessor.decline` does. If it has not arrived, reads that wait for
+        it end, and the decline is remembered for `max_wait` seconds. Idempotent.
+
+        Args:
+            sources: the engine.
+            wanted: the key in the reference.
+            holder: who declines.
+
+        Raises:
+            WrongKey: the publication of this name has another key.
+            LimitReached: this caller has declined too many publications of the engine before they arrived.
+        """
+        now = self._records.advance(MAX_ENDED_AT_ONCE)
+        try:
+            publication = self._find(sources, wanted, now)
+        except PublicationReleased:
+            return
+        if publication is not None:
+            self._records.end(publication, PublicationOutcome.DECLINED, now)
+            return
+        for source in sources:
+            book = self._records.book(source)
+            book.router_keys.decline(wanted, holder, now, now + self._times.max_wait)
+            self._records.wake_waiting(book, wanted.name)
+
+    def _find(self, sources: Sequence[EngineRef], wanted: RouterKey, now: float) -> PublicationRecord | None:
+        wrong: WrongKey | None = None
+        for source in sources:
+            book = self._records.book(source)
+            held = book.router_keys.held(wanted.name)
+            if held is not None:
+                # As of the present: its deadline may have passed.
+                self._records.publication(book, held.number, now)
+            try:
+                found = book.router_keys.find(wanted, now)
+            except WrongKey as error:
+                wrong = error
+            else:
+                if found is not None:
+                    return found
+        if wrong is not None and len(sources) == 1:
+            raise wrong
+        return None
