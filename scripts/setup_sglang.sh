@@ -16,7 +16,7 @@ pip() { "$venv/bin/python" -m pip --disable-pip-version-check -q "$@"; }
 # SGLang asks for another torch, and for kernels that exist for CUDA only. So it is installed without what it asks for;
 # what it imports beyond vLLM's packages is named here.
 pip install -c "$venv/constraints.txt" gguf ipython orjson soundfile
-pip install --no-deps "sglang==$SGLANG" torchvision
+pip install --no-deps "sglang==$SGLANG" sglang-router==0.3.2 torchvision
 # torchvision's operators exist for CUDA's torch only, and its Python part does not start without them. Text needs none.
 site=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')
 : > "$site/torchvision/_meta_registrations.py"

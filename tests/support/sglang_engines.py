@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -11,7 +12,8 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +21,8 @@ from tests.support.node_servers import free_port
 from tests.support.repository import ROOT
 from tests.support.vllm_engines import installed
 
-START_TIMEOUT = 240.0
-ANSWER_TIMEOUT = 120.0
+START_TIMEOUT = 600.0
+ANSWER_TIMEOUT = 240.0
 PAGE = 16
 
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "SGLANG_LOCAL_IP_NIC": "lo", "GLOO_SOCKET_IFNAME": "lo"}
@@ -37,6 +39,7 @@ class Instance:
         tp: its tensor-parallel size.
         more: of its command line.
         environment: beside `ENVIRONMENT`.
+        before: another instance, at whose ports it serves.
     """
 
     def __init__(
@@ -48,8 +51,11 @@ class Instance:
         *more: str,
         tp: int = 1,
         environment: dict[str, str] | None = None,
+        before: Instance | None = None,
     ) -> None:
         self.port, self.bootstrap_port = free_port(), free_port()
+        if before is not None:
+            self.port, self.bootstrap_port = before.port, before.bootstrap_port
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = log
         arguments = ["--model-path", str(model), "--host", "127.0.0.1", "--port", str(self.port)]
@@ -61,7 +67,11 @@ class Instance:
         if mode != "null":
             arguments += ["--disaggregation-mode", mode, "--disaggregation-transfer-backend", "kvferry"]
             arguments += ["--disaggregation-bootstrap-port", str(self.bootstrap_port)]
-        variables = {**installed(), **ENVIRONMENT, "KVFERRY_ADDRESS": address, **(environment or {})}
+        variables = {**installed(), **ENVIRONMENT, "KVFERRY_ADDRESS": address}
+        if tp > 1:
+            # SGLang gives each rank a NUMA node, or the cores that are named here.
+            variables["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(rank % 2) for rank in range(tp))
+        variables |= environment or {}
         with log.open("ab") as file:
             self.process = subprocess.Popen(
                 [sys.executable, "-W", "ignore", "-m", "sglang.launch_server", *arguments, *more],
@@ -100,31 +110,36 @@ class Instance:
         sampling = {"temperature": 0, "max_new_tokens": max_tokens, "ignore_eos": True}
         return self.post("/generate", {"input_ids": prompt, "sampling_params": sampling, **more})
 
+    def abort(self, rid: str, waiting: Future[Any]) -> None:
+        """Abort a request until it has been answered: what has not arrived yet is not aborted."""
+        while not wait([waiting], 0.2).done:
+            self.post("/abort_request", {"rid": rid})
+
     def tail(self, size: int = 4000) -> str:
         """The end of its log."""
         return self.log.read_text(errors="replace")[-size:]
 
-    def close(self, how: signal.Signals = signal.SIGTERM) -> None:
-        """End it and its processes."""
-        if self.process.poll() is None:
-            os.killpg(self.process.pid, how)
-            try:
-                self.process.wait(10)
-            except subprocess.TimeoutExpired:
-                pass
-        # Its schedulers are in the same group, and may outlive it.
-        try:
+    def close(self) -> None:
+        """End it and its processes at once: SIGTERM makes SGLang look for what has crashed, for seconds."""
+        with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            return
         self.process.wait()
+
+
+def some_room() -> int:
+    """A room, as SGLang's routers draw them."""
+    return random.getrandbits(63)
+
+
+def named(prefill: Instance, room: int) -> dict[str, Any]:
+    """What a router adds to a request."""
+    return {"bootstrap_host": "127.0.0.1", "bootstrap_port": prefill.bootstrap_port, "bootstrap_room": room}
 
 
 def served(prefill: Instance, decode: Instance, room: int, prompt: list[int], max_tokens: int = 12, **more: Any) -> Any:
     """Ask both for a request at once, as SGLang's routers do; returns decode's answer."""
-    named = {"bootstrap_host": "127.0.0.1", "bootstrap_port": prefill.bootstrap_port, "bootstrap_room": room}
     with ThreadPoolExecutor(2) as pool:
-        first = pool.submit(prefill.generate, prompt, max_tokens, **named, **more)
-        answer = pool.submit(decode.generate, prompt, max_tokens, **named, **more).result()
+        first = pool.submit(prefill.generate, prompt, max_tokens, **named(prefill, room), **more)
+        answer = pool.submit(decode.generate, prompt, max_tokens, **named(prefill, room), **more).result()
         first.result()
         return answer

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import socket
 import threading
 import time
 import urllib.request
@@ -18,8 +19,6 @@ from dataclasses import asdict, dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from ipaddress import ip_address
 from typing import Any
-
-from sglang.srt.disaggregation.base.conn import BaseKVBootstrapServer
 
 from kvferry._threads import start_thread
 from kvferry._wire.reference import PREFIX, router_reference
@@ -55,8 +54,13 @@ def room_reference(source: Source, room: int) -> str:
     It is as secret as the room: who knows the room, and who the source is, can make it. SGLang's routers draw rooms at
     random, of 63 bits.
     """
-    key = hashlib.sha256(f"kvferry sglang room\0{source.engine_id}\0{room}".encode()).digest()[:16]
-    return router_reference(source.home, source.engine_id, router_key=f"sglang-{room}", key=key)
+    key = hashlib.sha256(f"kvferry sglang key\0{source.engine_id}\0{room}".encode()).digest()[:16]
+    return router_reference(source.home, source.engine_id, router_key=room_name(room), key=key)
+
+
+def room_name(room: int) -> str:
+    """Return the name of a request, which may be logged: the room itself is as good as the reference."""
+    return "room-" + hashlib.sha256(f"kvferry sglang name\0{room}".encode()).hexdigest()[:16]
 
 
 def given_reference(bootstrap_addr: str) -> str:
@@ -68,7 +72,7 @@ def given_reference(bootstrap_addr: str) -> str:
     return host if host.startswith(PREFIX) else ""
 
 
-class KvferryBootstrapServer(BaseKVBootstrapServer):  # type: ignore[misc]
+class KvferryBootstrapServer:
     """The bootstrap server of a prefill instance: an HTTP server on threads of SGLang's first process.
 
     ``GET /kvferry`` answers engine_id and home, ``GET /health`` whether they are known. Rank 0, on the same host, puts
@@ -95,8 +99,6 @@ class _Server(ThreadingHTTPServer):
     source: Source | None = None
 
     def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler]) -> None:
-        import socket
-
         self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         super().__init__(address, handler)
 

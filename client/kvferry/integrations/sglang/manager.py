@@ -12,7 +12,8 @@ import numpy as np
 import numpy.typing as npt
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.disaggregation.base.conn import BaseKVManager
-from sglang.srt.runtime_context import get_disagg, get_memory, get_model, get_parallel, get_serving
+from sglang.srt.environ import envs
+from sglang.srt.runtime_context import get_disagg, get_exec, get_memory, get_model, get_parallel, get_serving
 from sglang.srt.utils.network import NetworkAddress
 
 from kvferry._cache import Cache
@@ -21,10 +22,10 @@ from kvferry._control.publications import Publication, Release
 from kvferry._engine_spec import EngineSpec
 from kvferry._reads.read import Read
 from kvferry.engine import SchedulerPort
-from kvferry.errors import KvferryError
+from kvferry.errors import InvalidField, KvferryError, WrongState
 from kvferry.geometry.blocks import Blocks
 from kvferry.integrations.sglang.aux_rows import AuxRows
-from kvferry.integrations.sglang.bootstrap import Source, Sources, register_source
+from kvferry.integrations.sglang.bootstrap import Source, Sources, register_source, room_name
 from kvferry.integrations.sglang.pools import Pools, RankPlace, describe_pools
 from kvferry.integrations.sglang.settings import Settings
 from kvferry.integrations.sglang.support import check_supported, identity
@@ -63,6 +64,8 @@ class KvferryManager(BaseKVManager):  # type: ignore[misc]
         parallel = get_parallel()
         pool, draft = args.kvferry_pools
         check_supported(args, parallel, get_disagg(), get_memory(), draft)
+        if get_exec().features.enable_memory_saver:
+            raise InvalidField("enable_memory_saver", True, "False: it unmaps memory that others read")
         self._settings = Settings.of()
         self.aux = AuxRows.of(args.aux_data_ptrs, args.aux_data_lens, args.aux_item_lens)
         model = ModelConfig.from_server_args(server_args)
@@ -96,6 +99,8 @@ class KvferryManager(BaseKVManager):  # type: ignore[misc]
         self.sources = Sources()
         self.prefill_info_table = _Reachable()
         if mode == "prefill":
+            # Nothing is sent before the prompt is computed (`sender`), and SGLang would record an event of CUDA for it.
+            envs.SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX.set(False)
             self.register_to_bootstrap()
         else:
             self._cache.prepare()
@@ -136,7 +141,7 @@ class KvferryManager(BaseKVManager):  # type: ignore[misc]
 
     def publish(self, reference: str, room: int, blocks: dict[str, Blocks], payload: bytes) -> Publication:
         """Publish a request's blocks under the reference that decode makes too. Raises `KvferryError`."""
-        return self.port.publish(f"room-{room}", blocks, payload=payload, reference=reference)
+        return self.port.publish(room_name(room), blocks, payload=payload, reference=reference)
 
     def take_release(self, publication: Publication) -> Release | None:
         """Return the release of a publication once it has come; only once."""
@@ -164,9 +169,9 @@ class KvferryManager(BaseKVManager):  # type: ignore[misc]
     def read(self, reference: str, room: int, blocks: dict[str, Blocks]) -> Read:
         """Start to read this rank's share. Raises `KvferryError`, also if the room is being read already."""
         if room in self._reads:
-            raise DuplicateRoom(f"room {room} is being read already")
+            raise WrongState("the request's bootstrap_room is that of a request that is being read")
         read = self._cache.read(
-            reference, blocks, read_id=f"room-{room}", parties=self.parties, timeout=self._settings.read_timeout
+            reference, blocks, read_id=room_name(room), parties=self.parties, timeout=self._settings.read_timeout
         )
         self._reads[room] = read
         return read
@@ -216,10 +221,6 @@ class KvferryManager(BaseKVManager):  # type: ignore[misc]
         if now - self._breathed > BETWEEN_BREATHS:
             time.sleep(BREATH)
             self._breathed = time.monotonic()
-
-
-class DuplicateRoom(KvferryError):
-    """A router gave two requests the same ``bootstrap_room``."""
 
 
 class _Reachable(dict[str, Any]):

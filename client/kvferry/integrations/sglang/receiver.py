@@ -109,16 +109,19 @@ class KvferryReceiver(BaseKVReceiver):  # type: ignore[misc]
         return KVPoll.Failed
 
     def abort(self) -> None:
-        """Abort the request: stop reading, or tell prefill that nobody will read it."""
-        if self._good:
-            return
-        if self._read is None and self._reference and not self._failure:
-            self.kv_mgr.decline(self._reference)
-        self.fail("aborted")
-        self.ensure_abort_notified()
+        """Abort the request, if it was not read already."""
+        if not self._good:
+            self.fail("aborted")
+            self._give_up()
 
     def ensure_abort_notified(self, *, force_arm: bool = False) -> None:
         """Stop reading. SGLang calls this on every rank when one of them has failed."""
+        self._give_up()
+
+    def _give_up(self) -> None:
+        """Stop reading, and tell prefill that nobody will read the request: a room has one reader and one try."""
+        if self._reference:
+            self.kv_mgr.decline(self._reference)
         if self._read is not None:
             self._read.cancel()
             self.abort_notified = True
@@ -130,7 +133,7 @@ class KvferryReceiver(BaseKVReceiver):  # type: ignore[misc]
 
     def failure_exception(self) -> NoReturn:
         """Raise why the request has failed."""
-        raise TransferError(self.bootstrap_room, self._failure)
+        raise TransferError(self._failure)
 
     def _find(self) -> Any:
         """Find the prefill instance, unless the request carries a reference."""

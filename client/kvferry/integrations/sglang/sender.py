@@ -110,7 +110,7 @@ class KvferrySender(BaseKVSender):  # type: ignore[misc]
 
     def failure_exception(self) -> NoReturn:
         """Raise why the request has failed."""
-        raise TransferError(self.bootstrap_room, self._failure)
+        raise TransferError(self._failure)
 
     def get_transfer_metric(self) -> Any:
         """Return the bytes that decode has read."""

@@ -39,9 +39,7 @@ def check_supported(kv_args: Any, parallel: Any, disagg: Any, memory: Any, draft
         if given:
             raise InvalidField(name, given, "False")
     if draft_pool is not None:
-        raise InvalidField(
-            "speculative decoding", type(draft_pool).__name__, "none: a draft's cache is not handed over"
-        )
+        raise InvalidField("draft model", type(draft_pool).__name__, "none: its cache is not handed over")
     states = [state.value for state in kv_args.state_types if state.value not in STATES]
     if states:
         raise InvalidField("state beside the KV cache", states, f"one of {STATES}")

@@ -11,7 +11,7 @@ class TransferError(Exception):
         is_from_another_rank: this rank knows no reason, so another one has failed.
     """
 
-    def __init__(self, room: int, reason: str) -> None:
-        super().__init__(f"kvferry, room {room}: {reason or 'another rank has failed'}")
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"kvferry: {reason or 'another rank has failed'}")
         self.failure_reason = reason or "another rank has failed"
         self.is_from_another_rank = not reason
