@@ -1,8 +1,11 @@
-// A client of one kvferry node server, made from the .proto files alone: what the server is, what it holds, a decline, and
-// following one request.
+// A client of one kvferry node server, made from the .proto files alone: what the server is, what it holds, a decline,
+// following one request, and references as a router makes them.
 //
 // Every call has a deadline, and is repeated where the contract says that this helps: when the server is unavailable, or
 // says after which pause to ask again. Any other error is final, and thrown as a KvferryError.
+
+import { randomBytes, randomUUID } from "node:crypto";
+import { join } from "node:path";
 
 import * as grpc from "@grpc/grpc-js";
 import * as protoLoader from "@grpc/proto-loader";
@@ -52,6 +55,36 @@ export interface TransferSummary {
   publication: string;
   request_id: string;
   read: { reader: EngineRef; lease_number: string; state: string; parties: number; reported: number; bytes: string };
+  /** Under which a router's reference was published; without a publication, the read waits for it. */
+  router_key: string;
+}
+
+/** Makes references, for routers that ask source and destination at once. */
+export class References {
+  private readonly message: protobuf.Type;
+
+  /** `protoRoot` is the folder that has kvferry/v1. */
+  constructor(protoRoot: string) {
+    const root = new protobuf.Root();
+    root.resolvePath = (_, target) => (protobuf.common.get(target) ? target : join(protoRoot, target));
+    this.message = root.loadSync("kvferry/v1/kv_transfer.proto", { keepCase: true }).lookupType("kvferry.v1.Reference");
+  }
+
+  /**
+   * A new reference, a secret: one for each request, and for each attempt of one. `home` is the address of the source's home,
+   * empty where readers have a directory; `engineId` the source, or a deployment whose engines are named
+   * `${engineId}_dp${dataParallelRank}`.
+   */
+  make(home: string, engineId: string, dataParallelRank = 0): string {
+    const fields = {
+      home,
+      engine_id: engineId,
+      key: randomBytes(16),
+      router_key: randomUUID(),
+      data_parallel_rank: dataParallelRank,
+    };
+    return `kvf1.${Buffer.from(this.message.encode(fields).finish()).toString("base64url")}`;
+  }
 }
 
 export interface Filter {

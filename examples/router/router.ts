@@ -9,35 +9,11 @@
 //
 // usage: node router.js PORT PREFILL_URL[,…] DECODE_URL[,…] NODE_SERVER PROTO_ROOT
 
-import { createServer } from "node:http";
-import { randomUUID } from "node:crypto";
+import { Completion, Pool, TransferParams, firstOf, serve } from "./engines.js";
 import { NodeServer } from "./kvferry.js";
 
 const [port, prefills, decodes, address, protoRoot] = process.argv.slice(2) as [string, string, string, string, string];
 const nodeServer = new NodeServer(address, protoRoot);
-
-interface TransferParams {
-  kvferry_reference?: string;
-  kvferry_traceparent?: string;
-  [name: string]: unknown;
-}
-
-interface Completion {
-  kv_transfer_params?: TransferParams;
-  [name: string]: unknown;
-}
-
-/** One engine after the other, beginning where the last request ended. */
-class Pool {
-  private next = 0;
-
-  constructor(private readonly urls: string[]) {}
-
-  *all(): Generator<string> {
-    const first = this.next++;
-    for (let index = 0; index < this.urls.length; index++) yield this.urls[(first + index) % this.urls.length]!;
-  }
-}
 
 /** Nobody will read it. */
 async function decline(reference: string): Promise<void> {
@@ -47,26 +23,6 @@ async function decline(reference: string): Promise<void> {
     // WRONG_KEY, UNREACHABLE … Time releases it all the same.
     console.error(`decline: ${error}`);
   }
-}
-
-async function ask(url: string, body: Completion): Promise<Completion> {
-  const headers = { "content-type": "application/json", "x-request-id": randomUUID() };
-  const answer = await fetch(`${url}/v1/completions`, { method: "POST", headers, body: JSON.stringify(body) });
-  if (!answer.ok) throw new Error(`${url} answered ${answer.status}`);
-  return (await answer.json()) as Completion;
-}
-
-/** The first answer of those that take it. */
-async function firstOf(pool: Pool, body: Completion): Promise<Completion> {
-  let failure: unknown = new Error("there is no engine");
-  for (const url of pool.all()) {
-    try {
-      return await ask(url, body);
-    } catch (error) {
-      failure = error;
-    }
-  }
-  throw failure;
 }
 
 const prefill = new Pool(prefills.split(","));
@@ -86,15 +42,4 @@ async function complete(body: Completion, traceparent?: string): Promise<Complet
   }
 }
 
-createServer(async (request, response) => {
-  const parts: Buffer[] = [];
-  for await (const part of request) parts.push(part as Buffer);
-  try {
-    const { traceparent } = request.headers;
-    const body = JSON.parse(Buffer.concat(parts).toString()) as Completion;
-    const answer = await complete(body, typeof traceparent === "string" ? traceparent : undefined);
-    response.writeHead(200, { "content-type": "application/json" }).end(JSON.stringify(answer));
-  } catch (error) {
-    response.writeHead(502, { "content-type": "text/plain" }).end(`${error}`);
-  }
-}).listen(Number(port), "127.0.0.1", () => console.log("listening"));
+serve(Number(port), complete);

@@ -10,14 +10,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 
 from kvferry._wire.authority import new_session_secret
 from kvferry._wire.channel import connect
+from kvferry._wire.reference import parse_reference
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry.v1.kv_transfer_pb2_grpc import KVTransferStub
 from tests.cli.conftest import open_engine, registration
@@ -131,6 +134,33 @@ def test_a_publication_is_aborted(scene: Scene) -> None:
     again = scene.run("abort", "aborted", "1", "--yes")
     assert again.stdout.startswith("Publication 1 is ending. 1 lease is live; the last ends in ")
     assert scene.run("abort", "aborted", "2", "--yes").stderr.rstrip().endswith("[PUBLICATION_STALE]")
+
+
+def test_a_routers_reference_is_made_waited_for_and_declined(scene: Scene) -> None:
+    scene.engine("routed")
+    made = scene.run("reference", "routed", scene.server.advertise, "--router-key", "room-7").stdout.strip()
+    parsed = parse_reference(made)
+    assert (parsed.home, parsed.engine_id, parsed.router_key) == (scene.server.advertise, "routed", "room-7")
+    assert scene.run("reference", "routed").stdout != scene.run("reference", "routed").stdout
+    assert scene.run("reference", "").returncode == 1
+    scene.reference = made
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(scene.read, "waiter")
+        while not (listed := scene.answer("transfers", "--engine", "routed")["transfers"]):
+            pass
+        table = scene.run("transfers", "--engine", "routed").stdout
+        assert all(part in table for part in ("none yet", "router key room-7", "waiting", "waits for "))
+        assert (listed[0]["router_key"], listed[0]["publication"]) == ("room-7", "0")
+        assert scene.run("decline", made).stdout == "Declined: nobody reads it.\n"
+        with pytest.raises(grpc.RpcError, match="declined before it came"):
+            waiting.result(20)
+    assert "error" not in scene.answer("decline", made)["results"][0]
+    unknown = scene.run("decline", scene.run("reference", "nobody").stdout.strip())
+    assert unknown.returncode == 1
+    assert "[ENGINE_UNKNOWN]" in unknown.stderr
+    command = [sys.executable, "-m", "kvferry._cli", "decline", "--server", scene.server.address]
+    done = subprocess.run(command, input=made, capture_output=True, text=True, check=True, env=environment())
+    assert done.stdout == "Declined: nobody reads it.\n"
 
 
 def test_an_engine_is_evicted(scene: Scene) -> None:

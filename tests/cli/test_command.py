@@ -19,12 +19,12 @@ def test_help_lists_the_commands() -> None:
     command = [sys.executable, "-m", "kvferry._cli", "--help"]
     done = subprocess.run(command, capture_output=True, text=True, env={**environment(), "COLUMNS": "120"})
     assert done.returncode == 0
-    asking = ("info", "engines", "engine", "requests", "transfers", "health")
-    for name in (*asking, "drain", "end-lease", "abort", "evict", "plan", "demo", "doctor", "version"):
+    asking, acting = ("info", "engines", "engine", "requests", "transfers", "health"), ASKING[5:]
+    for name in (*asking, *acting, "reference", "plan", "demo", "doctor", "version"):
         assert f" {name} " in done.stdout
 
 
-ASKING = ("info", "engines", "engine", "requests", "transfers", "drain", "end-lease", "abort", "evict")
+ASKING = ("info", "engines", "engine", "requests", "transfers", "drain", "end-lease", "abort", "evict", "decline")
 
 
 @pytest.mark.parametrize("command", ASKING)
@@ -36,7 +36,22 @@ def test_every_command_that_asks_a_server_has_the_same_options(command: str) -> 
 
 
 @pytest.mark.parametrize(
-    "command", ["", "engines", "engine", "requests", "transfers", "top", "plan", "demo", "doctor", "drain", "health"]
+    "command",
+    [
+        "",
+        "engines",
+        "engine",
+        "requests",
+        "transfers",
+        "top",
+        "plan",
+        "demo",
+        "doctor",
+        "drain",
+        "health",
+        "reference",
+        "decline",
+    ],
 )
 def test_help_cuts_nothing_off_in_80_columns(command: str) -> None:
     arguments = [sys.executable, "-m", "kvferry._cli", *command.split(), "--help"]

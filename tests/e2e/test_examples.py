@@ -22,6 +22,7 @@ from grpc_health.v1 import health_pb2
 import kvferry
 from examples import engine_pair
 from kvferry import Blocks, ReleaseOutcome
+from kvferry.errors import PublicationReleased
 from kvferry.testing import Fabric
 from kvferry.v1 import admin_pb2, introspection_pb2, kv_transfer_pb2
 from tests.support.caches import Model, shards
@@ -259,3 +260,63 @@ def test_router_routes_and_declines(
             router.stdout.close()
     source.session.abort(offered[0])
     source.release_of(offered[0])
+
+
+@pytest.fixture(params=["dispatch_router.py", "dispatch.ts"])
+def dispatching(request: pytest.FixtureRequest) -> Callable[..., list[str]]:
+    """The command of a router that asks prefill and decode at once."""
+    if request.param.endswith(".py"):
+        return lambda *arguments: [sys.executable, str(ROOT / "examples" / request.param), *arguments]
+    compiled: Path = request.getfixturevalue("compiled")
+    return lambda *arguments: ["node", str(compiled / "dispatch.js"), *arguments, str(ROOT / "protos")]
+
+
+def test_router_asks_both_at_once_and_tries_the_next_prefill(
+    homes: tuple[str, str],
+    one_to_one: tuple[Engine, Engine],
+    answering: Callable[[Callable[[Any], Any]], Answering],
+    dispatching: Callable[..., list[str]],
+) -> None:
+    source, destination = one_to_one
+    (rank,), engine_id = destination.ranks, source.spec.engine_id
+    asked, refused = threading.Event(), list[str]()
+
+    def prefill(body: Any) -> Any:
+        reference = body["kv_transfer_params"]["kvferry_reference"]
+        assert (body["max_tokens"], body["kv_transfer_params"]["do_remote_decode"]) == (1, True)
+        # Decode has the request before prefill has answered.
+        assert asked.wait(30)
+        source.session.publish("dispatched", {"full": Blocks([1])}, reference=reference)
+        return {"kv_transfer_params": None}
+
+    def refusing(body: Any) -> Any:
+        refused.append(body["kv_transfer_params"]["kvferry_reference"])
+
+    def decode(body: Any) -> Any:
+        reference = body["kv_transfer_params"]["kvferry_reference"]
+        rank.send_read(reference, [2], None)
+        asked.set()
+        try:
+            return {"read": rank.answer().bytes, "max_tokens": body["max_tokens"]}
+        except PublicationReleased:
+            return None
+
+    port = free_port()
+    sources = ",".join(f"{answering(answer).url}#{engine_id}@{homes[0]}" for answer in (refusing, prefill))
+    router = subprocess.Popen(dispatching(str(port), sources, answering(decode).url, homes[1]), stdout=subprocess.PIPE)
+    try:
+        assert router.stdout is not None
+        assert router.stdout.readline() == b"listening\n"
+        body = json.dumps({"prompt": "p", "max_tokens": 7}).encode()
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}", body, timeout=60) as response:
+            answer = json.load(response)
+        # The first prefill engine refused: decode was told at once, and read from the second.
+        assert len(refused) == 1
+        assert answer["max_tokens"] == 7
+        assert answer["read"] > 0
+        assert [release.outcome for release in source.session.released(30)] == [ReleaseOutcome.READ]
+    finally:
+        router.kill()
+        router.wait()
+        if router.stdout is not None:
+            router.stdout.close()

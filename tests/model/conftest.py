@@ -21,6 +21,8 @@ MODEL = settings(
     report_multiple_bugs=False,
 )
 
+ROUTED = settings(MODEL, max_examples=max(1, EXAMPLES // 6))
+
 OPERATED = settings(MODEL, max_examples=max(1, EXAMPLES // 5))
 
 LYING = settings(MODEL, max_examples=max(1, EXAMPLES // 3))

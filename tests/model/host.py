@@ -103,6 +103,8 @@ class Host:
         """What parties have said lately."""
         self.renewed_at: dict[bytes, float] = {}
         """When a renewal of each lease was heard."""
+        self.declined: dict[str, float] = {}
+        """When a router's decline was first heard, by the name in its reference."""
         self.withdrawn: set[tuple[EngineRef, int]] = set()
         """Publications that an operator has aborted. Their source hears only of the release; so this start knows of it,
         and after a restart the source may offer them again: nothing was released, and its blocks have not changed."""

@@ -15,7 +15,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, cast
 
 from kvferry._wire.authority import SECRET_BYTES, incarnation_of, publication_key
-from kvferry._wire.reference import format_reference, parse_reference
+from kvferry._wire.reference import format_reference, parse_reference, router_reference
 from kvferry.errors import KvferryError
 from kvferry.v1 import introspection_pb2 as ipb
 from kvferry.v1 import kv_transfer_pb2 as pb
@@ -113,6 +113,29 @@ class Liar:
         decline = pb.Decline(reference=self._reference(turns))
         host.lie(pb.NotifyRequest(notifications=[pb.Notification(decline=decline)]))
 
+    def _route(self, host: Host, turns: random.Random) -> None:
+        """Say what has to do with a router's request: its name is public, its key is not."""
+        names = [routed.name for routed in self._world.routed[-3:]] or ["room"]
+        name, key = turns.choice(names), turns.choice((bytes(15) + b"!", self._secret(16, turns)))
+        given = router_reference(ADVERTISE, ENGINE_ID, router_key=name, key=key)
+        what = turns.choice(("decline", "decline", "ask", "publish"))
+        if what == "decline":
+            decline = pb.Notification(decline=pb.Decline(reference=given))
+            host.lie(pb.NotifyRequest(notifications=[decline]))
+        elif what == "ask":
+            read_id, parties = self._secret(16, turns), turns.randint(1, 3)
+            reader = turns.choice([self._ref(turns), *(reader.engine for reader in self._world.readers)])
+            ask = pb.ReadBlocksRequest(reference=given, reader=reader, read_id=read_id, parties=parties)
+            self._open(host, host.read_blocks(ask))
+        else:
+            # In the name of the source that it squats on, or of the source itself.
+            sender = turns.choice((self._engines[1], self._world.source.engine))
+            self._numbers += 1
+            publish = pb.Publish(publication=self._numbers, request_id="request", groups=[group(0, (1,))], last=True)
+            publish.router_key, publish.key = name, key
+            told = [pb.Notification(publish=publish)]
+            host.lie(pb.NotifyRequest(sender=sender, session_secret=SECRET, notifications=told))
+
     def _ask(self, host: Host, turns: random.Random) -> None:
         """Ask for somebody's publication, in somebody's name."""
         request = pb.ReadBlocksRequest(
@@ -162,6 +185,8 @@ class Liar:
             kind = notification.WhichOneof("kind")
             if kind in ("renew", "read_done", "cancel"):
                 getattr(notification, kind).lease_id = self._secret(16, turns)
+            elif kind == "publish" and notification.publish.router_key:
+                notification.publish.key = self._secret(16, turns)
             elif kind == "decline":
                 parsed = parse_reference(notification.decline.reference)
                 parsed.key = self._secret(16, turns)

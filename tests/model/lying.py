@@ -20,6 +20,8 @@ class LyingMachine(Machine):
     """Whatever happens to a `Machine`, and between any two things a peer lies."""
 
     liar: Liar
+    routes = False
+    """Whether the requests that must be served beside a liar have references that a router made."""
 
     @initialize(
         home=st.sampled_from(RATES),
@@ -64,7 +66,10 @@ class LyingMachine(Machine):
     def teardown(self) -> None:
         if hasattr(self, "world"):
             try:
-                self.world.check_served(lambda: self._lie([self.turns.choice(LIES)], self.turns.randrange(1 << 16)))
+                told = (*LIES, "route", "route") if self.routes else LIES
+                self.world.check_served(
+                    lambda: self._lie([self.turns.choice(told)], self.turns.randrange(1 << 16)), routes=self.routes
+                )
             except BaseException:
                 self.world.close()
                 raise

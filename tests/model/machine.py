@@ -227,7 +227,8 @@ class Machine(RuleBasedStateMachine):
         """At a home that knows of the read, or at one that has just been told of the publication, before the reader
         notices anything."""
         world = self.world
-        (share,) = self._publish_and_read(world.readers[reader], 1, scheduled=True)
+        self._publish_and_read(world.readers[reader], 1, scheduled=True)
+        offered = world.offered[-1]
         if home_restarts:
             world.stop_home()
             world.start_home()
@@ -236,11 +237,11 @@ class Machine(RuleBasedStateMachine):
             world.pass_time(0.1)
             world.flow()
         if end == "declined":
-            world.decline(share.offered)
+            world.decline(offered)
         elif end == "aborted":
-            world.source.abort(share.offered)
+            world.source.abort(offered)
         elif end == "read by another":
-            world.read(world.readers[1 - reader], share.offered, 1, scheduled=True)
+            world.read(world.readers[1 - reader], offered, 1, scheduled=True)
             world.flow()
             self._copy_share(world.shares[-1])
         elif end == "unread":

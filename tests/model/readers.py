@@ -3,7 +3,7 @@ call by call. Their ranks copy block by block, whenever the machine says so."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -11,11 +11,11 @@ from kvferry._clock import from_duration, to_duration
 from kvferry._control.judgement import Judgement, judge
 from kvferry._control.reader_lease import ReaderLease
 from kvferry._wire.status import from_notification_error
-from kvferry.errors import KvferryError, LeaseEnded
+from kvferry.errors import KvferryError, LeaseEnded, WrongKey
 from kvferry.v1 import kv_transfer_pb2 as pb
 from tests.model.clocks import PartyClock, Violation
 from tests.model.network import Network, Pipe
-from tests.model.source import Memory, Offered
+from tests.model.source import Memory, Offered, Routed
 
 PATIENCE = 6.0
 """Seconds that a reader waits for a publication."""
@@ -35,6 +35,7 @@ class Share:
     """What one process of a reader does: a rank by itself, or a scheduler that speaks for all ranks.
 
     Attributes:
+        offered: what it reads; until the home accepts a read with a router's reference, only that.
         ranks: whose copies it reports.
         blocks: granted, in order.
         copies: what each rank has copied of them so far.
@@ -46,12 +47,13 @@ class Share:
     """
 
     reader: Reader
-    offered: Offered
+    offered: Offered | Routed
     read_id: str
     parties: int
     ranks: tuple[int, ...]
     network: Network
     memory: Memory
+    find: Callable[[pb.Accepted], Offered]
     lease: ReaderLease | None = None
     blocks: list[int] = field(default_factory=list)
     copies: dict[int, list[int]] = field(default_factory=dict)
@@ -101,7 +103,7 @@ class Share:
     def copy(self, rank: int) -> None:
         """A rank copies its next block."""
         copied = self.copies[rank]
-        self.read_after_release |= self.offered.free
+        self.read_after_release |= self._found.free
         copied.append(self.memory.contents[self.blocks[len(copied)]])
         if all(len(copies) == len(self.blocks) for copies in self.copies.values()):
             self.ended_at = self.reader.clock.now()
@@ -165,6 +167,7 @@ class Share:
             if kind == "accepted":
                 accepted = message.accepted
                 remaining, every = from_duration(accepted.remaining), from_duration(accepted.renew_every)
+                self._accepted(accepted)
                 self.lease = ReaderLease(accepted.lease_id, sent_at, remaining, every)
             elif kind == "blocks":
                 for group in message.blocks.groups:
@@ -183,6 +186,8 @@ class Share:
             if self._pipe is not pipe:
                 return
             self._pipe = None
+            if isinstance(error, WrongKey):
+                raise Violation(f"R13: {self.read_id} has the right key, and was told that it is another's")
             if error is not None and not error.retryable:
                 self.give_up(cancel=False)
             else:
@@ -216,9 +221,26 @@ class Share:
         request = self._request(None)
         self.network.open(self, lambda host: host.read_blocks(request), pipe)
 
+    @property
+    def _found(self) -> Offered:
+        return cast(Offered, self.offered)
+
+    @property
+    def _reference(self) -> str:
+        return self.offered.reference if isinstance(self.offered, Routed) else self.offered.publication.reference
+
+    def _accepted(self, accepted: pb.Accepted) -> None:
+        """R1, R13: under a router's key there is what was published under that very key, and nothing else."""
+        if not isinstance(self.offered, Routed):
+            return
+        found = self.find(accepted)
+        if found.routed is not self.offered or accepted.reference != found.publication.reference:
+            raise Violation(f"R1: {self.read_id} of {self.offered.name} was given publication {found.number}")
+        self.offered = found
+
     def _request(self, wait: object) -> pb.ReadBlocksRequest:
         return pb.ReadBlocksRequest(
-            reference=self.offered.publication.reference,
+            reference=self._reference,
             reader=self.reader.engine,
             read_id=self.read_id.encode().ljust(16, b"."),
             parties=self.parties,
@@ -259,16 +281,17 @@ class Share:
             raise Violation(f"R1: a read that ended at {ended_at} counts, its deadline was {deadline}")
         if self.read_after_release:
             raise Violation("R1: a read counts that copied blocks after they were released")
-        published = [self.offered.contents[block] for block in self.blocks]
-        if len(published) != len(self.offered.contents):
-            raise Violation(f"R1: {len(published)} blocks count, {len(self.offered.contents)} were published")
+        contents = self._found.contents
+        published = [contents[block] for block in self.blocks]
+        if len(published) != len(contents):
+            raise Violation(f"R1: {len(published)} blocks count, {len(contents)} were published")
         for rank, copied in self.copies.items():
             if copied != published:
                 raise Violation(f"R1: rank {rank} was given {copied}, published was {published}")
 
     def _report(self, outcome: pb.RankOutcome.ValueType, end: object) -> None:
         lease = cast(ReaderLease, self.lease)
-        self.offered.reported |= outcome == pb.RANK_OUTCOME_DONE
+        self._found.reported |= outcome == pb.RANK_OUTCOME_DONE
         reports = [pb.RankReport(rank=rank, outcome=outcome) for rank in self.ranks]
         done = pb.ReadDone(lease_id=lease.lease_id, reports=reports)
         self._notify(pb.Notification(read_done=done), end)
@@ -286,12 +309,18 @@ class Share:
 
 
 def shares(
-    reader: Reader, offered: Offered, read_id: str, ranks: int, scheduled: bool, at: tuple[Network, Memory]
+    reader: Reader,
+    offered: Offered | Routed,
+    read_id: str,
+    ranks: int,
+    scheduled: bool,
+    at: tuple[Network, Memory],
+    find: Callable[[pb.Accepted], Offered],
 ) -> Sequence[Share]:
     """The processes of one read: one that speaks for all ranks, or each rank by itself."""
     network, memory = at
     groups = [tuple(range(ranks))] if scheduled else [(rank,) for rank in range(ranks)]
-    return [Share(reader, offered, read_id, ranks, group, network, memory) for group in groups]
+    return [Share(reader, offered, read_id, ranks, group, network, memory, find) for group in groups]
 
 
 def _result(answer: object) -> pb.NotificationResult | KvferryError:

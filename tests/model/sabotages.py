@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -12,12 +12,14 @@ from kvferry._control import judgement, publications, reader_lease
 from kvferry.errors import WrongSession
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry_server.domain import book as books
-from kvferry_server.domain import lessor, registry, sources
+from kvferry_server.domain import lessor, registry, router_keys, routing, sources
 from kvferry_server.domain.book import Book, Standing
 from kvferry_server.domain.engine import Engine
-from kvferry_server.domain.identity import EngineRef, Names
+from kvferry_server.domain.identity import EngineRef, Names, RouterKey
 from kvferry_server.domain.publications import Lease, PublicationRecord, PublicationStage
 from kvferry_server.domain.reads import LeaseRequest, LeaseState, RankReport, Verdict
+from kvferry_server.domain.steps import PublicationStep
+from kvferry_server.home import streams
 from kvferry_server.home.home import Home
 from kvferry_server.servicers import introspection, paging
 from tests.model import readers
@@ -28,6 +30,10 @@ OF_A_LIAR: dict[str, Sabotage] = {}
 """Those that nobody notices while all are honest."""
 OF_AN_OPERATOR: dict[str, Sabotage] = {}
 """Those of what an operator does."""
+OF_A_ROUTER: dict[str, Sabotage] = {}
+"""Those of references that a router makes."""
+OF_A_LIAR_AND_A_ROUTER: dict[str, Sabotage] = {}
+"""Those of them that nobody notices while all are honest."""
 
 
 def sabotage(make: Sabotage) -> Sabotage:
@@ -42,6 +48,16 @@ def of_a_liar(make: Sabotage) -> Sabotage:
 
 def of_an_operator(make: Sabotage) -> Sabotage:
     OF_AN_OPERATOR[make.__name__] = make
+    return make
+
+
+def of_a_router(make: Sabotage) -> Sabotage:
+    OF_A_ROUTER[make.__name__] = make
+    return make
+
+
+def of_a_liar_and_a_router(make: Sabotage) -> Sabotage:
+    OF_A_LIAR_AND_A_ROUTER[make.__name__] = make
     return make
 
 
@@ -306,6 +322,74 @@ def eviction_cuts_leases_short(patch: pytest.MonkeyPatch) -> None:
             self.records.end_lease(lease, LeaseState.EXPIRED, self.clock.now())
 
     patch.setattr(Home, "evict", evict)
+
+
+# What a router says before there is a publication holds when it comes, and what others say of it does not count.
+
+
+@of_a_router
+def a_decline_that_came_first_is_forgotten(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(sources.Sources, "_arrive", _arrive_undeclined)
+
+
+@of_a_router
+def reads_wait_for_a_source_that_is_gone(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(streams, "_living", lambda home, named: named)
+
+
+@of_a_router
+def any_name_finds_the_newest_publication(patch: pytest.MonkeyPatch) -> None:
+    def find(self: router_keys.RouterKeys, wanted: RouterKey, now: float) -> PublicationRecord | None:
+        return next(reversed(self._held.values()), None)
+
+    patch.setattr(router_keys.RouterKeys, "find", find)
+
+
+@of_a_liar_and_a_router
+def router_keys_are_not_compared(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(router_keys.RouterKeys, "_check", lambda self, wanted, key, number: None)
+
+
+@of_a_liar_and_a_router
+def whoever_declines_first_is_believed(patch: pytest.MonkeyPatch) -> None:
+    """Before the publication comes, its key is not known; and then it is not asked for."""
+    original = router_keys.RouterKeys.decline
+
+    def decline(self: router_keys.RouterKeys, key: RouterKey, *rest: Any) -> None:
+        original(self, RouterKey(key.name, b""), *rest)
+
+    def arrived(self: router_keys.RouterKeys, publication: PublicationRecord, now: float) -> bool:
+        key = publication.router_key
+        if key is not None:
+            self._held[key.name] = publication
+        return key is not None and self._declined.pop(RouterKey(key.name, b""), None) is not None
+
+    patch.setattr(router_keys.RouterKeys, "decline", decline)
+    patch.setattr(router_keys.RouterKeys, "arrived", arrived)
+
+
+@of_a_liar_and_a_router
+def an_impostor_under_the_same_name_ends_the_wait(patch: pytest.MonkeyPatch) -> None:
+    """While a home cannot tell yet which of two incarnations is the older."""
+    original = routing.Routing._find
+
+    def find(
+        self: routing.Routing, named: Sequence[EngineRef], wanted: RouterKey, now: float
+    ) -> PublicationRecord | None:
+        for source in named:
+            original(self, [source], wanted, now)
+        return original(self, named, wanted, now)
+
+    patch.setattr(routing.Routing, "_find", find)
+
+
+def _arrive_undeclined(
+    self: sources.Sources, book: Book, publication: PublicationRecord, step: PublicationStep, now: float
+) -> None:
+    publication.request_id, publication.router_key = step.request_id, step.router_key
+    publication.final_at = now + self._times.final
+    self._records.arrive(book, publication, now)
+    book.router_keys.arrived(publication, now)
 
 
 def _end_leases(self: sources.Sources, publication: PublicationRecord, now: float) -> None:

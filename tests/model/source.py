@@ -14,6 +14,7 @@ from kvferry._clock import from_duration
 from kvferry._control.backoff import BACKOFF_FIRST
 from kvferry._control.publications import Offers, Publication, ReleaseOutcome, leaves_open
 from kvferry._wire.authority import incarnation_of
+from kvferry._wire.reference import parse_reference
 from kvferry._wire.status import from_notification_error
 from kvferry.errors import KvferryError, PeerRestarted, WrongSession
 from kvferry.v1 import kv_transfer_pb2 as pb
@@ -48,11 +49,24 @@ class Memory:
 
 
 @dataclass(eq=False)
+class Routed:
+    """A reference that a router made, and sent to source and readers at once."""
+
+    reference: str
+    declined: bool = False
+
+    @property
+    def name(self) -> str:
+        return parse_reference(self.reference).router_key
+
+
+@dataclass(eq=False)
 class Offered:
     """A publication as its engine, and the checks, know it."""
 
     source: Source
     publication: Publication
+    routed: Routed | None = None
     contents: dict[int, int] = field(default_factory=dict)
     complete: bool = False
     releases: int = 0
@@ -60,7 +74,7 @@ class Offered:
     """Its engine has its blocks back: released, or never offered."""
     aborted: bool = False
     """The home has taken note of its engine's abort."""
-    declined: bool = False
+    given_up: bool = False
     """Somebody who has the reference gave up."""
     reported: bool = False
     """A rank that has read it said so."""
@@ -68,6 +82,11 @@ class Offered:
     @property
     def number(self) -> int:
         return self.publication.number
+
+    @property
+    def declined(self) -> bool:
+        """Whether somebody who has a reference to it gave up."""
+        return self.given_up or (self.routed is not None and self.routed.declined)
 
 
 @dataclass(eq=False)
@@ -134,10 +153,12 @@ class Source:
         first = any(sending.step.step == 0 for sending in self.sendings)
         return self.ready and bool(self.free) and not first
 
-    def publish(self, count: int, *, last: bool, expected_reads: int) -> Offered:
+    def publish(self, count: int, *, last: bool, expected_reads: int, routed: Routed | None = None) -> Offered:
         blocks = self._written(count)
         step = pb.Publish(request_id="request", groups=[group(0, blocks)], last=last, expected_reads=expected_reads)
-        offered = Offered(self, self.offers.publish(ADVERTISE, step))
+        if routed is not None:
+            step.router_key, step.key = routed.name, parse_reference(routed.reference).key
+        offered = Offered(self, self.offers.publish(ADVERTISE, step), routed)
         self.offered[offered.number] = offered
         self._send(offered, step, blocks)
         return offered

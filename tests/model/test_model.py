@@ -6,10 +6,11 @@ from __future__ import annotations
 import pytest
 from hypothesis.stateful import run_state_machine_as_test
 
-from tests.model.conftest import EXAMPLES, LYING, MODEL, OPERATED
+from tests.model.conftest import EXAMPLES, LYING, MODEL, OPERATED, ROUTED
 from tests.model.lying import LyingMachine
 from tests.model.machine import Machine
 from tests.model.operated import OperatedMachine
+from tests.model.routed import RoutedLyingMachine, RoutedMachine
 
 pytestmark = pytest.mark.timeout(300 + EXAMPLES)
 
@@ -24,3 +25,11 @@ def test_the_rules_hold_beside_a_liar() -> None:
 
 def test_everything_holds_whatever_an_operator_does() -> None:
     run_state_machine_as_test(OperatedMachine, settings=OPERATED)
+
+
+def test_the_rules_hold_for_references_that_a_router_makes() -> None:
+    run_state_machine_as_test(RoutedMachine, settings=ROUTED)
+
+
+def test_the_rules_hold_for_them_beside_a_liar() -> None:
+    run_state_machine_as_test(RoutedLyingMachine, settings=ROUTED)

@@ -10,7 +10,8 @@ from tests.model.conftest import CAUGHT
 from tests.model.lying import LyingMachine
 from tests.model.machine import Machine
 from tests.model.operated import OperatedMachine
-from tests.model.sabotages import OF_A_LIAR, OF_AN_OPERATOR, SABOTAGES
+from tests.model.routed import RoutedLyingMachine, RoutedMachine
+from tests.model.sabotages import OF_A_LIAR, OF_A_LIAR_AND_A_ROUTER, OF_A_ROUTER, OF_AN_OPERATOR, SABOTAGES
 
 
 @pytest.mark.parametrize("name", SABOTAGES)
@@ -25,6 +26,20 @@ def test_a_liar_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     OF_A_LIAR[name](monkeypatch)
     with pytest.raises(Violation):
         run_state_machine_as_test(LyingMachine, settings=CAUGHT)
+
+
+@pytest.mark.parametrize("name", OF_A_ROUTER)
+def test_a_router_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    OF_A_ROUTER[name](monkeypatch)
+    with pytest.raises(Violation):
+        run_state_machine_as_test(RoutedMachine, settings=CAUGHT)
+
+
+@pytest.mark.parametrize("name", OF_A_LIAR_AND_A_ROUTER)
+def test_a_liar_is_caught_beside_a_router(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    OF_A_LIAR_AND_A_ROUTER[name](monkeypatch)
+    with pytest.raises(Violation):
+        run_state_machine_as_test(RoutedLyingMachine, settings=CAUGHT)
 
 
 @pytest.mark.parametrize("name", OF_AN_OPERATOR)

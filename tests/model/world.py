@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 from collections.abc import Callable, Sequence
 
 from kvferry._control.connection import CALL_TIMEOUT
 from kvferry._wire.authority import SECRET_BYTES
+from kvferry._wire.reference import router_reference
 from kvferry.v1 import kv_transfer_pb2 as pb
+from kvferry_server.domain.identity import EngineRef
+from kvferry_server.domain.publications import PublicationRecord
 from tests.model.clocks import PartyClock, RealTime, Violation
-from tests.model.host import TIMES, Host
+from tests.model.host import ADVERTISE, TIMES, Host
 from tests.model.network import LIFE, Network, Pipe
 from tests.model.readers import Reader, Share, shares
-from tests.model.source import Memory, Offered, Source
+from tests.model.source import ENGINE_ID, Memory, Offered, Routed, Source
 
 BOUNDED = 30.0
 """Seconds of a network that loses nothing within which everything published is released: the longest of hold and final,
@@ -33,6 +37,7 @@ class World:
         ]
         self.host: Host | None = Host(self.home_clock)
         self.offered: list[Offered] = []
+        self.routed: list[Routed] = []
         self.shares: list[Share] = []
         self._numbers = itertools.count(1)
         self._granted: dict[bytes, float] = {}
@@ -41,21 +46,40 @@ class World:
 
     # What the parties do.
 
-    def publish(self, count: int, *, last: bool, expected_reads: int) -> None:
-        self.offered.append(self.source.publish(count, last=last, expected_reads=expected_reads))
+    def publish(self, count: int, *, last: bool, expected_reads: int, routed: Routed | None = None) -> None:
+        self.offered.append(self.source.publish(count, last=last, expected_reads=expected_reads, routed=routed))
 
-    def read(self, reader: Reader, offered: Offered, ranks: int, *, scheduled: bool) -> None:
-        found = shares(reader, offered, f"read-{next(self._numbers)}", ranks, scheduled, (self.network, self.memory))
+    def route(self) -> Routed:
+        """A router makes a reference."""
+        number = next(self._numbers)
+        key = hashlib.sha256(b"router" + number.to_bytes(8, "big")).digest()[:16]
+        made = router_reference(ADVERTISE, ENGINE_ID, router_key=f"room-{number}", key=key)
+        self.routed.append(Routed(made))
+        return self.routed[-1]
+
+    def read(self, reader: Reader, offered: Offered | Routed, ranks: int, *, scheduled: bool) -> None:
+        at, read_id = (self.network, self.memory), f"read-{next(self._numbers)}"
+        found = shares(reader, offered, read_id, ranks, scheduled, at, self._find)
         self.shares += found
         for share in found:
             share.start()
 
-    def decline(self, offered: Offered) -> None:
+    def decline(self, offered: Offered | Routed) -> None:
         """A router gives up."""
-        offered.declined = True
-        decline = pb.Decline(reference=offered.publication.reference)
+        if isinstance(offered, Routed):
+            offered.declined, reference = True, offered.reference
+        else:
+            offered.given_up, reference = True, offered.publication.reference
+        decline = pb.Decline(reference=reference)
         request = pb.NotifyRequest(notifications=[pb.Notification(decline=decline)])
-        self.network.call(self, lambda host: host.notify(request), lambda _: None)
+
+        def heard(host: Host) -> pb.NotifyResponse:
+            answer = host.notify(request)
+            if isinstance(offered, Routed) and answer.results[0].HasField("done"):
+                host.declined.setdefault(offered.name, host.clock.now())
+            return answer
+
+        self.network.call(self, heard, lambda _: None)
 
     def restart_source(self) -> None:
         """The engine starts again over the same memory; the network keeps the last Watch of the old process."""
@@ -102,6 +126,7 @@ class World:
             self.host.pump(self.network.pipes)
         self.source.poll()
         self.check_home()
+        self.check_waiting()
         self.check_beliefs()
 
     # What happens by itself.
@@ -167,6 +192,7 @@ class World:
             key = (publication.source, publication.number)
             if publication.grantable and key in over and not host.home.sources.recovering(publication.source):
                 raise Violation(f"{publication} was released or aborted, and is offered again")
+            self._check_declined(host, publication, now)
             for lease in publication.leases:
                 extended = max(self._granted.setdefault(lease.lease_id, now), host.renewed_at.get(lease.lease_id, 0))
                 if lease.expires > extended + TIMES.ttl:
@@ -174,6 +200,25 @@ class World:
                 revoked = self._revoked.setdefault(lease.lease_id, now) if lease.revoked else now
                 if lease.expires > revoked + TIMES.max_ttl:
                     raise Violation(f"R3: a lease on {publication}, revoked at {revoked}, lives until {lease.expires}")
+
+    def check_waiting(self) -> None:
+        """R5: nobody waits under a router's key for a source that is gone, or after what he waits for was declined."""
+        host = self.host
+        if host is None:
+            return
+        living = {engine.ref for engine in host.home.engines.all_engines() if not engine.dead}
+        for source, book in host.home.records.books.items():
+            for waiting in book.router_keys.who_waits():
+                if not living & set(waiting.sources):
+                    raise Violation(f"R5: a read of {source} waits for a source that is gone")
+
+    @staticmethod
+    def _check_declined(host: Host, publication: PublicationRecord, now: float) -> None:
+        """A decline that comes before its publication is not lost, as long as its home remembers it."""
+        name = publication.router_key.name if publication.router_key is not None else ""
+        since = host.declined.get(name)
+        if publication.grantable and since is not None and now < since + TIMES.max_wait:
+            raise Violation(f"{publication} is offered though its router has declined it")
 
     def check_beliefs(self) -> None:
         """R1: who believes in a live lease has one, if its home lives."""
@@ -207,11 +252,12 @@ class World:
             if offered.source is source and not offered.free:
                 raise Violation(f"R3: publication {offered.number} was never released")
 
-    def check_served(self, meanwhile: Callable[[], None]) -> None:
+    def check_served(self, meanwhile: Callable[[], None], *, routes: bool = False) -> None:
         """R13: with nothing lost any more, a request is published and read in bounded time, whatever else is said.
 
         Args:
             meanwhile: what else is said, each time.
+            routes: a router makes the references.
         """
         if self.host is None or self.host.home.draining:
             self.stop_home()
@@ -227,10 +273,19 @@ class World:
             if not self.source.can_publish:
                 self.pass_time(0.75)
                 continue
-            self.publish(1, last=True, expected_reads=1)
+            routed = self.route() if routes else None
+            if routed is not None:
+                # The reader asks first.
+                self.read(reader, routed, 1, scheduled=True)
+                self.flow()
+                meanwhile()
+                if not self.source.can_publish:
+                    continue
+            self.publish(1, last=True, expected_reads=1, routed=routed)
             self.flow()
             meanwhile()
-            self.read(reader, self.offered[-1], 1, scheduled=True)
+            if routed is None:
+                self.read(reader, self.offered[-1], 1, scheduled=True)
             (share,) = self.shares[-1:]
             while not share.over and self.time.now < until:
                 self.flow()
@@ -240,13 +295,21 @@ class World:
                 self.flow()
                 self.pass_time(0.1)
             if not share.good:
-                raise Violation(f"R13: a read beside a liar is lost: {share.read_id} of {share.offered.number}")
+                raise Violation(f"R13: a read beside a liar is lost: {share.read_id}")
             served += 1
         if served < 2:
             raise Violation("R13: beside a liar, nothing can be published any more")
 
     def close(self) -> None:
         self.network.close()
+
+    def _find(self, accepted: pb.Accepted) -> Offered:
+        """What a home says that a read is of."""
+        ref = EngineRef(accepted.source.engine_id, accepted.source.incarnation)
+        for offered in self.offered:
+            if offered.source.ref == ref and offered.number == accepted.publication:
+                return offered
+        raise Violation(f"R1: a read was given publication {accepted.publication} of {ref}, which nobody has published")
 
     def _new_source(self, before: Source | None = None) -> Source:
         if before is not None:

@@ -21,6 +21,7 @@ from kvferry._cli.engines import engine, engines
 from kvferry._cli.health import health
 from kvferry._cli.info import info
 from kvferry._cli.plan import plan
+from kvferry._cli.references import decline, reference
 from kvferry._cli.requests import requests
 from kvferry._cli.top import top
 from kvferry._cli.transfers import transfers
@@ -39,8 +40,8 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 _ASKING = (info, engines, engine, requests, transfers, top)
-_ACTING = (drain, end_lease, abort, evict)
-for _command in (*_ASKING, *_ACTING, health, plan, demo, doctor, version):
+_ACTING = (drain, end_lease, abort, evict, decline)
+for _command in (*_ASKING, *_ACTING, reference, health, plan, demo, doctor, version):
     app.command()(_command)
 
 

@@ -41,16 +41,21 @@ def transfers(
     for transfer in response.transfers:
         read = transfer.read
         remaining = from_duration(transfer.lease_remaining)
+        waits = transfer.HasField("waited")
         add_row(
             rows,
             transfer.source.engine_id,
-            transfer.publication,
-            transfer.request_id,
+            "none yet" if waits else transfer.publication,
+            f"router key {transfer.router_key}" if waits else transfer.request_id,
             read.reader.engine_id,
-            read.lease_number,
+            "" if waits else read.lease_number,
             enum_name(kv_transfer_pb2.ReadState, read.state, "READ_STATE_"),
             f"{read.reported}/{read.parties}",
             size(read.bytes),
-            duration(remaining) if remaining else "ended",
+            f"waits for {duration(from_duration(transfer.waited))}"
+            if waits
+            else duration(remaining)
+            if remaining
+            else "ended",
         )
     console().print(rows)

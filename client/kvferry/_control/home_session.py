@@ -12,13 +12,15 @@ from kvferry._control.acknowledger import Acknowledgements
 from kvferry._control.batches import batches, check_step
 from kvferry._control.block_use import BlockUse
 from kvferry._control.connection import CALL_TIMEOUT, Control, retrying
+from kvferry._control.lease_holder import DECLINE_PATIENCE
 from kvferry._control.publications import Offers, Publication, Release, Step, leaves_open
+from kvferry._control.teller import Message, Teller
 from kvferry._control.watcher import Watcher
 from kvferry._engine_spec import EngineSpec
 from kvferry._tracing import NO_SPAN, Span, start_span
 from kvferry._wire.authority import incarnation_of, new_session_secret
 from kvferry._wire.blocks_codec import blocks_to_proto
-from kvferry._wire.reference import engine_ids, parse_reference
+from kvferry._wire.reference import engine_ids, parse_reference, router_reference
 from kvferry._wire.status import from_notification_error
 from kvferry._wire.token import EngineToken
 from kvferry.errors import (
@@ -73,6 +75,7 @@ class HomeSession:
         self._spans: dict[int, Span] = {}
         """Spans of publications that are not released, by number."""
         self._acknowledgements = Acknowledgements(control)
+        self._declines = Teller(self._engine)
         self.block_use = BlockUse(spec.groups)
         self._refills: list[Callable[[], None]] = []
         self._closed = False
@@ -238,6 +241,7 @@ class HomeSession:
             self._closed = True
             self._news.notify_all()
         self._acknowledgements.close()
+        self._declines.close()
         self._watcher.close()
 
     def _encode(self, blocks: Mapping[str, Blocks]) -> list[pb.GroupBlocks]:
@@ -349,7 +353,16 @@ class HomeSession:
             span.end(error, publication=step.publication)
         if taken_back:
             self.block_use.refused(step.publication, step.step)
+        if error is not None and step.router_key and not isinstance(error, RouterKeyUsed):
+            self._decline(step)
         return taken_back
+
+    def _decline(self, step: pb.Publish) -> None:
+        """Tell readers which wait under a router's key that its publication will not come. One whose key was in use is
+        no reason to: they wait for the other one."""
+        reference = router_reference("", self.spec.engine_id, router_key=step.router_key, key=step.key)
+        decline = pb.Notification(decline=pb.Decline(reference=reference))
+        self._declines.tell(self._control, [Message(decline, now() + DECLINE_PATIENCE)])
 
     def _failed(self, told: pb.Notification, error: KvferryError, partly: bool) -> KvferryError:
         """Record that an attempt has failed; returns the error with which it has.

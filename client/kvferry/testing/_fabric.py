@@ -161,6 +161,23 @@ class Fabric(OneProcess):
         member.kill()
         client.close()
 
+    def wait_until_waiting(self, count: int = 1, timeout: float = 10.0) -> None:
+        """Wait until exactly so many reads wait at the home for a publication under a router's key (see
+        `kvferry.router_reference`).
+
+        A test can then publish after its reader has asked, end the wait, or see that it has ended.
+
+        Args:
+            count: number of calls that wait; each rank of an engine without a scheduler makes one.
+            timeout: seconds to wait.
+
+        Raises:
+            TimeoutError: it did not come about in time.
+            InvalidField: `count` is negative.
+        """
+        self._check_open()
+        self._await(self._until_waiting(arguments.integer("count", count, 0), arguments.seconds("timeout", timeout)))
+
     def stop_home(self) -> None:
         """Stop the home at once, as if its node server was killed. Idempotent.
 
@@ -254,6 +271,13 @@ class Fabric(OneProcess):
         home, self._home = self._home, None
         if home is not None:
             await home.stop()
+
+    async def _until_waiting(self, count: int, timeout: float) -> None:
+        until = now() + timeout
+        while (waiting := 0 if self._home is None else self._home.waiting) != count:
+            if now() >= until:
+                raise TimeoutError(f"{waiting} reads wait after {timeout:g} s, and {count} were expected")
+            await asyncio.sleep(0.001)
 
     def _await(self, what: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(what, self._loop).result()

@@ -56,6 +56,11 @@ class InProcessHome:
         add_servicers(cast("grpc.aio.Server", self), self._home, relays, self._worker)
         self._driver = asyncio.get_running_loop().create_task(self._home.run(), name="kvferry-fabric-home")
 
+    @property
+    def waiting(self) -> int:
+        """How many reads wait for a publication under a router's key."""
+        return sum(len(book.router_keys.who_waits()) for book in self._home.records.books.values())
+
     def add_generic_rpc_handlers(self, handlers: Sequence[grpc.GenericRpcHandler]) -> None:
         """Add handlers of methods. The generated code calls this, as on a `grpc.aio.Server`."""
         self._generic.extend(handlers)

@@ -160,7 +160,7 @@ class GetServerInfoResponse(google.protobuf.message.Message):
     @property
     def capabilities(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """capabilities that a caller may ask for before it relies on them: "admin", "checksums", "decline_forwarding",
-        "list_filters", "poll_blocks". Unknown ones are to be ignored.
+        "list_filters", "poll_blocks", "router_references". Unknown ones are to be ignored.
         """
 
     def __init__(
@@ -360,6 +360,7 @@ class RequestSummary(google.protobuf.message.Message):
     READS_VALID_FIELD_NUMBER: builtins.int
     EXPECTED_READS_FIELD_NUMBER: builtins.int
     AGE_FIELD_NUMBER: builtins.int
+    ROUTER_KEY_FIELD_NUMBER: builtins.int
     publication: builtins.int
     """publication number."""
     request_id: builtins.str
@@ -374,6 +375,8 @@ class RequestSummary(google.protobuf.message.Message):
     """reads_valid is the number of reads that ended VALID."""
     expected_reads: builtins.int
     """expected_reads of the publication."""
+    router_key: builtins.str
+    """router_key under which it was published. Empty: no router made its reference."""
     @property
     def engine(self) -> kvferry.v1.kv_transfer_pb2.EngineRef:
         """engine that published."""
@@ -394,9 +397,10 @@ class RequestSummary(google.protobuf.message.Message):
         reads_valid: builtins.int = ...,
         expected_reads: builtins.int = ...,
         age: google.protobuf.duration_pb2.Duration | None = ...,
+        router_key: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["age", b"age", "engine", b"engine"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["age", b"age", "blocks", b"blocks", "engine", b"engine", "expected_reads", b"expected_reads", "leases", b"leases", "publication", b"publication", "reads_valid", b"reads_valid", "request_id", b"request_id", "state", b"state"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["age", b"age", "blocks", b"blocks", "engine", b"engine", "expected_reads", b"expected_reads", "leases", b"leases", "publication", b"publication", "reads_valid", b"reads_valid", "request_id", b"request_id", "router_key", b"router_key", "state", b"state"]) -> None: ...
 
 global___RequestSummary = RequestSummary
 
@@ -474,10 +478,14 @@ class TransferSummary(google.protobuf.message.Message):
     READ_FIELD_NUMBER: builtins.int
     LEASE_REMAINING_FIELD_NUMBER: builtins.int
     REPORTS_FIELD_NUMBER: builtins.int
+    ROUTER_KEY_FIELD_NUMBER: builtins.int
+    WAITED_FIELD_NUMBER: builtins.int
     publication: builtins.int
-    """publication that is read."""
+    """publication that is read. 0: it has not come, and the read waits for it under a router's key, without a lease."""
     request_id: builtins.str
     """request_id at the source."""
+    router_key: builtins.str
+    """router_key under which the source published, or shall publish. Empty: no router made the reference."""
     @property
     def source(self) -> kvferry.v1.kv_transfer_pb2.EngineRef:
         """source engine."""
@@ -494,6 +502,10 @@ class TransferSummary(google.protobuf.message.Message):
     def reports(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[kvferry.v1.kv_transfer_pb2.RankReport]:
         """reports of its ranks."""
 
+    @property
+    def waited(self) -> google.protobuf.duration_pb2.Duration:
+        """waited since the read began to wait under its router_key; absent once it has a lease."""
+
     def __init__(
         self,
         *,
@@ -503,9 +515,11 @@ class TransferSummary(google.protobuf.message.Message):
         read: kvferry.v1.kv_transfer_pb2.ReadSummary | None = ...,
         lease_remaining: google.protobuf.duration_pb2.Duration | None = ...,
         reports: collections.abc.Iterable[kvferry.v1.kv_transfer_pb2.RankReport] | None = ...,
+        router_key: builtins.str = ...,
+        waited: google.protobuf.duration_pb2.Duration | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["lease_remaining", b"lease_remaining", "read", b"read", "source", b"source"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["lease_remaining", b"lease_remaining", "publication", b"publication", "read", b"read", "reports", b"reports", "request_id", b"request_id", "source", b"source"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["lease_remaining", b"lease_remaining", "read", b"read", "source", b"source", "waited", b"waited"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["lease_remaining", b"lease_remaining", "publication", b"publication", "read", b"read", "reports", b"reports", "request_id", b"request_id", "router_key", b"router_key", "source", b"source", "waited", b"waited"]) -> None: ...
 
 global___TransferSummary = TransferSummary
 

@@ -57,7 +57,9 @@ class IntrospectionStub:
         kvferry.v1.introspection_pb2.ListTransfersRequest,
         kvferry.v1.introspection_pb2.ListTransfersResponse,
     ]
-    """ListTransfers lists reads and their leases, by publication and lease_number. Idempotent."""
+    """ListTransfers lists reads and their leases, by publication and lease_number; first those that wait under a router's key,
+    which have neither yet. Idempotent.
+    """
 
     PlanRead: grpc.UnaryUnaryMultiCallable[
         kvferry.v1.introspection_pb2.PlanReadRequest,
@@ -96,7 +98,9 @@ class IntrospectionAsyncStub:
         kvferry.v1.introspection_pb2.ListTransfersRequest,
         kvferry.v1.introspection_pb2.ListTransfersResponse,
     ]
-    """ListTransfers lists reads and their leases, by publication and lease_number. Idempotent."""
+    """ListTransfers lists reads and their leases, by publication and lease_number; first those that wait under a router's key,
+    which have neither yet. Idempotent.
+    """
 
     PlanRead: grpc.aio.UnaryUnaryMultiCallable[
         kvferry.v1.introspection_pb2.PlanReadRequest,
@@ -145,7 +149,9 @@ class IntrospectionServicer(metaclass=abc.ABCMeta):
         request: kvferry.v1.introspection_pb2.ListTransfersRequest,
         context: _ServicerContext,
     ) -> typing.Union[kvferry.v1.introspection_pb2.ListTransfersResponse, collections.abc.Awaitable[kvferry.v1.introspection_pb2.ListTransfersResponse]]:
-        """ListTransfers lists reads and their leases, by publication and lease_number. Idempotent."""
+        """ListTransfers lists reads and their leases, by publication and lease_number; first those that wait under a router's key,
+        which have neither yet. Idempotent.
+        """
 
     @abc.abstractmethod
     def PlanRead(

@@ -122,7 +122,7 @@ def read_rows(node: NodeState, token: str) -> tuple[list[Row], str]:
     """Return a page of the reads that are here, and the token of the next one. Raises `InvalidField`."""
     home = node.home
     with home.turn() as now:
-        listed = home.records.listed_leases()
+        listed = home.records.listed_reads()
         summaries, following = page(listed, partial(encode.transfer_summary, now=now), PAGE_SIZE, token)
     return [_read_row(summary) for summary in summaries], following
 
@@ -134,6 +134,7 @@ def _read_row(summary: ipb.TransferSummary) -> Row:
         "reader": summary.read.reader.engine_id,
         "publication": summary.publication,
         "request_id": summary.request_id,
+        "router_key": summary.router_key,
         "state": LeaseState(summary.read.state).name.lower(),
         "lease_remaining_s": round(summary.lease_remaining.ToTimedelta().total_seconds(), 3),
         "reported": f"{summary.read.reported} of {summary.read.parties}",

@@ -28,7 +28,7 @@ from kvferry_server.domain.publications import (
     PublicationStage,
 )
 from kvferry_server.domain.reads import LeaseState, ReadKey, RevokeReason
-from kvferry_server.domain.router_keys import WaitingRead
+from kvferry_server.domain.router_keys import ROUTER_KEY_BYTES, WaitingRead
 from kvferry_server.domain.times import Times
 
 
@@ -72,7 +72,8 @@ class Records:
             nothing about the others by its duration: a dictionary compares a keyed hash of the whole id first.
         leases_by_read: the same leases by what makes two calls one read.
         leases_by_number: the same leases by their public numbers.
-        leases_by_source: the same leases by incarnation, in the order of the numbers of publication and lease.
+        reads_by_source: the same leases by incarnation, in the order of the numbers of publication and lease; before
+            them the reads that wait under a router's key, for which the number of the publication is 0.
         lease_budget: budget of the number of leases, by source.
         draining: nothing more is granted or renewed, and no new publication accepted.
         effects: what others must be told; see `take_effects`.
@@ -94,7 +95,7 @@ class Records:
         self.leases_by_id: dict[bytes, Lease] = {}
         self.leases_by_read: dict[ReadKey, Lease] = {}
         self.leases_by_number: dict[int, Lease] = {}
-        self.leases_by_source: dict[EngineRef, Ordered[Lease]] = {}
+        self.reads_by_source: dict[EngineRef, Ordered[Lease | WaitingRead]] = {}
         self.lease_budget = Budget(limits.leases)
         self.draining = False
         self.effects: list[Awoken | Changed | Released] = []
@@ -204,9 +205,10 @@ class Records:
         """Return `publications` by incarnation and number, for listings that need only a few of them."""
         return {source: book.listed for source, book in self.books.items()}
 
-    def listed_leases(self) -> Mapping[EngineRef, Ordered[Lease]]:
-        """Return `leases` by incarnation of the source, and by the numbers of publication and lease."""
-        return self.leases_by_source
+    def listed_reads(self) -> Mapping[EngineRef, Ordered[Lease | WaitingRead]]:
+        """Return `leases` by incarnation of the source, and by the numbers of publication and lease; and the reads that
+        wait under a router's key."""
+        return self.reads_by_source
 
     def counts(self, source: EngineRef) -> tuple[int, int]:
         """Return how many publications of an incarnation are not released, and how many live leases they have."""
@@ -232,10 +234,7 @@ class Records:
         book = self.books[publication.source]
         self.leases_by_id[lease.lease_id] = self.leases_by_read[lease.request.read] = lease
         self.leases_by_number[lease.number] = lease
-        of_source = self.leases_by_source.get(publication.source)
-        if of_source is None:
-            of_source = self.leases_by_source[publication.source] = Ordered()
-        of_source.add((publication.number, lease.number), lease)
+        self._list_read(publication.source, (publication.number, lease.number), lease)
         book.live_leases += 1
         publication.leases.add(lease)
         publication.reads.append(lease)
@@ -245,6 +244,24 @@ class Records:
             book.waiting_reads.take(lease.request.holder)
         self._lease_agenda.put(lease)
         self.journal.lease_granted(lease)
+
+    def add_waiting(self, waiting: WaitingRead) -> None:
+        """Add a read that waits under a router's key."""
+        waiting.budget.take(waiting.request.holder)
+        self.memory.take(waiting.sources[0], ROUTER_KEY_BYTES)
+        self._list_read(waiting.sources[0], (0, waiting.number), waiting)
+        for source in waiting.sources:
+            self.books[source].router_keys.begin(waiting)
+
+    def remove_waiting(self, waiting: WaitingRead) -> None:
+        """Remove a read that waits no more. The engine may be gone."""
+        waiting.budget.give(waiting.request.holder)
+        self.memory.give(waiting.sources[0], ROUTER_KEY_BYTES)
+        self._unlist_read(waiting.sources[0], (0, waiting.number))
+        for source in waiting.sources:
+            book = self.books.get(source)
+            if book is not None:
+                book.router_keys.end(waiting)
 
     def add_awaited(self, book: Book, number: int) -> PublicationRecord:
         """Add a record of a publication that has not arrived."""
@@ -383,6 +400,18 @@ class Records:
             self._on_lease_due(lease, now)
         return self.leases_by_id.get(lease.lease_id)
 
+    def _list_read(self, source: EngineRef, key: tuple[int, int], read: Lease | WaitingRead) -> None:
+        listed = self.reads_by_source.get(source)
+        if listed is None:
+            listed = self.reads_by_source[source] = Ordered()
+        listed.add(key, read)
+
+    def _unlist_read(self, source: EngineRef, key: tuple[int, int]) -> None:
+        listed = self.reads_by_source[source]
+        listed.remove(key)
+        if not listed:
+            del self.reads_by_source[source]
+
     def _settle(self, publication: PublicationRecord, now: float) -> None:
         """Release or forget a publication that nothing holds any more."""
         if publication.leases or publication.stage is PublicationStage.FORGOTTEN:
@@ -422,10 +451,7 @@ class Records:
             lease.forget_at = NEVER
             source = lease.publication.source
             self.lease_budget.give(source)
-            found = self.leases_by_source[source]
-            found.remove((lease.publication.number, lease.number))
-            if not found:
-                del self.leases_by_source[source]
+            self._unlist_read(source, (lease.publication.number, lease.number))
             if lease.publication.stage is PublicationStage.FORGOTTEN:
                 self.memory.give(source, lease.size)
 

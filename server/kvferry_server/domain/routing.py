@@ -72,20 +72,12 @@ class Routing:
         check_budget("waiting_reads", budget, asked.holder, self._times.ttl)
         self._memory.check(source, ROUTER_KEY_BYTES)
         waiting = WaitingRead(next(self._numbers), tuple(sources), asked, now, budget)
-        budget.take(asked.holder)
-        self._memory.take(source, ROUTER_KEY_BYTES)
-        for each in sources:
-            self._records.book(each).router_keys.begin(waiting)
+        self._records.add_waiting(waiting)
         return waiting
 
     def end_wait(self, waiting: WaitingRead) -> None:
         """Note that a read waits no more. To be called once."""
-        waiting.budget.give(waiting.request.holder)
-        self._memory.give(waiting.sources[0], ROUTER_KEY_BYTES)
-        for source in waiting.sources:
-            book = self._records.books.get(source)
-            if book is not None:
-                book.router_keys.end(waiting)
+        self._records.remove_waiting(waiting)
 
     def decline(self, sources: Sequence[EngineRef], wanted: RouterKey, holder: Hashable) -> None:
         """End a publication that nobody will read, as `Lessor.decline` does. If it has not arrived, reads that wait for

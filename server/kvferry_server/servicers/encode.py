@@ -13,6 +13,7 @@ from kvferry_server.domain.identity import EngineRef
 from kvferry_server.domain.limits import MAX_NAMED_RANKS
 from kvferry_server.domain.publications import Lease, PublicationRecord, PublicationStage
 from kvferry_server.domain.reads import LeaseState, RankReport, RevokeReason
+from kvferry_server.domain.router_keys import WaitingRead
 from kvferry_server.domain.steps import PublicationStep
 from kvferry_server.domain.times import Times
 from kvferry_server.domain.watch_feed import Event, RankLost, ReleaseEvent
@@ -150,12 +151,15 @@ def request_summary(publication: PublicationRecord, now: float) -> ipb.RequestSu
         reads_valid=publication.valid_reads,
         expected_reads=publication.expected_reads,
         age=to_duration(now - publication.first_at),
+        router_key=_router_key(publication),
     )
 
 
-def transfer_summary(lease: Lease, now: float) -> ipb.TransferSummary:
+def transfer_summary(read: Lease | WaitingRead, now: float) -> ipb.TransferSummary:
     """Encode the summary of a read; `now` is in seconds on the home's clock."""
-    publication = lease.publication
+    if isinstance(read, WaitingRead):
+        return _waiting_summary(read, now)
+    lease, publication = read, read.publication
     return ipb.TransferSummary(
         source=engine_ref(publication.source),
         publication=publication.number,
@@ -163,7 +167,23 @@ def transfer_summary(lease: Lease, now: float) -> ipb.TransferSummary:
         read=_read_summary(lease),
         lease_remaining=to_duration(lease.remaining(now)),
         reports=[_report(report) for report in lease.reports.values()],
+        router_key=_router_key(publication),
     )
+
+
+def _waiting_summary(waiting: WaitingRead, now: float) -> ipb.TransferSummary:
+    asked = waiting.request
+    state = pb.READ_STATE_WAITING
+    return ipb.TransferSummary(
+        source=engine_ref(waiting.sources[0]),
+        read=pb.ReadSummary(reader=engine_ref(asked.reader), state=state, parties=asked.parties),
+        router_key=asked.router_key.name,
+        waited=to_duration(now - waiting.since),
+    )
+
+
+def _router_key(publication: PublicationRecord) -> str:
+    return publication.router_key.name if publication.router_key is not None else ""
 
 
 def _accepted(accepted: Accepted, values: Times, now: float) -> pb.Accepted:

@@ -23,6 +23,7 @@ from kvferry_server.domain.engine_description import engine_header
 from kvferry_server.domain.identity import EngineRef
 from kvferry_server.domain.ordered import Ordered
 from kvferry_server.domain.publications import Lease, PublicationRecord
+from kvferry_server.domain.router_keys import WaitingRead
 from kvferry_server.home.home import Home
 from kvferry_server.servicers import checks, encode
 from kvferry_server.servicers.callers import Context, remote_host
@@ -114,15 +115,17 @@ class Introspection(IntrospectionServicer):
         home = self._home
         engine_id, request_id, reader = _filters(request)
 
-        def wanted(lease: Lease) -> tuple[bool, int]:
-            of_request = request_id in ("", lease.publication.request_id)
-            return of_request and reader in ("", lease.request.read.reader.engine_id), 1
+        def wanted(read: Lease | WaitingRead) -> tuple[bool, int]:
+            if isinstance(read, WaitingRead):
+                return not request_id and reader in ("", read.request.reader.engine_id), 1
+            of_request = request_id in ("", read.publication.request_id)
+            return of_request and reader in ("", read.request.read.reader.engine_id), 1
 
         with home.turn() as now:
-            leases = _of_engine(engine_id, home.records.listed_leases())
+            reads = _of_engine(engine_id, home.records.listed_reads())
             encoded = partial(encode.transfer_summary, now=now)
             among = wanted if request_id or reader else None
-            summaries, token = page(leases, encoded, request.page_size, request.page_token, among)
+            summaries, token = page(reads, encoded, request.page_size, request.page_token, among)
         return ipb.ListTransfersResponse(home_epoch=home.epoch, transfers=summaries, next_page_token=token)
 
     async def PlanRead(self, request: ipb.PlanReadRequest, context: Context) -> ipb.PlanReadResponse:

@@ -17,7 +17,7 @@ from kvferry_server.servicers import encode, limits
 CONTRACT_REVISION = 1
 """Raised with the first addition to the protos after each release."""
 
-CAPABILITIES = ("admin", "checksums", "decline_forwarding", "list_filters", "poll_blocks")
+CAPABILITIES = ("admin", "checksums", "decline_forwarding", "list_filters", "poll_blocks", "router_references")
 """What callers may ask for before they rely on it, because servers in other languages may not have it."""
 
 OF_FIELDS = {

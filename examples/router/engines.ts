@@ -1,0 +1,63 @@
+// What both routers do with engines: they ask one after the other over HTTP, and answer their own clients.
+
+import { createServer } from "node:http";
+import { randomUUID } from "node:crypto";
+
+export interface TransferParams {
+  kvferry_reference?: string;
+  kvferry_traceparent?: string;
+  [name: string]: unknown;
+}
+
+export interface Completion {
+  kv_transfer_params?: TransferParams;
+  [name: string]: unknown;
+}
+
+/** One engine after the other, beginning where the last request ended. */
+export class Pool<Engine> {
+  private next = 0;
+
+  constructor(private readonly engines: Engine[]) {}
+
+  *all(): Generator<Engine> {
+    const first = this.next++;
+    for (let index = 0; index < this.engines.length; index++) yield this.engines[(first + index) % this.engines.length]!;
+  }
+}
+
+export async function ask(url: string, body: Completion): Promise<Completion> {
+  const headers = { "content-type": "application/json", "x-request-id": randomUUID() };
+  const answer = await fetch(`${url}/v1/completions`, { method: "POST", headers, body: JSON.stringify(body) });
+  if (!answer.ok) throw new Error(`${url} answered ${answer.status}`);
+  return (await answer.json()) as Completion;
+}
+
+/** The first answer of those that take it. */
+export async function firstOf(pool: Pool<string>, body: Completion): Promise<Completion> {
+  let failure: unknown = new Error("there is no engine");
+  for (const url of pool.all()) {
+    try {
+      return await ask(url, body);
+    } catch (error) {
+      failure = error;
+    }
+  }
+  throw failure;
+}
+
+/** Answers every POST with what `complete` makes of its body. */
+export function serve(port: number, complete: (body: Completion, traceparent?: string) => Promise<Completion>): void {
+  createServer(async (request, response) => {
+    const parts: Buffer[] = [];
+    for await (const part of request) parts.push(part as Buffer);
+    try {
+      const { traceparent } = request.headers;
+      const body = JSON.parse(Buffer.concat(parts).toString()) as Completion;
+      const answer = await complete(body, typeof traceparent === "string" ? traceparent : undefined);
+      response.writeHead(200, { "content-type": "application/json" }).end(JSON.stringify(answer));
+    } catch (error) {
+      response.writeHead(502, { "content-type": "text/plain" }).end(`${error}`);
+    }
+  }).listen(port, "127.0.0.1", () => console.log("listening"));
+}
