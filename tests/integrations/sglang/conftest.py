@@ -11,7 +11,7 @@ import pytest
 from tests.support.node_servers import NodeServerProcess
 from tests.support.vllm_engines import make_model
 
-WITHOUT_SGLANG = {"test_aux_rows.py", "test_bootstrap.py", "test_settings.py", "test_support.py"}
+WITHOUT_SGLANG = {"test_aux_rows.py", "test_bootstrap.py", "test_sglang_settings.py", "test_support.py"}
 """The others start instances of it, or import it."""
 
 collect_ignore = (

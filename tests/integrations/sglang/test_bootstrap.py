@@ -48,7 +48,12 @@ def test_an_instance_that_was_forgotten_is_asked_again(server: KvferryBootstrapS
     other = Source("prefill-1", "127.0.0.1:7301")
     register_source(f"http://{address}", other)
     assert sources.get(address)[0] == SOURCE
-    until(lambda: sources.forget(address) or sources.get(address)[0] == other)
+
+    def asked_again() -> bool:
+        sources.forget(address)
+        return sources.get(address)[0] == other
+
+    until(asked_again)
 
 
 def test_asking_does_not_wait() -> None:

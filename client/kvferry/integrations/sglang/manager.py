@@ -26,7 +26,7 @@ from kvferry.errors import InvalidField, KvferryError, WrongState
 from kvferry.geometry.blocks import Blocks
 from kvferry.integrations.sglang.aux_rows import AuxRows
 from kvferry.integrations.sglang.bootstrap import Source, Sources, register_source, room_name
-from kvferry.integrations.sglang.pools import Pools, RankPlace, describe_pools
+from kvferry.integrations.sglang.pools import Pools, TensorRank, describe_pools
 from kvferry.integrations.sglang.settings import Settings
 from kvferry.integrations.sglang.support import check_supported, identity
 
@@ -69,7 +69,7 @@ class KvferryManager(BaseKVManager):  # type: ignore[misc]
         self._settings = Settings.of()
         self.aux = AuxRows.of(args.aux_data_ptrs, args.aux_data_lens, args.aux_item_lens)
         model = ModelConfig.from_server_args(server_args)
-        place = RankPlace(parallel.tp_rank, parallel.tp_size, model.get_total_num_kv_heads())
+        place = TensorRank(parallel.tp_rank, parallel.tp_size, model.get_total_num_kv_heads())
         window = int(getattr(model.hf_text_config, "sliding_window", 0) or 0)
         self.pools: Pools = describe_pools(pool, place, window, self._settings.layer_names)
         engine_id = self._settings.engine_id or f"sglang-{mode}-{socket.gethostname()}-{get_serving().port}"

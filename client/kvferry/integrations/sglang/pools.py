@@ -40,7 +40,7 @@ class Pools:
 
 
 @dataclass(frozen=True, slots=True)
-class RankPlace:
+class TensorRank:
     """Where a rank stands in its engine.
 
     Attributes:
@@ -53,7 +53,7 @@ class RankPlace:
     heads: int
 
 
-def describe_pools(pool: Any, place: RankPlace, window: int, layer_names: str) -> Pools:
+def describe_pools(pool: Any, place: TensorRank, window: int, layer_names: str) -> Pools:
     """Describe the pool of a rank.
 
     Args:
@@ -98,7 +98,7 @@ def _layers(pool: Any, layer_names: str) -> list[str]:
 
 
 def _described(
-    pool: Any, group: Group, place: RankPlace, layers: Iterable[str]
+    pool: Any, group: Group, place: TensorRank, layers: Iterable[str]
 ) -> tuple[tuple[Plane, ...], dict[str, Tensor]]:
     if isinstance(pool, MLATokenToKVPool):
         latent = dict(zip(layers, pool.kv_buffer, strict=True))

@@ -15,7 +15,7 @@ from kvferry.integrations.sglang.aux_rows import BadPayload
 from kvferry.integrations.sglang.bootstrap import given_reference, room_reference
 from kvferry.integrations.sglang.manager import KvferryManager, Pages
 from kvferry.integrations.sglang.pools import FULL
-from kvferry.integrations.sglang.transfer_error import TransferError
+from kvferry.integrations.sglang.request_failed import RequestFailed
 
 FIND_TIMEOUT = 60.0
 """Seconds in which the prefill instance of a request has to be found."""
@@ -133,7 +133,7 @@ class KvferryReceiver(BaseKVReceiver):  # type: ignore[misc]
 
     def failure_exception(self) -> NoReturn:
         """Raise why the request has failed."""
-        raise TransferError(self._failure)
+        raise RequestFailed(self._failure)
 
     def _find(self) -> Any:
         """Find the prefill instance, unless the request carries a reference."""

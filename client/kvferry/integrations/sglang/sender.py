@@ -15,7 +15,7 @@ from kvferry.geometry.blocks import Blocks
 from kvferry.integrations.sglang.bootstrap import room_reference
 from kvferry.integrations.sglang.manager import KvferryManager, Pages
 from kvferry.integrations.sglang.pools import FULL
-from kvferry.integrations.sglang.transfer_error import TransferError
+from kvferry.integrations.sglang.request_failed import RequestFailed
 
 logger = logging.getLogger(__name__)
 
@@ -110,7 +110,7 @@ class KvferrySender(BaseKVSender):  # type: ignore[misc]
 
     def failure_exception(self) -> NoReturn:
         """Raise why the request has failed."""
-        raise TransferError(self._failure)
+        raise RequestFailed(self._failure)
 
     def get_transfer_metric(self) -> Any:
         """Return the bytes that decode has read."""

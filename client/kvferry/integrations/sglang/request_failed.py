@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 
-class TransferError(Exception):
+class RequestFailed(Exception):
     """Says why a request has failed; SGLang puts it into the request's answer.
 
     Attributes:
