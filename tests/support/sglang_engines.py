@@ -62,7 +62,7 @@ class Instance:
         arguments += ["--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"]
         arguments += ["--grammar-backend", "none", "--disable-cuda-graph", "--skip-tokenizer-init"]
         arguments += ["--dtype", "float32", "--page-size", str(PAGE), "--max-total-tokens", "4096"]
-        arguments += ["--mem-fraction-static", "0.1", "--max-running-requests", "16", "--tp-size", str(tp)]
+        arguments += ["--mem-fraction-static", "0.9", "--max-running-requests", "16", "--tp-size", str(tp)]
         arguments += ["--sleep-on-idle", "--skip-server-warmup", "--num-reserved-decode-tokens", "64"]
         if mode != "null":
             arguments += ["--disaggregation-mode", mode, "--disaggregation-transfer-backend", "kvferry"]

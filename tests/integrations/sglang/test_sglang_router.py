@@ -53,12 +53,14 @@ def test_concurrent_requests_through_the_router(
         )
     try:
         url = f"http://127.0.0.1:{port}"
+        # The router knows its instances only some time after it is alive.
+        ready = "readiness" if kind == "router" else "health"
         deadline = time.monotonic() + START_TIMEOUT
         while True:
             assert router.poll() is None, (tmp_path / "router.log").read_text()[-2000:]
             assert time.monotonic() < deadline
             try:
-                with urllib.request.urlopen(f"{url}/health", timeout=5):
+                with urllib.request.urlopen(f"{url}/{ready}", timeout=5):
                     break
             except OSError:
                 threading.Event().wait(0.2)

@@ -57,9 +57,8 @@ def test_what_is_not_supported_is_named(changed: dict[str, Any], field: str) -> 
 
 def test_the_identity_has_what_the_values_depend_on_and_no_path() -> None:
     def of(path: str, **config: object) -> dict[str, str]:
-        hf = SimpleNamespace(to_dict=lambda: {"rope_theta": 1e4, "_name_or_path": path, **config})
-        model = SimpleNamespace(hf_config=hf, model_path=path, revision=None, dtype="torch.bfloat16", quantization=None)
-        return identity(model, "auto")
+        model = SimpleNamespace(model_path=path, revision=None, dtype="torch.bfloat16", quantization=None)
+        return identity(model, {"rope_theta": 1e4, "_name_or_path": path, **config}, "auto")
 
     here = of("/models/here/llama")
     assert here == of("/models/there/llama")

@@ -15,6 +15,7 @@ from sglang.srt.disaggregation.base.conn import BaseKVManager
 from sglang.srt.environ import envs
 from sglang.srt.runtime_context import get_disagg, get_exec, get_memory, get_model, get_parallel, get_serving
 from sglang.srt.utils.network import NetworkAddress
+from transformers import AutoConfig
 
 from kvferry._cache import Cache
 from kvferry._client import Client
@@ -73,9 +74,8 @@ class KvferryManager(BaseKVManager):  # type: ignore[misc]
         window = int(getattr(model.hf_text_config, "sliding_window", 0) or 0)
         self.pools: Pools = describe_pools(pool, place, window, self._settings.layer_names)
         engine_id = self._settings.engine_id or f"sglang-{mode}-{socket.gethostname()}-{get_serving().port}"
-        spec = EngineSpec(
-            engine_id, self.pools.groups, parallel.tp_size, identity(model, str(get_model().kv_cache_dtype))
-        )
+        described = identity(model, _config_of(model), str(get_model().kv_cache_dtype))
+        spec = EngineSpec(engine_id, self.pools.groups, parallel.tp_size, described)
         self.leader = parallel.tp_rank == 0
         self.parties = int(parallel.tp_size)
         self._client: Client = self._settings.client()
@@ -221,6 +221,15 @@ class KvferryManager(BaseKVManager):  # type: ignore[misc]
         if now - self._breathed > BETWEEN_BREATHS:
             time.sleep(BREATH)
             self._breathed = time.monotonic()
+
+
+def _config_of(model: Any) -> dict[str, object]:
+    """Return the model's own configuration; that of a model that only SGLang knows, with what SGLang has added."""
+    try:
+        found: dict[str, object] = AutoConfig.from_pretrained(model.model_path, revision=model.revision).to_dict()
+    except (ValueError, OSError):
+        found = model.hf_config.to_dict()
+    return found
 
 
 class _Reachable(dict[str, Any]):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -45,14 +46,15 @@ def check_supported(kv_args: Any, parallel: Any, disagg: Any, memory: Any, draft
         raise InvalidField("state beside the KV cache", states, f"one of {STATES}")
 
 
-def identity(model: Any, kv_cache_dtype: str) -> dict[str, str]:
-    """Return the identity of the cache's contents, under the names that the connector for vLLM uses.
+def identity(model: Any, config: Mapping[str, object], kv_cache_dtype: str) -> dict[str, str]:
+    """Return the identity of the cache's contents, as the connector for vLLM makes it.
 
     Args:
         model: SGLang's configuration of the model.
+        config: the model's own configuration, as transformers reads it: SGLang adds to its copy.
         kv_cache_dtype: SGLang's ``--kv-cache-dtype``.
     """
-    described = {key: value for key, value in model.hf_config.to_dict().items() if not key.startswith("_")}
+    described = {key: value for key, value in config.items() if not key.startswith("_")}
     digest = hashlib.sha256(json.dumps(described, sort_keys=True, default=str).encode()).hexdigest()
     return {
         "model": Path(str(model.model_path)).name,
