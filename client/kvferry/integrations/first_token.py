@@ -5,6 +5,7 @@ from __future__ import annotations
 
 _MAGIC = b"kvferry first token 1\n"
 _DIGITS = 10
+_MAX = 2**31 - 1
 
 
 def first_token_payload(token: int) -> bytes:
@@ -17,4 +18,5 @@ def first_token(payload: bytes) -> int | None:
     digits = payload.removeprefix(_MAGIC)
     if digits == payload or not digits.isdigit() or len(digits) > _DIGITS:
         return None
-    return int(digits)
+    token = int(digits)
+    return token if token <= _MAX else None

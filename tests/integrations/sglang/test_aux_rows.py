@@ -24,6 +24,7 @@ class Buffers:
             [array.ctypes.data for array in self.arrays],
             [array.nbytes for array in self.arrays],
             [array[0].nbytes for array in self.arrays],
+            vocabulary=512,
         )
 
 
@@ -74,6 +75,17 @@ def test_damaged_payloads_write_nothing(change: str) -> None:
     assert not any(array.any() for array in theirs.arrays)
 
 
+@pytest.mark.parametrize("token", [512, 2**31 - 1, -1])
+def test_tokens_that_the_model_has_not_are_refused(token: int) -> None:
+    ours, theirs = Buffers(), Buffers()
+    ours.arrays[0][0, 0] = token
+    payloads = [ours.rows.payload(0, 10)] + ([first_token_payload(token)] if token > 0 else [])
+    for payload in payloads:
+        with pytest.raises(BadPayload, match="512"):
+            theirs.rows.write(0, payload, room=1)
+    assert not any(array.any() for array in theirs.arrays)
+
+
 def test_rows_that_may_not_fit_a_payload_are_refused_at_the_start() -> None:
     with pytest.raises(InvalidField, match="auxiliary buffers"):
         Buffers((("int32", 16), ("float32", 20_000)))
@@ -82,4 +94,5 @@ def test_rows_that_may_not_fit_a_payload_are_refused_at_the_start() -> None:
 def test_first_tokens_are_told_apart_from_other_payloads() -> None:
     assert first_token(first_token_payload(0)) == 0
     assert first_token(b"417") is None
+    assert first_token(first_token_payload(2**31)) is None
     assert first_token(first_token_payload(417)[:-3]) is None

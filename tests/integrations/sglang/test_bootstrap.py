@@ -102,11 +102,14 @@ def test_both_sides_make_the_same_reference_of_a_room_and_others_another() -> No
     assert len({made.key, *(parse_reference(other).key for other in others)}) == 3
 
 
+@pytest.mark.parametrize("address", ["10.0.0.1:8998", "[fe80::1]:8998", "prefill-0.cluster:8998"])
+def test_hosts_are_no_references(address: str) -> None:
+    assert given_reference(address) is None
+
+
 @pytest.mark.parametrize(
-    ("address", "given"),
-    [("10.0.0.1:8998", False), ("[fe80::1]:8998", False), (f"{room_reference(SOURCE, 1)}:8998", True)],
+    ("behind", "token"), [("", None), ("+417", 417), ("+", None), ("+-1", None), ("+" + "9" * 20, None)]
 )
-def test_a_reference_in_place_of_the_host_is_taken(address: str, given: bool) -> None:
-    assert bool(given_reference(address)) is given
-    if given:
-        parse_reference(given_reference(address))
+def test_a_reference_in_place_of_the_host_may_say_the_first_token(behind: str, token: int | None) -> None:
+    reference = room_reference(SOURCE, 1)
+    assert given_reference(f"{reference}{behind}:8998") == (reference, token)

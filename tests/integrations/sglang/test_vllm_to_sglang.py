@@ -1,7 +1,7 @@
 """What vLLM has prefilled, decoded by SGLang.
 
-SGLang on CPU takes K and V by token, and vLLM's attention on CPU permutes K inside a page. So a real vLLM is refused here,
-by name; and caches in the layout of vLLM's backends for GPUs are filled with what a prefill instance of SGLang computed.
+SGLang keeps K by token, and vLLM's attention on CPU permutes it inside a page. So a real vLLM is refused here, by name;
+and caches in the layout of vLLM's backends for GPUs are filled with what a prefill instance of SGLang computed.
 """
 
 from __future__ import annotations
@@ -91,8 +91,8 @@ class Relay:
 def test_caches_of_vllm_are_decoded_token_for_token(
     instances: tuple[Instance, Instance], home: NodeServerProcess, model: Path
 ) -> None:
-    """Of another tensor-parallel size and block size, under a router's reference that decode gets before it is published;
-    the first token comes with the payload."""
+    """Of another tensor-parallel size and block size, under a router's reference that decode has before anything is
+    published; the first token comes with the payload."""
     prefill, decode = instances
     text, blocks = prompt(3, 75), [7, 2, 9]
     wanted = served(prefill, decode, some_room(), text)["output_ids"]
@@ -106,6 +106,12 @@ def test_caches_of_vllm_are_decoded_token_for_token(
         payload = first_token_payload(wanted[0])
         relay.session.publish("r", {"full": Blocks(blocks, end_token=75)}, payload=payload, reference=reference)
         assert asked.result()["output_ids"] == wanted
+    # As the connector for vLLM publishes it; its router has the first token from its answer.
+    publication = relay.session.publish("s", {"full": Blocks(blocks, end_token=75)})
+    later = decode.generate(text, **carried(f"{publication.reference}+{wanted[0]}", some_room()))
+    assert later["output_ids"] == wanted
+    bare = relay.session.publish("t", {"full": Blocks(blocks, end_token=75)})
+    assert "no first token" in str(decode.generate(text, **carried(bare.reference, some_room())))
     until(lambda: pinned(home) == 0)
     relay.client.close()
 

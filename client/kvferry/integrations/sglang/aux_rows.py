@@ -36,6 +36,7 @@ class AuxRows:
         addresses: addresses of the buffers, in SGLang's order.
         sizes: bytes of a row, by buffer.
         counts: rows, by buffer.
+        vocabulary: how many tokens there are: others would end the scheduler.
 
     Raises:
         InvalidField: a row may be larger than a payload.
@@ -44,15 +45,16 @@ class AuxRows:
     addresses: tuple[int, ...]
     sizes: tuple[int, ...]
     counts: tuple[int, ...]
+    vocabulary: int
 
     @classmethod
-    def of(cls, addresses: Sequence[int], lengths: Sequence[int], sizes: Sequence[int]) -> AuxRows:
+    def of(cls, addresses: Sequence[int], lengths: Sequence[int], sizes: Sequence[int], vocabulary: int) -> AuxRows:
         """Describe the buffers by their addresses, their lengths and the sizes of their rows, in bytes."""
         counts = tuple(length // size for length, size in zip(lengths, sizes, strict=True))
         largest = len(MAGIC) + _HEAD.size + sum(_ROW.size + size for size in sizes)
         if largest > MAX_PAYLOAD:
             raise InvalidField("auxiliary buffers", f"{largest} bytes", f"at most {MAX_PAYLOAD}, a payload")
-        return cls(tuple(addresses), tuple(sizes), counts)
+        return cls(tuple(addresses), tuple(sizes), counts, vocabulary)
 
     def payload(self, row: int, tokens: int) -> bytes:
         """Encode a row, and how many tokens the prompt has."""
@@ -85,6 +87,9 @@ class AuxRows:
             tokens = None
         else:
             tokens, rows = self._decoded(payload)
+        (first,) = struct.unpack("<i", rows[_FIRST_TOKEN][:4].ljust(4, b"\0"))
+        if not 0 <= first < self.vocabulary:
+            raise BadPayload(f"its first token is {first}, and the model has {self.vocabulary}")
         for address, size, used in zip(self.addresses, self.sizes, rows, strict=True):
             ctypes.memmove(address + row * size, used + bytes(size - len(used)), size)
         return tokens

@@ -18,7 +18,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from ipaddress import ip_address
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvferry._threads import start_thread
 from kvferry._wire.reference import PREFIX, router_reference
@@ -31,8 +31,11 @@ ASK_TIMEOUT = 5.0
 AGAIN = 0.5
 """Seconds until a question that failed is repeated."""
 MAX_BODY = 4096
+MAX_DIGITS = 10
 MAX_KNOWN = 4096
-"""Prefill instances that are remembered."""
+"""Prefill instances that are remembered, and addresses that are being asked: requests name them."""
+ASKING = 16
+"""Questions at once: some addresses may answer nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,13 +66,26 @@ def room_name(room: int) -> str:
     return "room-" + hashlib.sha256(f"kvferry sglang name\0{room}".encode()).hexdigest()[:16]
 
 
-def given_reference(bootstrap_addr: str) -> str:
-    """Return the reference that a request carries in place of a ``bootstrap_host``; empty: it names a host.
+class Given(NamedTuple):
+    """What a request carries in place of a ``bootstrap_host`` if another make of engine prefills it.
 
-    So a router may send a request that another make of engine has prefilled.
+    Attributes:
+        reference: reference of the publication.
+        first_token: the token that prefill has sampled; None: the publication's payload says it.
     """
+
+    reference: str
+    first_token: int | None
+
+
+def given_reference(bootstrap_addr: str) -> Given | None:
+    """Return what an address holds that is a reference, or a reference, ``+`` and the first token; None: it names a
+    host."""
     host = bootstrap_addr.rpartition(":")[0]
-    return host if host.startswith(PREFIX) else ""
+    if not host.startswith(PREFIX):
+        return None
+    reference, _, token = host.partition("+")
+    return Given(reference, int(token) if token.isdecimal() and len(token) <= MAX_DIGITS else None)
 
 
 class KvferryBootstrapServer:
@@ -151,7 +167,7 @@ def _source(body: bytes) -> Source | None:
         engine_id, home = found["engine_id"], found["home"]
     except (ValueError, TypeError, KeyError):
         return None
-    if not (isinstance(engine_id, str) and 0 < len(engine_id) <= 256 and isinstance(home, str)):
+    if not (isinstance(engine_id, str) and 0 < len(engine_id.encode()) <= 256 and isinstance(home, str)):
         return None
     return Source(engine_id, home)
 
@@ -185,7 +201,7 @@ class Sources:
         self._lock = threading.Lock()
         self._known: dict[str, Source] = {}
         self._asked: dict[str, tuple[Future[Source], float]] = {}
-        self._threads = ThreadPoolExecutor(4, "kvferry-sources")
+        self._threads = ThreadPoolExecutor(ASKING, "kvferry-sources")
 
     def get(self, address: str) -> tuple[Source | None, str]:
         """Return the instance, or None and why it is not known yet: empty while the answer is awaited."""
@@ -195,6 +211,8 @@ class Sources:
                 return known, ""
             asked, since = self._asked.get(address, (None, 0.0))
             if asked is None:
+                if len(self._asked) >= MAX_KNOWN:
+                    self._asked = {name: each for name, each in self._asked.items() if not each[0].done()}
                 self._asked[address] = (self._threads.submit(_ask, address), time.monotonic())
                 return None, ""
             if not asked.done():

@@ -68,8 +68,8 @@ class KvferryManager(BaseKVManager):  # type: ignore[misc]
         if get_exec().features.enable_memory_saver:
             raise InvalidField("enable_memory_saver", True, "False: it unmaps memory that others read")
         self._settings = Settings.of()
-        self.aux = AuxRows.of(args.aux_data_ptrs, args.aux_data_lens, args.aux_item_lens)
         model = ModelConfig.from_server_args(server_args)
+        self.aux = AuxRows.of(args.aux_data_ptrs, args.aux_data_lens, args.aux_item_lens, int(model.vocab_size))
         place = TensorRank(parallel.tp_rank, parallel.tp_size, model.get_total_num_kv_heads())
         window = int(getattr(model.hf_text_config, "sliding_window", 0) or 0)
         self.pools: Pools = describe_pools(pool, place, window, self._settings.layer_names)

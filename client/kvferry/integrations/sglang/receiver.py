@@ -11,6 +11,7 @@ from sglang.srt.disaggregation.base.conn import BaseKVReceiver, KVPoll, StateTyp
 from kvferry._reads.read import Read
 from kvferry.errors import KvferryError
 from kvferry.geometry.blocks import Blocks
+from kvferry.integrations.first_token import first_token_payload
 from kvferry.integrations.sglang.aux_rows import BadPayload
 from kvferry.integrations.sglang.bootstrap import given_reference, room_reference
 from kvferry.integrations.sglang.manager import KvferryManager, Pages
@@ -41,7 +42,8 @@ class KvferryReceiver(BaseKVReceiver):  # type: ignore[misc]
         self.bootstrap_room = bootstrap_room or 0
         self.abort_notified = False
         self._address = bootstrap_addr
-        self._reference = given_reference(bootstrap_addr)
+        self._given = given_reference(bootstrap_addr)
+        self._reference = self._given.reference if self._given is not None else ""
         self._since = time.monotonic()
         self._asked = False
         self._row = -1
@@ -49,6 +51,8 @@ class KvferryReceiver(BaseKVReceiver):  # type: ignore[misc]
         self._read: Read | None = None
         self._good = False
         self._failure = ""
+        if not 0 < self.bootstrap_room < 1 << 64:
+            self.fail("the request has no bootstrap_room")
 
     @property
     def supports_host_destination(self) -> bool:
@@ -119,8 +123,11 @@ class KvferryReceiver(BaseKVReceiver):  # type: ignore[misc]
         self._give_up()
 
     def _give_up(self) -> None:
-        """Stop reading, and tell prefill that nobody will read the request: a room has one reader and one try."""
-        if self._reference:
+        """Stop reading, and tell prefill that nobody will read the request: a room has one reader and one try.
+
+        A reference that the request carried may have others.
+        """
+        if self._reference and (self._given is None or self._read is None):
             self.kv_mgr.decline(self._reference)
         if self._read is not None:
             self._read.cancel()
@@ -145,13 +152,19 @@ class KvferryReceiver(BaseKVReceiver):  # type: ignore[misc]
                 if time.monotonic() - self._since > FIND_TIMEOUT:
                     return self.fail(f"no prefill instance at {self._address}: {problem or 'no answer'}")
                 return KVPoll.Bootstrapping
-            self._reference = room_reference(source, self.bootstrap_room)
+            try:
+                self._reference = room_reference(source, self.bootstrap_room)
+            except KvferryError as error:
+                return self.fail(f"{type(error).__name__}: {error}")
         return KVPoll.WaitingForInput
 
     def _take(self, read: Read) -> Any:
         """Hand over what came beside the KV cache."""
+        payload = read.result(0).payload
+        if self._given is not None and self._given.first_token is not None:
+            payload = first_token_payload(self._given.first_token)
         try:
-            tokens = self.kv_mgr.aux.write(self._row, read.result(0).payload, self.bootstrap_room)
+            tokens = self.kv_mgr.aux.write(self._row, payload, self.bootstrap_room)
         except BadPayload as error:
             return self.fail(f"{type(error).__name__}: {error}")
         page = int(self.kv_mgr.kv_args.page_size)
