@@ -16,7 +16,7 @@ CODE := $(wildcard client server tests benchmarks examples scripts)
 VENV := .venv/.installed
 NODE := tests/support/nodejs/node_modules/.installed
 
-.PHONY: help setup node demo test test-oldest test-vllm test-gpu gpu-bundle lint format reliability house errors soak mutate
+.PHONY: help setup node demo test test-oldest test-vllm test-sglang test-gpu gpu-bundle lint format reliability house errors soak mutate
 .PHONY: proto proto-check breaking release-protos bench bench-vllm docs lock package sbom clean
 
 help: ## Show this help
@@ -105,6 +105,19 @@ VLLM_BENCHMARK := 'tests/benchmarks/test_smoke.py::test_a_topic_runs_and_its_rea
 # Warnings are those of vLLM and its dependencies.
 test-vllm: $(VLLM_VENV) ## Run the tests that need a real vLLM (VLLM=version, PYTEST_ARGS=)
 	@$(VLLM_FOLDER)/bin/python -m pytest -W ignore tests/integrations/vllm $(VLLM_BENCHMARK) $(PYTEST_ARGS)
+
+# Its environment has vLLM, too. A run starts a dozen instances, so it takes a quarter of an hour.
+SGLANG := 0.5.23
+SGLANG_VENV := .venv-sglang/.installed
+
+$(SGLANG_VENV): pyproject.toml scripts/setup_sglang.sh scripts/setup_vllm.sh
+	@echo "Setting up .venv-sglang (SGLang $(SGLANG) and vLLM $(NEWEST_VLLM) for CPU: some minutes, 5 GB)"
+	@PYTHON=$(PYTHON) scripts/setup_sglang.sh $(SGLANG) $(NEWEST_VLLM) .venv-sglang
+	@touch $@
+
+# Warnings are those of SGLang and its dependencies.
+test-sglang: $(SGLANG_VENV) ## Run the tests that need a real SGLang (PYTEST_ARGS=)
+	@.venv-sglang/bin/python -m pytest -W ignore tests/integrations/sglang $(PYTEST_ARGS)
 
 # Without a GPU it says so and runs nothing; DEVICE=cpu runs the same tests on the host's memory. Moving to a GPU needs a
 # torch that was built for CUDA: make setup TORCH=...

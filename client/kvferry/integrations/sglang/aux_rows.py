@@ -1,0 +1,120 @@
+"""What SGLang hands over beside the KV cache, as the payload of a publication.
+
+SGLang keeps a row for each request in several buffers: the first token, counts of cached tokens, log probabilities,
+what speculative decoding needs. A row is mostly zeros at its end, which are left out.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvferry.errors import InvalidField
+from kvferry.integrations.first_token import first_token
+
+MAGIC = b"kvferry sglang aux 1\n"
+MAX_PAYLOAD = 64 << 10
+"""The largest payload of a publication."""
+
+_HEAD = struct.Struct("<QI")
+_ROW = struct.Struct("<II")
+_FIRST_TOKEN = 0
+"""The buffer of the first token: ``MetadataBuffers.get_buf_infos`` (0.5.23) lists ``output_ids`` first, int32."""
+
+
+class BadPayload(ValueError):
+    """The payload of a publication is not what this engine can use; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class AuxRows:
+    """The buffers of one rank in which each request has a row.
+
+    Attributes:
+        addresses: addresses of the buffers, in SGLang's order.
+        sizes: bytes of a row, by buffer.
+        counts: rows, by buffer.
+        vocabulary: how many tokens there are: others would end the scheduler.
+
+    Raises:
+        InvalidField: a row may be larger than a payload.
+    """
+
+    addresses: tuple[int, ...]
+    sizes: tuple[int, ...]
+    counts: tuple[int, ...]
+    vocabulary: int
+
+    @classmethod
+    def of(cls, addresses: Sequence[int], lengths: Sequence[int], sizes: Sequence[int], vocabulary: int) -> AuxRows:
+        """Describe the buffers by their addresses, their lengths and the sizes of their rows, in bytes."""
+        counts = tuple(length // size for length, size in zip(lengths, sizes, strict=True))
+        largest = len(MAGIC) + _HEAD.size + sum(_ROW.size + size for size in sizes)
+        if largest > MAX_PAYLOAD:
+            raise InvalidField("auxiliary buffers", f"{largest} bytes", f"at most {MAX_PAYLOAD}, a payload")
+        return cls(tuple(addresses), tuple(sizes), counts, vocabulary)
+
+    def payload(self, row: int, tokens: int) -> bytes:
+        """Encode a row, and how many tokens the prompt has."""
+        parts = [MAGIC, _HEAD.pack(tokens, len(self.sizes))]
+        for address, size in zip(self.addresses, self.sizes, strict=True):
+            used = ctypes.string_at(address + row * size, size).rstrip(b"\0")
+            parts += [_ROW.pack(size, len(used)), used]
+        return b"".join(parts)
+
+    def write(self, row: int, payload: bytes, room: int) -> int | None:
+        """Write what a payload holds into a row.
+
+        Args:
+            row: the row.
+            payload: what `payload` returned at the source, or the first token of another make of engine.
+            room: the request's room, which SGLang compares.
+
+        Returns:
+            How many tokens the source's prompt has; None: it did not say.
+
+        Raises:
+            BadPayload: the buffers differ, or it is no such payload. Nothing was written.
+        """
+        token = first_token(payload)
+        if token is not None:
+            rows = [b"" for _ in self.sizes]
+            rows[_FIRST_TOKEN] = struct.pack("<i", token)
+            # SGLang lists the room last, but for checksums, which are refused.
+            rows[-1] = struct.pack("<Q", room)
+            tokens = None
+        else:
+            tokens, rows = self._decoded(payload)
+        (first,) = struct.unpack("<i", rows[_FIRST_TOKEN][:4].ljust(4, b"\0"))
+        if not 0 <= first < self.vocabulary:
+            raise BadPayload(f"its first token is {first}, and the model has {self.vocabulary}")
+        for address, size, used in zip(self.addresses, self.sizes, rows, strict=True):
+            ctypes.memmove(address + row * size, used + bytes(size - len(used)), size)
+        return tokens
+
+    def _decoded(self, payload: bytes) -> tuple[int, list[bytes]]:
+        if not payload.startswith(MAGIC):
+            raise BadPayload("the source has published no first token")
+        try:
+            at = len(MAGIC)
+            tokens, count = _HEAD.unpack_from(payload, at)
+            at += _HEAD.size
+            sizes, rows = [], []
+            for _ in range(min(count, len(payload))):
+                size, used = _ROW.unpack_from(payload, at)
+                at += _ROW.size
+                sizes.append(size)
+                rows.append(payload[at : at + used])
+                at += used
+        except struct.error:
+            raise BadPayload("the payload is cut off") from None
+        if tuple(sizes) != self.sizes or at != len(payload):
+            raise BadPayload(
+                f"the source hands over rows of {sizes} bytes, and this engine takes {list(self.sizes)}: both need the "
+                "same version of SGLang, and the same speculative decoding"
+            )
+        if any(len(used) > size for used, size in zip(rows, self.sizes, strict=True)):
+            raise BadPayload("a row is longer than its size")
+        return tokens, rows

@@ -1,0 +1,246 @@
+"""How decode learns who a prefill instance is: the instance's bootstrap server says its engine_id and its home.
+
+A request names prefill by ``bootstrap_host`` and ``bootstrap_port``, as SGLang's routers write them, and itself by
+``bootstrap_room``. From these both sides make the same reference, without talking about the request.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import socket
+import threading
+import time
+import urllib.request
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from ipaddress import ip_address
+from typing import Any, NamedTuple
+
+from kvferry._threads import start_thread
+from kvferry._wire.reference import PREFIX, router_reference
+
+logger = logging.getLogger(__name__)
+
+PATH = "/kvferry"
+ASK_TIMEOUT = 5.0
+"""Seconds for one question."""
+AGAIN = 0.5
+"""Seconds until a question that failed is repeated."""
+MAX_BODY = 4096
+MAX_DIGITS = 10
+MAX_KNOWN = 4096
+"""Prefill instances that are remembered, and addresses that are being asked: requests name them."""
+ASKING = 16
+"""Questions at once: some addresses may answer nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A prefill instance.
+
+    Attributes:
+        engine_id: its engine_id.
+        home: address of its home.
+    """
+
+    engine_id: str
+    home: str
+
+
+def room_reference(source: Source, room: int) -> str:
+    """Return the reference of a request, which prefill publishes with and decode reads with.
+
+    It is as secret as the room: who knows the room, and who the source is, can make it. SGLang's routers draw rooms at
+    random, of 63 bits.
+    """
+    key = hashlib.sha256(f"kvferry sglang key\0{source.engine_id}\0{room}".encode()).digest()[:16]
+    return router_reference(source.home, source.engine_id, router_key=room_name(room), key=key)
+
+
+def room_name(room: int) -> str:
+    """Return the name of a request, which may be logged: the room itself is as good as the reference."""
+    return "room-" + hashlib.sha256(f"kvferry sglang name\0{room}".encode()).hexdigest()[:16]
+
+
+class Given(NamedTuple):
+    """What a request carries in place of a ``bootstrap_host`` if another make of engine prefills it.
+
+    Attributes:
+        reference: reference of the publication.
+        first_token: the token that prefill has sampled; None: the publication's payload says it.
+    """
+
+    reference: str
+    first_token: int | None
+
+
+def given_reference(bootstrap_addr: str) -> Given | None:
+    """Return what an address holds that is a reference, or a reference, ``+`` and the first token; None: it names a
+    host."""
+    host = bootstrap_addr.rpartition(":")[0]
+    if not host.startswith(PREFIX):
+        return None
+    reference, _, token = host.partition("+")
+    return Given(reference, int(token) if token.isdecimal() and len(token) <= MAX_DIGITS else None)
+
+
+class KvferryBootstrapServer:
+    """The bootstrap server of a prefill instance: an HTTP server on threads of SGLang's first process.
+
+    ``GET /kvferry`` answers engine_id and home, ``GET /health`` whether they are known. Rank 0, on the same host, puts
+    them there; nobody else may.
+    """
+
+    def __init__(self, host: str, port: int) -> None:
+        self._server = _Server((host, port), _Handler)
+        start_thread(self._server.serve_forever, "kvferry-bootstrap")
+
+    @property
+    def port(self) -> int:
+        """The port that it serves at."""
+        return int(self._server.server_address[1])
+
+    def close(self) -> None:
+        """Stop serving."""
+        self._server.shutdown()
+        self._server.server_close()
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    source: Source | None = None
+
+    def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler]) -> None:
+        self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+        super().__init__(address, handler)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    # Ends the thread of a peer that says nothing.
+    timeout = 10.0
+    server: _Server
+
+    def do_GET(self) -> None:
+        """Say who this instance is."""
+        source = self.server.source
+        if self.path.partition("?")[0] not in (PATH, "/health"):
+            self._answer(404, {})
+        elif source is None:
+            self._answer(503, {"error": "rank 0 has not registered yet"})
+        else:
+            self._answer(200, asdict(source))
+
+    def do_PUT(self) -> None:
+        """Take from rank 0 who this instance is."""
+        here = self.connection.getsockname()[0]
+        peer = self.client_address[0]
+        length = self.headers.get("Content-Length", "")
+        if self.path != PATH or not (peer == here or ip_address(peer.partition("%")[0]).is_loopback):
+            self._answer(403, {"error": "only this host's rank 0 may register"})
+        elif not length.isdigit() or int(length) > MAX_BODY or (found := _source(self.rfile.read(int(length)))) is None:
+            self._answer(400, {"error": "engine_id and home, as JSON strings"})
+        else:
+            self.server.source = found
+            self._answer(200, {})
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Log as the rest does, and not to stderr."""
+        logger.debug("bootstrap server: " + format, *args)
+
+    def _answer(self, status: int, said: Mapping[str, str]) -> None:
+        body = json.dumps(said).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+
+def _source(body: bytes) -> Source | None:
+    """Decode a source; None for anything else."""
+    try:
+        found = json.loads(body)
+        engine_id, home = found["engine_id"], found["home"]
+    except (ValueError, TypeError, KeyError):
+        return None
+    if not (isinstance(engine_id, str) and 0 < len(engine_id.encode()) <= 256 and isinstance(home, str)):
+        return None
+    return Source(engine_id, home)
+
+
+def register_source(url: str, source: Source) -> None:
+    """Tell the bootstrap server of this instance who it is, on a thread: it starts when it starts."""
+    body = json.dumps(asdict(source)).encode()
+
+    def put() -> None:
+        request = urllib.request.Request(f"{url}{PATH}", data=body, method="PUT")
+        for attempt in range(600):
+            try:
+                with _opener.open(request, timeout=ASK_TIMEOUT):
+                    return
+            except OSError as error:
+                if attempt % 20 == 19:
+                    logger.warning("the bootstrap server at %s does not answer yet: %s", url, error)
+                time.sleep(AGAIN)
+        logger.error("the bootstrap server at %s does not answer: decode cannot find this instance", url)
+
+    start_thread(put, "kvferry-register-source")
+
+
+class Sources:
+    """The prefill instances that a decode instance has asked for, by the address of their bootstrap servers.
+
+    Asking happens on threads, so that no step waits (R11).
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._known: dict[str, Source] = {}
+        self._asked: dict[str, tuple[Future[Source], float]] = {}
+        self._threads = ThreadPoolExecutor(ASKING, "kvferry-sources")
+
+    def get(self, address: str) -> tuple[Source | None, str]:
+        """Return the instance, or None and why it is not known yet: empty while the answer is awaited."""
+        with self._lock:
+            known = self._known.get(address)
+            if known is not None:
+                return known, ""
+            asked, since = self._asked.get(address, (None, 0.0))
+            if asked is None:
+                if len(self._asked) >= MAX_KNOWN:
+                    self._asked = {name: each for name, each in self._asked.items() if not each[0].done()}
+                self._asked[address] = (self._threads.submit(_ask, address), time.monotonic())
+                return None, ""
+            if not asked.done():
+                return None, ""
+            error = asked.exception()
+            if error is None:
+                del self._asked[address]
+                if len(self._known) >= MAX_KNOWN:
+                    del self._known[next(iter(self._known))]
+                self._known[address] = asked.result()
+                return self._known[address], ""
+            if time.monotonic() - since >= AGAIN:
+                del self._asked[address]
+            return None, f"{type(error).__name__}: {error}"
+
+    def forget(self, address: str) -> None:
+        """Ask again for an instance: a read from it has failed, and another may serve at its address now."""
+        with self._lock:
+            self._known.pop(address, None)
+
+
+_opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+"""Without the proxies of the environment: these servers are in the cluster."""
+
+
+def _ask(address: str) -> Source:
+    with _opener.open(f"http://{address}{PATH}", timeout=ASK_TIMEOUT) as answer:
+        found = _source(answer.read(MAX_BODY))
+    if found is None:
+        raise ValueError(f"{address} is not the bootstrap server of an instance with kvferry's backend")
+    return found

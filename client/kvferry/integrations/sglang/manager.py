@@ -1,0 +1,247 @@
+"""The backend's manager: one in the scheduler of each rank of SGLang."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import time
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.disaggregation.base.conn import BaseKVManager
+from sglang.srt.environ import envs
+from sglang.srt.runtime_context import get_disagg, get_exec, get_memory, get_model, get_parallel, get_serving
+from sglang.srt.utils.network import NetworkAddress
+from transformers import AutoConfig
+
+from kvferry._cache import Cache
+from kvferry._client import Client
+from kvferry._control.publications import Publication, Release
+from kvferry._engine_spec import EngineSpec
+from kvferry._reads.read import Read
+from kvferry.engine import SchedulerPort
+from kvferry.errors import InvalidField, KvferryError, WrongState
+from kvferry.geometry.blocks import Blocks
+from kvferry.integrations.sglang.aux_rows import AuxRows
+from kvferry.integrations.sglang.bootstrap import Source, Sources, register_source, room_name
+from kvferry.integrations.sglang.pools import Pools, TensorRank, describe_pools
+from kvferry.integrations.sglang.settings import Settings
+from kvferry.integrations.sglang.support import check_supported, identity
+
+logger = logging.getLogger(__name__)
+
+BREATH = 1e-4
+"""Seconds for which a scheduler that waits for reads or releases leaves Python's lock to other threads."""
+
+BETWEEN_BREATHS = 1e-3
+"""Seconds from one such pause to the next."""
+
+Pages = npt.NDArray[np.int32]
+
+
+class KvferryManager(BaseKVManager):  # type: ignore[misc]
+    """Registers a rank's pools, publishes on rank 0 for all ranks, and reads on every rank for itself.
+
+    Ranks of one engine compute in step: SGLang gives all of them the same requests in the same order, with the same
+    pages. When rank 0 has the output of a step, each rank has written its KV cache, since the output comes after a
+    reduction over the ranks that every layer's attention precedes.
+
+    Attributes:
+        kv_args: SGLang's description of the pools; SGLang asks for it.
+        leader: whether this is rank 0.
+        aux: the rows beside the KV cache.
+        sources: the prefill instances that decode has asked for.
+        prefill_info_table: what SGLang's decode looks up before it starts a request; see `_Reachable`.
+    """
+
+    enable_deferred_decode_kv_release = True
+
+    def __init__(self, args: Any, disaggregation_mode: Any, server_args: Any, is_mla_backend: bool = False) -> None:
+        self.kv_args = args
+        mode: Literal["prefill", "decode"] = disaggregation_mode.value
+        parallel = get_parallel()
+        pool, draft = args.kvferry_pools
+        check_supported(args, parallel, get_disagg(), get_memory(), draft)
+        if get_exec().features.enable_memory_saver:
+            raise InvalidField("enable_memory_saver", True, "False: it unmaps memory that others read")
+        self._settings = Settings.of()
+        model = ModelConfig.from_server_args(server_args)
+        self.aux = AuxRows.of(args.aux_data_ptrs, args.aux_data_lens, args.aux_item_lens, int(model.vocab_size))
+        place = TensorRank(parallel.tp_rank, parallel.tp_size, model.get_total_num_kv_heads())
+        window = int(getattr(model.hf_text_config, "sliding_window", 0) or 0)
+        self.pools: Pools = describe_pools(pool, place, window, self._settings.layer_names)
+        engine_id = self._settings.engine_id or f"sglang-{mode}-{socket.gethostname()}-{get_serving().port}"
+        described = identity(model, _config_of(model), str(get_model().kv_cache_dtype))
+        spec = EngineSpec(engine_id, self.pools.groups, parallel.tp_size, described)
+        self.leader = parallel.tp_rank == 0
+        self.parties = int(parallel.tp_size)
+        self._client: Client = self._settings.client()
+        self._port: SchedulerPort | None = None
+        token = self._open(spec, parallel.tp_group)
+        self._cache: Cache = self._client.register_cache(
+            spec,
+            int(parallel.tp_rank),
+            tensors=self.pools.tensors,
+            planes=self.pools.planes,
+            # Planes declare the heads of each rank; one with a whole axis is latent, and equal on all ranks.
+            replicated=True,
+            labels={"tp_rank": int(parallel.tp_rank)},
+            token=token,
+            serve=mode == "prefill",
+            timeout=self._settings.start_timeout,
+        )
+        self._released: dict[int, Release] = {}
+        self._reads: dict[int, Read] = {}
+        self._breathed = 0.0
+        self.sources = Sources()
+        self.prefill_info_table = _Reachable()
+        if mode == "prefill":
+            # Nothing is sent before the prompt is computed (`sender`), and SGLang would record an event of CUDA for it.
+            envs.SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX.set(False)
+            self.register_to_bootstrap()
+        else:
+            self._cache.prepare()
+
+    def _open(self, spec: EngineSpec, ranks: Any) -> str:
+        """Open the engine's session on rank 0, and return its token on every rank.
+
+        The token is a secret. It goes where SGLang's own requests go from rank to rank.
+        """
+        opened, error = "", None
+        if self.leader:
+            try:
+                self._port = SchedulerPort(self._client, spec, timeout=self._settings.start_timeout)
+                opened = str(self._port.token)
+            except KvferryError as failed:
+                # The others wait for the token.
+                error = failed
+        token: str = ranks.broadcast_object(opened, src=0)
+        if error is not None:
+            raise error
+        if not token:
+            raise RuntimeError("rank 0 could not open the engine's session: its log says why")
+        return token
+
+    def register_to_bootstrap(self) -> None:
+        """Let decode find this instance; see `bootstrap`."""
+        if self._port is None:
+            return
+        parallel, serving = get_parallel(), get_serving()
+        host = serving.host
+        if parallel.dist_init_addr:
+            host = NetworkAddress.parse(parallel.dist_init_addr).resolved().host
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+        address = NetworkAddress(host, get_disagg().disaggregation_bootstrap_port)
+        register_source(address.to_url(), Source(self._port.spec.engine_id, self._port.token.home))
+
+    # For senders, on rank 0.
+
+    def publish(self, reference: str, room: int, blocks: dict[str, Blocks], payload: bytes) -> Publication:
+        """Publish a request's blocks under the reference that decode makes too. Raises `KvferryError`."""
+        return self.port.publish(room_name(room), blocks, payload=payload, reference=reference)
+
+    def take_release(self, publication: Publication) -> Release | None:
+        """Return the release of a publication once it has come; only once."""
+        for release in self.port.released():
+            self._released[release.publication] = release
+        found = self._released.pop(publication.number, None)
+        if found is None:
+            self._breathe()
+        return found
+
+    @property
+    def port(self) -> SchedulerPort:
+        """The scheduler's port, of rank 0."""
+        if self._port is None:
+            raise RuntimeError("only rank 0 has the engine's session")
+        return self._port
+
+    @property
+    def own_source(self) -> Source:
+        """This instance, as decode finds it."""
+        return Source(self.port.spec.engine_id, self.port.token.home)
+
+    # For receivers.
+
+    def read(self, reference: str, room: int, blocks: dict[str, Blocks]) -> Read:
+        """Start to read this rank's share. Raises `KvferryError`, also if the room is being read already."""
+        if room in self._reads:
+            raise WrongState("the request's bootstrap_room is that of a request that is being read")
+        read = self._cache.read(
+            reference, blocks, read_id=room_name(room), parties=self.parties, timeout=self._settings.read_timeout
+        )
+        self._reads[room] = read
+        return read
+
+    def waiting(self) -> None:
+        """Note that a read has not ended."""
+        self._breathe()
+
+    def forget_read(self, room: int) -> None:
+        """Forget a read whose pages SGLang has taken back, or uses."""
+        self._reads.pop(room, None)
+
+    def decline(self, reference: str) -> None:
+        """Tell prefill that nobody will read a request; returns at once."""
+        if self._port is None:
+            return
+        try:
+            self._port.decline(reference)
+        except KvferryError as error:
+            logger.warning("a request could not be declined: %s", error)
+
+    # For SGLang's decode.
+
+    def is_abort_release_safe(self, bootstrap_room: int, required_acks: int) -> bool:
+        """Return whether nothing can write to the pages of a failed request on this rank any more (R4)."""
+        read = self._reads.get(bootstrap_room)
+        return read is None or read.quiet
+
+    def clear_deferred_abort_state(self, bootstrap_room: int) -> None:
+        """Handle that SGLang has taken back the pages of a failed request."""
+        self.forget_read(bootstrap_room)
+
+    def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
+        """Return that a request's prefill instance is known: receivers ask for it themselves."""
+        return True
+
+    def submit_prefill_recompute(self, receiver: Any, payload: Any) -> None:
+        """Fail a request that decode has retracted for new weights: its room was used, and cannot be used again."""
+        receiver.fail("kvferry's backend does not compute retracted requests again")
+
+    def page_blocks(self, pages: Sequence[int] | Pages, first_token: int, end_token: int | None) -> Blocks:
+        """Return blocks of a group of pages."""
+        return Blocks(np.asarray(pages), first_token, end_token)
+
+    def _breathe(self) -> None:
+        now = time.monotonic()
+        if now - self._breathed > BETWEEN_BREATHS:
+            time.sleep(BREATH)
+            self._breathed = time.monotonic()
+
+
+def _config_of(model: Any) -> dict[str, object]:
+    """Return the model's own configuration; that of a model that only SGLang knows, with what SGLang has added."""
+    try:
+        found: dict[str, object] = AutoConfig.from_pretrained(model.model_path, revision=model.revision).to_dict()
+    except (ValueError, OSError):
+        found = model.hf_config.to_dict()
+    return found
+
+
+class _Reachable(dict[str, Any]):
+    """What SGLang's decode knows about prefill instances: that each has one data-parallel rank.
+
+    SGLang asks an instance before it starts the first request of it, in the scheduler's loop. Receivers ask on
+    threads instead, so each instance seems to be known.
+    """
+
+    class _Instance:
+        dp_size = 1
+        follow_bootstrap_room = True
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return self._Instance

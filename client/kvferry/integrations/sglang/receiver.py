@@ -1,0 +1,184 @@
+"""The backend's receiver: one for each request, on each rank of decode."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from sglang.srt.disaggregation.base.conn import BaseKVReceiver, KVPoll, StateType
+
+from kvferry._reads.read import Read
+from kvferry.errors import KvferryError
+from kvferry.geometry.blocks import Blocks
+from kvferry.integrations.first_token import first_token_payload
+from kvferry.integrations.sglang.aux_rows import BadPayload
+from kvferry.integrations.sglang.bootstrap import given_reference, room_reference
+from kvferry.integrations.sglang.manager import KvferryManager, Pages
+from kvferry.integrations.sglang.pools import FULL
+from kvferry.integrations.sglang.request_failed import RequestFailed
+
+FIND_TIMEOUT = 60.0
+"""Seconds in which the prefill instance of a request has to be found."""
+
+
+class KvferryReceiver(BaseKVReceiver):  # type: ignore[misc]
+    """Reads this rank's share of a request when SGLang has given it pages.
+
+    A read that has failed may still be written to. SGLang then keeps the pages until every rank says that its share is
+    quiet, by `KvferryManager.is_abort_release_safe`.
+
+    Attributes:
+        abort_notified: whether a read was started whose pages must be quiet before they are used again; SGLang's name.
+        bootstrap_infos, require_staging, conclude_state: SGLang asks for these; without meaning here.
+    """
+
+    bootstrap_infos: tuple[object, ...] = ()
+    require_staging = False
+    conclude_state: Any = None
+
+    def __init__(self, mgr: KvferryManager, bootstrap_addr: str, bootstrap_room: int | None = None) -> None:
+        self.kv_mgr = mgr
+        self.bootstrap_room = bootstrap_room or 0
+        self.abort_notified = False
+        self._address = bootstrap_addr
+        self._given = given_reference(bootstrap_addr)
+        self._reference = self._given.reference if self._given is not None else ""
+        self._since = time.monotonic()
+        self._asked = False
+        self._row = -1
+        self._first = self._pages = 0
+        self._read: Read | None = None
+        self._good = False
+        self._failure = ""
+        if not 0 < self.bootstrap_room < 1 << 64:
+            self.fail("the request has no bootstrap_room")
+
+    @property
+    def supports_host_destination(self) -> bool:
+        """Whether it can read into SGLang's host pool."""
+        return False
+
+    def init(self, prefill_dp_rank: int) -> None:
+        """Look for the prefill instance."""
+        self._asked = True
+
+    def send_metadata(
+        self,
+        kv_indices: Pages,
+        aux_index: int | None = None,
+        state_indices: Sequence[Any] | None = None,
+        decode_prefix_len: int | None = None,
+        **_: Any,
+    ) -> None:
+        """Start to read into pages.
+
+        Args:
+            kv_indices: the pages behind the prefix.
+            aux_index: the request's row of the auxiliary buffers.
+            state_indices: the pages of a sliding window, by SGLang's list of states.
+            decode_prefix_len: tokens that decode has in its prefix cache: whole pages.
+        """
+        self._row = -1 if aux_index is None else aux_index
+        self._first, self._pages = decode_prefix_len or 0, len(kv_indices)
+        if self._failure:
+            return
+        try:
+            self._read = self.kv_mgr.read(
+                self._reference, self.bootstrap_room, self._blocks(kv_indices, state_indices or ())
+            )
+        except KvferryError as error:
+            self.fail(f"{type(error).__name__}: {error}")
+
+    def poll(self) -> Any:
+        """Return the state of the request on this rank."""
+        if self._failure:
+            return KVPoll.Failed
+        if self._good:
+            return KVPoll.Success
+        if self._read is None:
+            return self._find()
+        if not self._read.done():
+            self.kv_mgr.waiting()
+            return KVPoll.Transferring
+        error = self._read.exception(0)
+        if error is not None:
+            self.kv_mgr.sources.forget(self._address)
+            return self.fail(f"{type(error).__name__}: {error}")
+        return self._take(self._read)
+
+    def fail(self, reason: str) -> Any:
+        """Fail the request."""
+        self._failure = self._failure or reason
+        return KVPoll.Failed
+
+    def abort(self) -> None:
+        """Abort the request, if it was not read already."""
+        if not self._good:
+            self.fail("aborted")
+            self._give_up()
+
+    def ensure_abort_notified(self, *, force_arm: bool = False) -> None:
+        """Stop reading. SGLang calls this on every rank when one of them has failed."""
+        self._give_up()
+
+    def _give_up(self) -> None:
+        """Stop reading, and tell prefill that nobody will read the request: a room has one reader and one try.
+
+        A reference that the request carried may have others.
+        """
+        if self._reference and (self._given is None or self._read is None):
+            self.kv_mgr.decline(self._reference)
+        if self._read is not None:
+            self._read.cancel()
+            self.abort_notified = True
+
+    def clear(self) -> None:
+        """Forget the request: SGLang has taken its pages back, or uses them."""
+        if self._read is not None:
+            self.kv_mgr.forget_read(self.bootstrap_room)
+
+    def failure_exception(self) -> NoReturn:
+        """Raise why the request has failed."""
+        raise RequestFailed(self._failure)
+
+    def _find(self) -> Any:
+        """Find the prefill instance, unless the request carries a reference."""
+        if not self._asked:
+            return KVPoll.Bootstrapping
+        if not self._reference:
+            source, problem = self.kv_mgr.sources.get(self._address)
+            if source is None:
+                if time.monotonic() - self._since > FIND_TIMEOUT:
+                    return self.fail(f"no prefill instance at {self._address}: {problem or 'no answer'}")
+                return KVPoll.Bootstrapping
+            try:
+                self._reference = room_reference(source, self.bootstrap_room)
+            except KvferryError as error:
+                return self.fail(f"{type(error).__name__}: {error}")
+        return KVPoll.WaitingForInput
+
+    def _take(self, read: Read) -> Any:
+        """Hand over what came beside the KV cache."""
+        payload = read.result(0).payload
+        if self._given is not None and self._given.first_token is not None:
+            payload = first_token_payload(self._given.first_token)
+        try:
+            tokens = self.kv_mgr.aux.write(self._row, payload, self.bootstrap_room)
+        except BadPayload as error:
+            return self.fail(f"{type(error).__name__}: {error}")
+        page = int(self.kv_mgr.kv_args.page_size)
+        if tokens is not None and -(-tokens // page) != self._first // page + self._pages:
+            return self.fail(f"prefill has computed a prompt of {tokens} tokens, and decode has another")
+        self._good = True
+        return KVPoll.Success
+
+    def _blocks(self, pages: Pages, states: Sequence[Any]) -> dict[str, Blocks]:
+        found = {FULL: self.kv_mgr.page_blocks(pages, self._first, None)}
+        window = self.kv_mgr.pools.window
+        page = int(self.kv_mgr.kv_args.page_size)
+        for kind, listed in zip(self.kv_mgr.kv_args.state_types, states, strict=False):
+            if kind == StateType.SWA and window:
+                first = self._first + (len(pages) - len(listed)) * page
+                found[window] = self.kv_mgr.page_blocks(listed, first, None)
+        return found

@@ -1,0 +1,99 @@
+"""Makes the backend known to SGLang by its name. Imports SGLang only when SGLang asks for it.
+
+SGLang calls `register` in each of its processes, before it parses its arguments, by the entry point ``kvferry`` of the
+group ``sglang.srt.plugins`` (sglang/srt/plugins/__init__.py, `load_plugins`; 0.5.23). Where ``SGLANG_PLUGINS`` is set,
+it must name ``kvferry``. SGLang's backends are an enumeration and a function that returns five classes for each; it has
+no register for more of them, so this extends both.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+BACKEND = "kvferry"
+"""The backend's name for ``--disaggregation-transfer-backend``."""
+
+_UTILS = "sglang.srt.disaggregation.utils"
+
+
+def register() -> None:
+    """Add the backend to SGLang's. Idempotent."""
+    try:
+        from sglang.srt.arg_groups.choices import DISAGG_TRANSFER_BACKEND_CHOICES
+        from sglang.srt.disaggregation.utils import TransferBackend
+        from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+    except ImportError as error:
+        logger.warning("%s is not available in this version of SGLang: %s", BACKEND, error)
+        return
+    if BACKEND in DISAGG_TRANSFER_BACKEND_CHOICES:
+        return
+    DISAGG_TRANSFER_BACKEND_CHOICES.append(BACKEND)
+    _add_member(TransferBackend)
+    HookRegistry.register(f"{_UTILS}.get_kv_class", _get_kv_class, HookType.AROUND)
+    HookRegistry.register(f"{_UTILS}.setup_state_kv_args", _keep_pools, HookType.BEFORE)
+    queue = "sglang.srt.disaggregation.decode.DecodeTransferQueue.__init__"
+    HookRegistry.register(queue, _hold_until_quiet, HookType.AFTER)
+    resolve = "sglang.srt.mem_cache.kv_cache_builder.resolve_decode_retraction_backup"
+    HookRegistry.register(resolve, _retract_without_a_device, HookType.BEFORE)
+
+
+def _add_member(backends: Any) -> None:
+    """Add a member to an enumeration. Python has no call for it; code that was imported before holds this class."""
+    member = object.__new__(backends)
+    member._name_, member._value_ = BACKEND.upper(), BACKEND
+    backends._member_names_.append(member._name_)
+    backends._member_map_[member._name_] = member
+    backends._value2member_map_[BACKEND] = member
+
+
+def _get_kv_class(original: Callable[..., Any], transfer_backend: Any, class_type: Any) -> Any:
+    """Return the class of a backend's part, as SGLang's function does."""
+    if transfer_backend.value != BACKEND:
+        return original(transfer_backend, class_type)
+    from sglang.srt.disaggregation.base import KVArgs
+
+    from kvferry.integrations.sglang.bootstrap import KvferryBootstrapServer
+    from kvferry.integrations.sglang.manager import KvferryManager
+    from kvferry.integrations.sglang.receiver import KvferryReceiver
+    from kvferry.integrations.sglang.sender import KvferrySender
+
+    classes = {
+        "kvargs": KVArgs,
+        "manager": KvferryManager,
+        "sender": KvferrySender,
+        "receiver": KvferryReceiver,
+        "bootstrap_server": KvferryBootstrapServer,
+    }
+    return classes[class_type.value]
+
+
+def _keep_pools(kv_args: Any, token_to_kv_pool: Any, draft_token_to_kv_pool: Any = None, *_: Any, **__: Any) -> None:
+    """Keep the pools with the arguments of the manager, which otherwise has their addresses only."""
+    kv_args.kvferry_pools = (token_to_kv_pool, draft_token_to_kv_pool)
+
+
+def _hold_until_quiet(_: None, queue: Any, *__: Any, **___: Any) -> None:
+    """Let SGLang hold the pages of failed requests for as long as the backend says, instead of some time (R4)."""
+    from sglang.srt.runtime_context import get_disagg
+
+    if get_disagg().disaggregation_transfer_backend == BACKEND:
+        queue.enable_deferred_kv_release = True
+        queue.deferred_kv_release_timeout = math.inf
+
+
+def _retract_without_a_device(**_: Any) -> None:
+    """Let decode keep what it retracts in tensors, where there is no device for which to register a pool in the host's
+    memory: SGLang chooses the pool, and calls ``cudaHostRegister``."""
+    import torch
+    from sglang.srt.runtime_context import get_context, get_disagg
+
+    disagg = get_disagg()
+    if disagg.disaggregation_transfer_backend != BACKEND or torch.accelerator.is_available():
+        return
+    if disagg.disaggregation_decode_retraction_backup is None:
+        get_context().override("kvferry.sglang", disaggregation_decode_retraction_backup="cpu_tensor")

@@ -1,0 +1,128 @@
+"""The backend's sender: one for each request, on each rank of prefill."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import numpy as np
+from sglang.srt.disaggregation.base.conn import BaseKVSender, KVPoll, KVTransferMetric, StateType
+
+from kvferry._control.publications import Publication, Release, ReleaseOutcome
+from kvferry.errors import KvferryError
+from kvferry.geometry.blocks import Blocks
+from kvferry.integrations.sglang.bootstrap import room_reference
+from kvferry.integrations.sglang.manager import KvferryManager, Pages
+from kvferry.integrations.sglang.pools import FULL
+from kvferry.integrations.sglang.request_failed import RequestFailed
+
+logger = logging.getLogger(__name__)
+
+
+class KvferrySender(BaseKVSender):  # type: ignore[misc]
+    """Publishes a request when all of its prompt is computed, and says so when it is released.
+
+    Not chunk by chunk: SGLang frees the pages of a request that is aborted between two chunks without asking
+    (`process_pending_chunked_abort`; 0.5.23), and what is published may not be freed before it is released (R2).
+
+    Rank 0 decides for all ranks, since SGLang takes the least of their answers. The others never say "failed": it would
+    end the request while rank 0 still waits for the release.
+    """
+
+    def __init__(
+        self,
+        mgr: KvferryManager,
+        bootstrap_addr: str,
+        bootstrap_room: int,
+        req_has_disagg_prefill_dp_rank: bool = False,
+    ) -> None:
+        self.kv_mgr = mgr
+        self.bootstrap_room = bootstrap_room
+        self._pages: list[Pages] = []
+        self._states: Sequence[Any] = ()
+        self._tokens = 0
+        self._wanted = -1
+        self._row = -1
+        self._sent = False
+        self._publication: Publication | None = None
+        self._release: Release | None = None
+        self._failure = ""
+        self._reference = room_reference(mgr.own_source, bootstrap_room) if mgr.leader else ""
+
+    def init(self, num_kv_indices: int, aux_index: int | None = None) -> None:
+        """Take how many pages will come, and the request's row of the auxiliary buffers."""
+        self._wanted = num_kv_indices
+        self._row = -1 if aux_index is None else aux_index
+
+    def should_send_kv_chunk(self, num_pages: int, last_chunk: bool) -> bool:
+        """Return whether SGLang shall call `send`."""
+        return num_pages > 0 or last_chunk
+
+    def send(
+        self, kv_indices: Pages, state_indices: Sequence[Any] | None = None, num_kv_tokens: int | None = None
+    ) -> None:
+        """Take the pages of a chunk; the last chunk publishes the request."""
+        self._pages.append(np.asarray(kv_indices))
+        self._tokens += num_kv_tokens or 0
+        if state_indices is not None:
+            self._states = state_indices
+        if sum(map(len, self._pages)) < self._wanted or self._sent:
+            return
+        self._sent = True
+        if not self.kv_mgr.leader or self._failure:
+            return
+        try:
+            payload = self.kv_mgr.aux.payload(self._row, self._tokens)
+            self._publication = self.kv_mgr.publish(self._reference, self.bootstrap_room, self._blocks(), payload)
+        except KvferryError as error:
+            self._failure = f"{type(error).__name__}: {error}"
+
+    def poll(self) -> Any:
+        """Return the state of the request."""
+        if not self.kv_mgr.leader:
+            return KVPoll.Success if self._sent else KVPoll.WaitingForInput
+        if self._publication is None:
+            return KVPoll.Failed if self._failure else KVPoll.WaitingForInput
+        if self._release is None:
+            self._release = self.kv_mgr.take_release(self._publication)
+        if self._release is None:
+            return KVPoll.Transferring
+        if self._release.outcome is not ReleaseOutcome.READ or any(
+            read.state != "valid" for read in self._release.reads
+        ):
+            self._failure = self._failure or str(self._release)
+        return KVPoll.Failed if self._failure else KVPoll.Success
+
+    def abort(self) -> None:
+        """Withdraw the request. If it is published, its pages stay until it is released."""
+        if not self.kv_mgr.leader or self._release is not None:
+            return
+        self._failure = self._failure or "aborted"
+        if self._publication is not None:
+            self.kv_mgr.port.abort(self._publication)
+        else:
+            # Decode may wait for it already.
+            self.kv_mgr.decline(self._reference)
+
+    def clear(self) -> None:
+        """Do nothing: what SGLang has is all there is."""
+
+    def failure_exception(self) -> NoReturn:
+        """Raise why the request has failed."""
+        raise RequestFailed(self._failure)
+
+    def get_transfer_metric(self) -> Any:
+        """Return the bytes that decode has read."""
+        read = sum(read.bytes for read in self._release.reads) if self._release is not None else None
+        return KVTransferMetric(transfer_total_bytes=read)
+
+    def _blocks(self) -> dict[str, Blocks]:
+        pages = np.concatenate(self._pages)
+        found = {FULL: self.kv_mgr.page_blocks(pages, 0, self._tokens)}
+        window = self.kv_mgr.pools.window
+        for kind, listed in zip(self.kv_mgr.kv_args.state_types, self._states, strict=False):
+            if kind == StateType.SWA and window:
+                first = (len(pages) - len(listed)) * int(self.kv_mgr.kv_args.page_size)
+                found[window] = self.kv_mgr.page_blocks(listed, first, self._tokens)
+        return found

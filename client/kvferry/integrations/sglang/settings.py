@@ -1,0 +1,91 @@
+"""What an operator sets for the backend. SGLang has no place for it among its arguments, so these are environment
+variables, read once in each process."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvferry._cache import OPEN_TIMEOUT, READ_TIMEOUT
+from kvferry._client import Client
+from kvferry._wire.channel import TlsConfig, parse_address
+from kvferry.errors import InvalidField
+
+LAYER_NAMES = "model.layers.{}.self_attn.attn"
+"""vLLM's names of the attention layers of most models."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """The settings of the backend, equal in all processes of an engine.
+
+    Attributes:
+        address: ``KVFERRY_ADDRESS``, address of this node's server, ``unix:/path`` or ``host:port``.
+        engine_id: ``KVFERRY_ENGINE_ID``; empty: made of the host's name and the port that the instance serves at.
+        allowed_homes: ``KVFERRY_ALLOWED_HOMES``, shell patterns with commas between them: the ``host:port`` of homes
+            that may be connected to without TLS.
+        directory: ``KVFERRY_DIRECTORY``, URL of the directory of homes and engines; empty: none.
+        read_timeout: ``KVFERRY_READ_TIMEOUT``, seconds until a read fails, the wait for its publication included.
+        start_timeout: ``KVFERRY_START_TIMEOUT``, seconds for which the engine waits for its node server.
+        layer_names: ``KVFERRY_LAYER_NAMES``, how the layers are called, with ``{}`` for their numbers: engines read
+            from each other only layers of the same names.
+        tls: ``KVFERRY_TLS_CA``, ``KVFERRY_TLS_CERT`` and ``KVFERRY_TLS_KEY``, names of PEM files; None: no TLS.
+
+    Raises:
+        InvalidField: names the variable.
+    """
+
+    address: str
+    engine_id: str = ""
+    allowed_homes: tuple[str, ...] = ()
+    directory: str = ""
+    read_timeout: float = READ_TIMEOUT
+    start_timeout: float = OPEN_TIMEOUT
+    layer_names: str = LAYER_NAMES
+    tls: TlsConfig | None = None
+
+    @classmethod
+    def of(cls, environment: Mapping[str, str] = os.environ) -> Settings:
+        """Read the settings from environment variables."""
+        address = environment.get("KVFERRY_ADDRESS", "")
+        if not address:
+            raise InvalidField("KVFERRY_ADDRESS", address, "the node server's address, unix:/path or host:port")
+        parse_address(address)
+        layers = environment.get("KVFERRY_LAYER_NAMES", LAYER_NAMES)
+        if layers.count("{}") != 1:
+            raise InvalidField("KVFERRY_LAYER_NAMES", layers, "a name with {} in place of the layer's number")
+        homes = environment.get("KVFERRY_ALLOWED_HOMES", "")
+        return cls(
+            address=address,
+            engine_id=environment.get("KVFERRY_ENGINE_ID", ""),
+            allowed_homes=tuple(filter(None, (home.strip() for home in homes.split(",")))),
+            directory=environment.get("KVFERRY_DIRECTORY", ""),
+            read_timeout=_seconds(environment, "KVFERRY_READ_TIMEOUT", READ_TIMEOUT),
+            start_timeout=_seconds(environment, "KVFERRY_START_TIMEOUT", OPEN_TIMEOUT),
+            layer_names=layers,
+            tls=_tls(environment),
+        )
+
+    def client(self) -> Client:
+        """Make the client of a process."""
+        return Client(self.address, tls=self.tls, allowed_homes=self.allowed_homes, directory=self.directory or None)
+
+
+def _seconds(environment: Mapping[str, str], name: str, default: float) -> float:
+    given = environment.get(name, "")
+    try:
+        seconds = float(given or default)
+    except ValueError:
+        seconds = -1.0
+    if not 0 < seconds < float("inf"):
+        raise InvalidField(name, given, "seconds, more than 0")
+    return seconds
+
+
+def _tls(environment: Mapping[str, str]) -> TlsConfig | None:
+    given = {part: environment.get(f"KVFERRY_TLS_{part.upper()}", "") for part in ("ca", "cert", "key")}
+    if not any(given.values()):
+        return None
+    return TlsConfig(**{part: Path(name) for part, name in given.items() if name})

@@ -1,0 +1,66 @@
+"""What the backend refuses, before an engine serves; and the identity of what its cache holds."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from kvferry.errors import InvalidField
+
+STATES = ("swa",)
+"""States that SGLang keeps beside the KV cache and hands over, by `StateType`'s values, which are supported."""
+
+
+def check_supported(kv_args: Any, parallel: Any, disagg: Any, memory: Any, draft_pool: Any) -> None:
+    """Raise `InvalidField` for what the backend cannot do, naming SGLang's setting.
+
+    Args:
+        kv_args: SGLang's arguments of the manager.
+        parallel, disagg, memory: SGLang's configuration.
+        draft_pool: the pool of a draft model; None: there is none.
+    """
+    for name, found in (
+        ("pp_size", parallel.pp_size),
+        ("dp_size", parallel.dp_size),
+        ("attn_cp_size", parallel.attn_cp_size),
+        ("attn_dcp_size", parallel.attn_dcp_size),
+        ("attn_dp_size", parallel.attn_dp_size),
+    ):
+        if found > 1:
+            raise InvalidField(name, found, "1: other ways to divide an engine than tensor parallelism are not built")
+    for name, given in (
+        ("enable_kv_cache_sharding", parallel.enable_kv_cache_sharding),
+        ("enable_unified_memory", memory.enable_unified_memory),
+        ("disaggregation_enable_kv_checksum", disagg.disaggregation_enable_kv_checksum),
+        ("enable_pd_role_switch", disagg.enable_pd_role_switch),
+    ):
+        if given:
+            raise InvalidField(name, given, "False")
+    if draft_pool is not None:
+        raise InvalidField("draft model", type(draft_pool).__name__, "none: its cache is not handed over")
+    states = [state.value for state in kv_args.state_types if state.value not in STATES]
+    if states:
+        raise InvalidField("state beside the KV cache", states, f"one of {STATES}")
+
+
+def identity(model: Any, config: Mapping[str, object], kv_cache_dtype: str) -> dict[str, str]:
+    """Return the identity of the cache's contents, as the connector for vLLM makes it.
+
+    Args:
+        model: SGLang's configuration of the model.
+        config: the model's own configuration, as transformers reads it: SGLang adds to its copy.
+        kv_cache_dtype: SGLang's ``--kv-cache-dtype``.
+    """
+    described = {key: value for key, value in config.items() if not key.startswith("_")}
+    digest = hashlib.sha256(json.dumps(described, sort_keys=True, default=str).encode()).hexdigest()
+    return {
+        "model": Path(str(model.model_path)).name,
+        "revision": str(model.revision or ""),
+        "config": digest[:16],
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "cache_dtype": kv_cache_dtype,
+        "quantization": str(model.quantization or ""),
+    }

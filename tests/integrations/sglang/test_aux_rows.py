@@ -1,0 +1,98 @@
+"""What SGLang hands over beside the KV cache."""
+
+from __future__ import annotations
+
+import struct
+
+import numpy as np
+import pytest
+
+from kvferry.errors import InvalidField
+from kvferry.integrations.first_token import first_token, first_token_payload
+from kvferry.integrations.sglang.aux_rows import AuxRows, BadPayload
+
+SHAPES = (("int32", 16), ("float32", 128), ("uint64", 8))
+ROWS = 4
+
+
+class Buffers:
+    """SGLang's buffers of one rank, as far as tests look at them."""
+
+    def __init__(self, shapes: tuple[tuple[str, int], ...] = SHAPES) -> None:
+        self.arrays = [np.zeros((ROWS, width), dtype) for dtype, width in shapes]
+        self.rows = AuxRows.of(
+            [array.ctypes.data for array in self.arrays],
+            [array.nbytes for array in self.arrays],
+            [array[0].nbytes for array in self.arrays],
+            vocabulary=512,
+        )
+
+
+def test_a_row_arrives_and_no_other_is_touched() -> None:
+    ours, theirs = Buffers(), Buffers()
+    ours.arrays[0][2, 0], ours.arrays[1][2, 5], ours.arrays[2][2, 0] = 417, 0.25, 2**63 - 5
+    for array in theirs.arrays:
+        array[:] = 9
+    payload = ours.rows.payload(2, tokens=100)
+    assert len(payload) < 200
+    assert theirs.rows.write(1, payload, room=7) == 100
+    for mine, found in zip(ours.arrays, theirs.arrays, strict=True):
+        assert np.array_equal(found[1], mine[2])
+        assert np.all(found[[0, 2, 3]] == 9)
+
+
+def test_the_first_token_of_another_make_of_engine_is_enough() -> None:
+    buffers = Buffers()
+    for array in buffers.arrays:
+        array[:] = 9
+    assert buffers.rows.write(3, first_token_payload(417), room=2**63 - 5) is None
+    assert buffers.arrays[0][3].tolist() == [417] + [0] * 15
+    assert not buffers.arrays[1][3].any()
+    assert buffers.arrays[2][3].tolist() == [2**63 - 5] + [0] * 7
+
+
+def test_other_buffers_are_refused_with_both_sizes() -> None:
+    other = Buffers((("int32", 16), ("float32", 64), ("uint64", 8)))
+    ours = Buffers()
+    with pytest.raises(BadPayload, match=r"\[64, 256, 64\].*\[64, 512, 64\]"):
+        ours.rows.write(0, other.rows.payload(0, 10), room=1)
+
+
+@pytest.mark.parametrize("change", ["empty", "cut", "longer", "noise", "huge row"])
+def test_damaged_payloads_write_nothing(change: str) -> None:
+    ours, theirs = Buffers(), Buffers()
+    ours.arrays[0][0, 0] = 417
+    payload = ours.rows.payload(0, 10)
+    damaged = {
+        "empty": b"",
+        "cut": payload[:-3],
+        "longer": payload + b"x",
+        "noise": b"kvferry first token 1\n41a",
+        "huge row": payload.replace(struct.pack("<II", 64, 2), struct.pack("<II", 64, 2**31), 1),
+    }[change]
+    with pytest.raises(BadPayload):
+        theirs.rows.write(0, damaged, room=1)
+    assert not any(array.any() for array in theirs.arrays)
+
+
+@pytest.mark.parametrize("token", [512, 2**31 - 1, -1])
+def test_tokens_that_the_model_has_not_are_refused(token: int) -> None:
+    ours, theirs = Buffers(), Buffers()
+    ours.arrays[0][0, 0] = token
+    payloads = [ours.rows.payload(0, 10)] + ([first_token_payload(token)] if token > 0 else [])
+    for payload in payloads:
+        with pytest.raises(BadPayload, match="512"):
+            theirs.rows.write(0, payload, room=1)
+    assert not any(array.any() for array in theirs.arrays)
+
+
+def test_rows_that_may_not_fit_a_payload_are_refused_at_the_start() -> None:
+    with pytest.raises(InvalidField, match="auxiliary buffers"):
+        Buffers((("int32", 16), ("float32", 20_000)))
+
+
+def test_first_tokens_are_told_apart_from_other_payloads() -> None:
+    assert first_token(first_token_payload(0)) == 0
+    assert first_token(b"417") is None
+    assert first_token(first_token_payload(2**31)) is None
+    assert first_token(first_token_payload(417)[:-3]) is None

@@ -1,0 +1,158 @@
+"""A prefill and a decode instance of SGLang, asked as its routers ask them: both at once, for the same room."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.support.node_servers import NodeServerProcess
+from tests.support.sglang_engines import Instance, named, served, some_room
+from tests.support.vllm_engines import prompt
+from tests.support.vllm_requests import pinned
+from tests.support.waiting import until
+
+pytestmark = pytest.mark.timeout(900)
+
+PROMPTS = [prompt(seed, length) for seed, length in enumerate([100, 33, 16, 7, 1, 200])]
+CHUNK = 64
+"""Tokens that prefill computes at once: the longest prompts come in several parts."""
+
+
+@dataclass
+class Pair:
+    """Two instances, and what one instance by itself says to `PROMPTS`."""
+
+    model: Path
+    folder: Path
+    home: NodeServerProcess
+    alone: list[list[int]]
+    prefill: Instance
+    decode: Instance
+
+    def started(self, mode: str) -> Instance:
+        """Start an instance, at the place of the one that was there before."""
+        before = self.prefill if mode == "prefill" else self.decode
+        return start(self.model, self.folder, mode, self.home, before).ready()
+
+
+def start(model: Path, folder: Path, mode: str, home: NodeServerProcess, before: Instance | None = None) -> Instance:
+    more = ["--chunked-prefill-size", str(CHUNK)] if mode == "prefill" else []
+    environment = {"KVFERRY_ENGINE_ID": mode, "KVFERRY_READ_TIMEOUT": "60"}
+    return Instance(model, folder / f"{mode}.log", mode, home.address, *more, environment=environment, before=before)
+
+
+@pytest.fixture(scope="module")
+def pair(model: Path, home: NodeServerProcess, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    folder = tmp_path_factory.mktemp("pair")
+    single = Instance(model, folder / "alone.log").ready()
+    alone = [single.generate(tokens)["output_ids"] for tokens in PROMPTS]
+    single.close()
+    both = [start(model, folder, mode, home) for mode in ("prefill", "decode")]
+    try:
+        made = Pair(model, folder, home, alone, *(instance.ready() for instance in both))
+        yield made
+        both += [made.prefill, made.decode]
+    finally:
+        for instance in both:
+            instance.close()
+
+
+def test_a_pair_says_token_for_token_what_one_instance_says(pair: Pair) -> None:
+    """Also where prefill computes in chunks, has the prompt already, and where the prompt is shorter than a page."""
+    for _ in range(2):
+        answers = [served(pair.prefill, pair.decode, some_room(), tokens) for tokens in PROMPTS]
+        assert [answer["output_ids"] for answer in answers] == pair.alone
+    until(lambda: pinned(pair.home) == 0)
+
+
+def test_many_requests_at_once(pair: Pair) -> None:
+    wanted = list(enumerate(PROMPTS)) * 4
+    random.Random(0).shuffle(wanted)
+    with ThreadPoolExecutor(len(wanted)) as pool:
+        asked = [pool.submit(served, pair.prefill, pair.decode, some_room(), tokens) for _, tokens in wanted]
+        answers = [each.result()["output_ids"] for each in asked]
+    assert answers == [pair.alone[index] for index, _ in wanted]
+    until(lambda: pinned(pair.home) == 0)
+
+
+def test_decode_continues_what_prefill_has_read(pair: Pair) -> None:
+    """Given another prompt of the same length, decode says what prefill's prompt is continued with."""
+    room = some_room()
+    other = prompt(77, len(PROMPTS[0]))
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(pair.prefill.generate, PROMPTS[0], **named(pair.prefill, room))
+        answer = pool.submit(pair.decode.generate, other, **named(pair.prefill, room)).result()
+        first.result()
+    assert answer["output_ids"] == pair.alone[0]
+
+
+def test_log_probabilities_of_the_first_token_come_from_prefill(pair: Pair) -> None:
+    answer = served(pair.prefill, pair.decode, some_room(), PROMPTS[1], return_logprob=True)
+    found = answer["meta_info"]["output_token_logprobs"]
+    assert [token for _, token, _ in found] == pair.alone[1]
+    assert all(value <= 0 for value, _, _ in found)
+    assert found[0][0] != 0
+
+
+def test_prompts_of_different_lengths_fail_by_name(pair: Pair) -> None:
+    room = some_room()
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(pair.prefill.generate, PROMPTS[1], **named(pair.prefill, room))
+        answer = pool.submit(pair.decode.generate, PROMPTS[0], **named(pair.prefill, room)).result()
+        first.result()
+    assert "a prompt of 33 tokens" in str(answer) or "BlocksShort" in str(answer)
+
+
+def test_a_room_that_was_used_is_refused_by_name(pair: Pair) -> None:
+    room = some_room()
+    assert served(pair.prefill, pair.decode, room, PROMPTS[1])["output_ids"] == pair.alone[1]
+    late = pair.decode.generate(PROMPTS[1], **named(pair.prefill, room))
+    assert "PublicationReleased" in str(late)
+
+
+def test_an_aborted_request_releases_prefill_at_once(pair: Pair) -> None:
+    """Decode waits for a request that prefill gets only after decode has given up."""
+    room = some_room()
+    with ThreadPoolExecutor(2) as pool:
+        waiting = pool.submit(pair.decode.generate, PROMPTS[0], rid="aborted", **named(pair.prefill, room))
+        pair.decode.abort("aborted", waiting)
+        assert "abort" in str(waiting.result())
+    answer = pair.prefill.generate(PROMPTS[0], **named(pair.prefill, room))
+    assert "DECLINED" in str(answer)
+    until(lambda: pinned(pair.home) == 0, 10)
+    assert served(pair.prefill, pair.decode, some_room(), PROMPTS[2])["output_ids"] == pair.alone[2]
+
+
+def test_a_request_that_nobody_reads_fails_after_the_hold(pair: Pair) -> None:
+    answer = pair.prefill.generate(PROMPTS[0], **named(pair.prefill, some_room()))
+    assert "UNREAD" in str(answer)
+    assert pinned(pair.home) == 0
+    assert served(pair.prefill, pair.decode, some_room(), PROMPTS[0])["output_ids"] == pair.alone[0]
+
+
+def test_prefill_that_dies_fails_its_requests_and_serves_again_after_a_restart(pair: Pair) -> None:
+    with ThreadPoolExecutor(2) as pool:
+        waiting = [pool.submit(pair.decode.generate, PROMPTS[0], **named(pair.prefill, some_room())) for _ in range(2)]
+        pair.prefill.close()
+        for each in waiting:
+            said = str(each.result())
+            assert "EngineUnknown" in said or "PeerRestarted" in said or "EngineLost" in said, said
+    pair.prefill = pair.started("prefill")
+    assert served(pair.prefill, pair.decode, some_room(), PROMPTS[0])["output_ids"] == pair.alone[0]
+    assert "leak" not in pair.decode.log.read_text()
+
+
+def test_decode_that_dies_costs_prefill_nothing_for_long(pair: Pair) -> None:
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(pair.prefill.generate, PROMPTS[0], **named(pair.prefill, some_room()))
+        pair.decode.close()
+        assert "UNREAD" in str(first.result())
+    until(lambda: pinned(pair.home) == 0)
+    pair.decode = pair.started("decode")
+    assert served(pair.prefill, pair.decode, some_room(), PROMPTS[0])["output_ids"] == pair.alone[0]
+    assert "leak" not in pair.prefill.log.read_text()

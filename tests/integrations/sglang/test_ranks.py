@@ -1,0 +1,56 @@
+"""Instances of several ranks: each rank of SGLang has a scheduler of its own."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from tests.support.node_servers import NodeServerProcess
+from tests.support.sglang_engines import Instance, named, served, some_room
+from tests.support.vllm_engines import prompt
+from tests.support.vllm_requests import pinned
+from tests.support.waiting import until
+
+pytestmark = pytest.mark.timeout(900)
+
+PROMPTS = [prompt(seed, length) for seed, length in enumerate([100, 33, 7])]
+
+
+@pytest.fixture(scope="module")
+def alone(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
+    single = Instance(model, tmp_path_factory.mktemp("alone") / "log").ready()
+    try:
+        return [single.generate(tokens)["output_ids"] for tokens in PROMPTS]
+    finally:
+        single.close()
+
+
+@pytest.mark.parametrize(("source", "destination"), [(2, 1), (1, 2)])
+def test_ranks_of_other_sizes_say_the_same(
+    source: int, destination: int, model: Path, home: NodeServerProcess, tmp_path: Path, alone: list[list[int]]
+) -> None:
+    """Also together, after one of them was aborted, and with what prefill has in its prefix cache."""
+    instances = [
+        Instance(model, tmp_path / f"{mode}.log", mode, home.address, tp=tp)
+        for mode, tp in (("prefill", source), ("decode", destination))
+    ]
+    try:
+        prefill, decode = (instance.ready() for instance in instances)
+        for _ in range(2):
+            with ThreadPoolExecutor(len(PROMPTS)) as pool:
+                answers = list(pool.map(lambda tokens: served(prefill, decode, some_room(), tokens), PROMPTS))
+            assert [answer["output_ids"] for answer in answers] == alone
+        with ThreadPoolExecutor(1) as pool:
+            room = some_room()
+            waiting = pool.submit(decode.generate, PROMPTS[0], rid="aborted", **named(prefill, room))
+            decode.abort("aborted", waiting)
+            assert "abort" in str(waiting.result())
+        assert served(prefill, decode, some_room(), PROMPTS[0])["output_ids"] == alone[0]
+        until(lambda: pinned(home) == 0)
+        for instance in instances:
+            assert "leak" not in instance.log.read_text()
+    finally:
+        for instance in instances:
+            instance.close()

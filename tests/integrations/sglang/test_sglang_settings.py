@@ -1,0 +1,49 @@
+"""What an operator sets."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvferry.errors import InvalidField
+from kvferry.integrations.sglang.settings import Settings
+
+ADDRESS = {"KVFERRY_ADDRESS": "unix:/run/kvferry/node.sock"}
+
+
+def test_every_variable_is_read() -> None:
+    found = Settings.of(
+        {
+            **ADDRESS,
+            "KVFERRY_ENGINE_ID": "prefill-0",
+            "KVFERRY_ALLOWED_HOMES": "10.0.0.*:7300, 10.0.1.1:7300",
+            "KVFERRY_DIRECTORY": "file:///homes.json",
+            "KVFERRY_READ_TIMEOUT": "30",
+            "KVFERRY_START_TIMEOUT": "5",
+            "KVFERRY_LAYER_NAMES": "layers.{}",
+            "KVFERRY_TLS_CA": "/ca.pem",
+        }
+    )
+    assert found.engine_id == "prefill-0"
+    assert found.allowed_homes == ("10.0.0.*:7300", "10.0.1.1:7300")
+    assert (found.directory, found.read_timeout, found.start_timeout) == ("file:///homes.json", 30.0, 5.0)
+    assert found.layer_names.format(3) == "layers.3"
+    assert found.tls is not None
+    assert found.tls.ca == Path("/ca.pem")
+
+
+@pytest.mark.parametrize(
+    ("name", "given"),
+    [
+        ("KVFERRY_ADDRESS", ""),
+        ("KVFERRY_READ_TIMEOUT", "soon"),
+        ("KVFERRY_READ_TIMEOUT", "0"),
+        ("KVFERRY_START_TIMEOUT", "inf"),
+        ("KVFERRY_LAYER_NAMES", "layers"),
+    ],
+)
+def test_wrong_values_name_their_variable(name: str, given: str) -> None:
+    with pytest.raises(InvalidField) as refused:
+        Settings.of({**ADDRESS, name: given})
+    assert refused.value.values["field"] == name

@@ -1,0 +1,66 @@
+"""What the backend refuses before it serves."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvferry.errors import InvalidField
+from kvferry.integrations.sglang.support import check_supported, identity
+
+
+def checked(draft: object = None, states: tuple[str, ...] = (), **changed: Any) -> None:
+    parallel = SimpleNamespace(
+        pp_size=1,
+        dp_size=1,
+        attn_cp_size=1,
+        attn_dcp_size=1,
+        attn_dp_size=1,
+        enable_kv_cache_sharding=False,
+    )
+    disagg = SimpleNamespace(disaggregation_enable_kv_checksum=False, enable_pd_role_switch=False)
+    memory = SimpleNamespace(enable_unified_memory=False)
+    for name, value in changed.items():
+        owner = next(each for each in (parallel, disagg, memory) if hasattr(each, name))
+        setattr(owner, name, value)
+    kv_args = SimpleNamespace(state_types=[SimpleNamespace(value=state) for state in states])
+    check_supported(kv_args, parallel, disagg, memory, draft)
+
+
+def test_tensor_parallel_instances_are_served_with_and_without_windows() -> None:
+    checked()
+    checked(states=("swa",))
+
+
+@pytest.mark.parametrize(
+    ("changed", "field"),
+    [
+        ({"pp_size": 2}, "pp_size"),
+        ({"dp_size": 2}, "dp_size"),
+        ({"attn_cp_size": 2}, "attn_cp_size"),
+        ({"attn_dcp_size": 2}, "attn_dcp_size"),
+        ({"enable_kv_cache_sharding": True}, "enable_kv_cache_sharding"),
+        ({"enable_unified_memory": True}, "enable_unified_memory"),
+        ({"disaggregation_enable_kv_checksum": True}, "disaggregation_enable_kv_checksum"),
+        ({"enable_pd_role_switch": True}, "enable_pd_role_switch"),
+        ({"draft": object()}, "draft model"),
+        ({"states": ("mamba",)}, "state beside the KV cache"),
+    ],
+)
+def test_what_is_not_supported_is_named(changed: dict[str, Any], field: str) -> None:
+    with pytest.raises(InvalidField) as refused:
+        checked(**changed)
+    assert refused.value.values["field"] == field
+
+
+def test_the_identity_has_what_the_values_depend_on_and_no_path() -> None:
+    def of(path: str, **config: object) -> dict[str, str]:
+        model = SimpleNamespace(model_path=path, revision=None, dtype="torch.bfloat16", quantization=None)
+        return identity(model, {"rope_theta": 1e4, "_name_or_path": path, **config}, "auto")
+
+    here = of("/models/here/llama")
+    assert here == of("/models/there/llama")
+    assert (here["model"], here["dtype"], here["cache_dtype"]) == ("llama", "bfloat16", "auto")
+    assert here != of("/models/here/llama", rope_theta=1e6)
