@@ -188,7 +188,7 @@ async def test_homes_that_do_not_answer_take_no_room_from_the_declines_of_other_
             hostile = [decline(home, "203.0.113.9") for home in homes[:-1]]
             honest = decline(homes[-1], "192.0.2.7")
             done, waiting = await asyncio.wait({*hostile, honest}, timeout=0)
-            while len(done) < relay.MAX_DECLINE_HOMES // 2 + 1:
+            while len(done) < MAX_DECLINE_HOMES // 2 + 1:
                 done, waiting = await asyncio.wait(
                     {*hostile, honest}, return_when=asyncio.FIRST_COMPLETED, timeout=0.01
                 )
