@@ -16,13 +16,14 @@ import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 from kvferry._transport.agents import NIXL, Agents
 from kvferry._transport.inbox import Inbox, Message
 from kvferry._transport.nixl_agent import AgentInfo, NixlError, ReadingAgent
 from kvferry._transport.nixl_options import NixlOptions
 from kvferry._transport.peer_link import Link, LinkState
+from kvferry._transport.peer_links import PeerLinks
 from kvferry._transport.peer_work import PeerWork
 from kvferry.errors import KvferryError, TransferFailed
 from kvferry.geometry.model import MemoryRegion
@@ -96,9 +97,7 @@ class ReadingThread:
         """Set when the agent is made, or cannot be made."""
         # Only the thread uses what follows.
         self._taken: deque[Message] = deque()
-        self._links: dict[str, Link] = {}
-        self._waiting: dict[str, deque[PeerWork]] = {}
-        """Work for a peer that has to be dropped before it can be added again."""
+        self._links = PeerLinks(options, clock)
         self._news = False
         """Something changed since `_settle` ran."""
         self._settle_at = 0.0
@@ -162,13 +161,13 @@ class ReadingThread:
 
     def copies(self, info: AgentInfo) -> bool:
         """Whether posts to this peer were seen to return only when their bytes had arrived."""
-        link = self._links.get(info.name)
-        return link is not None and link.copies and link.info.sha256 == info.sha256
+        link = self._links.of(info)
+        return link is not None and link.copies
 
     def ready(self, info: AgentInfo) -> bool:
         """Whether this peer is added and has answered."""
-        link = self._links.get(info.name)
-        return link is not None and link.state is LinkState.READY and link.info.sha256 == info.sha256
+        link = self._links.of(info)
+        return link is not None and link.state is LinkState.READY
 
     @property
     def peer_count(self) -> int:
@@ -178,7 +177,7 @@ class ReadingThread:
     @property
     def chunks_in_flight(self) -> int:
         """Chunks that are posted and not seen DONE."""
-        return sum(len(link.posted) for link in tuple(self._links.values()))
+        return sum(len(link.posted) for link in self._links)
 
     def _send(self, message: Message) -> bool:
         if self._inbox.put(message):
@@ -231,12 +230,12 @@ class ReadingThread:
                 threading.Event().wait()
             busy = self._take_inbox(agent)
             now = self._clock()
-            for link in tuple(self._links.values()):
+            for link in self._links:
                 before, queued = link.moved, len(link.queued)
                 if link.state is LinkState.NEW:
                     link.open()
                     busy = True
-                if self._room():
+                if self._links.room():
                     busy |= link.post_next()
                 else:
                     link.step_back()
@@ -245,10 +244,7 @@ class ReadingThread:
                 # nothing else may happen here while another agent reads the rest.
                 busy |= len(link.queued) < queued
                 self.moved += link.moved - before
-            if len(self._links) > 1:
-                # Another peer is the first to be asked next time, in case there is room for one only.
-                first = next(iter(self._links))
-                self._links[first] = self._links.pop(first)
+            self._links.take_turns()
             self._news |= busy
             now = self._clock()
             if now >= self._settle_at:
@@ -260,14 +256,6 @@ class ReadingThread:
             elif not busy:
                 self._sleep(now)
 
-    def _room(self) -> bool:
-        """Whether one more chunk keeps within this agent's part of what may be in flight to this destination."""
-        now = self._clock()
-        flying = sum(link.flowing(now) for link in self._links.values())
-        # An agent beside the one that is there by default has nothing in flight: it reads where posts copy.
-        most = self._options.bytes_in_flight_total // (self._options.reading_agents or 1)
-        return flying == 0 or flying + self._options.chunk_bytes <= most
-
     def _take_inbox(self, agent: ReadingAgent) -> bool:
         self._taken.extend(self._inbox.take())
         if self._inbox.take_wake():
@@ -277,69 +265,21 @@ class ReadingThread:
             # Removed only afterwards: if this raises, the work fails instead of being forgotten.
             message = self._taken[0]
             if isinstance(message, PeerWork):
-                self._attach(agent, message)
+                self._links.attach(agent, message)
             elif isinstance(message, AgentInfo):
-                if message.name not in self._links:
-                    self._add(agent, message)
-            elif message in self._links:
-                self._links[message].leaving = True
+                self._links.add(agent, message)
+            else:
+                self._links.leave(message)
             self._taken.popleft()
         return busy
 
-    def _attach(self, agent: ReadingAgent, work: PeerWork) -> None:
-        try:
-            for space in work.spaces:
-                agent.add_space(space)
-        except Exception as error:
-            work.owner.fail(error if isinstance(error, KvferryError) else TransferFailed(f"staging memory: {error!r}"))
-            return
-        link = self._links.get(work.info.name)
-        if link is None:
-            link = self._add(agent, work.info)
-        if link.info.sha256 != work.info.sha256 or link.info.regions != work.info.regions:
-            # Another agent under the same name: NIXL would go on with what it knows of the old one.
-            link.leaving = True
-        if link.state is LinkState.BROKEN or link.leaving:
-            self._waiting.setdefault(work.info.name, deque()).append(work)
-        else:
-            link.queued.append(work)
-        self._news = True
-
-    def _add(self, agent: ReadingAgent, info: AgentInfo) -> Link:
-        # Opened later, when all work that has come for it is attached: if that fails, all of it fails.
-        link = self._links[info.name] = Link(info, agent, self._options, self._clock)
-        return link
-
     def _settle(self, agent: ReadingAgent, now: float) -> None:
         """What is done only every `SETTLE_EVERY` seconds: judge deadlines, drop peers, retire the agent."""
-        for link in tuple(self._links.values()):
-            link.settle(now)
-            if link.over:
-                self._drop(agent, link)
-        for name, waiting in tuple(self._waiting.items()):
-            self._settle_waiting(agent, name, waiting, now)
+        self._news |= self._links.settle(agent, now)
         if not self.retired and now >= self._retire_at:
-            given_up = [link for link in self._links.values() if link.lost or link.stuck(now)]
+            given_up = [link for link in self._links if link.lost or link.stuck(now)]
             if given_up:
                 self._retire(given_up, now)
-
-    def _settle_waiting(self, agent: ReadingAgent, name: str, waiting: deque[PeerWork], now: float) -> None:
-        """Attach the work that waits for a peer to be dropped, once it is, and add the peer again."""
-        for work in tuple(waiting):
-            work.owner.settle(now)
-            if work.owner.ended_at is not None:
-                waiting.remove(work)
-        if not waiting or name not in self._links:
-            del self._waiting[name]
-            for work in waiting:
-                self._attach(agent, work)
-
-    def _drop(self, agent: ReadingAgent, link: Link) -> None:
-        del self._links[link.info.name]
-        try:
-            link.drop()
-        except NixlError as error:
-            logger.warning("peer %s was not removed: %s", link.info.name, error)
 
     def _retire(self, given_up: Sequence[Link], now: float) -> None:
         """Give the agent no new work: reads from these peers end only with it."""
@@ -348,19 +288,13 @@ class ReadingThread:
             self._retire_at = now + RETIRE_AGAIN
             error = TransferFailed(f"peers {names}: reads from them are uncertain, and too many agents are retired")
             for link in given_up:
-                for work in self._waiting.pop(link.info.name, ()):
-                    work.owner.fail(error)
+                self._links.fail_waiting(link, error)
             return
         logger.warning("reading agent %s is retired: reads from %s are uncertain", self.name, names)
         self._inbox.close()
         self.retired = True
         unposted = [message for message in self._inbox.take() if isinstance(message, PeerWork)]
-        for link in given_up:
-            unposted.extend(link.queued)
-            link.queued.clear()
-        for waiting in self._waiting.values():
-            unposted.extend(waiting)
-        self._waiting.clear()
+        unposted.extend(self._links.take_unposted(given_up))
         for work in unposted:
             work.since = now
             work.step_back()
@@ -368,59 +302,39 @@ class ReadingThread:
 
     def _may_end(self, now: float) -> bool:
         """Whether the agent may be destroyed: nothing to do, and every fence time over."""
-        if not (self.retired or self._closing) or self._waiting or not self._inbox.empty:
+        if not (self.retired or self._closing) or self._links.waiting or not self._inbox.empty:
             return False
-        if any(link.queued for link in self._links.values()):
+        if any(link.queued for link in self._links):
             return False
-        fences = [link.fence_at() for link in self._links.values()]
+        fences = [link.fence_at() for link in self._links]
         return all(fence is None or now > fence for fence in fences)
 
     def _sleep(self, now: float) -> None:
         """Wait until something is due, or a message comes."""
-        until = min(self._alarms(now), default=None)
-        self._inbox.wait(None if until is None else max(0.0, until - now))
-
-    def _alarms(self, now: float) -> Iterator[float]:
-        """When something is due even if no message comes."""
+        alarms = list(self._links.alarms())
         if self._news or self._inbox.woken:
-            yield self._settle_at
-        unposted = [work for waiting in self._waiting.values() for work in waiting]
-        for link in self._links.values():
-            # Deadlines of what is posted, and fence times, are checked between polls.
-            poll = link.next_poll()
-            if poll is not None:
-                yield poll
-            if link.lost and not self.retired:
-                yield max(now, self._retire_at)
-            if link.state is LinkState.WARMING:
-                yield from (link.answer_due(work) for work in link.queued)
-            unposted.extend(link.queued)
-        for work in unposted:
-            if work.owner.deadline is not None:
-                yield work.owner.deadline
+            alarms.append(self._settle_at)
+        if not self.retired and any(link.lost for link in self._links):
+            alarms.append(max(now, self._retire_at))
+        until = min(alarms, default=None)
+        self._inbox.wait(None if until is None else max(0.0, until - now))
 
     def _fail(self, error: KvferryError) -> None:
         """Fail everything: the agent cannot go on."""
         self._inbox.close()
         messages = [*self._taken, *self._inbox.take()]
         self._taken.clear()
-        waiting = [work for queued in self._waiting.values() for work in queued]
-        self._waiting.clear()
-        for work in [*waiting, *(message for message in messages if isinstance(message, PeerWork))]:
+        for work in (message for message in messages if isinstance(message, PeerWork)):
             work.owner.fail(error)
-        for link in self._links.values():
-            link.fail_all(error)
+        self._links.fail_all(error)
 
     def _destroy(self, agent: ReadingAgent) -> bool:
-        quiet = all(link.quiet for link in self._links.values())
-        links = tuple(self._links.values())
+        quiet = all(link.quiet for link in self._links)
         fenced = agent.destroy()
         if not fenced and not quiet:
             logger.error("reading agent %s did not end: what it posted stays uncertain", self.name)
             return False
-        self._links.clear()
-        for link in links:
-            link.fenced()
+        self._links.fenced()
         return True
 
 

@@ -1,0 +1,179 @@
+"""The connections of one reading agent to all its peers, and the work that waits until one of them can be made again.
+
+Everything here runs on the agent's own thread (`kvferry._transport.reading_thread`), but for `of`, `len` and iterating,
+and never waits.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+
+from kvferry._transport.nixl_agent import AgentInfo, NixlError, ReadingAgent
+from kvferry._transport.nixl_options import NixlOptions
+from kvferry._transport.peer_link import Link, LinkState
+from kvferry._transport.peer_work import PeerWork
+from kvferry.errors import KvferryError, TransferFailed
+
+logger = logging.getLogger(__name__)
+
+
+class PeerLinks:
+    """All links of one reading agent, by the name of the peer. Iterating takes those that are there when it begins.
+
+    Args:
+        options: how bytes move.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(self, options: NixlOptions, clock: Callable[[], float]) -> None:
+        self._options = options
+        self._clock = clock
+        self._links: dict[str, Link] = {}
+        self._waiting: dict[str, deque[PeerWork]] = {}
+        """Work for a peer that has to be dropped before it can be added again."""
+
+    def __iter__(self) -> Iterator[Link]:
+        return iter(tuple(self._links.values()))
+
+    def __len__(self) -> int:
+        return len(self._links)
+
+    @property
+    def waiting(self) -> bool:
+        """Whether some work waits for a peer to be dropped."""
+        return bool(self._waiting)
+
+    def of(self, info: AgentInfo) -> Link | None:
+        """The link to this peer; None if there is none, or to another agent of its name."""
+        link = self._links.get(info.name)
+        return link if link is not None and link.info.sha256 == info.sha256 else None
+
+    def room(self) -> bool:
+        """Whether one more chunk keeps within this agent's part of what may be in flight to this destination."""
+        now = self._clock()
+        flying = sum(link.flowing(now) for link in self._links.values())
+        # An agent beside the one that is there by default has nothing in flight: it reads where posts copy.
+        most = self._options.bytes_in_flight_total // (self._options.reading_agents or 1)
+        return flying == 0 or flying + self._options.chunk_bytes <= most
+
+    def take_turns(self) -> None:
+        """Let another peer be the first to be asked next time, in case there is room for one only."""
+        if len(self._links) > 1:
+            first = next(iter(self._links))
+            self._links[first] = self._links.pop(first)
+
+    def add(self, agent: ReadingAgent, info: AgentInfo) -> None:
+        """Add a peer, unless one of its name is there."""
+        if info.name not in self._links:
+            self._add(agent, info)
+
+    def leave(self, name: str) -> None:
+        """Drop a peer as soon as what is read from it has ended and is quiet."""
+        if name in self._links:
+            self._links[name].leaving = True
+
+    def attach(self, agent: ReadingAgent, work: PeerWork) -> bool:
+        """Queue work for its peer, which is added if it is not there. Returns whether it was: else it has failed."""
+        try:
+            for space in work.spaces:
+                agent.add_space(space)
+        except Exception as error:
+            work.owner.fail(error if isinstance(error, KvferryError) else TransferFailed(f"staging memory: {error!r}"))
+            return False
+        link = self._links.get(work.info.name)
+        if link is None:
+            link = self._add(agent, work.info)
+        if link.info.sha256 != work.info.sha256 or link.info.regions != work.info.regions:
+            # Another agent under the same name: NIXL would go on with what it knows of the old one.
+            link.leaving = True
+        if link.state is LinkState.BROKEN or link.leaving:
+            self._waiting.setdefault(work.info.name, deque()).append(work)
+        else:
+            link.queued.append(work)
+        return True
+
+    def settle(self, agent: ReadingAgent, now: float) -> bool:
+        """Judge deadlines, drop peers, and queue the work that waited for that. Returns whether any was queued."""
+        for link in self:
+            link.settle(now)
+            if link.over:
+                self._drop(agent, link)
+        attached = False
+        for name, waiting in tuple(self._waiting.items()):
+            attached |= self._settle_waiting(agent, name, waiting, now)
+        return attached
+
+    def take_unposted(self, given_up: Sequence[Link]) -> list[PeerWork]:
+        """Give out the work of these peers, and all that waits for one to be dropped."""
+        unposted: list[PeerWork] = []
+        for link in given_up:
+            unposted.extend(link.queued)
+            link.queued.clear()
+        for waiting in self._waiting.values():
+            unposted.extend(waiting)
+        self._waiting.clear()
+        return unposted
+
+    def fail_waiting(self, link: Link, error: KvferryError) -> None:
+        """Fail the work that waits for this peer to be dropped."""
+        for work in self._waiting.pop(link.info.name, ()):
+            work.owner.fail(error)
+
+    def fail_all(self, error: KvferryError) -> None:
+        """Fail all work: the agent cannot go on."""
+        waiting = [work for queued in self._waiting.values() for work in queued]
+        self._waiting.clear()
+        for work in waiting:
+            work.owner.fail(error)
+        for link in self:
+            link.fail_all(error)
+
+    def fenced(self) -> None:
+        """The agent was destroyed: nothing that was posted writes any more."""
+        links = tuple(self)
+        self._links.clear()
+        for link in links:
+            link.fenced()
+
+    def alarms(self) -> Iterator[float]:
+        """When something is due for a peer even if nothing is heard of it."""
+        unposted = [work for waiting in self._waiting.values() for work in waiting]
+        for link in self:
+            # Deadlines of what is posted, and fence times, are checked between polls.
+            poll = link.next_poll()
+            if poll is not None:
+                yield poll
+            if link.state is LinkState.WARMING:
+                yield from (link.answer_due(work) for work in link.queued)
+            unposted.extend(link.queued)
+        for work in unposted:
+            if work.owner.deadline is not None:
+                yield work.owner.deadline
+
+    def _add(self, agent: ReadingAgent, info: AgentInfo) -> Link:
+        # Opened later, when all work that has come for it is attached: if that fails, all of it fails.
+        link = self._links[info.name] = Link(info, agent, self._options, self._clock)
+        return link
+
+    def _drop(self, agent: ReadingAgent, link: Link) -> None:
+        del self._links[link.info.name]
+        try:
+            link.drop()
+        except NixlError as error:
+            logger.warning("peer %s was not removed: %s", link.info.name, error)
+
+    def _settle_waiting(self, agent: ReadingAgent, name: str, waiting: deque[PeerWork], now: float) -> bool:
+        """Attach the work that waits for a peer to be dropped, once it is, and add the peer again."""
+        for work in tuple(waiting):
+            work.owner.settle(now)
+            if work.owner.ended_at is not None:
+                waiting.remove(work)
+        if waiting and name in self._links:
+            return False
+        del self._waiting[name]
+        attached = False
+        for work in waiting:
+            attached |= self.attach(agent, work)
+        return attached
