@@ -442,7 +442,7 @@ def test_a_scheduler_hands_on_what_it_is_told(scheduler: Scheduler) -> None:
         is publication
     )
     options = {"last": False, "expected_reads": 3, "payload": b"p", "checksums": True, "traceparent": "of the request"}
-    assert publishing.last() == ("publish", ("mine", LOCAL), options)
+    assert publishing.last() == ("publish", ("mine", LOCAL), {**options, "reference": ""})
     port.publish_more(publication, LOCAL, last=True, payload=b"q")
     assert publishing.last() == ("publish_more", (publication, LOCAL), {"last": True, "payload": b"q"})
     port.abort(publication)

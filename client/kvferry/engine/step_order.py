@@ -12,7 +12,7 @@ MAX_EARLY = 4096
 
 
 @dataclass(slots=True)
-class _Order:
+class _StepsOfRead:
     """The steps of one read.
 
     Attributes:
@@ -28,7 +28,7 @@ class StepOrders:
     """The steps of a worker's reads. Not thread-safe."""
 
     def __init__(self) -> None:
-        self._orders: dict[str, _Order] = {}
+        self._orders: dict[str, _StepsOfRead] = {}
 
     def put(self, step: GrantStep, started: Collection[str]) -> None:
         """Add a step. One that came before is ignored.
@@ -37,7 +37,7 @@ class StepOrders:
             step: the step.
             started: read_ids of the reads that were started. Of others, only the latest `MAX_EARLY` are kept.
         """
-        order = self._orders.setdefault(step.read_id, _Order())
+        order = self._orders.setdefault(step.read_id, _StepsOfRead())
         if step.index >= order.next:
             order.ahead.setdefault(step.index, step)
         if len(self._orders) > len(started) + MAX_EARLY:
@@ -45,7 +45,7 @@ class StepOrders:
 
     def take(self, read_id: str) -> list[GrantStep]:
         """Return the steps of a read whose turn it is, each once."""
-        order, found = self._orders.setdefault(read_id, _Order()), list[GrantStep]()
+        order, found = self._orders.setdefault(read_id, _StepsOfRead()), list[GrantStep]()
         while order.next in order.ahead:
             found.append(order.ahead.pop(order.next))
             order.next += 1
