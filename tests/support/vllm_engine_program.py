@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Callable
 from typing import Any
 
 
@@ -79,24 +80,26 @@ def main() -> None:
         for _ in range(steps):
             inner.step()
 
-    def end(*, aborted: bool) -> None:
-        """End the request that was begun: abort it, or make the steps that it needs."""
-        inner = engine.llm_engine
-        if aborted:
-            inner.abort_request(["begun"])
-        while inner.has_unfinished_requests():
-            inner.step()
+    def end_begun() -> None:
+        """Make the steps that the request needs that was begun."""
+        while engine.llm_engine.has_unfinished_requests():
+            engine.llm_engine.step()
+
+    def abort_begun() -> None:
+        """Abort the request that was begun."""
+        engine.llm_engine.abort_request(["begun"])
+        end_begun()
 
     def metric(name: str) -> float:
         """The sum of a counter over its labels."""
         return float(sum(found.value for found in engine.get_metrics() if found.name == name))
 
-    commands = {
+    commands: dict[str, Callable[..., Any]] = {
         "generate": generate,
         "abort": abort,
         "begin": begin,
-        "abort_begun": lambda: end(aborted=True),
-        "end_begun": lambda: end(aborted=False),
+        "abort_begun": abort_begun,
+        "end_begun": end_begun,
         "metric": metric,
     }
     say("ready")

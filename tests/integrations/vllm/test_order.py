@@ -344,9 +344,24 @@ def test_a_part_of_a_prompt_is_published_when_every_rank_has_computed_it(
     assert bool((read(fabric, reference, 3) == 70).all())
     # vLLM frees the request, and the blocks are free when the source hears of the read.
     pool.free_blocks(pool.blocks[block] for block in blocks)
-    until(lambda: not (prefill.leave(prefill.step()), prefill.scheduler.has_work())[1])
+
+    def all_released() -> bool:
+        prefill.leave(prefill.step())
+        return not prefill.scheduler.has_work()
+
+    until(all_released)
     assert pool.get_num_free_blocks() == BLOCKS - 1
     prefill.close()
+
+
+def test_a_step_of_a_cpu_has_ended_when_it_has_run() -> None:
+    """vLLM may begin the next one first."""
+    steps = DeviceSteps(None)
+    steps.begun(1)
+    assert (steps.computed(), steps.ended()) == (EVERY_STEP, 0)
+    steps.queued(1)
+    steps.begun(2)
+    assert steps.ended() == 1
 
 
 def test_the_steps_of_host_memory_are_computed_at_once_and_those_of_a_device_when_its_stream_says_so(

@@ -17,6 +17,7 @@ from kvferry import Blocks, Group, GroupKind, router_reference
 from kvferry._control.publications import Publication, Release, ReleaseOutcome
 from kvferry.engine import SchedulerPort
 from kvferry.errors import RouterKeyUsed, WrongState
+from kvferry.integrations.vllm.block_hold import BlockHold
 from kvferry.integrations.vllm.device import EVERY_STEP
 from kvferry.integrations.vllm.groups import BlockTable
 from kvferry.integrations.vllm.params import PUBLISH_AS, REFERENCE, publish_reference
@@ -162,7 +163,7 @@ class Prefill:
 
     @property
     def used(self) -> int:
-        return self.free - self.pool.get_num_free_blocks()
+        return int(self.free - self.pool.get_num_free_blocks())
 
 
 def made() -> str:
@@ -464,6 +465,19 @@ def test_which_reference_a_request_is_published_under(params: dict[str, Any], ex
     given = {name: named.get(value, value) if isinstance(value, str) else value for name, value in params.items()}
     request = SimpleNamespace(kv_transfer_params={"do_remote_decode": True, **given})
     assert publish_reference(request) == named.get(expected, "")
+
+
+def test_a_hold_frees_its_blocks_once(prefill: Prefill) -> None:
+    """Even if it is freed again when somebody else has them."""
+    hold = BlockHold(prefill.pool)
+    blocks = prefill.pool.get_new_blocks(3)
+    hold.add(block.block_id for block in blocks)
+    hold.drop([blocks[0].block_id])
+    assert [block.ref_cnt for block in blocks] == [1, 2, 2]
+    hold.free()
+    hold.free()
+    assert [block.ref_cnt for block in blocks] == [1, 1, 1]
+    prefill.pool.free_blocks(blocks)
 
 
 def test_states_are_published_at_the_end() -> None:
