@@ -53,7 +53,7 @@ class PlayedManager(KvferryManager):
         self.aux: Any = SimpleNamespace(payload=lambda row, tokens: b"row")
         self.sources: Any = SimpleNamespace(get=lambda address: (SOURCE, ""), forget=lambda address: None)
 
-    own_source = SOURCE  # type: ignore[assignment]
+    own_source = SOURCE
 
     @property
     def port(self) -> Any:
