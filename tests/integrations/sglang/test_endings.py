@@ -1,0 +1,162 @@
+"""When SGLang may use pages again: sender and receiver between a played SGLang and played ports."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from sglang.srt.disaggregation.base.conn import KVPoll
+
+from kvferry import Release, ReleaseOutcome
+from kvferry.errors import EngineUnknown, KvferryError
+from kvferry.integrations.sglang.bootstrap import Source, room_reference
+from kvferry.integrations.sglang.manager import KvferryManager
+from kvferry.integrations.sglang.receiver import KvferryReceiver
+from kvferry.integrations.sglang.sender import KvferrySender
+
+ROOM = 417
+SOURCE = Source("prefill-0", "127.0.0.1:7300")
+
+
+class PlayedRead:
+    """A read of one rank."""
+
+    error: KvferryError | None = None
+    ended = quiet = cancelled = False
+
+    def done(self) -> bool:
+        return self.ended
+
+    def exception(self, timeout: float) -> KvferryError | None:
+        return self.error
+
+    def cancel(self) -> bool:
+        self.cancelled = True
+        return self.quiet
+
+
+class PlayedManager(KvferryManager):
+    """A manager whose ports are played: what they were told is in `told`."""
+
+    def __init__(self, *, leader: bool = True) -> None:
+        self.leader = leader
+        self.told: list[str] = []
+        self.released: Release | None = None
+        self.current = PlayedRead()
+        self._reads: dict[int, Any] = {}
+        self._breathed = 0.0
+        self._port = None
+        self.kv_args = SimpleNamespace(state_types=[], page_size=16)
+        self.pools: Any = SimpleNamespace(window="")
+        self.aux: Any = SimpleNamespace(payload=lambda row, tokens: b"row")
+        self.sources: Any = SimpleNamespace(get=lambda address: (SOURCE, ""), forget=lambda address: None)
+
+    own_source = SOURCE
+
+    @property
+    def port(self) -> Any:
+        return SimpleNamespace(abort=lambda publication: self.told.append("abort"))
+
+    def publish(self, reference: str, room: int, blocks: Any, payload: bytes) -> Any:
+        self.told.append("publish")
+        return SimpleNamespace(number=1)
+
+    def take_release(self, publication: Any) -> Release | None:
+        return self.released
+
+    def read(self, reference: str, room: int, blocks: Any) -> Any:
+        assert reference == room_reference(SOURCE, ROOM)
+        self._reads[room] = self.current
+        return self.current
+
+    def decline(self, reference: str) -> None:
+        self.told.append("decline")
+
+
+def reading(manager: PlayedManager) -> KvferryReceiver:
+    receiver = KvferryReceiver(manager, "127.0.0.1:8998", ROOM)
+    receiver.init(0)
+    assert receiver.poll() == KVPoll.WaitingForInput
+    receiver.send_metadata(np.array([3, 4]), 0, [], decode_prefix_len=0)
+    assert receiver.poll() == KVPoll.Transferring
+    return receiver
+
+
+def test_pages_of_a_failed_read_are_held_until_it_is_quiet() -> None:
+    manager = PlayedManager()
+    receiver = reading(manager)
+    manager.current.error, manager.current.ended = EngineUnknown("it has ended"), True
+    assert receiver.poll() == KVPoll.Failed
+    receiver.ensure_abort_notified(force_arm=True)
+    assert receiver.abort_notified
+    assert not manager.is_abort_release_safe(ROOM, len(receiver.bootstrap_infos))
+    manager.current.quiet = True
+    assert manager.is_abort_release_safe(ROOM, 0)
+    with pytest.raises(Exception, match="EngineUnknown"):
+        receiver.failure_exception()
+
+
+def test_a_rank_stops_reading_when_another_has_failed() -> None:
+    manager = PlayedManager()
+    receiver = reading(manager)
+    receiver.ensure_abort_notified(force_arm=True)
+    assert manager.current.cancelled
+    assert manager.told == ["decline"]
+    assert not manager.is_abort_release_safe(ROOM, 0)
+    manager.current.quiet = True
+    manager.clear_deferred_abort_state(ROOM)
+    receiver.clear()
+    assert manager.is_abort_release_safe(ROOM, 0)
+
+
+@pytest.mark.parametrize("room", [None, 0, -1, 2**64])
+def test_rooms_that_sglang_cannot_compare_fail(room: int | None) -> None:
+    receiver = KvferryReceiver(PlayedManager(), "127.0.0.1:8998", room)
+    assert receiver.poll() == KVPoll.Failed
+
+
+def published(manager: PlayedManager) -> KvferrySender:
+    sender = KvferrySender(manager, "127.0.0.1:8998", ROOM)
+    assert sender.poll() == KVPoll.WaitingForInput
+    sender.init(3, 0)
+    sender.send(np.array([3, 4]), None, num_kv_tokens=32)
+    assert manager.told == []
+    sender.send(np.array([9]), [], num_kv_tokens=7)
+    return sender
+
+
+def test_what_is_published_stays_until_it_is_released_also_if_it_is_aborted() -> None:
+    manager = PlayedManager()
+    sender = published(manager)
+    assert sender.poll() == KVPoll.Transferring
+    sender.abort()
+    assert manager.told == ["publish", "abort"]
+    assert sender.poll() == KVPoll.Transferring
+    manager.released = Release(1, "r", ReleaseOutcome.ABORTED)
+    assert sender.poll() == KVPoll.Failed
+
+
+def test_what_was_read_has_ended_well() -> None:
+    manager = PlayedManager()
+    sender = published(manager)
+    manager.released = Release(1, "r", ReleaseOutcome.READ)
+    assert sender.poll() == KVPoll.Success
+
+
+def test_what_is_aborted_before_it_is_published_is_declined() -> None:
+    manager = PlayedManager()
+    sender = KvferrySender(manager, "127.0.0.1:8998", ROOM)
+    sender.abort()
+    assert sender.poll() == KVPoll.Failed
+    assert manager.told == ["decline"]
+
+
+def test_ranks_but_the_first_publish_nothing_and_never_fail() -> None:
+    """SGLang takes the least of all ranks' answers, so theirs must not end a request that rank 0 waits for."""
+    manager = PlayedManager(leader=False)
+    sender = published(manager)
+    sender.abort()
+    assert sender.poll() == KVPoll.Success
+    assert manager.told == []
