@@ -99,7 +99,9 @@ def test_a_read_with_a_routers_reference_goes_on_with_the_publications_own(tmp_p
 
 
 @pytest.mark.parametrize(
-    "told", ["", reference("home:1").replace("kvf1.", "kvf1.AA"), router_reference("home:1", "source"), "another's"]
+    "told",
+    ["", reference("home:1").replace("kvf1.", "kvf1.AA"), router_reference("home:1", "source"), "another's"],
+    ids=["nothing", "damaged", "a router's", "another's"],
 )
 def test_a_home_has_to_name_what_it_found_under_a_routers_key(tmp_path: Path, told: str) -> None:
     """Handshake and replays go by that name, and a wrong one would be another publication's."""
