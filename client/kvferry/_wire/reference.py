@@ -20,7 +20,7 @@ from kvferry.v1 import kv_transfer_pb2 as pb
 PREFIX = "kvf1."
 ENGINE_PREFIX = "kvf1e."
 MAX_NAME = 256
-"""Most bytes of an engine_id and of a router's key."""
+"""Most bytes of an address, of an engine_id and of a router's key."""
 MAX_LENGTH = 4096
 """Most characters of a reference; longer strings are refused before they are decoded."""
 
@@ -51,6 +51,8 @@ def router_reference(
     Raises:
         InvalidField: an argument is out of range.
     """
+    if len(home.encode()) > MAX_NAME:
+        raise InvalidField("home", home[:MAX_NAME], f"at most {MAX_NAME} bytes")
     if not 0 < len(engine_id.encode()) <= MAX_NAME:
         raise InvalidField("engine_id", engine_id[:MAX_NAME], f"1 to {MAX_NAME} bytes")
     router_key = router_key or secrets.token_hex(16)
@@ -68,8 +70,7 @@ def router_reference(
 
 
 def engine_ids(engine_id: str, data_parallel_rank: int) -> tuple[str, ...]:
-    """Return the names of the engine that a router means, the first of which that lives: see
-    `Reference.data_parallel_rank`."""
+    """Return the names that the engine which a router means may have; see `Reference.data_parallel_rank`."""
     of_rank = f"{engine_id}_dp{data_parallel_rank}"
     return (of_rank,) if data_parallel_rank else (engine_id, of_rank)
 

@@ -317,7 +317,7 @@ class Reference(google.protobuf.message.Message):
     """
     data_parallel_rank: builtins.int
     """data_parallel_rank of the source for a router_key. The engine meant has the name engine_id followed by "_dp" and this
-    number, or engine_id alone if the number is 0 and an engine of that name lives.
+    number; or, if the number is 0, engine_id alone: whichever of the two publishes under the router_key.
     """
     def __init__(
         self,

@@ -397,11 +397,11 @@ async def test_data_parallel_engines_are_found_by_their_rank(node: Node) -> None
         assert (await poll).accepted.source.engine_id == ref.engine_id
         (result,) = await decline(node, given)
         assert result.HasField("done")
-    # An engine of that very name comes first.
+    # An engine of that very name may be meant as well.
     await node.open_engine(alone := engine("deployment"))
     await node.register(ref=alone)
-    poll = await begin(node, made(engine_id="deployment"))
-    await node.source(publish_notification(router_key="room-7", key=KEY), ref=alone)
+    poll = await begin(node, made("room-8", engine_id="deployment"))
+    await node.source(publish_notification(router_key="room-8", key=KEY), ref=alone)
     assert (await poll).accepted.source.engine_id == "deployment"
     assert isinstance(await raised(node.poll(reference=made(engine_id="deployment", rank=2))), EngineUnknown)
 
