@@ -69,11 +69,11 @@ def _read(reference: str) -> tuple[Need, ...]:
     return tuple(Need((READER,), engine_id) for engine_id in _named(reference)) or (Need((READER,)),)
 
 
-def _decline(decline: pb.Decline) -> Need:
+def _decline(decline: pb.Decline) -> tuple[Need]:
     # A source declines as well, when it will not publish under a router's key; it could abort what it has published.
     # A node server sends it on under its own certificate, and has asked its own policy about the caller.
     roles = (READER, ENGINE, RELAY) if decline.relayed_by else (READER, ENGINE)
-    return Need(roles, *_named(decline.reference))
+    return (Need(roles, *_named(decline.reference)),)
 
 
 def _notify(request: pb.NotifyRequest) -> Iterator[Need]:
@@ -90,7 +90,8 @@ def _notify(request: pb.NotifyRequest) -> Iterator[Need]:
             # The lease_id names the read, and the lease obeys only the identity that acquired it.
             yield Need((READER,))
     if "decline" in kinds:
-        yield from {_decline(n.decline) for n in request.notifications if n.HasField("decline")}
+        declines = (n.decline for n in request.notifications if n.HasField("decline"))
+        yield from dict.fromkeys(need for decline in declines for need in _decline(decline))
     if not kinds:
         yield Need((ENGINE, READER, RELAY))
 
