@@ -9,7 +9,7 @@ import pytest
 from kvferry.errors import LimitReached, PublicationReleased
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry_server.domain.limits import Limits
-from tests.server.servicers.test_router_references import (
+from tests.server.servicers.routers import (
     KEY,
     OTHER_KEY,
     begin,
