@@ -168,5 +168,5 @@ def test_a_router_is_told_what_cannot_be_in_a_reference(field: str, value: objec
         router_reference(**{"home": "home:1", "engine_id": "prefill", field: value})  # type: ignore[arg-type]
     assert caught.value.values["field"] == field
     assert "a key" not in caught.value.message
-    longest = {"home": "h" * 256, "engine_id": "e" * 256, "router_key": "r" * 256}
-    assert len(router_reference(**longest, data_parallel_rank=2**32 - 1)) < MAX_LENGTH
+    longest = router_reference("h" * 256, "e" * 256, router_key="r" * 256, data_parallel_rank=2**32 - 1)
+    assert len(longest) < MAX_LENGTH
