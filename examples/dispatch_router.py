@@ -21,6 +21,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from http.client import HTTPException
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, TypeAlias, TypeVar
 
@@ -52,12 +53,15 @@ class Prefill:
 
 
 def ask(url: str, body: Body) -> Body:
-    """An engine's answer. Raises `OSError` if it refuses."""
+    """An engine's answer. Raises `OSError` if it refuses, or answers something else."""
     headers = {"content-type": "application/json"}
     request = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode(), headers)
-    with urllib.request.urlopen(request, timeout=ANSWER_TIMEOUT) as response:
-        found: Body = json.load(response)
-        return found
+    try:
+        with urllib.request.urlopen(request, timeout=ANSWER_TIMEOUT) as response:
+            found: Body = json.load(response)
+            return found
+    except (HTTPException, ValueError) as error:
+        raise OSError(f"{url} did not answer with JSON: {error!r}") from error
 
 
 def first_of(urls: Sequence[str], body: Body) -> Body:
@@ -107,7 +111,8 @@ class Router:
             return first_of(urls, {**body, "stream": False, "kv_transfer_params": there}), OSError(), False
         except OSError as error:
             self._decline(reference)
-            refusal = prefilled.exception()
+            # If it has not refused by now, it is not why decode has no answer.
+            refusal = prefilled.exception() if prefilled.done() else None
             return None, refusal if isinstance(refusal, OSError) else error, refusal is not None
 
     def _prefilled(self, reference: str, answer: Future[Body]) -> None:
@@ -134,9 +139,9 @@ def serve(port: int, router: Router) -> None:
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             try:
-                body = json.loads(self.rfile.read(int(self.headers.get("content-length", 0))))
+                body = dict(json.loads(self.rfile.read(int(self.headers.get("content-length", 0)))))
                 status, answer = 200, json.dumps(router.complete(body))
-            except (OSError, ValueError) as error:
+            except (OSError, ValueError, TypeError) as error:
                 status, answer = 502, str(error)
             self.send_response(status)
             self.end_headers()

@@ -57,14 +57,18 @@ async function attempt(from: Source, body: Completion, traceparent?: string): Pr
   const there = { ...shared, do_remote_decode: false, do_remote_prefill: true };
   const prefilled = ask(from.url, { ...body, max_tokens: 1, stream: false, kv_transfer_params: here });
   const decoded = firstOf(decode, { ...body, stream: false, kv_transfer_params: there });
-  // Decode would wait for its time: tell it as soon as prefill has refused.
-  const refused = prefilled.then(() => undefined, async (error: unknown) => (await decline(reference), { error }));
+  let refused: { error: unknown } | undefined;
+  prefilled.catch((error: unknown) => {
+    refused = { error };
+    // Decode would wait for its time: tell it as soon as prefill has refused.
+    return decline(reference);
+  });
   try {
     return { answer: await decoded, again: false };
   } catch (failure) {
     await decline(reference);
-    const by = await refused;
-    return { failure: by?.error ?? failure, again: by !== undefined };
+    // If it has not refused by now, it is not why decode has no answer.
+    return { failure: refused?.error ?? failure, again: refused !== undefined };
   }
 }
 

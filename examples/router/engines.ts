@@ -3,6 +3,9 @@
 import { createServer } from "node:http";
 import { randomUUID } from "node:crypto";
 
+/** Milliseconds for one engine's answer. */
+const ANSWER_TIMEOUT = 120_000;
+
 export interface TransferParams {
   kvferry_reference?: string;
   kvferry_traceparent?: string;
@@ -28,7 +31,8 @@ export class Pool<Engine> {
 
 export async function ask(url: string, body: Completion): Promise<Completion> {
   const headers = { "content-type": "application/json", "x-request-id": randomUUID() };
-  const answer = await fetch(`${url}/v1/completions`, { method: "POST", headers, body: JSON.stringify(body) });
+  const signal = AbortSignal.timeout(ANSWER_TIMEOUT);
+  const answer = await fetch(`${url}/v1/completions`, { method: "POST", headers, body: JSON.stringify(body), signal });
   if (!answer.ok) throw new Error(`${url} answered ${answer.status}`);
   return (await answer.json()) as Completion;
 }

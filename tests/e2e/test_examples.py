@@ -99,7 +99,8 @@ def test_every_grpcurl_line_says_what_the_server_understands() -> None:
 
 
 class Answering:
-    """An HTTP server that answers every POST by calling `answer` with its body; None: it refuses."""
+    """An HTTP server that answers every POST by calling `answer` with its body; None: it refuses. Bytes are sent as
+    they are."""
 
     def __init__(self, answer: Callable[[Any], Any]) -> None:
         class Handler(BaseHTTPRequestHandler):
@@ -108,7 +109,7 @@ class Answering:
                 found = answer(body)
                 self.send_response(200 if found is not None else 503)
                 self.end_headers()
-                self.wfile.write(json.dumps(found).encode())
+                self.wfile.write(found if isinstance(found, bytes) else json.dumps(found).encode())
 
             def log_message(self, *_: object) -> None:
                 """Say nothing."""
@@ -366,6 +367,47 @@ def test_router_asks_both_at_once_and_tries_the_next_prefill(
         assert answer["read"] > 0
         assert [release.outcome for release in source.session.released(30)] == [ReleaseOutcome.READ]
     finally:
+        router.kill()
+        router.wait()
+        if router.stdout is not None:
+            router.stdout.close()
+
+
+def test_router_declines_what_a_decode_engine_answered_with_nonsense(
+    homes: tuple[str, str],
+    one_to_one: tuple[Engine, Engine],
+    answering: Callable[[Callable[[Any], Any]], Answering],
+    dispatching: Callable[..., list[str]],
+) -> None:
+    """And it does not keep its client until a prefill engine answers that hangs."""
+    source, _ = one_to_one
+    published, over = threading.Event(), threading.Event()
+
+    def prefill(body: Any) -> Any:
+        reference = body["kv_transfer_params"]["kvferry_reference"]
+        source.session.publish("nonsense", {"full": Blocks([1])}, reference=reference)
+        published.set()
+        over.wait(60)
+        return {}
+
+    def decode(_: Any) -> Any:
+        assert published.wait(30)
+        return b"<html>"
+
+    port = free_port()
+    prefills = f"{answering(prefill).url}#{source.spec.engine_id}@{homes[0]}"
+    router = subprocess.Popen(dispatching(str(port), prefills, answering(decode).url, homes[1]), stdout=subprocess.PIPE)
+    try:
+        assert router.stdout is not None
+        assert router.stdout.readline() == b"listening\n"
+        with pytest.raises(urllib.error.HTTPError) as caught:
+            urllib.request.urlopen(f"http://127.0.0.1:{port}", b'{"prompt": "p"}', timeout=30)
+        caught.value.close()
+        assert caught.value.code == 502
+        assert not over.is_set()
+        assert [release.outcome for release in source.session.released(30)] == [ReleaseOutcome.DECLINED]
+    finally:
+        over.set()
         router.kill()
         router.wait()
         if router.stdout is not None:

@@ -14,9 +14,10 @@ from kvferry._wire.reference import (
     parse_engine_reference,
     parse_reference,
     parse_source_reference,
+    router_reference,
 )
 from kvferry._wire.token import EngineToken
-from kvferry.errors import BadReference
+from kvferry.errors import BadReference, InvalidField
 from kvferry.v1 import kv_transfer_pb2 as pb
 
 
@@ -142,3 +143,30 @@ def test_a_source_is_named_by_an_engines_reference_or_a_publications() -> None:
     for text in (format_reference(by_router), "kvf1.damaged", "neither"):
         with pytest.raises(BadReference):
             parse_source_reference(text)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("home", "h" * 257),
+        ("home", None),
+        ("engine_id", ""),
+        ("engine_id", "e" * 257),
+        ("engine_id", "\udcff"),
+        ("router_key", "r" * 257),
+        ("router_key", 7),
+        ("key", b"15 bytes, a key"),
+        ("key", "a key of 16 text"),
+        ("data_parallel_rank", -1),
+        ("data_parallel_rank", 2**32),
+        ("data_parallel_rank", 1.0),
+    ],
+)
+def test_a_router_is_told_what_cannot_be_in_a_reference(field: str, value: object) -> None:
+    """Otherwise its reference would be refused by everybody to whom it is sent."""
+    with pytest.raises(InvalidField) as caught:
+        router_reference(**{"home": "home:1", "engine_id": "prefill", field: value})  # type: ignore[arg-type]
+    assert caught.value.values["field"] == field
+    assert "a key" not in caught.value.message
+    longest = router_reference("h" * 256, "e" * 256, router_key="r" * 256, data_parallel_rank=2**32 - 1)
+    assert len(longest) < MAX_LENGTH

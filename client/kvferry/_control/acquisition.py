@@ -23,7 +23,7 @@ from kvferry._control.reader_lease import LEASE_ID_BYTES, ReaderLease
 from kvferry._control.renewals import Renewals
 from kvferry._control.waits import Waits
 from kvferry._tracing import NO_SPAN, Span
-from kvferry._wire.reference import parse_reference
+from kvferry._wire.reference import engine_ids, format_reference, parse_reference
 from kvferry._work_queue import WorkQueue
 from kvferry.errors import (
     InternalError,
@@ -89,17 +89,21 @@ class AcquireRequest:
         return reference in (self.text, self.given)
 
     def found(self, reference: str, source: pb.EngineRef, publication: int) -> None:
-        """Use the publication's own reference from now on. The home stays the one that was asked.
+        """Use the publication's own reference from now on. Its home stays the one that was asked, also in the string:
+        what another home says must not direct this client, or who gets the string from it, anywhere.
 
         Raises:
-            InvalidField, BadReference: the home's answer contradicts itself.
+            InvalidField, BadReference: the home's answer contradicts itself, or is about another engine.
         """
-        parsed, home = parse_reference(reference), self.reference.home
+        parsed, asked = parse_reference(reference), self.reference
         named = (parsed.engine_id, parsed.incarnation, parsed.publication)
-        if named != (source.engine_id, source.incarnation, publication):
+        if parsed.router_key or named != (source.engine_id, source.incarnation, publication):
             raise InvalidField("reference of a publication", "another publication's", "that of the one accepted")
-        parsed.home, self.given = home, self.text
-        self.reference, self.text = parsed, reference
+        engines = engine_ids(asked.engine_id, asked.data_parallel_rank)
+        if parsed.engine_id not in engines:
+            raise InvalidField("source of a publication", parsed.engine_id, f"{' or '.join(engines)}, as asked")
+        parsed.home, self.given = asked.home, self.text
+        self.reference, self.text = parsed, format_reference(parsed)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

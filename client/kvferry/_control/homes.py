@@ -86,7 +86,7 @@ class Homes:
         engine_id = reference.engine_id
         if isinstance(reference, pb.Reference) and reference.router_key:
             listed, names = self._directory.listed(), engine_ids(engine_id, reference.data_parallel_rank)
-            engine_id = next((name for name in names if listed.find(name) is not None), names[-1])
+            engine_id = next((name for name in names if listed.find(name) is not None), names[0])
         return self._directory.resolve(engine_id, reference.incarnation).home
 
     def of(self, reference: pb.Reference | pb.EngineReference) -> Control:

@@ -13,6 +13,7 @@ from typing import TypeVar
 
 from google.protobuf.message import DecodeError, Message
 
+from kvferry import _arguments as arguments
 from kvferry._wire.authority import INCARNATION_BYTES, KEY_BYTES
 from kvferry.errors import BadReference, InvalidField
 from kvferry.v1 import kv_transfer_pb2 as pb
@@ -20,7 +21,7 @@ from kvferry.v1 import kv_transfer_pb2 as pb
 PREFIX = "kvf1."
 ENGINE_PREFIX = "kvf1e."
 MAX_NAME = 256
-"""Most bytes of an engine_id and of a router's key."""
+"""Most bytes of an address, of an engine_id and of a router's key."""
 MAX_LENGTH = 4096
 """Most characters of a reference; longer strings are refused before they are decoded."""
 
@@ -51,25 +52,29 @@ def router_reference(
     Raises:
         InvalidField: an argument is out of range.
     """
-    if not 0 < len(engine_id.encode()) <= MAX_NAME:
+    if len(arguments.text("home", home).encode()) > MAX_NAME:
+        raise InvalidField("home", home[:MAX_NAME], f"at most {MAX_NAME} bytes")
+    if not 0 < len(arguments.text("engine_id", engine_id).encode()) <= MAX_NAME:
         raise InvalidField("engine_id", engine_id[:MAX_NAME], f"1 to {MAX_NAME} bytes")
-    router_key = router_key or secrets.token_hex(16)
+    router_key = arguments.text("router_key", router_key) or secrets.token_hex(16)
     if len(router_key.encode()) > MAX_NAME:
         raise InvalidField("router_key", router_key[:MAX_NAME], f"1 to {MAX_NAME} bytes")
-    key = key or secrets.token_bytes(KEY_BYTES)
-    if len(key) != KEY_BYTES:
-        raise InvalidField("key", f"{len(key)} bytes", f"{KEY_BYTES} bytes")
-    if not 0 <= data_parallel_rank < 2**32:
-        raise InvalidField("data_parallel_rank", data_parallel_rank, "0 to 2**32 - 1")
+    if not isinstance(key, bytes) or len(key) not in (0, KEY_BYTES):
+        # The value may be a key.
+        given = f"{len(key)} bytes" if isinstance(key, bytes) else type(key)
+        raise InvalidField("key", given, f"{KEY_BYTES} bytes")
     made = pb.Reference(
-        home=home, engine_id=engine_id, router_key=router_key, key=key, data_parallel_rank=data_parallel_rank
+        home=home,
+        engine_id=engine_id,
+        router_key=router_key,
+        key=key or secrets.token_bytes(KEY_BYTES),
+        data_parallel_rank=arguments.integer("data_parallel_rank", data_parallel_rank, 0, 2**32 - 1),
     )
     return format_reference(made)
 
 
 def engine_ids(engine_id: str, data_parallel_rank: int) -> tuple[str, ...]:
-    """Return the names of the engine that a router means, the first of which that lives: see
-    `Reference.data_parallel_rank`."""
+    """Return the names that the engine which a router means may have; see `Reference.data_parallel_rank`."""
     of_rank = f"{engine_id}_dp{data_parallel_rank}"
     return (of_rank,) if data_parallel_rank else (engine_id, of_rank)
 

@@ -226,7 +226,7 @@ class _ReadStateEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._Enum
     READ_STATE_UNSPECIFIED: _ReadState.ValueType  # 0
     """READ_STATE_UNSPECIFIED is never sent."""
     READ_STATE_WAITING: _ReadState.ValueType  # 1
-    """READ_STATE_WAITING: leased, the publication is not complete yet."""
+    """READ_STATE_WAITING: leased, or waiting for a lease under a router's key; the publication is not complete yet."""
     READ_STATE_READING: _ReadState.ValueType  # 2
     """READ_STATE_READING: leased, all blocks granted."""
     READ_STATE_VALID: _ReadState.ValueType  # 3
@@ -244,7 +244,7 @@ class ReadState(_ReadState, metaclass=_ReadStateEnumTypeWrapper):
 READ_STATE_UNSPECIFIED: ReadState.ValueType  # 0
 """READ_STATE_UNSPECIFIED is never sent."""
 READ_STATE_WAITING: ReadState.ValueType  # 1
-"""READ_STATE_WAITING: leased, the publication is not complete yet."""
+"""READ_STATE_WAITING: leased, or waiting for a lease under a router's key; the publication is not complete yet."""
 READ_STATE_READING: ReadState.ValueType  # 2
 """READ_STATE_READING: leased, all blocks granted."""
 READ_STATE_VALID: ReadState.ValueType  # 3
@@ -317,7 +317,7 @@ class Reference(google.protobuf.message.Message):
     """
     data_parallel_rank: builtins.int
     """data_parallel_rank of the source for a router_key. The engine meant has the name engine_id followed by "_dp" and this
-    number, or engine_id alone if the number is 0 and an engine of that name lives.
+    number; or, if the number is 0, engine_id alone: whichever of the two publishes under the router_key.
     """
     def __init__(
         self,

@@ -42,7 +42,7 @@ class Book:
     Attributes:
         source: the incarnation.
         secret: its session secret, from which the keys of its references are derived.
-        waiting_reads: budget of reads whose publications have not arrived, by the reader's host.
+        waiting_reads: budget of live leases on publications that have not arrived, by the reader's host.
         router_keys: the keys of its publications that routers chose.
         recovering: the engine has not sent its full snapshot yet. A home cannot tell a new engine from one whose
             records it lost, so every engine sends one.

@@ -34,8 +34,8 @@ class Limits:
     """Leases at a home, including ended ones whose outcome is still kept. The publications of one engine get at most
     as many as stay free."""
     waiting_reads: int = 4096
-    """Live leases on publications of one engine that have not arrived, and reads that wait under a router's key. A
-    reader gets at most as many as stay free."""
+    """Live leases on publications of one engine that have not arrived; and as many reads that wait under routers' keys.
+    A reader gets at most as many as stay free."""
     waiting_declines: int = 4096
     """Publications of one engine that were declined before they arrived; and as many more under routers' keys, of which
     a caller gets at most as many as stay free."""

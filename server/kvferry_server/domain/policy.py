@@ -22,7 +22,7 @@ class PolicyRole(Enum):
     """What a policy lets a caller do."""
 
     ENGINE = "engine"
-    """Open and register these engines, and publish in their names."""
+    """Open and register these engines, publish in their names, and decline their references."""
     READER = "reader"
     """Read from these engines, and decline their references."""
     RELAY = "relay"
@@ -40,10 +40,12 @@ class Need:
     Attributes:
         roles: one of them is enough.
         engine_id: the engine that the call is about; None: the role for any engine is enough.
+        or_engine_id: another engine that the call may be about; the role for it is enough as well. None: no other.
     """
 
     roles: tuple[PolicyRole, ...]
     engine_id: str | None = None
+    or_engine_id: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +67,10 @@ class Grant:
         """Whether this is enough."""
         for role in need.roles:
             engines = self._engines(role)
-            if any(need.engine_id is None or matches(pattern, need.engine_id) for pattern in engines):
+            if engines and need.engine_id is None:
+                return True
+            names = [name for name in (need.engine_id, need.or_engine_id) if name is not None]
+            if any(matches(pattern, name) for pattern in engines for name in names):
                 return True
         return False
 

@@ -153,17 +153,17 @@ class Registry:
         raise self._unknown(engine_id)
 
     def find_named(self, engine_ids: Sequence[str]) -> list[Engine]:
-        """Return the living engine of the first of these names that one has, for readers that know no incarnation: all
-        its living incarnations, of which a home that has just started may have several.
+        """Return the living engines of these names, for readers that know no incarnation: mostly one. Which one is
+        meant, only a key can tell: whoever names an engine after another one must not take its readers.
 
         Raises:
             EngineUnknown, HomeRecovering: none has any of these names.
         """
-        for engine_id in engine_ids:
-            found = [engine for engine in self._named(engine_id) if not engine.dead]
-            if found:
-                return found
-        raise self._unknown(engine_ids[0])
+        named = (engine for engine_id in engine_ids for engine in self._named(engine_id))
+        found = [engine for engine in named if not engine.dead]
+        if not found:
+            raise self._unknown(engine_ids[0])
+        return found
 
     def has_rival(self, ref: EngineRef) -> bool:
         """Whether another incarnation of the same engine_id is alive or may come back."""

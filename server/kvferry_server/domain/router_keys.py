@@ -69,13 +69,17 @@ class RouterKeys:
     Args:
         source: the incarnation.
         memory: budget of the home's memory.
+        waits: budget of reads that wait, by the reader's host.
         declines: budget of declines that came before their publications, by who declined.
 
     Attributes:
         waiting: the reads that wait, by the name that they wait for.
+        waits: see above. Anybody may wait, with any key: who has a publication's own reference must not lose its place
+            to them, so the budget is another one.
     """
 
-    def __init__(self, source: EngineRef, memory: MemoryBudget, declines: Budget) -> None:
+    def __init__(self, source: EngineRef, memory: MemoryBudget, waits: Budget, declines: Budget) -> None:
+        self.waits = waits
         self.waiting: dict[str, set[WaitingRead]] = {}
         self._source = source
         self._memory = memory
@@ -88,6 +92,14 @@ class RouterKeys:
     def held(self, name: str) -> PublicationRecord | None:
         """Return the publication that has this name; None if there is none."""
         return self._held.get(name)
+
+    def concerned(self, wanted: RouterKey) -> bool:
+        """Whether a publication has this key, or had it a short time ago, or a read waits with it."""
+        held, past = self._held.get(wanted.name), self._past.get(wanted.name)
+        keys = [waiting.request.router_key.key for waiting in self.waiting.get(wanted.name, ())]
+        keys += [held.router_key.key] if held is not None and held.router_key is not None else []
+        keys += [past.key] if past is not None else []
+        return any(hmac.compare_digest(key, wanted.key) for key in keys)
 
     def find(self, wanted: RouterKey, now: float) -> PublicationRecord | None:
         """Return the publication under a key; None if it has not arrived.

@@ -6,7 +6,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Hashable, Sequence
 
-from kvferry.errors import HomeRecovering, PublicationReleased, ServerDraining, WrongKey
+from kvferry.errors import (
+    EngineUnknown,
+    HomeRecovering,
+    LimitReached,
+    PublicationReleased,
+    ServerDraining,
+    WrongKey,
+)
 from kvferry_server.domain.budgets import check_budget
 from kvferry_server.domain.identity import EngineRef, RouterKey
 from kvferry_server.domain.limits import MAX_ENDED_AT_ONCE
@@ -20,8 +27,9 @@ class Routing:
     """The calls with references of routers on a home's records. Not thread-safe: it belongs to its home's event
     loop.
 
-    `sources` are the living incarnations of the engine that a reference names: one, but for the first moments of a
-    home, which cannot tell yet which of two is the older. Then what one of them says does not count against the other.
+    `sources` are the living engines that a reference may mean: mostly one, but two names may fit, and a home that has
+    just started cannot tell which of two incarnations is the older. Whoever has the publication under the router's key
+    is meant. What another one says, or how full it is, does not count against it: it may be an impostor.
     """
 
     def __init__(self, records: Records) -> None:
@@ -64,16 +72,23 @@ class Routing:
         """Note that a read waits, until `end_wait`: `Awoken` tells when it must look again.
 
         Raises:
-            LimitReached: too many reads of this caller wait for publications of the engine.
+            LimitReached: too many reads of this caller wait for publications of the engine, at each of the sources.
         """
         now = self._records.advance(MAX_ENDED_AT_ONCE)
-        source = sources[0]
-        budget = self._records.book(source).waiting_reads
-        check_budget("waiting_reads", budget, asked.holder, self._times.ttl)
-        self._memory.check(source, ROUTER_KEY_BYTES)
-        waiting = WaitingRead(next(self._numbers), tuple(sources), asked, now, budget)
-        self._records.add_waiting(waiting)
-        return waiting
+        full: LimitReached | None = None
+        for source in sources:
+            budget = self._records.book(source).router_keys.waits
+            try:
+                check_budget("waiting_reads", budget, asked.holder, self._times.ttl)
+                self._memory.check(source, ROUTER_KEY_BYTES)
+            except LimitReached as error:
+                full = full or error
+                continue
+            others = (other for other in sources if other != source)
+            waiting = WaitingRead(next(self._numbers), (source, *others), asked, now, budget)
+            self._records.add_waiting(waiting)
+            return waiting
+        raise full or EngineUnknown("this home has none of the engines", engine_id=asked.engine_id)
 
     def end_wait(self, waiting: WaitingRead) -> None:
         """Note that a read waits no more. To be called once."""
@@ -93,17 +108,33 @@ class Routing:
             LimitReached: this caller has declined too many publications of the engine before they arrived.
         """
         now = self._records.advance(MAX_ENDED_AT_ONCE)
-        try:
-            publication = self._find(sources, wanted, now)
-        except PublicationReleased:
-            return
-        if publication is not None:
-            self._records.end(publication, PublicationOutcome.DECLINED, now)
-            return
+        full: LimitReached | None = None
         for source in sources:
+            # Each by itself: a repeated call must reach the one that was full before.
+            try:
+                publication = self._find((source,), wanted, now)
+            except PublicationReleased:
+                continue
+            except WrongKey:
+                if len(sources) == 1:
+                    raise
+                continue
+            if publication is not None:
+                self._records.end(publication, PublicationOutcome.DECLINED, now)
+                return
             book = self._records.book(source)
-            book.router_keys.decline(wanted, holder, now, now + self._times.max_wait)
-            self._records.wake_waiting(book, wanted.name)
+            try:
+                book.router_keys.decline(wanted, holder, now, now + self._times.max_wait)
+            except LimitReached as error:
+                full = full or error
+            else:
+                self._records.wake_waiting(book, wanted.name)
+        if full is not None:
+            raise full
+
+    def concerned(self, sources: Sequence[EngineRef], wanted: RouterKey) -> bool:
+        """Whether one of the sources has, or had, a publication under a router's key, or a read waits for one there."""
+        return any(self._records.book(source).router_keys.concerned(wanted) for source in sources)
 
     def _find(self, sources: Sequence[EngineRef], wanted: RouterKey, now: float) -> PublicationRecord | None:
         wrong: WrongKey | None = None

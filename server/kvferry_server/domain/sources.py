@@ -57,7 +57,8 @@ class Sources:
         self._records.advance(MAX_ENDED_AT_ONCE)
         book = self._records.books.get(source)
         if book is None:
-            router_keys = RouterKeys(source, self._memory, Budget(self._limits.waiting_declines))
+            waits, declines = Budget(self._limits.waiting_reads), Budget(self._limits.waiting_declines)
+            router_keys = RouterKeys(source, self._memory, waits, declines)
             self._records.books[source] = Book(source, secret, Budget(self._limits.waiting_reads), router_keys)
         else:
             book.standing = Standing.LIVE

@@ -19,6 +19,7 @@ from kvferry.errors import (
     ServerDraining,
     WatchTakenOver,
 )
+from kvferry_server.domain.engine import Engine
 from kvferry_server.domain.identity import EngineRef
 from kvferry_server.domain.limits import MAX_STALE_STREAMS, check_limit
 from kvferry_server.domain.publications import Lease, PublicationRecord, PublicationStage
@@ -255,7 +256,7 @@ async def _found(home: Home, request: LeaseRequest | RoutedRequest, waits_until:
         found = home.routing.find(sources, wanted)
         if found is not None:
             return home.routing.request(found, request)
-        engines[0].check_readable()
+        _check_some_readable(engines)
         waiting = home.routing.wait(sources, request)
     try:
         with home.wakeups.watching(waiting) as waker:
@@ -271,6 +272,19 @@ async def _found(home: Home, request: LeaseRequest | RoutedRequest, waits_until:
         home.routing.end_wait(waiting)
     with home.turn():
         return home.routing.request(found, request)
+
+
+def _check_some_readable(engines: Sequence[Engine]) -> None:
+    """Raise as `Engine.check_readable` if none can be read from."""
+    errors = list[KvferryError]()
+    for engine in engines:
+        try:
+            engine.check_readable()
+        except KvferryError as error:
+            errors.append(error)
+        else:
+            return
+    raise errors[0]
 
 
 def _living(home: Home, sources: Sequence[EngineRef]) -> list[EngineRef]:

@@ -54,21 +54,26 @@ def _handshake(request: pb.HandshakeRequest) -> tuple[Need]:
     return (Need((READER,) if request.reference else (READER, OBSERVER), request.engine_id),)
 
 
-def _reference(text: str, roles: tuple[PolicyRole, ...] = (READER,)) -> tuple[Need, ...]:
+def _named(reference: str) -> tuple[str, ...]:
+    """Return the names of the engines that a reference may mean; none: it is malformed."""
     try:
-        named = parse_reference(text)
+        named = parse_reference(reference)
     except BadReference:
         # The handler says what is wrong with it.
-        return (Need(roles),)
-    if not named.router_key:
-        return (Need(roles, named.engine_id),)
+        return ()
+    return engine_ids(named.engine_id, named.data_parallel_rank) if named.router_key else (named.engine_id,)
+
+
+def _read(reference: str) -> tuple[Need, ...]:
     # Whichever of these lives is read from, so the role is needed for each.
-    return tuple(Need(roles, engine_id) for engine_id in engine_ids(named.engine_id, named.data_parallel_rank))
+    return tuple(Need((READER,), engine_id) for engine_id in _named(reference)) or (Need((READER,)),)
 
 
-def _decline(decline: pb.Decline) -> tuple[Need, ...]:
+def _decline(decline: pb.Decline) -> tuple[Need]:
+    # A source declines as well, when it will not publish under a router's key; it could abort what it has published.
     # A node server sends it on under its own certificate, and has asked its own policy about the caller.
-    return _reference(decline.reference, (READER, RELAY) if decline.relayed_by else (READER,))
+    roles = (READER, ENGINE, RELAY) if decline.relayed_by else (READER, ENGINE)
+    return (Need(roles, *_named(decline.reference)),)
 
 
 def _notify(request: pb.NotifyRequest) -> Iterator[Need]:
@@ -103,8 +108,8 @@ TABLE: Mapping[str, Entry] = {
     "/kvferry.v1.KVTransfer/RegisterCache": Entry((ENGINE, RELAY), _in_an_engines_name),
     "/kvferry.v1.KVTransfer/Watch": Entry((ENGINE, RELAY), _in_an_engines_name),
     "/kvferry.v1.KVTransfer/Handshake": Entry((READER,), _handshake),
-    "/kvferry.v1.KVTransfer/ReadBlocks": Entry((READER,), lambda request: _reference(request.reference)),
-    "/kvferry.v1.KVTransfer/PollBlocks": Entry((READER,), lambda request: _reference(request.read.reference)),
+    "/kvferry.v1.KVTransfer/ReadBlocks": Entry((READER,), lambda request: _read(request.reference)),
+    "/kvferry.v1.KVTransfer/PollBlocks": Entry((READER,), lambda request: _read(request.read.reference)),
     "/kvferry.v1.KVTransfer/ReadChecksums": _always(READER),
     "/kvferry.v1.KVTransfer/Notify": Entry((ENGINE, READER, RELAY), _notify),
     "/kvferry.v1.Introspection/GetServerInfo": _always(OBSERVER),

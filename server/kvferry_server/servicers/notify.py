@@ -188,6 +188,10 @@ def _decline(home: Home, relays: Relays, decline: pb.Decline, holder: Hashable) 
             if isinstance(found, decode.Routed):
                 names = engine_ids(found.engine_id, found.data_parallel_rank)
                 engines = home.engines.find_named(names)
+                # It names no incarnation, and an engine of another home may have the same name.
+                ours = home.routing.concerned([engine.ref for engine in engines], found.router_key)
+                if not (ours or decline.relayed_by) and relays.applies(named, ""):
+                    raise _Elsewhere(named)
             else:
                 engines = [home.engines.find_live(found.source.engine_id, found.source.incarnation)]
         except (EngineUnknown, HomeRecovering):

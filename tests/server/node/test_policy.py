@@ -50,7 +50,7 @@ CERTIFICATES = {
     "without names": "",
 }
 
-ENGINE_CALLS = {"open", "open as if relayed", "register", "publish", "rank left"}
+ENGINE_CALLS = {"open", "open as if relayed", "register", "publish", "rank left", "decline", "relayed decline"}
 RELAY_CALLS = {"relayed open", "relayed registration", "relayed decline", "rank left"}
 LEASE_CALLS = {"renew", "checksums"}
 READER_CALLS = {"handshake", "read", "poll", "decline", "relayed decline"} | LEASE_CALLS
@@ -205,11 +205,9 @@ def test_a_routers_reference_takes_the_role_for_every_engine_that_it_may_mean(
         reader = pb.EngineRef(engine_id="some-reader", incarnation=b"i" * 16)
         read = pb.ReadBlocksRequest(reference=reference, reader=reader, read_id=b"r" * 16, parties=1)
         kv = KVTransferStub(channels[who])
-        decline = pb.NotifyRequest(notifications=[pb.Notification(decline=pb.Decline(reference=reference))])
         refusals = [
             refusal(lambda: kv.PollBlocks(pb.PollBlocksRequest(read=read), timeout=TIMEOUT)),
             refusal(lambda: list(kv.ReadBlocks(read, timeout=TIMEOUT))),
-            refusal(lambda: kv.Notify(decline, timeout=TIMEOUT)),
         ]
         assert len({None if error is None else error.values["engine_id"] for error in refusals}) == 1
         return refusals[0]
@@ -329,6 +327,30 @@ def who_has(**roles: Any) -> Access:
     """What decides over a caller to whom a policy gives these roles."""
     policy = Policy(Grant(), (Rule(("a.example",), Grant(**roles)),))
     return Access(lambda: policy, lambda _: ("a.example",))
+
+
+def test_a_routers_reference_takes_roles_for_the_engines_that_it_may_mean() -> None:
+    """A source that refuses a request declines for its readers, whatever its own name; a reader needs the role for
+    each engine that it might be given."""
+
+    def may(method: str, request: object, **roles: Any) -> bool:
+        try:
+            who_has(**roles).check(f"/kvferry.v1.KVTransfer/{method}", request, cast("Any", None))
+        except NotAllowed:
+            return False
+        return True
+
+    reference = router_reference("h:1", "p")
+    decline = pb.NotifyRequest(notifications=[pb.Notification(decline=pb.Decline(reference=reference))])
+    read = pb.ReadBlocksRequest(reference=reference)
+    for name in ("p", "p_dp0"):
+        assert may("Notify", decline, engine=(name,))
+        assert may("Notify", decline, reader=(name,))
+        assert not may("ReadBlocks", read, reader=(name,))
+        assert not may("PollBlocks", pb.PollBlocksRequest(read=read), reader=(name,))
+    assert may("ReadBlocks", read, reader=("p", "p_dp0"))
+    for nothing in ({"engine": ("p_dp1",)}, {"reader": ("q",)}, {"relay": ("p",)}, {"observer": True}):
+        assert not may("Notify", decline, **nothing)
 
 
 def test_a_relay_opens_no_engine() -> None:

@@ -7,13 +7,13 @@ import socket
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import grpc
 import pytest
 import pytest_asyncio
 
-from kvferry._wire.reference import format_reference, parse_reference
+from kvferry._wire.reference import format_reference, parse_reference, router_reference
 from kvferry._wire.status import from_notification_error
 from kvferry.errors import (
     EngineUnknown,
@@ -33,7 +33,7 @@ from kvferry_server.servicers import relay
 from kvferry_server.servicers.limits import MAX_DECLINE_HOMES
 from tests.support.node_in_process import TIMEOUT, proto, publish_notification, register_request, snapshot
 from tests.support.node_servers import free_port
-from tests.support.parties import SECRETS, P
+from tests.support.parties import P2, SECRETS, P
 
 
 async def notify(address: str, *references: str, relayed_by: str = "") -> list[KvferryError | None]:
@@ -200,3 +200,23 @@ async def test_homes_that_do_not_answer_take_no_room_from_the_declines_of_other_
             await asyncio.wait(waiting)
             # Whatever it took it has given back.
             assert relays.num_homes == 0
+
+
+async def test_a_routers_reference_is_declined_at_the_home_that_it_names(stage: Stage) -> None:
+    """It names no incarnation, and the node server that is asked has an engine of the same name."""
+    key, namesake = b"k" * 16, proto(P2)
+    async with AsyncExitStack() as stack:
+        home, other = [
+            cast("Any", KVTransferStub(await stack.enter_async_context(grpc.aio.insecure_channel(address))))
+            for address in (stage.home, stage.other)
+        ]
+        watch = other.Watch(pb.WatchRequest(engine=namesake, session_secret=SECRETS[P2], role=pb.WATCH_ROLE_SCHEDULER))
+        for _ in range(2):
+            await watch.read()
+        said = [publish_notification(4, router_key="room", key=key)]
+        sent = pb.NotifyRequest(sender=proto(P), session_secret=SECRETS[P], notifications=said)
+        await home.Notify(sent, timeout=TIMEOUT)
+        reference = router_reference(stage.home, P.engine_id, router_key="room", key=key)
+        assert await notify(stage.other, reference) == [None]
+        assert (await stage.released())[0] == 4
+        watch.cancel()

@@ -4,15 +4,14 @@ typed error that says what became of it."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from google.protobuf.duration_pb2 import Duration
 
-from kvferry._wire.reference import parse_reference, router_reference
+from kvferry._wire.reference import parse_reference
 from kvferry.errors import (
     BadReference,
     EngineIncomplete,
@@ -31,10 +30,19 @@ from kvferry.errors import (
 )
 from kvferry.v1 import introspection_pb2 as ipb
 from kvferry.v1 import kv_transfer_pb2 as pb
-from kvferry_server.domain.identity import EngineRef
-from kvferry_server.domain.limits import Limits
+from tests.server.servicers.routers import (
+    KEY,
+    OTHER_KEY,
+    begin,
+    decline,
+    engine,
+    made,
+    publish,
+    released,
+    small,
+    waiting_at,
+)
 from tests.support.node_in_process import (
-    ADVERTISE,
     TIMEOUT,
     Node,
     error_of,
@@ -45,32 +53,7 @@ from tests.support.node_in_process import (
     running,
     snapshot,
 )
-from tests.support.parties import P2, SECRETS, TIMES, D, E, P, read_id
-
-KEY, OTHER_KEY = b"k" * 16, b"o" * 16
-Poll = asyncio.Task[pb.PollBlocksResponse]
-
-
-def made(name: str = "room-7", key: bytes = KEY, engine_id: str = P.engine_id, rank: int = 0) -> str:
-    """A reference as a router makes it."""
-    return router_reference(ADVERTISE, engine_id, router_key=name, key=key, data_parallel_rank=rank)
-
-
-async def waiting_at(node: Node, count: int) -> None:
-    """Wait until so many reads wait under keys of routers."""
-    for _ in range(int(TIMEOUT / 0.001)):
-        listed = await node.introspection.ListTransfers(ipb.ListTransfersRequest(), timeout=TIMEOUT)
-        if sum(transfer.HasField("waited") for transfer in listed.transfers) == count:
-            return
-        await asyncio.sleep(0.001)
-    raise AssertionError(f"{count} reads do not wait")
-
-
-async def begin(node: Node, given: str, before: int = 0, **changes: Any) -> Poll:
-    """Begin to poll; returns once the home has the read waiting, beside the ones before it."""
-    poll = asyncio.create_task(node.poll(reference=given, **changes))
-    await waiting_at(node, before + 1)
-    return poll
+from tests.support.parties import P2, TIMES, D, E, P, read_id
 
 
 async def waited(node: Node, given: str) -> KvferryError:
@@ -78,22 +61,6 @@ async def waited(node: Node, given: str) -> KvferryError:
     poll = await begin(node, given, wait=Duration(nanos=20_000_000))
     node.pass_by(0.02)
     return await raised(poll)
-
-
-async def publish(node: Node, number: int = 1, name: str = "room-7", key: bytes = KEY, **changes: Any) -> Any:
-    return await node.publish(number, router_key=name, key=key, **changes)
-
-
-async def decline(node: Node, *references: str) -> list[pb.NotificationResult]:
-    """Decline as a router does, in nobody's name."""
-    declines = [pb.Notification(decline=pb.Decline(reference=given)) for given in references]
-    return list((await node.kv.Notify(pb.NotifyRequest(notifications=declines), timeout=TIMEOUT)).results)
-
-
-async def released(watch: Any) -> tuple[int, int]:
-    """The next release that the source hears of, and its outcome."""
-    told = (await watch.next()).released
-    return told.publication, told.outcome
 
 
 async def test_a_poll_waits_for_the_publication_and_gets_its_own_reference(ready: Node) -> None:
@@ -253,14 +220,6 @@ async def test_an_abort_reaches_those_who_come_later(ready: Node) -> None:
     assert isinstance(await raised(ready.poll(reference=made(), read_id=read_id("late"))), PublicationAborted)
 
 
-@asynccontextmanager
-async def small(tmp_path: Path, **limits: int) -> AsyncIterator[Node]:
-    async with running(tmp_path, Limits(**limits)) as node:
-        await node.open_engine()
-        await node.register()
-        yield node
-
-
 async def test_one_reader_takes_half_the_places_to_wait(tmp_path: Path) -> None:
     async with small(tmp_path, waiting_reads=4) as node:
         polls = [await begin(node, made(), before=index, read_id=read_id(f"{index}")) for index in range(2)]
@@ -380,13 +339,6 @@ async def test_two_incarnations_of_a_home_that_has_just_started_do_not_disturb_e
         assert (await poll).accepted.source.incarnation == P.incarnation
 
 
-def engine(engine_id: str) -> EngineRef:
-    """Another engine with the session of P."""
-    ref = EngineRef(engine_id, P.incarnation)
-    SECRETS.setdefault(ref, SECRETS[P])
-    return ref
-
-
 async def test_data_parallel_engines_are_found_by_their_rank(node: Node) -> None:
     ranks = [engine(f"deployment_dp{rank}") for rank in range(2)]
     for ref in ranks:
@@ -399,11 +351,11 @@ async def test_data_parallel_engines_are_found_by_their_rank(node: Node) -> None
         assert (await poll).accepted.source.engine_id == ref.engine_id
         (result,) = await decline(node, given)
         assert result.HasField("done")
-    # An engine of that very name comes first.
+    # An engine of that very name may be meant as well.
     await node.open_engine(alone := engine("deployment"))
     await node.register(ref=alone)
-    poll = await begin(node, made(engine_id="deployment"))
-    await node.source(publish_notification(router_key="room-7", key=KEY), ref=alone)
+    poll = await begin(node, made("room-8", engine_id="deployment"))
+    await node.source(publish_notification(router_key="room-8", key=KEY), ref=alone)
     assert (await poll).accepted.source.engine_id == "deployment"
     assert isinstance(await raised(node.poll(reference=made(engine_id="deployment", rank=2))), EngineUnknown)
 

@@ -1,0 +1,83 @@
+"""References of routers among impostors: another engine's name, or its readers' places, are nobody's to take (R13)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvferry.errors import LimitReached, PublicationReleased
+from kvferry.v1 import kv_transfer_pb2 as pb
+from kvferry_server.domain.limits import Limits
+from tests.server.servicers.routers import (
+    KEY,
+    OTHER_KEY,
+    begin,
+    decline,
+    engine,
+    made,
+    publish,
+    released,
+    small,
+    waiting_at,
+)
+from tests.support.node_in_process import Node, error_of, publish_notification, raised, running
+from tests.support.parties import P2, D, E, P, read_id
+
+
+@pytest.mark.parametrize(("true", "impostor"), [("name", "name_dp0"), ("name_dp0", "name")])
+async def test_an_engine_with_the_other_name_takes_no_reader(node: Node, true: str, impostor: str) -> None:
+    """A reference for data-parallel rank 0 fits two names. Who has the key is meant, whichever lives."""
+    source, stranger = engine(true), engine(impostor)
+    for ref in (stranger, source):
+        await node.open_engine(ref)
+        await node.register(ref=ref)
+    given = made(engine_id="name")
+    poll = await begin(node, given)
+    await node.source(publish_notification(router_key="room-7", key=OTHER_KEY), ref=stranger)
+    await waiting_at(node, 1)
+    await node.source(publish_notification(router_key="room-7", key=KEY), ref=source)
+    assert (await poll).accepted.source.engine_id == true
+    # Nor is it declined at the impostor alone.
+    early = made("room-8", engine_id="name")
+    assert [result.HasField("done") for result in await decline(node, early)] == [True]
+    assert isinstance(await raised(node.poll(reference=early)), PublicationReleased)
+
+
+async def test_an_impostor_at_a_home_that_has_just_started_keeps_nobody_waiting(tmp_path: Path) -> None:
+    """It came first, has no caches, and is full. The true engine's readers wait there all the same."""
+    async with running(tmp_path, Limits(waiting_reads=2, waiting_declines=2), new=True) as node:
+        await node.open_engine(P2)
+        await node.register(ref=P2)
+        full = await begin(node, made("full"))
+        await decline(node, made("full-too"))
+        watch = await node.open_engine(P)
+        await node.register(ref=P)
+        poll = await begin(node, made(), before=1)
+        (refused,) = await decline(node, made("declined"))
+        # Not everybody was told; the one whose reference it is was.
+        assert isinstance(error_of(refused), LimitReached)
+        await publish(node)
+        assert (await poll).accepted.source.incarnation == P.incarnation
+        await publish(node, 2, "declined")
+        assert await released(watch) == (2, pb.RELEASE_OUTCOME_DECLINED)
+        full.cancel()
+
+
+async def test_an_impostor_without_caches_is_waited_beside(tmp_path: Path) -> None:
+    async with running(tmp_path, new=True) as node:
+        await node.open_engine(P2)
+        await node.open_engine(P)
+        await node.register(ref=P)
+        poll = await begin(node, made())
+        await publish(node)
+        assert (await poll).accepted.source.incarnation == P.incarnation
+
+
+async def test_who_waits_with_any_key_takes_no_place_of_a_publications_own_reference(tmp_path: Path) -> None:
+    async with small(tmp_path, waiting_reads=2) as node:
+        strangers = [await begin(node, made("no-such")), await begin(node, made("no-such"), before=1, reader=E)]
+        answer = await node.poll(1, read_id=read_id("own"), reader=D)
+        assert answer.accepted.publication == 1
+        for poll in strangers:
+            poll.cancel()
