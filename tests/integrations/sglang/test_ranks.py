@@ -27,14 +27,23 @@ def alone(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[list[in
         single.close()
 
 
-@pytest.mark.parametrize(("source", "destination"), [(2, 1), (1, 2)])
+@pytest.mark.parametrize(
+    ("source", "destination", "more"), [(2, 1, ["--disaggregation-decode-enable-radix-cache"]), (1, 2, [])]
+)
 def test_ranks_of_other_sizes_say_the_same(
-    source: int, destination: int, model: Path, home: NodeServerProcess, tmp_path: Path, alone: list[list[int]]
+    source: int,
+    destination: int,
+    more: list[str],
+    model: Path,
+    home: NodeServerProcess,
+    tmp_path: Path,
+    alone: list[list[int]],
 ) -> None:
-    """Also together, after one of them was aborted, and with what prefill has in its prefix cache."""
+    """Also together, after one of them was aborted, with what prefill has in its prefix cache, and with what decode has
+    in its own, which it does not read again."""
     instances = [
-        Instance(model, tmp_path / f"{mode}.log", mode, home.address, tp=tp)
-        for mode, tp in (("prefill", source), ("decode", destination))
+        Instance(model, tmp_path / "prefill.log", "prefill", home.address, tp=source),
+        Instance(model, tmp_path / "decode.log", "decode", home.address, *more, tp=destination),
     ]
     try:
         prefill, decode = (instance.ready() for instance in instances)
