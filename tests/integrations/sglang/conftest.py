@@ -27,7 +27,7 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NodeServerProcess]:
-    with NodeServerProcess(tmp_path_factory.mktemp("home"), tcp=True, ttl=6, max_ttl=6, hold=20) as server:
+    with NodeServerProcess(tmp_path_factory.mktemp("home"), tcp=True, ttl=20, max_ttl=20, hold=20) as server:
         yield server
 
 
