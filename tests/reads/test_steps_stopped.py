@@ -1,4 +1,4 @@
-"""What a rank does with a share that its source publishes in steps, at each moment at which something else may happen."""
+"""A share whose source publishes in steps, stopped at each moment at which it may write."""
 
 from __future__ import annotations
 
