@@ -13,6 +13,7 @@ from kvferry._transport.transfer import Transfer, TransferState
 from kvferry.errors import TransferCancelled
 from kvferry.geometry import Blocks
 from tests.reads.played_rank import PlayedRank
+from tests.support.waiting import until
 
 FIRST, SECOND = {"full": Blocks([2], 0, 16)}, {"full": Blocks([3], 16, 32)}
 
@@ -34,7 +35,7 @@ def between_steps(world: PlayedRank) -> RankRead:
     world.answer("a")
     world.until(lambda: world.transfers)
     world.transfers[0].landed(world.size)
-    world.until(lambda: not made[0].moving)
+    until(lambda: not made[0].moving)
     return made[0]
 
 

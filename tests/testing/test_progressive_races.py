@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from kvferry import Blocks
+from kvferry.engine import GrantStep
 from kvferry.errors import TransferCancelled
 from kvferry.geometry import blocks as blocks_module
 from kvferry.testing import Fabric
@@ -109,3 +110,29 @@ def test_whenever_it_is_cancelled_nothing_is_written_once_it_says_that_it_is_qui
         prefill.session.abort(publication)
         prefill.outcome(publication)
         assert not decode.memory[0].any(), attempt
+
+
+def test_steps_of_a_read_that_was_given_up_before_its_grant_was_started_are_dropped(fabric: Fabric) -> None:
+    prefill, decode = Prefill(fabric), Decode(fabric)
+    prefill.compute(4)
+    before = reachable_steps(decode)
+    grant = decode.attached(prefill)
+    prefill.compute(8)
+    decode.until(lambda: decode.steps)
+    decode.worker.add_step(decode.steps.pop())
+    assert reachable_steps(decode) > before
+    decode.scheduler.cancel("mine")
+    assert decode.scheduler.cancels() == [grant.read_id]
+    decode.worker.cancel(grant.read_id)
+    assert reachable_steps(decode) == before
+
+
+def reachable_steps(decode: Decode) -> int:
+    """How many steps the worker's port keeps."""
+    found, left = 0, [decode.worker._steps]
+    while left:
+        seen = left.pop()
+        found += isinstance(seen, GrantStep)
+        left += seen.values() if isinstance(seen, dict) else []
+        left += [getattr(seen, name) for name in ("_orders", "_ahead", "ahead") if hasattr(seen, name)]
+    return found
