@@ -3,6 +3,9 @@ and the end of a port."""
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -38,6 +41,12 @@ def test_an_offer_grows_by_what_is_new_however_long_it_waits(fabric: Fabric, mon
     publication = prefill.session.publish("request", {"full": Blocks([0])}, last=False)
     decode.scheduler.acquire("mine", publication.reference, progressive=True)
     until(lambda: decode.scheduler.granted("mine") is not None)
+
+    def offered() -> int | None:
+        """Up to which token."""
+        offer = decode.scheduler.granted("mine")
+        return None if offer is None else offer.granted[0].end_token
+
     handled = 0
     checked = blocks_module._checked_ids
 
@@ -51,7 +60,7 @@ def test_an_offer_grows_by_what_is_new_however_long_it_waits(fabric: Fabric, mon
     for place in range(1, count):
         some = {"full": Blocks([2 * place], BLOCK * place)}
         prefill.session.publish_more(publication, some, last=place == count - 1)
-        until(lambda place=place: decode.scheduler.granted("mine").granted[0].end_token == BLOCK * (place + 1))
+        until(partial(lambda end: offered() == end, BLOCK * (place + 1)))
     # Each block a few times, on both sides; never all that came before it.
     assert handled < 10 * count
     offer = decode.scheduler.granted("mine")
@@ -129,7 +138,8 @@ def test_steps_of_a_read_that_was_given_up_before_its_grant_was_started_are_drop
 
 def reachable_steps(decode: Decode) -> int:
     """How many steps the worker's port keeps."""
-    found, left = 0, [decode.worker._steps]
+    found = 0
+    left: list[Any] = [decode.worker._steps]
     while left:
         seen = left.pop()
         found += isinstance(seen, GrantStep)
