@@ -16,7 +16,7 @@ from kvferry.geometry import blocks as blocks_module
 from kvferry.testing import Fabric
 from tests.support.waiting import until
 from tests.testing.fabric_engines import BLOCK, SOON, Engine, kv
-from tests.testing.test_progressive_reads import THEIRS, TOKENS, VALUES, Decode, Prefill, begin, halfway
+from tests.testing.stepping_engines import THEIRS, TOKENS, VALUES, Decode, Prefill, begin, halfway
 
 
 def test_an_engine_that_looks_at_its_grant_again_takes_no_step_from_its_workers(fabric: Fabric) -> None:
