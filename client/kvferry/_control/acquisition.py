@@ -328,7 +328,8 @@ class Acquisition:
             raise _expired(self._request, "was granted again too late")
         self._told_under = accepted.lease_id
         self._steps.again()
-        self._keep(lease)
+        # A transfer that is under way must not end with the lease that the home has lost.
+        self._kept_again(lease)
 
     # The end of an attempt, and of the acquisition.
 

@@ -251,9 +251,10 @@ class RankRead:
             # `begin` checks the cancellation under the same lock: either it has seen the cancellation, or `_starting`
             # or `_transfer` is set here.
             transfer, starting = self._transfer, self._starting
-        if transfer is None:
-            return not starting
-        return transfer.cancel() and not self._clearing
+        if starting:
+            # `begin` cancels what it starts. The transfer before it, if any, says nothing of that one.
+            return False
+        return transfer is None or (transfer.cancel() and not self._clearing)
 
     def refuse(self, error: KvferryError) -> None:
         """End a share that was never begun."""

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from kvferry._control.acquisition import Acquired, AcquireRequest, MoreBlocks
 from kvferry._control.cancellation import Cancellation
-from kvferry._reads.leased_read import LeasedRead
+from kvferry._reads.leased_read import LeasedRead, ReadStage
 from kvferry.engine.values import BlockRuns, GrantStep, Offer, ReadEnd, ReadSource
 from kvferry.geometry.blocks import Blocks, joined
 
@@ -17,9 +17,9 @@ class SchedulerRead(LeasedRead):
 
     Attributes:
         request_id: the engine's name for the request.
-        offer: the offer that the engine gets once the read is granted; of all blocks known before it is attached.
+        offer: the offer that the engine gets once the read is granted; see `latest_offer`.
         steps: number of the steps that were handed out since it was attached.
-        more: blocks that were not handed out since.
+        more: blocks that are neither in the offer nor handed out.
         lost: ids of the blocks that it writes to, by group.
         withheld: its end, kept back until it is quiet.
         written: the key of its claim on the blocks, see `Writes`.
@@ -62,10 +62,22 @@ def runs_of(blocks: Mapping[str, Blocks]) -> tuple[BlockRuns, ...]:
     return tuple(BlockRuns.of_blocks(name, listed) for name, listed in blocks.items())
 
 
-def extended(offer: Offer, more: MoreBlocks) -> Offer:
-    """Return an offer with the blocks that its source has published since."""
-    granted = runs_of(joined((offer.blocks(), more.blocks)))
-    return replace(offer, granted=granted, payload=more.payload, complete=more.complete)
+def latest_offer(read: SchedulerRead) -> Offer | None:
+    """Return the offer of a read; None: it is not granted. Until it is attached, the offer grows by what its source
+    publishes.
+
+    It grows when the engine looks, and by runs alone: an engine may keep a request unattached for long while its source
+    publishes many steps, and no step of the engine may wait for that.
+    """
+    if read.stage is not ReadStage.GRANTED or read.offer is None or not read.more:
+        return read.offer
+    more, read.more = read.more, []
+    granted = {runs.group: runs for runs in read.offer.granted}
+    for runs in runs_of(joined(part.blocks for part in more)):
+        granted[runs.group] = granted[runs.group].followed_by(runs) if runs.group in granted else runs
+    last = more[-1]
+    read.offer = replace(read.offer, granted=tuple(granted.values()), payload=last.payload, complete=last.complete)
+    return read.offer
 
 
 def step_of(read: SchedulerRead) -> GrantStep:

@@ -19,7 +19,7 @@ from kvferry._reads.leased_read import UNDER_WAY, ReadStage, ShareEnd
 from kvferry._reads.leased_reads import LeasedReads
 from kvferry._reads.meters import ReadMeter, kind_of
 from kvferry._work_queue import WorkQueue
-from kvferry.engine.scheduler_read import SchedulerRead, end_of, extended, offer_of, runs_of, step_of
+from kvferry.engine.scheduler_read import SchedulerRead, end_of, latest_offer, offer_of, runs_of, step_of
 from kvferry.engine.values import Finished, Grant, GrantStep, Offer, ReadEnd, WorkerOutput
 from kvferry.errors import (
     Closed,
@@ -133,7 +133,8 @@ class Reads:
             if read.stage is ReadStage.REFUSED and read.error is not None:
                 self._forget(read)
                 raise read.error
-            return None if read.offer is None else replace(read.offer, timeout=self._left(read))
+            offer = latest_offer(read)
+            return None if offer is None else replace(offer, timeout=self._left(read))
 
     def attach(
         self, request_id: str, blocks: Mapping[str, Blocks], tokens: tuple[int, int] | None, *, allow_overlap: bool
@@ -144,10 +145,11 @@ class Reads:
             if read.stage is ReadStage.REFUSED and read.error is not None:
                 self._forget(read)
                 raise read.error
-            if read.stage is not ReadStage.GRANTED or read.offer is None:
+            offer = latest_offer(read)
+            if read.stage is not ReadStage.GRANTED or offer is None:
                 raise _not_attachable(request_id, read.stage)
-            offered = read.offer.blocks()
-            if not read.offer.complete:
+            offered = offer.blocks()
+            if not offer.complete:
                 if tokens is None:
                     expected = "the tokens to read, since the offer is not complete"
                     raise InvalidField("tokens", None, expected)
@@ -157,7 +159,7 @@ class Reads:
             local = runs_of(blocks)
             read.lost = {name: tuple(listed.ids.tolist()) for name, listed in blocks.items()}
             self._reads.begin(read)
-            return read.offer.attached(local, tokens, timeout=self._left(read))
+            return offer.attached(local, tokens, timeout=self._left(read))
 
     def take_steps(self) -> list[GrantStep]:
         """See `SchedulerPort.grant_steps`."""
@@ -271,11 +273,9 @@ class Reads:
 
     def on_more(self, read: SchedulerRead, more: MoreBlocks) -> None:
         """See `leased_reads.Owner`."""
+        read.more.append(more)
         if read.stage is ReadStage.READING:
-            read.more.append(more)
             self._gained[read] = None
-        elif read.offer is not None:
-            read.offer = extended(read.offer, more)
         self._news.set()
 
     def on_renewed(self, read: SchedulerRead) -> None:

@@ -53,9 +53,23 @@ class BlockRuns:
         total = sum(self.counts)
         if len(self.starts) != len(self.counts) or min(self.counts, default=1) < 1 or total > MAX_BLOCKS:
             raise InvalidField("blocks", self.group, f"as many starts as counts, together at most {MAX_BLOCKS} blocks")
-        runs = [np.arange(start, start + count) for start, count in zip(self.starts, self.counts, strict=True)]
-        ids = np.concatenate(runs) if runs else np.empty(0, np.int32)
+        if min(self.starts, default=0) < 0 or max(self.starts, default=0) >= 2**31:
+            raise InvalidField("blocks", self.group, "starts that are block ids")
+        starts, counts = np.array(self.starts, np.int64), np.array(self.counts, np.int64)
+        # All at once, since a request may have a run per block: a loop would hold up the engine's step.
+        ids = np.repeat(starts - (np.cumsum(counts) - counts), counts) + np.arange(total)
         return Blocks(ids, self.first_token, self.end_token, self.state_token)
+
+    def followed_by(self, more: BlockRuns) -> BlockRuns:
+        """Return these blocks and those after them, of the same group, as one."""
+        return BlockRuns(
+            self.group,
+            self.first_token,
+            more.end_token,
+            more.state_token,
+            self.starts + more.starts,
+            self.counts + more.counts,
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -291,7 +291,11 @@ class WorkerPort(OneProcess):
         arguments.text("read_id", read_id)
         with self._lock:
             read = self._reads.get(read_id)
-            if read is not None and self._shares is not None:
+            if read is None:
+                # Steps may have come ahead of its grant: an engine that gives up before it starts its reads, again and
+                # again, would fill the memory with them.
+                self._forget(read_id)
+            elif self._shares is not None:
                 self._shares.cancel(read)
 
     def poll(self) -> WorkerOutput:

@@ -76,7 +76,7 @@ def needed(
     pools: dict[tuple[bool, str], list[npt.NDArray[np.int64]]] = {}
     for group in groups:
         if group.name not in destination:
-            raise _missing(group.name)
+            raise missing(group.name)
         if group.name not in source:
             raise BlocksShort(group.name, "source", "blocks", "none of this group")
         theirs, mine, source_group = source[group.name], destination[group.name], source_groups[group.name]
@@ -126,7 +126,7 @@ def written(
     pools: dict[tuple[bool, str], list[AnyIds]] = {}
     for name, group in by_name.items():
         if source is not None and name in source and name not in destination:
-            raise _missing(name)
+            raise missing(name)
         if name not in destination or (source is not None and name not in source):
             continue
         mine = destination[name]
@@ -178,7 +178,8 @@ def promised(
     return found
 
 
-def _missing(group: str) -> InvalidField:
+def missing(group: str) -> InvalidField:
+    """Return the error for a group that has no blocks to read into."""
     return InvalidField(f"group {group!r} of the destination blocks", None, "Blocks to read this group into")
 
 

@@ -18,7 +18,7 @@ from kvferry.errors import InvalidField
 from kvferry.geometry.blocks import Blocks, joined
 from kvferry.geometry.model import EngineGeometry, Group, GroupKind
 from kvferry.planner.expansion import Expansion
-from kvferry.planner.request_blocks import GroupRequest, needed, promised, written
+from kvferry.planner.request_blocks import GroupRequest, missing, needed, promised, written
 
 
 class Plan(Protocol):
@@ -102,7 +102,11 @@ class RequestParts:
         if not self._checked:
             # Each part is checked by itself; that no block is in two of them, only here.
             groups = self._plan.groups
-            mine = {group.name: self._destination[group.name] for group in groups if group.name in self._destination}
+            for group in groups:
+                if group.name not in self._destination:
+                    # The last step would find it, after all bytes have moved.
+                    raise missing(group.name)
+            mine = {group.name: self._destination[group.name] for group in groups}
             written(groups, promised(groups, self.granted, mine), mine, self._tokens)
             self._checked = True
         wanted: dict[str, GroupRequest] = {}
