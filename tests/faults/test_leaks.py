@@ -20,14 +20,14 @@ from tests.support.faults.reports import Held
 WARM_UP = 2 * LAST_READS
 """Requests before the first look. A home keeps its last reads on purpose, so many and no more; it has them all by then,
 as seven or eight of ten requests are read."""
-REQUESTS = int(os.environ.get("KVFERRY_LEAK_REQUESTS", "3000"))
+REQUESTS = int(os.environ.get("KVFERRY_LEAK_REQUESTS", "1500"))
 """`make soak` asks for 10,000."""
 CHANCE = 10
 """Threads, files, or objects of one type that may come and go while nothing is asked. Of a leak there would be one for
 each request, or for each tenth."""
 GROWTH = 24 << 20
 """Bytes by which a process may grow: allocators keep some of what was freed. 1,000 requests that leaked 32 KiB each
-would be found, 3,000 that leaked 9, and 10,000 that leaked 3."""
+would be found, 1,500 that leaked 18, and 10,000 that leaked 3."""
 
 
 # 10,000 requests take a minute and a half on two idle cores.

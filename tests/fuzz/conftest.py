@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, settings
 
 from tests.fuzz.target import Target
 
-EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "25"))
+EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "16"))
 """Random messages per method and kind. `make soak` asks for more."""
 
 FUZZ = settings(

@@ -110,7 +110,7 @@ LISTS = (
 values = st.sampled_from((*WORDS, *NUMBERS, *LISTS, "layers.{}.x", "rows_first", "bfloat16", {"count": 2}, {"a": "b"}))
 
 
-@settings(max_examples=400)
+@settings(max_examples=200)
 @given(data=st.data())
 def test_what_the_loader_takes_fits_the_schema(data: st.DataObject) -> None:
     document = copy.deepcopy(data.draw(st.sampled_from([LLAMA, *DOCUMENTS])))

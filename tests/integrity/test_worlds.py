@@ -164,7 +164,7 @@ def brute_counts(plan: ReadPlan, world: World) -> tuple[Counter[tuple[str, str, 
     return whole, others
 
 
-@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(worlds(), st.data())
 def test_reader_finds_the_sums_of_the_source_and_nothing_else(world: World, data: st.DataObject) -> None:
     geometry, memories, _ = source_memories(world.source, world.source_blocks, world.length)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 
-EXAMPLES = int(os.environ.get("KVFERRY_MODEL_EXAMPLES", "300"))
+EXAMPLES = int(os.environ.get("KVFERRY_MODEL_EXAMPLES", "200"))
 
 MODEL = settings(
     max_examples=EXAMPLES,

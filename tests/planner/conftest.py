@@ -4,7 +4,7 @@ import os
 
 from hypothesis import HealthCheck, Phase, settings
 
-EXAMPLES = int(os.environ.get("KVFERRY_EXAMPLES", "400"))
+EXAMPLES = int(os.environ.get("KVFERRY_EXAMPLES", "250"))
 PHASES = list(Phase) if os.environ.get("KVFERRY_SHRINK") != "0" else [Phase.explicit, Phase.generate]
 
 settings.register_profile(
