@@ -55,10 +55,10 @@ def halfway(fabric: Fabric, **options: Any) -> tuple[Prefill, Engine, Read]:
 class Decode:
     """A decode engine of one rank on the ports, whose steps a test makes."""
 
-    def __init__(self, fabric: Fabric, **options: Any) -> None:
+    def __init__(self, fabric: Fabric, *, confirm: str = "before", **options: Any) -> None:
         spec = EngineSpec("d", (Group("full", block_tokens=BLOCK, num_blocks=BLOCKS),))
         self.memory = {f"layer{layer}": np.zeros((2, BLOCKS, HEADS, BLOCK, DIM), np.uint16) for layer in range(LAYERS)}
-        client = fabric.client()
+        client = fabric.client(confirm=confirm)
         self.scheduler = SchedulerPort(client, spec, **options)
         self.worker = WorkerPort(client, spec)
         self.worker.register(self.memory, axes=AXES["hnd"], heads=range(HEADS), total_heads=HEADS)
@@ -74,8 +74,12 @@ class Decode:
         self.ended += self.scheduler.finished().reads
         return True
 
+    def has(self, steps: int) -> bool:
+        """Whether so many steps were handed out."""
+        return len(self.steps) == steps
+
     def until(self, condition: Callable[[], object]) -> None:
-        until(lambda: self.step() and condition())
+        until(lambda: self.step() and bool(condition()))
 
     def attached(self, prefill: Prefill, **options: Any) -> Any:
         self.scheduler.acquire("mine", prefill.reference, progressive=True, **options)
