@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from sglang.srt.disaggregation.base.conn import KVPoll
+from sglang.srt.disaggregation.utils import DisaggregationMode
 
 from kvferry import Release, ReleaseOutcome
-from kvferry.errors import EngineUnknown, KvferryError
+from kvferry.errors import EngineUnknown, InvalidField, KvferryError
+from kvferry.integrations.sglang import registration
 from kvferry.integrations.sglang.bootstrap import Source, room_reference
 from kvferry.integrations.sglang.manager import KvferryManager
 from kvferry.integrations.sglang.receiver import KvferryReceiver
@@ -111,10 +115,57 @@ def test_a_rank_stops_reading_when_another_has_failed() -> None:
     assert manager.is_abort_release_safe(ROOM, 0)
 
 
-@pytest.mark.parametrize("room", [None, 0, -1, 2**64])
-def test_rooms_that_sglang_cannot_compare_fail(room: int | None) -> None:
-    receiver = KvferryReceiver(PlayedManager(), "127.0.0.1:8998", room)
-    assert receiver.poll() == KVPoll.Failed
+@pytest.mark.parametrize("room", [None, 0, -1, 2**63, 2**64, 2**70])
+def test_rooms_that_sglang_cannot_hand_over_fail_on_both_sides(room: Any) -> None:
+    """Before prefill computes: its scheduler ends where it writes a room of more than 63 bits into its row."""
+    manager = PlayedManager()
+    assert KvferryReceiver(manager, "127.0.0.1:8998", room).poll() == KVPoll.Failed
+    sender = KvferrySender(manager, "127.0.0.1:8998", room)
+    assert sender.poll() == KVPoll.Failed
+    sender.abort()
+    with pytest.raises(Exception, match="bootstrap_room"):
+        sender.failure_exception()
+    assert manager.told == []
+
+
+class Queue:
+    """Decode's queue, of a version of SGLang that gives failed requests' pages back at once."""
+
+    enable_deferred_kv_release = False
+    deferred_kv_release_timeout = 30.0
+
+
+class HoldingQueue(Queue):
+    """Decode's queue, of a version that can hold them."""
+
+    def resolve_deferred_releases(self) -> None:
+        raise NotImplementedError
+
+
+def test_decode_does_not_start_where_sglang_would_not_hold_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang goes on if a plug-in's hook fails, and says so in its log only."""
+    used = SimpleNamespace(disaggregation_transfer_backend="kvferry")
+    monkeypatch.setattr("sglang.srt.runtime_context.get_disagg", lambda: used)
+    monkeypatch.setattr(registration, "_queues_that_hold", [])
+    for queue in (None, Queue()):
+        if queue is not None:
+            registration._hold_until_quiet(None, queue)
+        with pytest.raises(InvalidField, match="version of SGLang"):
+            KvferryManager(SimpleNamespace(), DisaggregationMode.DECODE, None)
+    held = HoldingQueue()
+    registration._hold_until_quiet(None, held)
+    assert held.enable_deferred_kv_release
+    assert math.isinf(held.deferred_kv_release_timeout)
+    # It goes on, to what this test does not play.
+    with pytest.raises(AttributeError):
+        KvferryManager(SimpleNamespace(), DisaggregationMode.DECODE, None)
+
+
+def test_sglang_keeps_rooms_of_63_bits_and_no_larger() -> None:
+    buffers = torch.zeros((1, 8), dtype=torch.uint64)
+    buffers[0, 0] = 2**63 - 1
+    with pytest.raises(ValueError, match="Overflow"):
+        buffers[0, 0] = 2**63
 
 
 def published(manager: PlayedManager) -> KvferrySender:

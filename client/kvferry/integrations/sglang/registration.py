@@ -20,6 +20,9 @@ BACKEND = "kvferry"
 
 _UTILS = "sglang.srt.disaggregation.utils"
 
+_queues_that_hold: list[str] = []
+"""Names of the classes of decode's queues in this process that hold pages until they are quiet."""
+
 
 def register() -> None:
     """Add the backend to SGLang's. Idempotent."""
@@ -84,6 +87,14 @@ def _hold_until_quiet(_: None, queue: Any, *__: Any, **___: Any) -> None:
     if get_disagg().disaggregation_transfer_backend == BACKEND:
         queue.enable_deferred_kv_release = True
         queue.deferred_kv_release_timeout = math.inf
+        if hasattr(queue, "resolve_deferred_releases"):
+            _queues_that_hold.append(type(queue).__name__)
+
+
+def holds_until_quiet() -> bool:
+    """Return whether decode in this process holds the pages of failed requests. SGLang only logs it if a plug-in's hook
+    has failed, e.g. in a version without the queue."""
+    return bool(_queues_that_hold)
 
 
 def _retract_without_a_device(**_: Any) -> None:
