@@ -13,7 +13,7 @@ from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.utils import DisaggregationMode
 
 from kvferry import Release, ReleaseOutcome
-from kvferry.errors import EngineUnknown, InvalidField, KvferryError
+from kvferry.errors import EngineUnknown, InvalidField, KvferryError, WrongState
 from kvferry.integrations.sglang import registration
 from kvferry.integrations.sglang.bootstrap import Source, room_reference
 from kvferry.integrations.sglang.manager import KvferryManager
@@ -72,6 +72,8 @@ class PlayedManager(KvferryManager):
 
     def read(self, reference: str, room: int, blocks: Any) -> Any:
         assert reference == room_reference(SOURCE, ROOM)
+        if room in self._reads:
+            raise WrongState("it is being read")
         self._reads[room] = self.current
         return self.current
 
@@ -113,6 +115,28 @@ def test_a_rank_stops_reading_when_another_has_failed() -> None:
     manager.clear_deferred_abort_state(ROOM)
     receiver.clear()
     assert manager.is_abort_release_safe(ROOM, 0)
+
+
+def test_a_repeated_request_fails_and_the_first_is_read_on() -> None:
+    """Routers and clients repeat requests, with the room of the first."""
+    manager = PlayedManager()
+    first = reading(manager)
+    for aborted in (False, True):
+        again = KvferryReceiver(manager, "127.0.0.1:8998", ROOM)
+        again.init(0)
+        assert again.poll() == KVPoll.WaitingForInput
+        if aborted:
+            again.abort()
+        else:
+            again.send_metadata(np.array([5, 6]), 1, [], decode_prefix_len=0)
+        assert again.poll() == KVPoll.Failed
+        again.ensure_abort_notified(force_arm=True)
+        assert not again.abort_notified
+        again.clear()
+    assert manager.told == []
+    assert not manager.current.cancelled
+    assert first.poll() == KVPoll.Transferring
+    assert not manager.is_abort_release_safe(ROOM, 0)
 
 
 @pytest.mark.parametrize("room", [None, 0, -1, 2**63, 2**64, 2**70])

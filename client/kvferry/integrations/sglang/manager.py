@@ -181,6 +181,10 @@ class KvferryManager(BaseKVManager):  # type: ignore[misc]
         self._reads[room] = read
         return read
 
+    def is_reading(self, room: int) -> bool:
+        """Return whether a request with this room is being read, or was and its pages are held."""
+        return room in self._reads
+
     def waiting(self) -> None:
         """Note that a read has not ended."""
         self._breathe()

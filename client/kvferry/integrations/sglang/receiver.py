@@ -125,9 +125,11 @@ class KvferryReceiver(BaseKVReceiver):  # type: ignore[misc]
     def _give_up(self) -> None:
         """Stop reading, and tell prefill that nobody will read the request: a room has one reader and one try.
 
-        A reference that the request carried may have others.
+        A reference that the request carried may have others. A request with the room of one that is being read is a
+        repetition of it, which must not end it.
         """
-        if self._reference and (self._given is None or self._read is None):
+        repeated = self._read is None and self.kv_mgr.is_reading(self.bootstrap_room)
+        if self._reference and not repeated and (self._given is None or self._read is None):
             self.kv_mgr.decline(self._reference)
         if self._read is not None:
             self._read.cancel()
