@@ -14,7 +14,7 @@ from sglang.srt.disaggregation.utils import DisaggregationMode
 
 from kvferry import Release, ReleaseOutcome
 from kvferry.errors import EngineUnknown, InvalidField, KvferryError, WrongState
-from kvferry.integrations.sglang import registration
+from kvferry.integrations.sglang import holding
 from kvferry.integrations.sglang.bootstrap import Source, room_reference
 from kvferry.integrations.sglang.manager import KvferryManager
 from kvferry.integrations.sglang.receiver import KvferryReceiver
@@ -170,14 +170,14 @@ def test_decode_does_not_start_where_sglang_would_not_hold_pages(monkeypatch: py
     """SGLang goes on if a plug-in's hook fails, and says so in its log only."""
     used = SimpleNamespace(disaggregation_transfer_backend="kvferry")
     monkeypatch.setattr("sglang.srt.runtime_context.get_disagg", lambda: used)
-    monkeypatch.setattr(registration, "_queues_that_hold", [])
+    monkeypatch.setattr(holding, "_queues_that_hold", [])
     for queue in (None, Queue()):
         if queue is not None:
-            registration._hold_until_quiet(None, queue)
+            holding.hold_until_quiet(None, queue)
         with pytest.raises(InvalidField, match="version of SGLang"):
             KvferryManager(SimpleNamespace(), DisaggregationMode.DECODE, None)
     held = HoldingQueue()
-    registration._hold_until_quiet(None, held)
+    holding.hold_until_quiet(None, held)
     assert held.enable_deferred_kv_release
     assert math.isinf(held.deferred_kv_release_timeout)
     # It goes on, to what this test does not play.

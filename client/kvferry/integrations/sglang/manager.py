@@ -28,8 +28,8 @@ from kvferry.errors import InvalidField, KvferryError, WrongState
 from kvferry.geometry.blocks import Blocks
 from kvferry.integrations.sglang.aux_rows import AuxRows
 from kvferry.integrations.sglang.bootstrap import Source, Sources, register_source, room_name
+from kvferry.integrations.sglang.holding import holds_until_quiet
 from kvferry.integrations.sglang.pools import Pools, TensorRank, describe_pools
-from kvferry.integrations.sglang.registration import holds_until_quiet
 from kvferry.integrations.sglang.settings import Settings
 from kvferry.integrations.sglang.support import check_supported, identity
 
