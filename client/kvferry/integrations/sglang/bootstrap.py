@@ -15,23 +15,29 @@ import time
 import urllib.request
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass
+from http.client import HTTPConnection
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from ipaddress import ip_address
 from typing import Any, NamedTuple
 
 from kvferry._threads import start_thread
-from kvferry._wire.reference import PREFIX, router_reference
+from kvferry._wire.channel import parse_address
+from kvferry._wire.reference import PREFIX, parse_reference, router_reference
+from kvferry.errors import KvferryError
 
 logger = logging.getLogger(__name__)
 
 PATH = "/kvferry"
 ASK_TIMEOUT = 5.0
-"""Seconds for one question."""
+"""Seconds for one question; as long again until it is connected."""
 AGAIN = 0.5
 """Seconds until a question that failed is repeated."""
 MAX_BODY = 4096
 MAX_DIGITS = 10
+MAX_CONNECTIONS = 64
+"""Connections to a bootstrap server, each of which has a thread; a further one ends the oldest."""
 MAX_KNOWN = 4096
 """Prefill instances that are remembered, and addresses that are being asked: requests name them."""
 ASKING = 16
@@ -49,6 +55,11 @@ class Source:
 
     engine_id: str
     home: str
+
+
+def room_is_usable(room: int | None) -> bool:
+    """Return whether SGLang can hand over a request's room: a larger one ends its scheduler, and 0 is none to it."""
+    return room is not None and 0 < room < 1 << 63
 
 
 def room_reference(source: Source, room: int) -> str:
@@ -112,11 +123,36 @@ class KvferryBootstrapServer:
 
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
+    # Each decode instance asks, all at once after a restart.
+    request_queue_size = MAX_CONNECTIONS
     source: Source | None = None
 
     def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler]) -> None:
         self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+        self._lock = threading.Lock()
+        self._connections: dict[Any, None] = {}
         super().__init__(address, handler)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Answer on a thread of its own; of slow peers, the oldest gives way."""
+        with self._lock:
+            self._connections[request] = None
+            if len(self._connections) > MAX_CONNECTIONS:
+                oldest = next(iter(self._connections))
+                del self._connections[oldest]
+                with suppress(OSError):
+                    oldest.shutdown(socket.SHUT_RDWR)
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        """Close a connection."""
+        with self._lock:
+            self._connections.pop(request, None)
+        super().shutdown_request(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Log as the rest does: peers that go away are nothing that SGLang's log must show."""
+        logger.debug("bootstrap server: a connection has failed", exc_info=True)
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -141,7 +177,7 @@ class _Handler(BaseHTTPRequestHandler):
         length = self.headers.get("Content-Length", "")
         if self.path != PATH or not (peer == here or ip_address(peer.partition("%")[0]).is_loopback):
             self._answer(403, {"error": "only this host's rank 0 may register"})
-        elif not length.isdigit() or int(length) > MAX_BODY or (found := _source(self.rfile.read(int(length)))) is None:
+        elif not _is_length(length) or (found := _source(self.rfile.read(int(length)))) is None:
             self._answer(400, {"error": "engine_id and home, as JSON strings"})
         else:
             self.server.source = found
@@ -160,16 +196,21 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
 
+def _is_length(text: str) -> bool:
+    return text.isdecimal() and len(text) <= MAX_DIGITS and int(text) <= MAX_BODY
+
+
 def _source(body: bytes) -> Source | None:
-    """Decode a source; None for anything else."""
+    """Decode a source of which references can be made; None for anything else. Requests name who answers this."""
     try:
         found = json.loads(body)
-        engine_id, home = found["engine_id"], found["home"]
-    except (ValueError, TypeError, KeyError):
+        source = Source(found["engine_id"], found["home"])
+        if source.home:
+            parse_address(source.home)
+        parse_reference(room_reference(source, 1))
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, KvferryError):
         return None
-    if not (isinstance(engine_id, str) and 0 < len(engine_id.encode()) <= 256 and isinstance(home, str)):
-        return None
-    return Source(engine_id, home)
+    return source
 
 
 def register_source(url: str, source: Source) -> None:
@@ -213,6 +254,8 @@ class Sources:
             if asked is None:
                 if len(self._asked) >= MAX_KNOWN:
                     self._asked = {name: each for name, each in self._asked.items() if not each[0].done()}
+                if len(self._asked) >= MAX_KNOWN:
+                    return None, f"{MAX_KNOWN} others are being asked"
                 self._asked[address] = (self._threads.submit(_ask, address), time.monotonic())
                 return None, ""
             if not asked.done():
@@ -238,9 +281,28 @@ _opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 """Without the proxies of the environment: these servers are in the cluster."""
 
 
+def _cut(connection: socket.socket) -> None:
+    with suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
+
+
 def _ask(address: str) -> Source:
-    with _opener.open(f"http://{address}{PATH}", timeout=ASK_TIMEOUT) as answer:
-        found = _source(answer.read(MAX_BODY))
+    connection = HTTPConnection(address, timeout=ASK_TIMEOUT)
+    connection.connect()
+    # The timeout of the connection begins again with each byte.
+    ends = threading.Timer(ASK_TIMEOUT, _cut, (connection.sock,))
+    ends.daemon = True
+    ends.start()
+    try:
+        connection.request("GET", PATH)
+        answer = connection.getresponse()
+        body = answer.read(MAX_BODY)
+    finally:
+        ends.cancel()
+        connection.close()
+    if answer.status != 200:
+        raise ConnectionError(f"HTTP {answer.status} {answer.reason}")
+    found = _source(body)
     if found is None:
         raise ValueError(f"{address} is not the bootstrap server of an instance with kvferry's backend")
     return found

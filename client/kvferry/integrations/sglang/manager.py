@@ -6,6 +6,7 @@ import logging
 import socket
 import time
 from collections.abc import Sequence
+from importlib.metadata import version
 from typing import Any, Literal
 
 import numpy as np
@@ -28,6 +29,7 @@ from kvferry.errors import InvalidField, KvferryError, WrongState
 from kvferry.geometry.blocks import Blocks
 from kvferry.integrations.sglang.aux_rows import AuxRows
 from kvferry.integrations.sglang.bootstrap import Source, Sources, register_source, room_name
+from kvferry.integrations.sglang.holding import holds_until_quiet
 from kvferry.integrations.sglang.pools import Pools, TensorRank, describe_pools
 from kvferry.integrations.sglang.settings import Settings
 from kvferry.integrations.sglang.support import check_supported, identity
@@ -63,6 +65,9 @@ class KvferryManager(BaseKVManager):  # type: ignore[misc]
     def __init__(self, args: Any, disaggregation_mode: Any, server_args: Any, is_mla_backend: bool = False) -> None:
         self.kv_args = args
         mode: Literal["prefill", "decode"] = disaggregation_mode.value
+        if mode == "decode" and not holds_until_quiet():
+            expected = "one whose decode holds the pages of failed requests until they are quiet, as 0.5.23 does"
+            raise InvalidField("version of SGLang", version("sglang"), expected)
         parallel = get_parallel()
         pool, draft = args.kvferry_pools
         check_supported(args, parallel, get_disagg(), get_memory(), draft)
@@ -179,6 +184,10 @@ class KvferryManager(BaseKVManager):  # type: ignore[misc]
         )
         self._reads[room] = read
         return read
+
+    def is_reading(self, room: int) -> bool:
+        """Return whether a request with this room is being read, or was and its pages are held."""
+        return room in self._reads
 
     def waiting(self) -> None:
         """Note that a read has not ended."""

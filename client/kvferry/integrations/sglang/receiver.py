@@ -13,7 +13,7 @@ from kvferry.errors import KvferryError
 from kvferry.geometry.blocks import Blocks
 from kvferry.integrations.first_token import first_token_payload
 from kvferry.integrations.sglang.aux_rows import BadPayload
-from kvferry.integrations.sglang.bootstrap import given_reference, room_reference
+from kvferry.integrations.sglang.bootstrap import given_reference, room_is_usable, room_reference
 from kvferry.integrations.sglang.manager import KvferryManager, Pages
 from kvferry.integrations.sglang.pools import FULL
 from kvferry.integrations.sglang.request_failed import RequestFailed
@@ -51,8 +51,8 @@ class KvferryReceiver(BaseKVReceiver):  # type: ignore[misc]
         self._read: Read | None = None
         self._good = False
         self._failure = ""
-        if not 0 < self.bootstrap_room < 1 << 64:
-            self.fail("the request has no bootstrap_room")
+        if not room_is_usable(bootstrap_room):
+            self.fail("the request's bootstrap_room is not from 1 to 2**63 - 1")
 
     @property
     def supports_host_destination(self) -> bool:
@@ -125,9 +125,11 @@ class KvferryReceiver(BaseKVReceiver):  # type: ignore[misc]
     def _give_up(self) -> None:
         """Stop reading, and tell prefill that nobody will read the request: a room has one reader and one try.
 
-        A reference that the request carried may have others.
+        A reference that the request carried may have others. A request with the room of one that is being read is a
+        repetition of it, which must not end it.
         """
-        if self._reference and (self._given is None or self._read is None):
+        repeated = self._read is None and self.kv_mgr.is_reading(self.bootstrap_room)
+        if self._reference and not repeated and (self._given is None or self._read is None):
             self.kv_mgr.decline(self._reference)
         if self._read is not None:
             self._read.cancel()

@@ -9,14 +9,12 @@ no register for more of them, so this extends both.
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable
 from typing import Any
 
-logger = logging.getLogger(__name__)
+from kvferry.integrations.sglang.holding import BACKEND, hold_until_quiet
 
-BACKEND = "kvferry"
-"""The backend's name for ``--disaggregation-transfer-backend``."""
+logger = logging.getLogger(__name__)
 
 _UTILS = "sglang.srt.disaggregation.utils"
 
@@ -37,7 +35,7 @@ def register() -> None:
     HookRegistry.register(f"{_UTILS}.get_kv_class", _get_kv_class, HookType.AROUND)
     HookRegistry.register(f"{_UTILS}.setup_state_kv_args", _keep_pools, HookType.BEFORE)
     queue = "sglang.srt.disaggregation.decode.DecodeTransferQueue.__init__"
-    HookRegistry.register(queue, _hold_until_quiet, HookType.AFTER)
+    HookRegistry.register(queue, hold_until_quiet, HookType.AFTER)
     resolve = "sglang.srt.mem_cache.kv_cache_builder.resolve_decode_retraction_backup"
     HookRegistry.register(resolve, _retract_without_a_device, HookType.BEFORE)
 
@@ -75,15 +73,6 @@ def _get_kv_class(original: Callable[..., Any], transfer_backend: Any, class_typ
 def _keep_pools(kv_args: Any, token_to_kv_pool: Any, draft_token_to_kv_pool: Any = None, *_: Any, **__: Any) -> None:
     """Keep the pools with the arguments of the manager, which otherwise has their addresses only."""
     kv_args.kvferry_pools = (token_to_kv_pool, draft_token_to_kv_pool)
-
-
-def _hold_until_quiet(_: None, queue: Any, *__: Any, **___: Any) -> None:
-    """Let SGLang hold the pages of failed requests for as long as the backend says, instead of some time (R4)."""
-    from sglang.srt.runtime_context import get_disagg
-
-    if get_disagg().disaggregation_transfer_backend == BACKEND:
-        queue.enable_deferred_kv_release = True
-        queue.deferred_kv_release_timeout = math.inf
 
 
 def _retract_without_a_device(**_: Any) -> None:

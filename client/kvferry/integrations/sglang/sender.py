@@ -12,7 +12,7 @@ from sglang.srt.disaggregation.base.conn import BaseKVSender, KVPoll, KVTransfer
 from kvferry._control.publications import Publication, Release, ReleaseOutcome
 from kvferry.errors import KvferryError
 from kvferry.geometry.blocks import Blocks
-from kvferry.integrations.sglang.bootstrap import room_reference
+from kvferry.integrations.sglang.bootstrap import room_is_usable, room_reference
 from kvferry.integrations.sglang.manager import KvferryManager, Pages
 from kvferry.integrations.sglang.pools import FULL
 from kvferry.integrations.sglang.request_failed import RequestFailed
@@ -48,7 +48,11 @@ class KvferrySender(BaseKVSender):  # type: ignore[misc]
         self._publication: Publication | None = None
         self._release: Release | None = None
         self._failure = ""
-        self._reference = room_reference(mgr.own_source, bootstrap_room) if mgr.leader else ""
+        self._reference = ""
+        if not room_is_usable(bootstrap_room):
+            self._failure = "the request's bootstrap_room is not from 1 to 2**63 - 1"
+        elif mgr.leader:
+            self._reference = room_reference(mgr.own_source, bootstrap_room)
 
     def init(self, num_kv_indices: int, aux_index: int | None = None) -> None:
         """Take how many pages will come, and the request's row of the auxiliary buffers."""
@@ -101,7 +105,7 @@ class KvferrySender(BaseKVSender):  # type: ignore[misc]
         self._failure = self._failure or "aborted"
         if self._publication is not None:
             self.kv_mgr.port.abort(self._publication)
-        else:
+        elif self._reference:
             # Decode may wait for it already.
             self.kv_mgr.decline(self._reference)
 
