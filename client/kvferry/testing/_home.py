@@ -142,6 +142,9 @@ class _Context:
     def auth_context(self) -> dict[str, tuple[bytes, ...]]:
         return {}
 
+    def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
+        return ()
+
     def time_remaining(self) -> float | None:
         return None if self._call.deadline is None else max(0.0, self._call.deadline - now())
 
