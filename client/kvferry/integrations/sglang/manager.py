@@ -13,7 +13,6 @@ import numpy as np
 import numpy.typing as npt
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.disaggregation.base.conn import BaseKVManager
-from sglang.srt.disaggregation.decode import DecodeTransferQueue
 from sglang.srt.environ import envs
 from sglang.srt.runtime_context import get_disagg, get_exec, get_memory, get_model, get_parallel, get_serving
 from sglang.srt.utils.network import NetworkAddress
@@ -109,9 +108,6 @@ class KvferryManager(BaseKVManager):  # type: ignore[misc]
             envs.SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX.set(False)
             self.register_to_bootstrap()
         else:
-            if not hasattr(DecodeTransferQueue.__init__, "__wrapped__"):
-                # SGLang only logs hooks that fail. Without this one it would take pages back that are written to (R4).
-                raise RuntimeError("SGLang's queue of transfers could not be extended: its log says why")
             self._cache.prepare()
 
     def _open(self, spec: EngineSpec, ranks: Any) -> str:
