@@ -391,6 +391,29 @@ def test_blocks_that_another_connector_could_not_load_are_not_published(prefill:
     prefill.release(1)
 
 
+def test_what_turns_out_not_to_be_loaded_is_withdrawn(prefill: Prefill) -> None:
+    """The news of the step before said that the step had ended, and its part was published."""
+    request = prefill.request("r", 14)
+    prefill.run(request, 10)
+    prefill.port.take()
+    prefill.sending.lost({prefill.ids("r")[0][1]})
+    assert prefill.port.take() == [("abort", 1)]
+    request.num_computed_tokens = 4
+    prefill.run(request, 10)
+    assert prefill.finish(request) is None
+    assert prefill.port.take() == []
+    assert prefill.used == 2
+    prefill.release(1, outcome=ReleaseOutcome.ABORTED)
+
+
+def test_a_reference_of_another_publication_is_not_declined(prefill: Prefill) -> None:
+    request = prefill.request("r", 14)
+    prefill.port.refuses = RouterKeyUsed("it is in use", engine_id="prefill", publication=7)
+    prefill.run(request, 10)
+    assert prefill.finish(request, RequestStatus.FINISHED_ABORTED) is None
+    assert [call[0] for call in prefill.port.take()] == []
+
+
 def test_a_publication_that_keeps_its_request_from_running_is_withdrawn(prefill: Prefill) -> None:
     request = prefill.request("r", 14)
     prefill.run(request, 9)

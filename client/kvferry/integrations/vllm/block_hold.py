@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from typing import Any
 
 
@@ -23,6 +23,10 @@ class BlockHold:
 
     def __len__(self) -> int:
         return len(self._ids)
+
+    def any_of(self, ids: Set[int]) -> bool:
+        """Whether one of these blocks is held."""
+        return not ids.isdisjoint(self._ids)
 
     def add(self, ids: Iterable[int]) -> None:
         """Hold blocks that a request has now."""

@@ -13,7 +13,7 @@ from vllm.v1.request import RequestStatus
 
 from kvferry._control.publications import Publication
 from kvferry.engine import SchedulerPort
-from kvferry.errors import KvferryError
+from kvferry.errors import KvferryError, RouterKeyUsed
 from kvferry.geometry.blocks import Blocks
 from kvferry.integrations.vllm.block_hold import BlockHold
 from kvferry.integrations.vllm.groups import BlockTable
@@ -166,12 +166,20 @@ class RoutedPublishing:
 
     def lost(self, blocks: Iterable[int]) -> None:
         """Handle blocks into which another connector could not load: vLLM computes them again, in place, and all that
-        was computed from them."""
+        was computed from them.
+
+        With two steps under way, a worker's news may say that a step has ended before its output names such blocks. A
+        publication that has them by then is withdrawn.
+        """
         bad = set(blocks)
         for routed in self._requests.values():
             if any(not bad.isdisjoint(listed.ids.tolist()) for part in routed.parts for listed in part.blocks.values()):
                 self._forget_parts(routed)
                 routed.closed = True
+            if routed.held is not None and routed.held.any_of(bad) and not routed.withdrawn:
+                logger.warning("request %s: blocks that are published could not be loaded", routed.request_id)
+                self._forget_parts(routed)
+                self._withdraw(routed)
 
     def follows(self, request_id: str) -> bool:
         """Forget a request that has finished, if it is another sample of one that is published; return whether it
@@ -303,6 +311,8 @@ class RoutedPublishing:
             logger.warning("request %s could not be published: %s", routed.request_id, error)
             self._forget_parts(routed)
             routed.closed = True
+            # A reference that another publication has is not ours to decline.
+            routed.withdrawn = isinstance(error, RouterKeyUsed)
             if routed.publication is not None:
                 self._withdraw(routed)
             return

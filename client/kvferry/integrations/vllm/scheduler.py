@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from vllm.v1.request import RequestStatus
@@ -42,7 +42,7 @@ class _Load:
             be after it has allocated blocks.
     """
 
-    reference: str
+    reference: str = field(repr=False)
     traceparent: str = ""
     follows: bool = False
     found: bool = False
