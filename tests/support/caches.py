@@ -87,9 +87,10 @@ class Memory:
             self._map = mmap.mmap(file.fileno(), 0)
         self.cells = np.frombuffer(self._map, np.uint8)
 
-    def plane(self, layer: int, component: str) -> npt.NDArray[np.uint8]:
-        """``uint8[num_blocks, units, tokens, state_bytes]`` of a plane, by plain reshaping."""
-        model = self.model
+    def plane(self, layer: int, component: str, cells: npt.NDArray[np.uint8] | None = None) -> npt.NDArray[np.uint8]:
+        """``uint8[num_blocks, units, tokens, state_bytes]`` of a plane, by plain reshaping; of other `cells` like these
+        if they are given."""
+        model, cells = self.model, self.cells if cells is None else cells
         begin = sum(
             model.plane_bytes(c, self.units)
             for index in range(model.layers)
@@ -97,7 +98,7 @@ class Memory:
             if (index, model.components.index(c)) < (layer, model.components.index(component))
         )
         shape = (model.num_blocks, len(self.units), model.block_tokens, model.state_bytes(component))
-        return self.cells[begin : begin + model.plane_bytes(component, self.units)].reshape(shape)
+        return cells[begin : begin + model.plane_bytes(component, self.units)].reshape(shape)
 
     def close(self) -> None:
         del self.cells
@@ -129,17 +130,15 @@ def expect(
 ) -> npt.NDArray[np.uint8]:
     """What a poisoned destination must hold after reading `tokens`: the request's bytes there, poison everywhere
     else."""
-    before = memory.cells.copy()
-    memory.cells[:] = POISON
+    # Not in the memory itself: a read may be writing to it.
+    wanted = np.full_like(memory.cells, POISON)
     size = memory.model.block_tokens
     for (layer, component), values in request.items():
-        plane = memory.plane(layer, component)
+        plane = memory.plane(layer, component, wanted)
         for token in range(*tokens):
             plane[ids[token // size - tokens[0] // size], :, token % size] = values[
                 memory.units.begin : memory.units.end, token
             ]
-    wanted = memory.cells.copy()
-    memory.cells[:] = before
     return wanted
 
 

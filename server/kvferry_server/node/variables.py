@@ -9,7 +9,15 @@ from collections.abc import Mapping
 
 from kvferry_server.node.config import CONFIG_FILE, ENV_PREFIX, NodeConfig
 
-OF_CLIENTS = ("KVFERRY_SERVER", "KVFERRY_ADDRESS")
+OF_CLIENTS = (
+    "KVFERRY_SERVER",
+    "KVFERRY_ADDRESS",
+    "KVFERRY_ALLOWED_HOMES",
+    "KVFERRY_ENGINE_ID",
+    "KVFERRY_LAYER_NAMES",
+    "KVFERRY_READ_TIMEOUT",
+    "KVFERRY_START_TIMEOUT",
+)
 """What the command line and engines read besides those that they share with kvferryd."""
 
 OF_KUBERNETES = re.compile(r"KVFERRY\w*_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_\w+)=.*|KVFERRY\w*_PORT=\w+://.*")
