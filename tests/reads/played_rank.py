@@ -92,7 +92,9 @@ class PlayedRank:
         self.said.append("succeeded")
 
     def expand(self, *wanted: object) -> object:
-        self.expanded.append(wanted)
+        with self.changed:
+            self.expanded.append(wanted)
+            self.changed.notify_all()
         planned = SourceDescriptors(1, (), (), None)
         return SimpleNamespace(sources=(planned,) * self.reaches, descriptors=3, pieces=5)
 
