@@ -9,6 +9,7 @@ from __future__ import annotations
 import ssl
 from dataclasses import dataclass
 from datetime import datetime, timezone
+from pathlib import Path
 from typing import Any
 
 from kvferry._wire.channel import TlsConfig
@@ -87,7 +88,7 @@ def own_validity(tls: TlsConfig) -> Validity | None:
         return None
     try:
         chain = tls.cert.read_bytes()
-        leaf = _shown_to_a_peer(tls)
+        leaf = _shown_to_a_peer(tls.cert, tls.key)
     except (ssl.SSLError, OSError, ValueError):
         return None
     above = authorities_validity(chain)
@@ -100,19 +101,18 @@ def date(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
 
 
-def _shown_to_a_peer(tls: TlsConfig) -> Validity:
+def _shown_to_a_peer(cert: Path, key: Path) -> Validity:
     """Shake hands with oneself. Raises `ssl.SSLError` for a certificate that no peer would take: expired, not valid
     yet, or not for clients."""
-    assert tls.cert is not None
     client, server = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     client.check_hostname, client.verify_mode = False, ssl.CERT_NONE
     server.verify_mode = ssl.CERT_REQUIRED
     # Whoever has signed it: only its dates matter.
     server.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
-    server.load_verify_locations(cadata=tls.cert.read_bytes().decode("ascii", "ignore"))
+    server.load_verify_locations(cadata=cert.read_bytes().decode("ascii", "ignore"))
     for context in (client, server):
         context.set_ciphers("DEFAULT:@SECLEVEL=0")
-        context.load_cert_chain(tls.cert, tls.key, password=b"")
+        context.load_cert_chain(cert, key, password=b"")
     there, back = ssl.MemoryBIO(), ssl.MemoryBIO()
     ends = (client.wrap_bio(back, there), server.wrap_bio(there, back, server_side=True))
     for _ in range(4):

@@ -259,8 +259,9 @@ class RoutedPublishing:
     # Internal.
 
     def _plan(self, routed: Routed, step: int, tokens: int) -> None:
-        """Plan to publish what a step completes of a prompt."""
-        assert self._block_ids is not None
+        """Plan to publish what a step completes of a prompt; nothing, if vLLM's blocks are not known."""
+        if self._block_ids is None:
+            return
         # The last token comes with the end of the request, so that something is left for it.
         tokens = min(tokens, routed.request.num_prompt_tokens - 1)
         if not self._is_longer(routed, tokens):
@@ -330,8 +331,9 @@ class RoutedPublishing:
         routed.planned = dict(routed.published)
 
     def _withdraw(self, routed: Routed) -> None:
-        assert routed.publication is not None
         routed.closed = routed.withdrawn = True
+        if routed.publication is None:
+            return
         try:
             self._port.abort(routed.publication)
         except KvferryError as error:
