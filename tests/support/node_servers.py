@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
 import re
 import resource
 import signal
@@ -34,10 +36,15 @@ STOP_TIMEOUT = 30.0
 
 
 def free_port() -> int:
-    """A TCP port that nobody has at the moment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A TCP port that nobody has at the moment, and that the kernel gives to no connection of anybody."""
+    first, last = (int(port) for port in Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    while True:
+        port = random.randrange(1024, 65536)
+        if first <= port <= last:
+            continue
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def wait_serving(address: str, alive: Callable[[], bool]) -> bool:
