@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 
 import pytest
 from hypothesis import settings
@@ -10,6 +11,10 @@ from hypothesis import settings
 # No test fails for want of time: how long an example takes says more of the machine.
 settings.register_profile("unhurried", settings(), deadline=None)
 settings.load_profile("unhurried")
+
+# Where a script started the tests in the background, they ignore SIGINT, and so would the programs that they interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 KNOWN_SKIPS = (
     "there is no GPU",

@@ -215,16 +215,17 @@ def test_an_agent_waits_for_the_latest_fence_of_a_peer(
     assert_done(read_all(read, stopped, memory))
     stopped.stop()
     # Two reads under way at one peer: one is given up by its caller, one is not.
-    late = read_all(read, stopped, memory, deadline=0.1)
+    given_up = read_all(read, stopped, memory, deadline=None)
     patient = read_all(read, stopped, memory, at=4 << 20, deadline=None)
-    assert until(lambda: patient.progress().chunks_in_flight == 4)
+    assert until(lambda: given_up.progress().chunks_in_flight == patient.progress().chunks_in_flight == 4)
+    given_up.cancel()
     assert until(lambda: read.gauges().retired_agents == 1)
     # The agent is given up, and not destroyed under the one that is still waited for.
-    assert not late.wait_quiet(1.0)
+    assert not given_up.wait_quiet(1.0)
     assert patient.state is TransferState.MOVING
     stopped.resume()
     assert_done(patient)
-    assert late.wait_quiet(SOON)
+    assert given_up.wait_quiet(SOON)
     assert memory.right()
 
 
