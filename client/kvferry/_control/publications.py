@@ -220,6 +220,14 @@ class Offers:
         self.published += 1
         return publication
 
+    def unfinished(self, number: int) -> Sequence[pb.GroupBlocks]:
+        """Return the blocks of which the last steps of a publication named some layers; empty: there are none."""
+        held = self._held.get(number)
+        for step in reversed(held.steps if held is not None else ()):
+            if step.groups or step.unfinished.groups:
+                return step.unfinished.groups
+        return ()
+
     def publish_more(self, number: int, step: pb.Publish) -> None:
         """Add the next step of a publication, and set its numbers. Send the step, then call `sent`.
 
