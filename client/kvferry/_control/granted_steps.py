@@ -88,16 +88,20 @@ class _UnfinishedSteps:
 
     def __init__(self) -> None:
         self.now: Unfinished | None = None
+        self._ends: dict[str, int] = {}
+        """Where the complete blocks of groups end."""
 
     def add(self, step: pb.Blocks, blocks_before: int) -> None:
         """Take the next step.
 
         Raises:
             InvalidField: its blocks are malformed, too many, or not those of which it named layers before.
+            BlocksShort: its unfinished blocks do not continue where the complete ones end.
         """
         if step.groups and self.now is not None:
             _check_same(self.now.blocks, step.groups)
             self.now = None
+        self._ends.update({group.group: group.end_token for group in step.groups})
         if not step.HasField("unfinished"):
             return
         begun, layers = step.unfinished.groups, frozenset(step.unfinished.layers)
@@ -110,6 +114,8 @@ class _UnfinishedSteps:
         count = blocks_before + sum(sum(group.run_counts) for group in begun)
         if count > MAX_BLOCKS:
             raise InvalidField("number of blocks of all groups", count, f"at most {MAX_BLOCKS}")
+        for group in begun:
+            _check_continues(group.group, self._ends.get(group.group, group.first_token), group)
         self.now = Unfinished({group.group: blocks_from_proto(group) for group in begun}, layers)
 
 

@@ -718,13 +718,15 @@ class Unfinished(google.protobuf.message.Message):
     LAYERS_FIELD_NUMBER: builtins.int
     @property
     def groups(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___GroupBlocks]:
-        """groups of kind TOKENS, with full blocks: each starts where it ended in the step's groups and those before. Empty: those of
-        the step before.
+        """groups of kind TOKENS, at most 256, with full blocks: each starts where it ended in the step's groups and those before.
+        Empty: those of the step before.
         """
 
     @property
     def layers(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """layers whose bytes are complete, beside those that earlier steps named for the same blocks: at least 1, each at most 256 bytes."""
+        """layers whose bytes are complete, beside those that earlier steps named for the same blocks: at least 1 and at most 8192, each
+        of at most 256 bytes.
+        """
 
     def __init__(
         self,
@@ -1189,7 +1191,7 @@ class Publish(google.protobuf.message.Message):
     @property
     def unfinished(self) -> global___Unfinished:
         """unfinished blocks: the promise above holds for the layers that it names. Not with the last step. At most 131072 runs
-        together with groups, and 8192 layers.
+        together with groups.
         """
 
     def __init__(
