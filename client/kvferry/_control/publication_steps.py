@@ -37,6 +37,7 @@ def new_step(
     Raises:
         BadBlock: an id out of range, or the null block.
         InvalidField: an argument is out of range.
+        MessageTooLarge: no message holds it.
     """
     groups = [_encoded(spec, name, listed) for name, listed in blocks.items()]
     step = pb.Publish(last=arguments.flag("last", last), payload=arguments.payload("payload", payload))
@@ -46,19 +47,26 @@ def new_step(
         raise InvalidField("payload", f"{len(step.payload)} bytes", "none before the last step")
     if layers is None:
         step.groups.extend(groups)
-        return step
+    else:
+        step.unfinished.CopyFrom(_unfinished(spec, groups, layers, last=step.last))
+    check_size("a step of a publication", step, ADDED_BYTES)
+    return step
+
+
+def _unfinished(
+    spec: EngineSpec, groups: Sequence[pb.GroupBlocks], layers: Collection[str], *, last: bool
+) -> pb.Unfinished:
     names = sorted(set(arguments.texts("layers", layers)))
     if not names or "" in names:
         raise InvalidField("layers", names, "names of layers; None: all are complete")
-    if step.last:
+    if last:
         raise InvalidField("layers", names[:3], "None with the last blocks: all layers are complete")
     for encoded in groups:
         group = spec.group(encoded.group)
         if group.kind is not GroupKind.TOKENS or encoded.end_token % group.block_tokens:
             expected = "full blocks of a group of kind TOKENS, where only some layers are complete"
             raise InvalidField(f"blocks[{group.name!r}]", f"{group.kind.name} up to {encoded.end_token}", expected)
-    step.unfinished.CopyFrom(pb.Unfinished(groups=groups, layers=names))
-    return step
+    return pb.Unfinished(groups=groups, layers=names)
 
 
 def follow(begun: Sequence[pb.GroupBlocks], step: pb.Publish) -> None:
