@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from kvferry import _arguments as arguments
 from kvferry._clock import now
@@ -52,6 +52,7 @@ class EngineSession(OneProcess):
         timeout: float = CALL_TIMEOUT,
         traceparent: str = "",
         reference: str = "",
+        layers: Collection[str] | None = None,
     ) -> Publication:
         """Publish a request's blocks. The engine must not change or free them until `released` returns the publication
         (R2).
@@ -68,6 +69,8 @@ class EngineSession(OneProcess):
             traceparent: the W3C traceparent that came with the request; empty: none did. See docs/tracing.md.
             reference: the reference that a router made for this request, and sent to the reader as well; empty: none
                 did. See docs/routers.md.
+            layers: names of the layers that are complete in these blocks; None: all. If some are not, `last` is False,
+                and `publish_more` names the others.
 
         Returns:
             The publication, with its number, and with its reference and its traceparent for the router.
@@ -93,6 +96,7 @@ class EngineSession(OneProcess):
             timeout=arguments.seconds("timeout", timeout),
             traceparent=arguments.text("traceparent", traceparent),
             reference=arguments.text("reference", reference),
+            layers=layers,
         )
 
     def publish_more(
@@ -102,16 +106,27 @@ class EngineSession(OneProcess):
         *,
         last: bool,
         payload: bytes = b"",
+        layers: Collection[str] | None = None,
         timeout: float = CALL_TIMEOUT,
     ) -> None:
         """Publish the next blocks of a publication that is not complete yet. Each group continues where it ended.
+
+        Args:
+            publication: what `publish` returned.
+            blocks: what groups gain; may be empty.
+            last: no more blocks will follow.
+            payload: opaque bytes for the readers, at most 64 KiB; with the last blocks.
+            layers: names of the layers that are complete in the new blocks, which must be full blocks of groups of kind
+                TOKENS. While some layers are not complete, further calls name more of them and give no blocks. A call
+                without `layers` says that all are complete, and may give further blocks that are complete, too.
+            timeout: seconds to keep trying.
 
         Raises:
             WrongState: the publication is complete, or was released.
             KvferryError: see `publish`.
         """
         timeout = arguments.seconds("timeout", timeout)
-        step = self._session.offer_more(publication, blocks, last=last, payload=payload)
+        step = self._session.offer_more(publication, blocks, last=last, payload=payload, layers=layers)
         self._session.send(step, timeout)
 
     def abort(self, publication: Publication, timeout: float = CALL_TIMEOUT) -> None:

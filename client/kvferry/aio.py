@@ -162,6 +162,7 @@ class AsyncSession(OneProcess):
         timeout: float = CALL_TIMEOUT,
         traceparent: str = "",
         reference: str = "",
+        layers: Collection[str] | None = None,
     ) -> Publication:
         """Publish a request's blocks. See `EngineSession.publish`."""
         return await asyncio.to_thread(
@@ -175,6 +176,7 @@ class AsyncSession(OneProcess):
             timeout=timeout,
             traceparent=traceparent,
             reference=reference,
+            layers=layers,
         )
 
     async def publish_more(
@@ -184,11 +186,18 @@ class AsyncSession(OneProcess):
         *,
         last: bool,
         payload: bytes = b"",
+        layers: Collection[str] | None = None,
         timeout: float = CALL_TIMEOUT,
     ) -> None:
         """Publish the next blocks of a publication. See `EngineSession.publish_more`."""
         await asyncio.to_thread(
-            self.sync.publish_more, publication, blocks, last=last, payload=payload, timeout=timeout
+            self.sync.publish_more,
+            publication,
+            blocks,
+            last=last,
+            payload=payload,
+            layers=layers,
+            timeout=timeout,
         )
 
     async def abort(self, publication: Publication, timeout: float = CALL_TIMEOUT) -> None:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from kvferry.errors import BadBlock, BlocksShort, InvalidField
 from kvferry.geometry import Blocks, Group, GroupKind, Plane
+from kvferry.geometry.blocks import Unfinished, joined
 from kvferry.planner import Path, PathRule, ReadPlan, plan_read
 from kvferry.planner.request_blocks import GroupRequest, needed
 from kvferry.planner.request_parts import RequestParts
@@ -97,6 +98,60 @@ def test_all_parts_together_read_the_bytes_of_one_read(world: World, data: st.Da
         assert total == plan.expand(world.source_blocks, mine, asked).total_bytes
 
 
+@pytest.mark.timeout(max(120, PROFILE.max_examples // 5))
+@settings(PROFILE)
+@given(world=worlds(), data=st.data(), path=st.sampled_from((None, Path.STAGED)))
+def test_layers_that_finish_one_after_the_other_are_each_read_once(
+    world: World, data: st.DataObject, path: Path | None
+) -> None:
+    asked = world.tokens or (0, world.length)
+    steps = data.draw(splits(world))
+    source, destination = world.source.geometry(), world.destination.geometry()
+    _, memories, model = source_memories(world.source, world.source_blocks, world.length)
+    _, sizes = world.destination.build()
+    names = sorted({plane.layer for rank in source.ranks for plane in rank.planes})
+    # Of each step, the layers that have finished when its source tells of it the first time, the second time ...
+    finishing = [
+        data.draw(st.lists(st.frozensets(st.sampled_from(names)), max_size=3)) if index < len(steps) - 1 else []
+        for index in range(len(steps))
+    ]
+    # A reader that was busy hears of several steps at once, and of the latest layers only.
+    heard = data.draw(st.lists(st.booleans(), min_size=sum(map(len, finishing)) + len(steps)))
+    for rank in world.readers:
+        plan = plan_read(source, destination, rank, striping=world.striping, rule=PathRule(path=path))
+        memory = Memory.filled(world.destination.base(rank), sizes[rank], POISON)
+        before = memory.data.copy()
+        mine = {group.name: world.destination_blocks[group.name] for group in plan.groups}
+        parts, listening = RequestParts(plan, mine, asked), iter(heard)
+        total, untold = 0, list[dict[str, Blocks]]()
+        for index, (step, layers) in enumerate(zip(steps, finishing, strict=True)):
+            finished: frozenset[str] = frozenset()
+            for more in layers:
+                finished |= more
+                if next(listening):
+                    expansion = parts.next(joined(untold), Unfinished(step, finished), last=False)
+                    execute(expansion, memories, memory)
+                    total, untold = total + expansion.total_bytes, []
+                    reached = replace(memory, data=before.copy())
+                    execute(plan.expand_needed(early(plan, parts.granted, mine, asked)), memories, reached)
+                    granted = joined((parts.granted, step))
+                    some = of_layers(plan, finished)
+                    execute(some.expand_needed(early(plan, granted, mine, asked)), memories, reached)
+                    assert (memory.data == reached.data).all(), (index, finished)
+            untold.append(step)
+            last = index == len(steps) - 1
+            if last or next(listening):
+                expansion = parts.next(joined(untold), last=last)
+                execute(expansion, memories, memory)
+                total, untold = total + expansion.total_bytes, []
+        check(plan, memory, before, model, world.source_blocks, world.destination_blocks, asked)
+        assert total == plan.expand(world.source_blocks, mine, asked).total_bytes
+
+
+def of_layers(plan: ReadPlan, layers: frozenset[str]) -> ReadPlan:
+    return plan.only(lambda plane: plane.layer in layers)
+
+
 def early(
     plan: ReadPlan, granted: dict[str, Blocks], mine: dict[str, Blocks], asked: tuple[int, int]
 ) -> dict[str, GroupRequest]:
@@ -143,6 +198,25 @@ def test_a_part_ends_inside_a_block_of_the_destination_where_granules_allow() ->
         4 * token,
         4 * token,
     ]
+
+
+def test_the_layers_of_each_chunk_are_read_as_they_finish() -> None:
+    model = tensors(layers=3, axis=2, state_bytes=2)
+    made = [engine(name, model, block_tokens=4, num_blocks=16).geometry() for name in ("p", "d")]
+    plan = plan_read(made[0], made[1], 0)
+    layer = plan.expand({"full": Blocks([1])}, {"full": Blocks([1])}, (0, 4)).total_bytes // 3
+    parts = RequestParts(plan, {"full": Blocks([5, 6])}, (0, 8))
+    for first, ids in ((0, [1]), (4, [2])):
+        chunk = {"full": Blocks(ids, first, first + 4)}
+        for layers, size in (
+            ({"layers.1"}, layer),
+            ({"layers.1"}, 0),
+            # The source has layers that nobody here reads.
+            ({"layers.1", "layers.0", "draft.0"}, layer),
+        ):
+            expansion = parts.next({}, Unfinished(chunk, frozenset(layers)), last=False)
+            assert expansion.total_bytes == size
+        assert parts.next(chunk, last=first == 4).total_bytes == layer
 
 
 def test_what_is_asked_may_end_before_what_is_published() -> None:

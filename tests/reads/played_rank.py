@@ -21,7 +21,7 @@ from kvferry._transport.transfer import Transfer
 from kvferry._transport.transport import TransferPart, Transport
 from kvferry._work_queue import WorkQueue
 from kvferry.geometry import Blocks, Group
-from kvferry.geometry.blocks import joined
+from kvferry.geometry.blocks import Unfinished, joined
 from kvferry.planner.expansion import SourceDescriptors
 
 LONG = 600.0
@@ -101,7 +101,7 @@ class PlayedRank:
     def in_parts(self, blocks: object, tokens: object) -> object:
         parts = SimpleNamespace(granted={})
 
-        def following(granted: Mapping[str, Blocks], *, last: bool) -> object:
+        def following(granted: Mapping[str, Blocks], unfinished: Unfinished | None, *, last: bool) -> object:
             self.lasts.append(last)
             parts.granted = joined((parts.granted, granted))
             return self.expand(granted, blocks, tokens)

@@ -36,7 +36,7 @@ from kvferry.errors import (
     TransferExpired,
     Unreachable,
 )
-from kvferry.geometry.blocks import Blocks
+from kvferry.geometry.blocks import Blocks, Unfinished
 from kvferry.v1 import kv_transfer_pb2 as pb
 
 logger = logging.getLogger(__name__)
@@ -118,6 +118,7 @@ class Acquired:
         payload: opaque bytes from the source; empty until the blocks are complete.
         accepted_at: when the home's promise arrived, on `kvferry._clock`; for metrics.
         complete: these are all blocks. If False, `MoreBlocks` follow.
+        unfinished: the blocks after these of which only some layers are complete.
     """
 
     lease: ReaderLease
@@ -127,6 +128,7 @@ class Acquired:
     payload: bytes
     accepted_at: float = 0.0
     complete: bool = True
+    unfinished: Unfinished | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -137,11 +139,13 @@ class MoreBlocks:
         blocks: what groups have gained, each from where it ended.
         payload: opaque bytes from the source; empty until the blocks are complete.
         complete: no more follow.
+        unfinished: the blocks after these of which only some layers are complete.
     """
 
     blocks: dict[str, Blocks]
     payload: bytes
     complete: bool
+    unfinished: Unfinished | None = None
 
 
 Told: TypeAlias = "Acquired | MoreBlocks | KvferryError"
@@ -288,10 +292,11 @@ class Acquisition:
             raise _aborted(self._request, self._request_id, answer.revoked.reason)
         if not complete and not (self._request.progressive and self._steps.gained):
             return None
-        blocks, payload = self._steps.take(), answer.complete.payload
+        blocks, payload, unfinished = self._steps.take(), answer.complete.payload, self._steps.unfinished
         if self._told:
-            return MoreBlocks(blocks, payload, complete)
-        return Acquired(lease, self._source, self._request_id, blocks, payload, self._accepted_at, complete)
+            return MoreBlocks(blocks, payload, complete, unfinished)
+        source, at = self._source, self._accepted_at
+        return Acquired(lease, source, self._request_id, blocks, payload, at, complete, unfinished)
 
     def _accept(self, accepted: pb.Accepted, sent_at: float) -> None:
         home = self._request.home

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from google.protobuf.message import Message
 
 from kvferry._wire.channel import MAX_MESSAGE_BYTES
-from kvferry.errors import InvalidField, MessageTooLarge
+from kvferry.errors import MessageTooLarge
 from kvferry.v1 import kv_transfer_pb2 as pb
 
 SENT_BYTES = MAX_MESSAGE_BYTES - 256 * 1024
@@ -33,13 +33,6 @@ def check_size(what: str, message: Message, added: int = 0) -> None:
         raise MessageTooLarge(
             f"{what} takes {size} bytes; a message holds {SENT_BYTES}", what=what, size=size, limit=SENT_BYTES
         )
-
-
-def check_step(step: pb.Publish) -> None:
-    """Raise for a step that every home would refuse, or that no message holds, before its blocks are pinned."""
-    if step.payload and not step.last:
-        raise InvalidField("payload", f"{len(step.payload)} bytes", "none before the last step")
-    check_size("a step of a publication", step, ADDED_BYTES)
 
 
 def batches(

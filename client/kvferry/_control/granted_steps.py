@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
 from kvferry._wire.blocks_codec import blocks_from_proto
 from kvferry.errors import BlocksShort, InvalidField
-from kvferry.geometry.blocks import MAX_BLOCKS, Blocks
+from kvferry.geometry.blocks import MAX_BLOCKS, Blocks, Unfinished
 from kvferry.v1 import kv_transfer_pb2 as pb
 
 GRANT_BYTES = 128 << 20
@@ -32,6 +33,7 @@ class GrantedSteps:
         """Of each step. Steps that were taken are not kept."""
         self._ends: dict[str, int] = {}
         self._size = self._blocks = 0
+        self._unfinished = _UnfinishedSteps()
 
     def __len__(self) -> int:
         """The number of steps that were told, or told again."""
@@ -39,8 +41,8 @@ class GrantedSteps:
 
     @property
     def gained(self) -> bool:
-        """Whether a step that was not taken has blocks."""
-        return any(step.groups for step in self._fresh)
+        """Whether a step that was not taken has blocks, or names layers."""
+        return any(step.groups or step.HasField("unfinished") for step in self._fresh)
 
     def add(self, steps: Iterable[pb.Blocks]) -> None:
         """Add the next steps; raises `InvalidField` if one is out of order, differs from what was told before, or they
@@ -64,6 +66,11 @@ class GrantedSteps:
         """Start to compare: the home tells all steps again, from the first."""
         self._told = 0
 
+    @property
+    def unfinished(self) -> Unfinished | None:
+        """The blocks after those that were taken of which some layers are complete; None: there are none."""
+        return self._unfinished.now
+
     def take(self) -> dict[str, Blocks]:
         """Return the blocks of the steps since the last call, by group; raises the errors of `joined`."""
         steps, self._fresh = self._fresh, []
@@ -71,7 +78,55 @@ class GrantedSteps:
         for name, blocks in taken.items():
             self._blocks += len(blocks.ids)
             self._ends[name] = blocks.end_token or 0
+        for step in steps:
+            self._unfinished.add(step, self._blocks)
         return taken
+
+
+class _UnfinishedSteps:
+    """What the steps of a publication say of blocks of which only some layers are complete."""
+
+    def __init__(self) -> None:
+        self.now: Unfinished | None = None
+        self._ends: dict[str, int] = {}
+        """Where the complete blocks of groups end."""
+
+    def add(self, step: pb.Blocks, blocks_before: int) -> None:
+        """Take the next step.
+
+        Raises:
+            InvalidField: its blocks are malformed, too many, or not those of which it named layers before.
+            BlocksShort: its unfinished blocks do not continue where the complete ones end.
+        """
+        if step.groups and self.now is not None:
+            _check_same(self.now.blocks, step.groups)
+            self.now = None
+        self._ends.update({group.group: group.end_token for group in step.groups})
+        if not step.HasField("unfinished"):
+            return
+        begun, layers = step.unfinished.groups, frozenset(step.unfinished.layers)
+        if bool(begun) == (self.now is not None):
+            expected = "none, until those before are complete" if begun else "at least one group"
+            raise InvalidField("unfinished blocks", [group.group for group in begun], expected)
+        if self.now is not None:
+            self.now = replace(self.now, layers=self.now.layers | layers)
+            return
+        count = blocks_before + sum(sum(group.run_counts) for group in begun)
+        if count > MAX_BLOCKS:
+            raise InvalidField("number of blocks of all groups", count, f"at most {MAX_BLOCKS}")
+        for group in begun:
+            _check_continues(group.group, self._ends.get(group.group, group.first_token), group)
+        self.now = Unfinished({group.group: blocks_from_proto(group) for group in begun}, layers)
+
+
+def _check_same(unfinished: Mapping[str, Blocks], groups: Iterable[pb.GroupBlocks]) -> None:
+    """Check that a step completes the blocks of which some layers may have been read."""
+    complete = {group.group: group for group in groups}
+    for name, before in unfinished.items():
+        found = blocks_from_proto(complete[name]) if name in complete else Blocks(())
+        same = (found.first_token, found.ids[: len(before.ids)].tolist()) == (before.first_token, before.ids.tolist())
+        if not same or (found.end_token or 0) < (before.end_token or 0):
+            raise InvalidField("blocks of a publication's step", name, "those of which it named layers before")
 
 
 def joined(

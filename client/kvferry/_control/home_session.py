@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from kvferry import _arguments as arguments
 from kvferry._clock import LONGEST, from_duration, now
 from kvferry._control.acknowledger import Acknowledgements
-from kvferry._control.batches import batches, check_step
+from kvferry._control.batches import batches
 from kvferry._control.block_use import BlockUse
 from kvferry._control.connection import CALL_TIMEOUT, Control, retrying
 from kvferry._control.lease_holder import DECLINE_PATIENCE
+from kvferry._control.publication_steps import follow, new_step
 from kvferry._control.publications import Offers, Publication, Release, Step, leaves_open
 from kvferry._control.teller import Message, Teller
 from kvferry._control.watcher import Watcher
 from kvferry._engine_spec import EngineSpec
 from kvferry._tracing import NO_SPAN, Span, start_span
 from kvferry._wire.authority import incarnation_of, new_session_secret
-from kvferry._wire.blocks_codec import blocks_to_proto
 from kvferry._wire.reference import engine_ids, parse_reference, router_reference
 from kvferry._wire.status import from_notification_error
 from kvferry._wire.token import EngineToken
@@ -33,14 +33,11 @@ from kvferry.errors import (
     Unavailable,
     Unreachable,
 )
-from kvferry.geometry.blocks import Blocks, blocks_by_group, check_ids
+from kvferry.geometry.blocks import Blocks, blocks_by_group
 from kvferry.stats import SourceStats
 from kvferry.v1 import kv_transfer_pb2 as pb
 
 logger = logging.getLogger(__name__)
-
-MAX_PAYLOAD = 64 << 10
-"""Most bytes of a publication's payload; the contract's limit."""
 
 
 class HomeSession:
@@ -102,6 +99,7 @@ class HomeSession:
         timeout: float,
         traceparent: str = "",
         reference: str = "",
+        layers: Collection[str] | None = None,
     ) -> Publication:
         """See `EngineSession.publish`."""
         # One at a time: the home rejects a number below the highest it has seen.
@@ -119,6 +117,7 @@ class HomeSession:
                 checksums=checksums,
                 traceparent=traceparent,
                 reference=reference,
+                layers=layers,
             )
             self.send(step, max(0.001, deadline - now()))
         finally:
@@ -136,6 +135,7 @@ class HomeSession:
         checksums: bool = False,
         traceparent: str = "",
         reference: str = "",
+        layers: Collection[str] | None = None,
     ) -> tuple[Publication, Step]:
         """Do the part of `publish` that makes no call. The blocks are pinned from now on.
 
@@ -146,17 +146,13 @@ class HomeSession:
         given = blocks_by_group("blocks", blocks)
         if not 1 <= len(arguments.text("request_id", request_id).encode()) <= 256:
             raise InvalidField("request_id", request_id, "1 to 256 bytes")
-        step = pb.Publish(
-            request_id=request_id,
-            groups=self._encode(given),
-            last=arguments.flag("last", last),
-            expected_reads=arguments.integer("expected_reads", expected_reads, 1, 2**31 - 1),
-            payload=_payload(payload),
-            checksums=arguments.flag("checksums", checksums),
-        )
+        step = new_step(self.spec, given, last=last, payload=payload, layers=layers)
+        step.request_id = request_id
+        step.expected_reads = arguments.integer("expected_reads", expected_reads, 1, 2**31 - 1)
+        step.checksums = arguments.flag("checksums", checksums)
         if reference:
             step.router_key, step.key = _routed(reference, self.spec.engine_id)
-        check_step(step)
+        follow((), step)
         pin = self.block_use.pin({name: listed.ids for name, listed in given.items()})
         span = start_span("kvferry.publish", traceparent, engine=self.spec.engine_id, request_id=request_id)
         with self._lock:
@@ -174,17 +170,23 @@ class HomeSession:
         return publication, Step(step)
 
     def offer_more(
-        self, publication: Publication, blocks: Mapping[str, Blocks], *, last: bool, payload: bytes = b""
+        self,
+        publication: Publication,
+        blocks: Mapping[str, Blocks],
+        *,
+        last: bool,
+        payload: bytes = b"",
+        layers: Collection[str] | None = None,
     ) -> Step:
         """Do the part of `publish_more` that makes no call. Pass the returned step to `send`."""
         self._check_open()
         number = _number(publication)
         given = blocks_by_group("blocks", blocks)
-        step = pb.Publish(groups=self._encode(given), last=arguments.flag("last", last), payload=_payload(payload))
-        check_step(step)
+        step = new_step(self.spec, given, last=last, payload=payload, layers=layers)
         pin = self.block_use.pin({name: listed.ids for name, listed in given.items()}, number)
         try:
             with self._lock:
+                follow(self._offers.unfinished(number), step)
                 self._offers.publish_more(number, step)
                 # Under the same lock: a release in between would leave these blocks in use for ever.
                 self.block_use.name(pin, number, step.step)
@@ -243,14 +245,6 @@ class HomeSession:
         self._acknowledgements.close()
         self._declines.close()
         self._watcher.close()
-
-    def _encode(self, blocks: Mapping[str, Blocks]) -> list[pb.GroupBlocks]:
-        groups = []
-        for name, listed in blocks.items():
-            group = self.spec.group(name)
-            check_ids(name, "source", listed.ids, group.num_blocks, group.null_block)
-            groups.append(blocks_to_proto(name, listed, group.block_tokens))
-        return groups
 
     def send(self, offered: Step, timeout: float = CALL_TIMEOUT) -> None:
         """Send a step that `offer` or `offer_more` returned, until the home has answered. Raises the errors of
@@ -464,13 +458,6 @@ class HomeSession:
                 if error.retryable:
                     raise error
                 logger.warning("%s refused a notification of the refill: %s", self._control.address, error)
-
-
-def _payload(payload: bytes) -> bytes:
-    found = arguments.payload("payload", payload)
-    if len(found) > MAX_PAYLOAD:
-        raise InvalidField("payload", f"{len(found)} bytes", f"at most {MAX_PAYLOAD} bytes")
-    return found
 
 
 def _routed(reference: str, engine_id: str) -> tuple[str, bytes]:

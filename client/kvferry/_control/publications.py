@@ -220,19 +220,24 @@ class Offers:
         self.published += 1
         return publication
 
+    def unfinished(self, number: int) -> Sequence[pb.GroupBlocks]:
+        """Return the blocks of which the last steps of a publication named some layers; empty: there are none.
+
+        Raises:
+            WrongState: the publication is complete, or was released.
+        """
+        for step in reversed(self._incomplete(number).steps):
+            if step.groups or step.unfinished.groups:
+                return step.unfinished.groups
+        return ()
+
     def publish_more(self, number: int, step: pb.Publish) -> None:
         """Add the next step of a publication, and set its numbers. Send the step, then call `sent`.
 
         Raises:
             WrongState: the publication is complete, or was released.
         """
-        held = self._held.get(number)
-        if held is None or held.steps[-1].last:
-            state = "was released" if held is None else "is complete, since its last step was published"
-            raise WrongState(
-                f"publication {number} {state}, and takes no more blocks: publish the request again",
-                publication=number,
-            )
+        held = self._incomplete(number)
         first = held.steps[0]
         step.publication, step.request_id = number, first.request_id
         step.step = len(held.steps)
@@ -340,6 +345,16 @@ class Offers:
     def unreleased(self) -> Sequence[Publication]:
         """Return the publications whose blocks are still pinned."""
         return tuple(held.publication for held in self._held.values())
+
+    def _incomplete(self, number: int) -> _Held:
+        held = self._held.get(number)
+        if held is None or held.steps[-1].last:
+            state = "was released" if held is None else "is complete, since its last step was published"
+            raise WrongState(
+                f"publication {number} {state}, and takes no more blocks: publish the request again",
+                publication=number,
+            )
+        return held
 
     def _check_router_key(self, name: str) -> None:
         number = self._by_router_key.get(name)

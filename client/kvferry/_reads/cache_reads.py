@@ -176,7 +176,7 @@ class CacheReads:
     def on_more(self, read: _OwnRead, more: MoreBlocks) -> None:
         """See `leased_reads.Owner`."""
         if read.share is not None:
-            self._shares.add(read.share, more.blocks, last=more.complete)
+            self._shares.add(read.share, more.blocks, more.unfinished, last=more.complete)
 
     def on_renewed(self, read: _OwnRead) -> None:
         """See `leased_reads.Owner`."""
@@ -247,6 +247,7 @@ def _order(read: _OwnRead, acquired: Acquired) -> RankOrder:
         lease=acquired.lease,
         granted=acquired.blocks,
         complete=acquired.complete,
+        unfinished=acquired.unfinished,
         blocks=wanted.blocks,
         tokens=wanted.tokens,
         layers=wanted.layers,

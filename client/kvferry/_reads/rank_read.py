@@ -17,7 +17,7 @@ from kvferry._reads.source_engines import SourceEngine
 from kvferry._tracing import NO_SPAN, Span
 from kvferry._transport.transport import Transfer, TransferProgress, TransferState
 from kvferry.errors import KvferryError
-from kvferry.geometry.blocks import Blocks
+from kvferry.geometry.blocks import Blocks, Unfinished
 from kvferry.planner.expansion import Expansion
 from kvferry.planner.request_parts import RequestParts
 from kvferry.planner.summed_blocks import Verification
@@ -48,6 +48,7 @@ class RankOrder:
         deadline: time on `kvferry._clock` at which the share fails.
         traceparent: of the read's span; empty: it is not traced.
         complete: `granted` are all blocks. If False, `RankReads.add` brings the others.
+        unfinished: the source's blocks after `granted` of which only some layers are complete.
     """
 
     read_id: str
@@ -66,6 +67,7 @@ class RankOrder:
     layers: frozenset[str] | None = None
     traceparent: str = ""
     complete: bool = True
+    unfinished: Unfinished | None = None
 
     @property
     def source(self) -> tuple[str, str, bytes]:
@@ -94,7 +96,7 @@ class Planned:
             staged_bytes=sum(staged.total_bytes for source in expansion.sources for staged in source.staged),
             descriptors=expansion.descriptors,
             pieces=expansion.pieces,
-            source_ranks=tuple(source.source_rank for source in expansion.sources),
+            source_ranks=tuple(sorted({source.source_rank for source in expansion.sources})),
         )
 
     def plus(self, other: Planned) -> Planned:
@@ -142,6 +144,7 @@ class RankRead:
         engine: the source; None: it is not known yet.
         parts: what was expanded of the request; None: nothing was.
         told: blocks of the source that were not expanded, in the order of their steps.
+        unfinished: the source's blocks after those told of which only some layers are complete.
         complete: `told` and what was expanded are all blocks.
         moving: a transfer is under way.
     """
@@ -157,6 +160,7 @@ class RankRead:
         self.engine: SourceEngine | None = None
         self.parts: RequestParts | None = None
         self.told: list[Mapping[str, Blocks]] = [order.granted]
+        self.unfinished = order.unfinished
         self.complete = order.complete
         self.moving = False
         self._doing, self._since = Doing.NOTHING, 0.0

@@ -40,7 +40,7 @@ from kvferry.errors import (
     TransferStuck,
     WrongKey,
 )
-from kvferry.geometry.blocks import Blocks, joined
+from kvferry.geometry.blocks import Blocks, Unfinished, joined
 from kvferry.planner.request_blocks import needed
 
 logger = logging.getLogger(__name__)
@@ -98,16 +98,19 @@ class RankReads(OneProcess):
             self._started += 1
             self._work.do(partial(self._begin, read))
 
-    def add(self, read: RankRead, blocks: Mapping[str, Blocks], *, last: bool) -> None:
+    def add(
+        self, read: RankRead, blocks: Mapping[str, Blocks], unfinished: Unfinished | None = None, *, last: bool
+    ) -> None:
         """Add blocks that the source of a share has published since. Returns at once; has no effect on a share that has
         ended.
 
         Args:
             read: a share whose blocks are not complete.
             blocks: what groups have gained, each from where it ended.
+            unfinished: the blocks after these of which only some layers are complete.
             last: no more follow.
         """
-        self._work.do(partial(self._add, read, blocks, last))
+        self._work.do(partial(self._add, read, blocks, unfinished, last))
 
     def cancel(self, read: RankRead) -> bool:
         """Cancel a share. Returns at once; has no effect on a share that has ended.
@@ -221,11 +224,11 @@ class RankReads(OneProcess):
         read.engine = engine
         self._move_on(read)
 
-    def _add(self, read: RankRead, blocks: Mapping[str, Blocks], last: bool) -> None:
+    def _add(self, read: RankRead, blocks: Mapping[str, Blocks], unfinished: Unfinished | None, last: bool) -> None:
         if read.ended or read.complete:
             return
         read.told.append(blocks)
-        read.complete = last
+        read.unfinished, read.complete = unfinished, last
         self._move_on(read)
 
     def _move_on(self, read: RankRead) -> None:
@@ -238,7 +241,7 @@ class RankReads(OneProcess):
         try:
             if read.parts is None:
                 read.parts = engine.plan_of(order.layers).in_parts(order.blocks, order.tokens)
-            expansion = read.parts.next(joined(read.told), last=read.complete)
+            expansion = read.parts.next(joined(read.told), read.unfinished, last=read.complete)
             read.planned = (read.planned or Planned()).plus(Planned.of(expansion))
             if not expansion.sources and not read.complete:
                 read.told = []

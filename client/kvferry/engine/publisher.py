@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from kvferry._control.home_session import HomeSession
 from kvferry._control.publication_sender import PublicationSender
@@ -39,6 +39,7 @@ class Publishing:
         checksums: bool,
         traceparent: str,
         reference: str,
+        layers: Collection[str] | None,
     ) -> Publication:
         """See `SchedulerPort.publish`."""
         with self._sender.lock:
@@ -51,17 +52,24 @@ class Publishing:
                 checksums=checksums,
                 traceparent=traceparent,
                 reference=reference,
+                layers=layers,
             )
             self.published += 1
             self._sender.put(publication, step)
         return publication
 
     def publish_more(
-        self, publication: Publication, blocks: Mapping[str, Blocks], *, last: bool, payload: bytes
+        self,
+        publication: Publication,
+        blocks: Mapping[str, Blocks],
+        *,
+        last: bool,
+        payload: bytes,
+        layers: Collection[str] | None,
     ) -> None:
         """See `SchedulerPort.publish_more`."""
         with self._sender.lock:
-            step = self._session.offer_more(publication, blocks, last=last, payload=payload)
+            step = self._session.offer_more(publication, blocks, last=last, payload=payload, layers=layers)
             self._sender.put(publication, step)
 
     def abort(self, publication: Publication) -> None:

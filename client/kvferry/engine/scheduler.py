@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from kvferry import _arguments as arguments
@@ -125,6 +125,7 @@ class SchedulerPort(OneProcess):
         checksums: bool = False,
         traceparent: str = "",
         reference: str = "",
+        layers: Collection[str] | None = None,
     ) -> Publication:
         """Publish a request's blocks. The engine must not change or free them until `released` returns the publication
         (R2). They hold their bytes now: on a GPU, every rank's device has completed the kernels that write them.
@@ -141,6 +142,8 @@ class SchedulerPort(OneProcess):
             traceparent: the W3C traceparent that came with the request; empty: none did. See docs/tracing.md.
             reference: the reference that a router made for this request, and sent to the reader as well; empty: none
                 did. See docs/routers.md.
+            layers: names of the layers that are complete in these blocks; None: all. If some are not, `last` is False,
+                and `publish_more` names the others.
 
         Returns:
             The publication, with its number, and with its reference and its traceparent for the router. A reader may
@@ -161,18 +164,34 @@ class SchedulerPort(OneProcess):
             checksums=checksums,
             traceparent=arguments.text("traceparent", traceparent),
             reference=arguments.text("reference", reference),
+            layers=layers,
         )
 
     def publish_more(
-        self, publication: Publication, blocks: Mapping[str, Blocks], *, last: bool, payload: bytes = b""
+        self,
+        publication: Publication,
+        blocks: Mapping[str, Blocks],
+        *,
+        last: bool,
+        payload: bytes = b"",
+        layers: Collection[str] | None = None,
     ) -> None:
         """Publish the next blocks of a publication that is not complete yet. Each group continues where it ended.
+
+        Args:
+            publication: what `publish` returned.
+            blocks: what groups gain; may be empty.
+            last: no more blocks will follow.
+            payload: opaque bytes for the readers, at most 64 KiB; with the last blocks.
+            layers: names of the layers that are complete in the new blocks, which must be full blocks of groups of kind
+                TOKENS. While some layers are not complete, further calls name more of them and give no blocks. A call
+                without `layers` says that all are complete, and may give further blocks that are complete, too.
 
         Raises:
             WrongState: the publication is complete, or was released.
             BadBlock, InvalidField, Closed: see `publish`.
         """
-        self._publishing.publish_more(publication, blocks, last=last, payload=payload)
+        self._publishing.publish_more(publication, blocks, last=last, payload=payload, layers=layers)
 
     def abort(self, publication: Publication) -> None:
         """Withdraw a publication: the home refuses new reads, and `released` returns it when its reads have ended."""

@@ -8,7 +8,7 @@ from dataclasses import replace
 from kvferry._control.acquisition import Acquired, AcquireRequest, MoreBlocks
 from kvferry._control.cancellation import Cancellation
 from kvferry._reads.leased_read import LeasedRead, ReadStage
-from kvferry.engine.values import BlockRuns, GrantStep, Offer, ReadEnd, ReadSource
+from kvferry.engine.values import BlockRuns, GrantStep, Offer, ReadEnd, ReadSource, UnfinishedRuns
 from kvferry.geometry.blocks import Blocks, joined
 
 
@@ -54,6 +54,7 @@ def offer_of(read: SchedulerRead, acquired: Acquired) -> Offer:
         payload=acquired.payload,
         traceparent=read.span.traceparent,
         complete=acquired.complete,
+        unfinished=UnfinishedRuns.of(acquired.unfinished),
     )
 
 
@@ -76,7 +77,13 @@ def latest_offer(read: SchedulerRead) -> Offer | None:
     for runs in runs_of(joined(part.blocks for part in more)):
         granted[runs.group] = granted[runs.group].followed_by(runs) if runs.group in granted else runs
     last = more[-1]
-    read.offer = replace(read.offer, granted=tuple(granted.values()), payload=last.payload, complete=last.complete)
+    read.offer = replace(
+        read.offer,
+        granted=tuple(granted.values()),
+        payload=last.payload,
+        complete=last.complete,
+        unfinished=UnfinishedRuns.of(last.unfinished),
+    )
     return read.offer
 
 
@@ -89,6 +96,7 @@ def step_of(read: SchedulerRead) -> GrantStep:
         index=read.steps,
         granted=runs_of(joined(part.blocks for part in more)),
         last=more[-1].complete,
+        unfinished=UnfinishedRuns.of(more[-1].unfinished),
     )
 
 

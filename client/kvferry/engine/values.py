@@ -16,7 +16,7 @@ import numpy as np
 from kvferry._arguments import flag, integer, mapping, several, text, texts, token_range
 from kvferry._reads.read_times import ReadTimes, ShareWork
 from kvferry.errors import InvalidField, KvferryError, from_name
-from kvferry.geometry.blocks import MAX_BLOCKS, Blocks
+from kvferry.geometry.blocks import MAX_BLOCKS, Blocks, Unfinished
 
 Plain = dict[str, object]
 """Dicts, lists, tuples, strings, numbers, bytes, booleans and None."""
@@ -73,6 +73,34 @@ class BlockRuns:
 
 
 @dataclass(frozen=True, slots=True)
+class UnfinishedRuns:
+    """Blocks of which only some layers are complete; see `Unfinished`.
+
+    Attributes:
+        granted: the source's blocks by group.
+        layers: names of the layers that are complete.
+    """
+
+    granted: tuple[BlockRuns, ...]
+    layers: tuple[str, ...]
+
+    @classmethod
+    def of(cls, unfinished: Unfinished | None) -> UnfinishedRuns | None:
+        """Encode blocks as runs; None: there are none."""
+        if unfinished is None:
+            return None
+        runs = tuple(BlockRuns.of_blocks(name, blocks) for name, blocks in unfinished.blocks.items())
+        return cls(runs, tuple(sorted(unfinished.layers)))
+
+
+def blocks_of(unfinished: UnfinishedRuns | None) -> Unfinished | None:
+    """Decode what `UnfinishedRuns.of` has made."""
+    if unfinished is None:
+        return None
+    return Unfinished({runs.group: runs.blocks() for runs in unfinished.granted}, frozenset(unfinished.layers))
+
+
+@dataclass(frozen=True, slots=True)
 class _Leased:
     """A publication whose lease this engine's scheduler holds.
 
@@ -89,6 +117,7 @@ class _Leased:
         payload: opaque bytes from the source; empty until the blocks are complete.
         traceparent: of the read's span, for the spans of its ranks; empty: it is not traced.
         complete: the source has published all blocks, and these are all. If False, `GrantStep`s have the others.
+        unfinished: the blocks after `granted` of which only some layers are complete; None: there are none.
     """
 
     request_id: str
@@ -105,6 +134,7 @@ class _Leased:
     payload: bytes = b""
     traceparent: str = field(default="", kw_only=True)
     complete: bool = field(default=True, kw_only=True)
+    unfinished: UnfinishedRuns | None = field(default=None, kw_only=True)
 
     def blocks(self) -> dict[str, Blocks]:
         """Decode the source's blocks, by group."""
@@ -133,6 +163,7 @@ class Offer(_Leased):
         complete: the source has published all blocks, and these are all. False only of a read that was acquired with
             ``progressive=True``; `SchedulerPort.attach` then needs `tokens`, and `SchedulerPort.grant_steps` returns
             the other blocks as they are published.
+        unfinished: the blocks after `granted` of which only some layers are complete; None: there are none.
     """
 
     def attached(self, local: tuple[BlockRuns, ...], tokens: tuple[int, int] | None, *, timeout: float) -> Grant:
@@ -168,7 +199,7 @@ class Grant(_Leased):
     def of(cls, plain: Plain) -> Grant:
         """Rebuild a grant from the result of `plain`; raises `InvalidField` for anything else."""
         runs = {name: _each(BlockRuns, plain, name) for name in ("granted", "local")}
-        found = _made(cls, {**plain, **runs})
+        found = _made(cls, {**plain, **runs, "unfinished": _unfinished(plain)})
         return dataclasses.replace(found, tokens=token_range(found.tokens))
 
 
@@ -183,12 +214,14 @@ class GrantStep:
         index: from 1, without gaps within a read; the `Grant` itself stands for 0.
         granted: the blocks that groups have gained, by group; each continues where the step before ended.
         last: no step follows.
+        unfinished: the blocks after these of which only some layers are complete; None: there are none.
     """
 
     read_id: str
     index: int
     granted: tuple[BlockRuns, ...]
     last: bool
+    unfinished: UnfinishedRuns | None = None
 
     def blocks(self) -> dict[str, Blocks]:
         """Decode the source's blocks, by group."""
@@ -201,7 +234,8 @@ class GrantStep:
     @classmethod
     def of(cls, plain: Plain) -> GrantStep:
         """Rebuild a step from the result of `plain`; raises `InvalidField` for anything else."""
-        found = _made(cls, {**plain, "granted": _each(BlockRuns, plain, "granted")})
+        runs = {"granted": _each(BlockRuns, plain, "granted"), "unfinished": _unfinished(plain)}
+        found = _made(cls, {**plain, **runs})
         return dataclasses.replace(
             found,
             read_id=text("read_id", found.read_id),
@@ -373,6 +407,16 @@ def _each(cls: type[Value], plain: object, name: str) -> tuple[Value, ...]:
     """Rebuild the values in a field of the result of `plain`."""
     given = mapping(name, plain, "the result of plain()").get(name)
     return tuple(_made(cls, item) for item in several(name, given, object, f"{cls.__name__}s, as plain() returned"))
+
+
+def _unfinished(plain: Plain) -> UnfinishedRuns | None:
+    """Rebuild what the result of `plain` has of unfinished blocks."""
+    given = plain.get("unfinished")
+    if given is None:
+        return None
+    fields = mapping("unfinished", given, "the result of plain()")
+    found = _made(UnfinishedRuns, {**fields, "granted": _each(BlockRuns, fields, "granted")})
+    return dataclasses.replace(found, layers=texts("layers", found.layers))
 
 
 def _tuples(value: Any) -> Any:

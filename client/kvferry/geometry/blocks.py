@@ -101,6 +101,20 @@ def _checked_ids(ids: Sequence[int] | npt.NDArray[np.integer]) -> BlockIds:
     return np.frombuffer(array.astype(np.int32).tobytes(), np.int32)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Unfinished:
+    """Blocks that a source has published of which only some layers are complete. Once all layers are, it publishes the
+    same blocks as complete ones.
+
+    Attributes:
+        blocks: the blocks by group; each begins where the group's complete blocks end.
+        layers: names of the layers that are complete in all of these blocks.
+    """
+
+    blocks: Mapping[str, Blocks]
+    layers: frozenset[str]
+
+
 def blocks_by_group(name: str, blocks: object) -> dict[str, Blocks]:
     """A copy of a mapping from groups to their blocks; raises `InvalidField`, naming the entry that is none."""
     expected = "a mapping from group names to Blocks"

@@ -62,7 +62,8 @@ class Expansion:
     """One request of one destination rank.
 
     Attributes:
-        sources: by rising source rank; empty if there is nothing to read.
+        sources: by rising source rank; empty if there is nothing to read. Where layers are read apart, a rank may have
+            several.
         pieces: contiguous pieces of single planes and blocks, before fusing and merging.
         descriptors: descriptors after it.
     """
@@ -75,6 +76,14 @@ class Expansion:
     def total_bytes(self) -> int:
         """Bytes read from all ranks."""
         return sum(source.total_bytes for source in self.sources)
+
+
+def together(parts: Sequence[Expansion]) -> Expansion:
+    """Several expansions that write to different memory, as one."""
+    if len(parts) == 1:
+        return parts[0]
+    sources = sorted((source for part in parts for source in part.sources), key=lambda source: source.source_rank)
+    return Expansion(tuple(sources), sum(part.pieces for part in parts), sum(part.descriptors for part in parts))
 
 
 def expand(

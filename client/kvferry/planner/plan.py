@@ -6,7 +6,7 @@ incarnation; `ReadPlan.expand` then turns the block ids of each request into des
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -26,6 +26,10 @@ from kvferry.planner.request_parts import RequestParts
 MAX_SIZE = 1 << 14
 """Lanes of a plan and pieces of their periods, together. A rank that reads alike from 4,096 ranks needs half of
 it."""
+
+LAYERS_KEPT = 256
+"""How many parts of some layers a plan keeps. A source names its layers in the same order each time, so there are about
+as many parts as it makes steps of a chunk, and more only where a reader is late."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,6 +89,32 @@ class ReadPlan:
         """
         reads = tuple(read for read in self.reads if wanted(read.destination))
         return self._of(reads, self.lanes_of(reads), self.rule)
+
+    @cached_property
+    def layers(self) -> frozenset[str]:
+        """Names of the layers that it reads."""
+        return frozenset(read.destination.layer for read in self.reads)
+
+    def of_layers(self, layers: Collection[str]) -> ReadPlan:
+        """The part of the plan that reads these layers, for one step of a request: unlike those of `only`, such parts
+        have no tables, since which layers a step has is left to the source. The latest are kept."""
+        wanted = frozenset(layers)
+        if wanted == self.layers:
+            return self
+        part = self._of_layers.get(wanted)
+        if part is None:
+            reads = tuple(read for read in self.reads if read.destination.layer in wanted)
+            lanes = self.lanes_of(reads)
+            paths = tuple(choose_path(lane, self.rule) for lane in lanes)
+            part = replace(self, reads=reads, lanes=lanes, paths=paths, tables=LaneTables((), {}))
+            if len(self._of_layers) >= LAYERS_KEPT:
+                self._of_layers.clear()
+            self._of_layers[wanted] = part
+        return part
+
+    @cached_property
+    def _of_layers(self) -> dict[frozenset[str], ReadPlan]:
+        return {}
 
     def lanes_of(self, reads: Iterable[PlaneRead]) -> tuple[Lane, ...]:
         """Lanes of these reads only."""

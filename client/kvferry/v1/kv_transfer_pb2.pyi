@@ -706,6 +706,39 @@ class GroupBlocks(google.protobuf.message.Message):
 global___GroupBlocks = GroupBlocks
 
 @typing.final
+class Unfinished(google.protobuf.message.Message):
+    """Unfinished are blocks that hold the bytes of some layers only, because their source still computes the others. A later step
+    of the publication has the same blocks among its groups, when all layers are complete. A reader that does not know this
+    message waits for that.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    GROUPS_FIELD_NUMBER: builtins.int
+    LAYERS_FIELD_NUMBER: builtins.int
+    @property
+    def groups(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___GroupBlocks]:
+        """groups of kind TOKENS, at most 256, with full blocks: each starts where it ended in the step's groups and those before.
+        Empty: those of the step before.
+        """
+
+    @property
+    def layers(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """layers whose bytes are complete, beside those that earlier steps named for the same blocks: at least 1 and at most 8192, each
+        of at most 256 bytes.
+        """
+
+    def __init__(
+        self,
+        *,
+        groups: collections.abc.Iterable[global___GroupBlocks] | None = ...,
+        layers: collections.abc.Iterable[builtins.str] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["groups", b"groups", "layers", b"layers"]) -> None: ...
+
+global___Unfinished = Unfinished
+
+@typing.final
 class ReadBlocksRequest(google.protobuf.message.Message):
     """ReadBlocksRequest asks for a publication."""
 
@@ -939,19 +972,26 @@ class Blocks(google.protobuf.message.Message):
 
     STEP_FIELD_NUMBER: builtins.int
     GROUPS_FIELD_NUMBER: builtins.int
+    UNFINISHED_FIELD_NUMBER: builtins.int
     step: builtins.int
     """step of the publication, from 0, without gaps."""
     @property
     def groups(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___GroupBlocks]:
         """groups that gained blocks in this step. Within a group, a step starts where the one before ended."""
 
+    @property
+    def unfinished(self) -> global___Unfinished:
+        """unfinished blocks, which a reader may read layer by layer. It may ignore them."""
+
     def __init__(
         self,
         *,
         step: builtins.int = ...,
         groups: collections.abc.Iterable[global___GroupBlocks] | None = ...,
+        unfinished: global___Unfinished | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["groups", b"groups", "step", b"step"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["unfinished", b"unfinished"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["groups", b"groups", "step", b"step", "unfinished", b"unfinished"]) -> None: ...
 
 global___Blocks = Blocks
 
@@ -1122,6 +1162,7 @@ class Publish(google.protobuf.message.Message):
     CHECKSUMS_FIELD_NUMBER: builtins.int
     ROUTER_KEY_FIELD_NUMBER: builtins.int
     KEY_FIELD_NUMBER: builtins.int
+    UNFINISHED_FIELD_NUMBER: builtins.int
     publication: builtins.int
     """publication number, from 1, rising per incarnation, one per request."""
     request_id: builtins.str
@@ -1147,6 +1188,12 @@ class Publish(google.protobuf.message.Message):
     def groups(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___GroupBlocks]:
         """groups that gain blocks, at most 256, with at most 131072 runs together; more go into a further step."""
 
+    @property
+    def unfinished(self) -> global___Unfinished:
+        """unfinished blocks: the promise above holds for the layers that it names. Not with the last step. At most 131072 runs
+        together with groups.
+        """
+
     def __init__(
         self,
         *,
@@ -1160,8 +1207,10 @@ class Publish(google.protobuf.message.Message):
         checksums: builtins.bool = ...,
         router_key: builtins.str = ...,
         key: builtins.bytes = ...,
+        unfinished: global___Unfinished | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["checksums", b"checksums", "expected_reads", b"expected_reads", "groups", b"groups", "key", b"key", "last", b"last", "payload", b"payload", "publication", b"publication", "request_id", b"request_id", "router_key", b"router_key", "step", b"step"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["unfinished", b"unfinished"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["checksums", b"checksums", "expected_reads", b"expected_reads", "groups", b"groups", "key", b"key", "last", b"last", "payload", b"payload", "publication", b"publication", "request_id", b"request_id", "router_key", b"router_key", "step", b"step", "unfinished", b"unfinished"]) -> None: ...
 
 global___Publish = Publish
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from kvferry.errors import (
@@ -70,6 +70,7 @@ class PublicationRecord:
         router_key: the key that a router chose for it, from its first step; None: no router did.
         steps: the steps so far; dropped when it is released.
         extents: what the steps so far hold of each group, so that a new step is checked without going through them.
+        unfinished: where the blocks end of which only some layers are complete, by group.
         step_count: how many steps arrived.
         blocks: blocks published so far, over all groups.
         expected_reads: the highest number that anyone stated.
@@ -94,6 +95,7 @@ class PublicationRecord:
     router_key: RouterKey | None = None
     steps: list[PublicationStep] = field(default_factory=list)
     extents: dict[str, PublishedExtent] = field(default_factory=dict)
+    unfinished: dict[str, int] = field(default_factory=dict)
     step_count: int = 0
     blocks: int = 0
     expected_reads: int = 1
@@ -144,11 +146,16 @@ class PublicationRecord:
                 max(before.end_token, new.end_token),
                 before.blocks + new.blocks,
             )
+        if step.groups:
+            self.unfinished = {}
+        if step.unfinished is not None and step.unfinished.groups:
+            self.unfinished = {blocks.group: blocks.end_token for blocks in step.unfinished.groups}
 
     def drop_steps(self) -> None:
         """Drop the steps: they are sent to no reader any more."""
         self.steps.clear()
         self.extents.clear()
+        self.unfinished.clear()
 
     def due(self) -> float:
         """Return when it ends, is released, is forgotten, or when its source is told again."""
@@ -291,8 +298,15 @@ def check_follows(publication: PublicationRecord | None, step: PublicationStep) 
     steps = publication.steps if publication is not None else []
     if step.index != len(steps):
         raise InvalidField("publish.step", step.index, f"{len(steps)}, the next step")
-    if publication is None or not steps:
-        return
+    extents = publication.extents if publication is not None else {}
+    unfinished = publication.unfinished if publication is not None else {}
+    if publication is not None and steps:
+        _check_continues(publication, step)
+    _check_unfinished(extents, unfinished, step)
+
+
+def _check_continues(publication: PublicationRecord, step: PublicationStep) -> None:
+    steps = publication.steps
     if steps[-1].last:
         raise InvalidField("publish.step", step.index, f"at most {len(steps) - 1}, the last step of the publication")
     if step.request_id != publication.request_id:
@@ -302,3 +316,29 @@ def check_follows(publication: PublicationRecord | None, step: PublicationStep) 
         if before is not None and blocks.first_token != before.end_token:
             expected = f"{before.end_token}, where the step before ended"
             raise InvalidField(f"publish.groups[{blocks.group}].first_token", blocks.first_token, expected)
+
+
+def _check_unfinished(
+    extents: Mapping[str, PublishedExtent], unfinished: Mapping[str, int], step: PublicationStep
+) -> None:
+    """Check the blocks of which only some layers are complete; `unfinished`: those before the step."""
+    gained = {blocks.group: blocks.end_token for blocks in step.groups}
+    if gained or step.last:
+        for group, end in unfinished.items():
+            if gained.get(group, 0) < end:
+                expected = f"group {group!r} up to token {end} at least, of which some layers were complete"
+                raise InvalidField("publish.groups", f"{group!r} up to {gained.get(group, 0)}", expected)
+        unfinished = {}
+    if step.unfinished is None:
+        return
+    begun = step.unfinished.groups
+    if bool(begun) == bool(unfinished):
+        expected = "none, until the unfinished blocks before are complete" if begun else "at least one"
+        raise InvalidField("publish.unfinished.groups", [blocks.group for blocks in begun], expected)
+    for blocks in begun:
+        before = extents.get(blocks.group)
+        start = gained.get(blocks.group, blocks.first_token if before is None else before.end_token)
+        if blocks.first_token != start or blocks.end_token == start:
+            where = f"publish.unfinished.groups[{blocks.group}]"
+            expected = f"tokens from {start}, where the step before ended"
+            raise InvalidField(where, (blocks.first_token, blocks.end_token), expected)

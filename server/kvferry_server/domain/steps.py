@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -38,6 +38,19 @@ class GroupBlocks:
 
 
 @dataclass(frozen=True, slots=True)
+class Unfinished:
+    """Blocks of which some layers are complete, while their source computes the others.
+
+    Attributes:
+        groups: the blocks; empty: those of the step before.
+        layers: names of layers that are complete, beside those of the steps before for the same blocks.
+    """
+
+    groups: tuple[GroupBlocks, ...]
+    layers: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class PublicationStep:
     """One step of a publication, as its source sent it. Idempotent by publication and index.
 
@@ -51,6 +64,7 @@ class PublicationStep:
         payload: opaque bytes for the readers; with the last step only.
         checksums: every rank will send the checksums of its blocks.
         router_key: the key under which readers wait for the publication; in the first step only.
+        unfinished: blocks that readers may read layer by layer; not in the last step.
         encoded: the `Blocks` message of the step, as every reader gets it; empty: made from the rest.
     """
 
@@ -63,6 +77,7 @@ class PublicationStep:
     payload: bytes = field(default=b"", repr=False)
     checksums: bool = False
     router_key: RouterKey | None = None
+    unfinished: Unfinished | None = None
     encoded: bytes = field(default=b"", repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -72,8 +87,12 @@ class PublicationStep:
     @property
     def size(self) -> int:
         """Estimated bytes that it takes in memory."""
-        runs = sum(len(blocks.starts) for blocks in self.groups)
-        return 512 + len(self.payload) + len(self.encoded) + 512 * len(self.groups) + 80 * runs
+        groups, layers = self.groups, 0
+        if self.unfinished is not None:
+            groups += self.unfinished.groups
+            layers = sum(128 + len(name) for name in self.unfinished.layers)
+        runs = sum(len(blocks.starts) for blocks in groups)
+        return 512 + len(self.payload) + len(self.encoded) + 512 * len(groups) + 80 * runs + layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,18 +105,22 @@ class PublishedExtent:
 
 
 def _encoded(step: PublicationStep) -> bytes:
-    groups = [
-        pb.GroupBlocks(
-            group=blocks.group,
-            first_token=blocks.first_token,
-            end_token=blocks.end_token,
-            state_token=blocks.state_token,
-            run_starts=blocks.starts,
-            run_counts=blocks.counts,
-        )
-        for blocks in step.groups
-    ]
-    return pb.Blocks(step=step.index, groups=groups).SerializeToString()
+    told = pb.Blocks(step=step.index, groups=map(_message, step.groups))
+    if step.unfinished is not None:
+        groups = map(_message, step.unfinished.groups)
+        told.unfinished.CopyFrom(pb.Unfinished(groups=groups, layers=step.unfinished.layers))
+    return told.SerializeToString()
+
+
+def _message(blocks: GroupBlocks) -> pb.GroupBlocks:
+    return pb.GroupBlocks(
+        group=blocks.group,
+        first_token=blocks.first_token,
+        end_token=blocks.end_token,
+        state_token=blocks.state_token,
+        run_starts=blocks.starts,
+        run_counts=blocks.counts,
+    )
 
 
 def check_step(groups: Mapping[str, Group], step: PublicationStep) -> None:
@@ -108,19 +131,26 @@ def check_step(groups: Mapping[str, Group], step: PublicationStep) -> None:
             has something that only the last step may have.
         BadBlock: a block id is out of range, or the null block.
     """
-    names = [blocks.group for blocks in step.groups]
+    _check_groups(groups, "publish.groups", step.groups, last=step.last)
+    if step.unfinished is not None:
+        if step.last:
+            raise InvalidField("publish.unfinished", f"layers {step.unfinished.layers[:3]}", "none in the last step")
+        _check_groups(groups, "publish.unfinished.groups", step.unfinished.groups, last=False)
+
+
+def _check_groups(groups: Mapping[str, Group], field: str, listed: Sequence[GroupBlocks], *, last: bool) -> None:
+    names = [blocks.group for blocks in listed]
     if len(set(names)) != len(names):
-        raise InvalidField("publish.groups", names, "each group once")
-    for blocks in step.groups:
+        raise InvalidField(field, names, "each group once")
+    for blocks in listed:
         group = groups.get(blocks.group)
         if group is None:
-            raise InvalidField("publish.groups.group", blocks.group, f"one of {sorted(groups)}")
-        _check_tokens(group, blocks, step.last)
+            raise InvalidField(f"{field}.group", blocks.group, f"one of {sorted(groups)}")
+        _check_tokens(group, f"{field}[{group.name}]", blocks, last)
         _check_ids(group, blocks)
 
 
-def _check_tokens(group: Group, blocks: GroupBlocks, last: bool) -> None:
-    where = f"publish.groups[{group.name}]"
+def _check_tokens(group: Group, where: str, blocks: GroupBlocks, last: bool) -> None:
     if group.kind is GroupKind.STATE:
         if blocks.first_token or blocks.end_token:
             raise InvalidField(where, (blocks.first_token, blocks.end_token), "no token range in a state group")

@@ -19,13 +19,14 @@ from kvferry_server.domain.identity import EngineRef, Names, RouterKey
 from kvferry_server.domain.limits import MAX_HEADER_BYTES, MAX_PAYLOAD, MAX_RANK_BYTES
 from kvferry_server.domain.reads import LeaseRequest, RankOutcome, RankReport, ReadKey, RoutedRequest
 from kvferry_server.domain.registrations import Agent, Registration
-from kvferry_server.domain.steps import GroupBlocks, PublicationStep
+from kvferry_server.domain.steps import GroupBlocks, PublicationStep, Unfinished
 from kvferry_server.domain.watch_feed import Process, Role
 from kvferry_server.servicers.checks import agent_key, engine_ref, positive, random_bytes, session_secret, text
 from kvferry_server.servicers.limits import (
     MAX_AGENT_NAME,
     MAX_GROUPS,
     MAX_IDENTITY,
+    MAX_LAYERS,
     MAX_METADATA,
     MAX_RUNS,
     TOKEN_LIMIT,
@@ -191,10 +192,11 @@ def publication_step(message: pb.Publish, max_reads: int) -> PublicationStep:
     """Decode a step of a publication; raises `InvalidField`. `check_step` checks it against the engine's groups."""
     if len(message.payload) > MAX_PAYLOAD:
         raise InvalidField("publish.payload", f"{len(message.payload)} bytes", f"at most {MAX_PAYLOAD} bytes")
-    runs = sum(len(blocks.run_starts) for blocks in message.groups)
-    if runs > MAX_RUNS or len(message.groups) > MAX_GROUPS:
-        given, most = f"{runs} runs in {len(message.groups)} groups", f"at most {MAX_RUNS} in {MAX_GROUPS}"
-        raise InvalidField("publish.groups", given, most)
+    groups = len(message.groups) + len(message.unfinished.groups)
+    listed = (*message.groups, *message.unfinished.groups) if groups <= MAX_GROUPS else ()
+    runs = sum(len(blocks.run_starts) for blocks in listed)
+    if runs > MAX_RUNS or groups > MAX_GROUPS:
+        raise InvalidField("publish.groups", f"{runs} runs in {groups} groups", f"at most {MAX_RUNS} in {MAX_GROUPS}")
     if message.expected_reads > max_reads:
         raise InvalidField("publish.expected_reads", message.expected_reads, f"at most {max_reads}")
     if message.payload and not message.last:
@@ -209,7 +211,17 @@ def publication_step(message: pb.Publish, max_reads: int) -> PublicationStep:
         payload=message.payload,
         checksums=message.checksums,
         router_key=_router_key(message),
+        unfinished=_unfinished(message.unfinished) if message.HasField("unfinished") else None,
         encoded=_blocks(message),
+    )
+
+
+def _unfinished(message: pb.Unfinished) -> Unfinished:
+    if not 1 <= len(message.layers) <= MAX_LAYERS:
+        raise InvalidField("publish.unfinished.layers", f"{len(message.layers)} layers", f"1 to {MAX_LAYERS}")
+    return Unfinished(
+        groups=tuple(_group_blocks(blocks) for blocks in message.groups),
+        layers=tuple(text("publish.unfinished.layers", name) for name in message.layers),
     )
 
 
@@ -226,6 +238,8 @@ def _router_key(message: pb.Publish) -> RouterKey | None:
 def _blocks(message: pb.Publish) -> bytes:
     """Return the step as readers get it: what the source sent, without fields that this server does not know."""
     blocks = pb.Blocks(step=message.step, groups=message.groups)
+    if message.HasField("unfinished"):
+        blocks.unfinished.CopyFrom(message.unfinished)
     blocks.DiscardUnknownFields()
     return blocks.SerializeToString()
 

@@ -25,6 +25,9 @@ MAX_RUNS = 1 << 17
 every reader. Enough for two million tokens in blocks of 16 of which no two are neighbours; more go into further
 steps."""
 
+MAX_LAYERS = 1 << 13
+"""Layers that one step of a publication names."""
+
 TOKEN_LIMIT = 1 << 62
 """Token numbers stay below this, so that sums of them fit 64 bits."""
 

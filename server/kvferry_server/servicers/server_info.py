@@ -17,7 +17,15 @@ from kvferry_server.servicers import encode, limits
 CONTRACT_REVISION = 1
 """Raised with the first addition to the protos after each release."""
 
-CAPABILITIES = ("admin", "checksums", "decline_forwarding", "list_filters", "poll_blocks", "router_references")
+CAPABILITIES = (
+    "admin",
+    "checksums",
+    "decline_forwarding",
+    "list_filters",
+    "poll_blocks",
+    "router_references",
+    "unfinished_blocks",
+)
 """What callers may ask for before they rely on it, because servers in other languages may not have it."""
 
 OF_FIELDS = {
@@ -30,6 +38,7 @@ OF_FIELDS = {
     "identity": limits.MAX_IDENTITY,
     "groups": limits.MAX_GROUPS,
     "runs": limits.MAX_RUNS,
+    "layers": limits.MAX_LAYERS,
     "header_bytes": MAX_HEADER_BYTES,
     "rank_bytes": MAX_RANK_BYTES,
     "metadata": limits.MAX_METADATA,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from kvferry.errors import (
     PublicationStale,
     WrongKey,
 )
+from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry_server.domain.book import Standing
 from kvferry_server.domain.lessor import Lessor
 from kvferry_server.domain.limits import MAX_SKIPPED, Limits
@@ -24,7 +26,7 @@ from kvferry_server.domain.publications import PublicationOutcome, PublicationSt
 from kvferry_server.domain.reads import Verdict
 from kvferry_server.domain.records import Records
 from kvferry_server.domain.sources import Sources
-from kvferry_server.domain.steps import GroupBlocks
+from kvferry_server.domain.steps import GroupBlocks, Unfinished
 from tests.support.parties import FULL, GROUPS, P2, SECRETS, TIMES, E, FakeClock, P, Scene, ask, blocks, key, offer
 
 
@@ -285,6 +287,66 @@ def test_what_may_still_be_written_to_comes_with_the_last_step(scene: Scene, ear
     with pytest.raises(InvalidField):
         scene.publish(groups=(early,), last=False)
     scene.publish(groups=(early,))
+
+
+def named(*layers: str, begun: Sequence[GroupBlocks] = ()) -> dict[str, Any]:
+    """A step that names layers of these blocks, or of those of the step before."""
+    return {"groups": (), "unfinished": Unfinished(tuple(begun), layers), "last": False}
+
+
+def test_blocks_may_be_published_layer_by_layer(scene: Scene) -> None:
+    scene.publish(last=False)
+    scene.publish(step=1, **named("a", begun=[blocks(4, start=5)]))
+    scene.publish(step=2, **named("b", "c"))
+    found = scene.publish(step=3, groups=(blocks(4, start=5, count=6),), last=False)
+    # The next part may begin in the step that completes the one before.
+    both: dict[str, Any] = {"groups": (blocks(10, count=2, start=20),), "last": False}
+    scene.publish(step=4, **named("a", begun=[blocks(10, count=1, start=20)]))
+    scene.publish(step=5, **{**both, "unfinished": Unfinished((blocks(12, count=1),), ("a",))})
+    scene.publish(step=6, groups=(blocks(12, count=1),))
+    assert found.blocks == 4 + 6 + 2 + 1
+    told = pb.Blocks.FromString(found.steps[2].encoded)
+    assert told == pb.Blocks(step=2, unfinished=pb.Unfinished(layers=["b", "c"]))
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        named("a"),
+        named("a", begun=[blocks(5)]),
+        named("a", begun=[blocks(3)]),
+        named("a", begun=[blocks(4, start=5000)]),
+        named("a", begun=[blocks(4), blocks(4)]),
+        named("a", begun=[GroupBlocks("full", 64, 81, 0, (1,), (2,))]),
+        named("a", begun=[GroupBlocks("full", 64, 64, 0, (), ())]),
+        named("a", begun=[GroupBlocks("window", 0, 16, 0, (1,), (1,))]),
+        named("a", begun=[blocks(group="other")]),
+        {**named("a", begun=[blocks(4)]), "last": True},
+    ],
+)
+def test_unfinished_blocks_that_cannot_be_are_refused(scene: Scene, bad: dict[str, Any]) -> None:
+    before = scene.publish(last=False)
+    with pytest.raises((InvalidField, BadBlock)):
+        scene.publish(step=1, **bad)
+    assert before.step_count == 1
+    scene.publish(step=1)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        named("b", begun=[blocks(8)]),
+        {"groups": (blocks(4, count=1),), "last": False},
+        {"groups": (), "last": True},
+        {"groups": (GroupBlocks("window", 0, 16, 0, (1,), (1,)),), "last": True},
+    ],
+)
+def test_unfinished_blocks_have_to_be_completed_first(scene: Scene, bad: dict[str, Any]) -> None:
+    scene.publish(last=False)
+    scene.publish(step=1, **named("a", begun=[blocks(4, start=5)]))
+    with pytest.raises(InvalidField):
+        scene.publish(step=2, **bad)
+    scene.publish(step=2, groups=(blocks(4, start=5),))
 
 
 def test_blocks_of_groups_that_nobody_registered_are_not_taken() -> None:
