@@ -74,6 +74,7 @@ def setup_of(fabric: Fabric, spec: EngineSpec, *, serves: bool) -> Setup:
         caches_prefixes=False,
         tables=(BlockTable(0, GROUP, TOKENS),),
         recomputed=1,
+        rewritten=0,
         tails=Tails.KEEP,
         serves=serves,
         reads=False,

@@ -15,12 +15,13 @@ from vllm.v1.request import RequestStatus
 
 from kvferry import Blocks, Group, GroupKind, router_reference
 from kvferry._control.publications import Publication, Release, ReleaseOutcome
+from kvferry._wire.reference import parse_reference
 from kvferry.engine import SchedulerPort
-from kvferry.errors import RouterKeyUsed, WrongState
+from kvferry.errors import BadReference, RouterKeyUsed, WrongState
 from kvferry.integrations.vllm.block_hold import BlockHold
 from kvferry.integrations.vllm.device import EVERY_STEP
 from kvferry.integrations.vllm.groups import BlockTable
-from kvferry.integrations.vllm.params import PUBLISH_AS, REFERENCE, publish_reference
+from kvferry.integrations.vllm.params import PUBLISH_AS, REFERENCE, publish_reference, read_reference
 from kvferry.integrations.vllm.routed import STUCK
 from kvferry.integrations.vllm.sending import Sending
 from kvferry.integrations.vllm.setup import Setup
@@ -73,7 +74,9 @@ def tokens_of(blocks: Mapping[str, Blocks]) -> dict[str, tuple[int, int | None]]
 class Prefill:
     """A scheduler of vLLM with one or two groups, over a real pool."""
 
-    def __init__(self, *tables: BlockTable, ranks: int = 1, caching: bool = False, bound: bool = True) -> None:
+    def __init__(
+        self, *tables: BlockTable, ranks: int = 1, caching: bool = False, bound: bool = True, rewritten: int = 0
+    ) -> None:
         self.tables = tables or (FULL,)
         self.pool = BlockPool(BLOCKS, caching, TOKENS)
         self.port = Port()
@@ -83,6 +86,7 @@ class Prefill:
             tables=self.tables,
             sums=True,
             withheld=0,
+            rewritten=rewritten,
             has_states=False,
             published=self.published,
         )
@@ -452,6 +456,33 @@ def test_a_vllm_without_its_pool_publishes_once_at_the_end() -> None:
     assert prefill.release(1) == {"r"}
 
 
+def test_what_a_drafter_may_write_again_is_not_published() -> None:
+    """One of several modules: what it has of the last tokens is not final, and vLLM does not cache it either."""
+    prefill = Prefill(rewritten=2)
+    request = prefill.request("r", 14)
+    prefill.run(request, 9)
+    assert [call[:2] for call in prefill.port.take()] == [("publish", {"full": (0, 4)})]
+    prefill.run(request, 5)
+    prefill.finish(request)
+    assert [call[1:3] for call in prefill.port.take()] == [({"full": (4, 12)}, "more"), ({"full": (12, 14)}, "last")]
+    prefill.release(1)
+    assert prefill.used == 0
+
+
+def test_a_request_id_is_used_again_while_its_blocks_are_held(prefill: Prefill) -> None:
+    """vLLM has freed the first request. The release of what it has published says nothing about the second."""
+    first = prefill.request("r", 14)
+    prefill.run(first, 14)
+    prefill.finish(first)
+    second = prefill.request("r", 6, kvferry_reference=None)
+    prefill.run(second, 6)
+    prefill.finish(second)
+    assert prefill.release(1) == set()
+    assert prefill.used == 2
+    assert prefill.release(2) == {"r"}
+    prefill.free_blocks(second)
+
+
 def test_blocks_stay_in_the_prefix_cache_while_they_are_held() -> None:
     """So a preempted request finds its own blocks again, and needs no others."""
     prefill = Prefill(caching=True)
@@ -488,6 +519,14 @@ def test_which_reference_a_request_is_published_under(params: dict[str, Any], ex
     given = {name: named.get(value, value) if isinstance(value, str) else value for name, value in params.items()}
     request = SimpleNamespace(kv_transfer_params={"do_remote_decode": True, **given})
     assert publish_reference(request) == named.get(expected, "")
+
+
+@pytest.mark.parametrize("value", [17, 1.5, True, ["kvf1.AAAA"], {"kvf1": "AAAA"}], ids=repr)
+def test_a_reference_that_is_no_string_is_a_bad_one(value: object) -> None:
+    """Clients send what they like. An error in the engine's loop would end the engine."""
+    request = SimpleNamespace(kv_transfer_params={"do_remote_prefill": True, REFERENCE: value})
+    with pytest.raises(BadReference):
+        parse_reference(read_reference(request))
 
 
 def test_a_hold_frees_its_blocks_once(prefill: Prefill) -> None:

@@ -24,10 +24,16 @@ def asks_to_publish(request: Any) -> bool:
 
 
 def read_reference(request: Any) -> str:
-    """Return the reference of the publication that a request reads; empty: none."""
+    """Return the reference of the publication that a request reads; empty: none.
+
+    Clients send what they like. What is not a string is returned as one that is not a reference, so that the read fails
+    with the error that says so.
+    """
     params = _params(request)
     reference = params.get(REFERENCE)
-    return reference if params.get("do_remote_prefill") and reference else ""
+    if not params.get("do_remote_prefill") or not reference:
+        return ""
+    return reference if isinstance(reference, str) else type(reference).__name__
 
 
 def publish_reference(request: Any) -> str:
@@ -60,4 +66,5 @@ def traceparent_of(request: Any) -> str:
 
 
 def _params(request: Any) -> dict[str, Any]:
-    return request.kv_transfer_params or {}
+    params = request.kv_transfer_params
+    return params if isinstance(params, dict) else {}

@@ -75,7 +75,8 @@ class RoutedPublishing:
 
     A part is the full blocks that a step of vLLM has completed in groups that keep all tokens. It is published when the
     step has ended and every rank's device has computed it. What is left comes at the end of the request: the last
-    block, windows, states. Only tokens of the prompt are published before: vLLM may sample others again.
+    block, windows, states. Only tokens of the prompt are published before: vLLM may sample others again. Nor is a block
+    that a drafter may still write to: vLLM does not take it for its prefix cache either.
 
     vLLM frees the blocks of a request that it preempts, and computes it again, in other blocks where it does not find
     the old ones in its prefix cache. The publication keeps what it has, and goes on with the new blocks of later
@@ -87,6 +88,7 @@ class RoutedPublishing:
         tables: vLLM's block tables.
         ranks: number of ranks.
         count: counts something by its name, see `KvferryStats`.
+        rewritten: see `Setup`.
         checksums: whether the source will sum the blocks.
         now: the clock, in seconds.
     """
@@ -98,12 +100,14 @@ class RoutedPublishing:
         ranks: int,
         count: Callable[[str], None],
         *,
+        rewritten: int = 0,
         checksums: bool = False,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._port = port
         self._tables = tables
         self._count = count
+        self._rewritten = rewritten
         self._checksums = checksums
         self._now = now
         self._ended = dict.fromkeys(range(ranks), 0)
@@ -263,7 +267,7 @@ class RoutedPublishing:
         if self._block_ids is None:
             return
         # The last token comes with the end of the request, so that something is left for it.
-        tokens = min(tokens, routed.request.num_prompt_tokens - 1)
+        tokens = min(tokens - self._rewritten, routed.request.num_prompt_tokens - 1)
         if not self._is_longer(routed, tokens):
             return
         ids = self._block_ids(routed.request_id)
