@@ -15,13 +15,12 @@ from vllm.v1.request import RequestStatus
 
 from kvferry import Blocks, Group, GroupKind, router_reference
 from kvferry._control.publications import Publication, Release, ReleaseOutcome
-from kvferry._wire.reference import parse_reference
 from kvferry.engine import SchedulerPort
-from kvferry.errors import BadReference, RouterKeyUsed, WrongState
+from kvferry.errors import RouterKeyUsed, WrongState
 from kvferry.integrations.vllm.block_hold import BlockHold
 from kvferry.integrations.vllm.device import EVERY_STEP
 from kvferry.integrations.vllm.groups import BlockTable
-from kvferry.integrations.vllm.params import PUBLISH_AS, REFERENCE, publish_reference, read_reference
+from kvferry.integrations.vllm.params import REFERENCE
 from kvferry.integrations.vllm.routed import STUCK
 from kvferry.integrations.vllm.sending import Sending
 from kvferry.integrations.vllm.setup import Setup
@@ -498,35 +497,6 @@ def test_blocks_stay_in_the_prefix_cache_while_they_are_held() -> None:
     prefill.finish(request, RequestStatus.FINISHED_ABORTED)
     prefill.release(1, outcome=ReleaseOutcome.ABORTED)
     assert prefill.used == 0
-
-
-@pytest.mark.parametrize(
-    ("params", "expected"),
-    [
-        ({REFERENCE: "routers"}, "routers"),
-        ({REFERENCE: "canonical"}, ""),
-        ({REFERENCE: "not one"}, ""),
-        ({REFERENCE: 17}, ""),
-        ({REFERENCE: "routers", "do_remote_prefill": True}, ""),
-        ({REFERENCE: "canonical", "do_remote_prefill": True, PUBLISH_AS: "routers"}, "routers"),
-        ({}, ""),
-    ],
-    ids=["routers", "forwarded", "nonsense", "number", "is-read", "next-turn", "none"],
-)
-def test_which_reference_a_request_is_published_under(params: dict[str, Any], expected: str) -> None:
-    routers = made()
-    named = {"routers": routers, "canonical": "kvf1.AAAA"}
-    given = {name: named.get(value, value) if isinstance(value, str) else value for name, value in params.items()}
-    request = SimpleNamespace(kv_transfer_params={"do_remote_decode": True, **given})
-    assert publish_reference(request) == named.get(expected, "")
-
-
-@pytest.mark.parametrize("value", [17, 1.5, True, ["kvf1.AAAA"], {"kvf1": "AAAA"}], ids=repr)
-def test_a_reference_that_is_no_string_is_a_bad_one(value: object) -> None:
-    """Clients send what they like. An error in the engine's loop would end the engine."""
-    request = SimpleNamespace(kv_transfer_params={"do_remote_prefill": True, REFERENCE: value})
-    with pytest.raises(BadReference):
-        parse_reference(read_reference(request))
 
 
 def test_a_hold_frees_its_blocks_once(prefill: Prefill) -> None:

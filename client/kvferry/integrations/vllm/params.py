@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from kvferry._tracing import FORM
 from kvferry._wire.reference import parse_reference
 from kvferry.errors import KvferryError
 from kvferry.integrations.vllm.siblings import Published
@@ -59,10 +60,11 @@ def published_params(published: Published) -> dict[str, Any]:
 
 def traceparent_of(request: Any) -> str:
     """Return the traceparent of a request: from its parameters, otherwise from its HTTP headers, which vLLM keeps if it
-    traces itself."""
+    traces itself; empty: there is none, or it is malformed."""
     headers = getattr(request, "trace_headers", None) or {}
     given = _params(request).get(TRACEPARENT) or headers.get("traceparent")
-    return given if isinstance(given, str) else ""
+    # It goes to every worker.
+    return given if isinstance(given, str) and FORM.fullmatch(given) else ""
 
 
 def _params(request: Any) -> dict[str, Any]:
