@@ -316,6 +316,23 @@ def test_samples_share_the_publication_of_the_first(prefill: Prefill) -> None:
     prefill.release(1, "0_r")
 
 
+def test_a_sample_that_comes_late_publishes_nothing(prefill: Prefill) -> None:
+    """vLLM's front end sends one after the other. The first has been published, and may have been read."""
+    reference = made()
+    for index, released in enumerate((False, True)):
+        sample = prefill.request(f"{index}_r", 6, reference)
+        prefill.run(sample, 6)
+        params = prefill.finish(sample)
+        assert params[REFERENCE] == "canonical-1"
+        if released:
+            prefill.release(1, "0_r")
+    late = prefill.request("2_r", 6, reference)
+    prefill.run(late, 6)
+    assert prefill.finish(late) is None
+    assert [call[0] for call in prefill.port.take()] == ["publish", "more"]
+    assert prefill.counts == ["published"]
+
+
 def test_the_next_sample_publishes_if_the_first_is_aborted(prefill: Prefill) -> None:
     reference = made()
     first, second, third = (prefill.request(f"{index}_r", 6, reference) for index in range(3))

@@ -25,6 +25,9 @@ STUCK = 2.0
 """Seconds without any computing after which a preempted request's publication is withdrawn, so that the request can
 have the memory that it holds."""
 
+MOST_USED = 1024
+"""References that are remembered of what was published. A sample that comes after its own was forgotten is refused."""
+
 BlockIds = Callable[[str], Sequence[Sequence[int]]]
 """Returns the ids of a request's blocks, by vLLM's groups."""
 
@@ -119,6 +122,8 @@ class RoutedPublishing:
         """Other samples of the same prompt (n > 1), which have the same reference."""
         self._held: dict[int, BlockHold] = {}
         """The blocks of each publication, by its number, until it is released."""
+        self._used: dict[str, None] = {}
+        """References under which something was published."""
         self._idle_since: float | None = None
         self._sums: list[Summed] = []
 
@@ -141,9 +146,9 @@ class RoutedPublishing:
         routed = Routed(request, reference, traceparent)
         # The prompt of a session grows, and its last tokens are computed again.
         routed.closed = self._pool is None or bool(getattr(request, "resumable", False))
-        known = self._requests.values()
-        listed = self._followers if any(other.reference == reference for other in known) else self._requests
-        listed[routed.request_id] = routed
+        # A sample may come when the first one has ended.
+        follows = reference in self._used or any(other.reference == reference for other in self._requests.values())
+        (self._followers if follows else self._requests)[routed.request_id] = routed
 
     def begin(self, step: int, scheduled: Mapping[str, int]) -> None:
         """Begin a step.
@@ -213,6 +218,9 @@ class RoutedPublishing:
         Returns:
             Whether anything is held, so that vLLM may free the request.
         """
+        self._used[routed.reference] = None
+        if len(self._used) > MOST_USED:
+            del self._used[next(iter(self._used))]
         if routed.held is None:
             return False
         self._held[publication.number] = routed.held
