@@ -98,6 +98,33 @@ def test_a_read_with_a_routers_reference_goes_on_with_the_publications_own(tmp_p
         assert [asked.read.reference for asked in server.asked] == [given, own]
 
 
+def test_a_lease_that_came_after_a_long_wait_is_asked_for_again(tmp_path: Path) -> None:
+    """A home grants a read under a router's key when its publication comes, which may be later than a lease lasts, and
+    the reader counts the lease's time from its question. The first answer says that there is a lease, the second how
+    much is left of it."""
+    own = reference("home:1")
+
+    def poll(request: pb.PollBlocksRequest) -> pb.PollBlocksResponse:
+        told = accepted()
+        told.reference, told.publication = own, 1
+        told.source.engine_id, told.source.incarnation = "source", b"i" * 16
+        if request.read.reference != own:
+            told.remaining.CopyFrom(to_duration(0.2))
+            told.renew_every.CopyFrom(to_duration(0.1))
+            threading.Event().wait(0.3)
+        return polled(accepted=told, blocks=[step(0)], complete=pb.Complete(steps=1))
+
+    with reading(tmp_path, poll) as (server, read):
+        given = router_reference("home:1", "source")
+        read.start(text=given)
+        got = acquired(read.outcome())
+        assert got.lease.live(now())
+        assert got.blocks["full"].ids.tolist() == [1]
+        assert got.lease in read.renewals._kept
+        assert [(asked.read.reference, asked.lease_id) for asked in server.asked] == [(given, b""), (own, b"")]
+        assert not read.given_back
+
+
 @pytest.mark.parametrize(
     "told",
     ["", reference("home:1").replace("kvf1.", "kvf1.AA"), router_reference("home:1", "source"), "another's"],

@@ -3,6 +3,7 @@ every end."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 
 import numpy as np
@@ -63,6 +64,21 @@ def test_a_reader_that_asks_first_gets_the_blocks(fabric: Fabric) -> None:
     assert {read.result(SOON).request_id for read in reads} == {"named by its source"}
     assert decode.holds(VALUES, MINE)
     assert outcome(prefill) is ReleaseOutcome.READ
+
+
+def test_a_reader_may_wait_for_longer_than_a_lease_lasts() -> None:
+    """Its lease begins when the publication comes."""
+    ttl = 0.5
+    with Fabric(ttl=ttl, max_ttl=ttl) as fabric:
+        prefill, decode = Engine(fabric, "p"), Engine(fabric, "d")
+        reference = made(fabric)
+        (read,) = decode.read(reference, MINE)
+        fabric.wait_until_waiting()
+        # This is about time that passes.
+        threading.Event().wait(1.5 * ttl)
+        publish(prefill, reference)
+        assert read.result(SOON).confirmed
+        assert decode.holds(VALUES, MINE)
 
 
 def test_a_reader_that_comes_later_gets_them_too(fabric: Fabric, pair: Pair) -> None:

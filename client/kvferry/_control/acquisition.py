@@ -278,8 +278,8 @@ class Acquisition:
     # Answers of the home.
 
     def _take(self, answer: pb.PollBlocksResponse, sent_at: float) -> Acquired | MoreBlocks | None:
-        if answer.HasField("accepted"):
-            self._accept(answer.accepted, sent_at)
+        if answer.HasField("accepted") and not self._accept(answer.accepted, sent_at):
+            return None
         lease, home = self._lease, self._request.home
         if lease is None:
             raise Unreachable(f"{home.address} did not accept the read", address=home.address)
@@ -298,13 +298,14 @@ class Acquisition:
         source, at = self._source, self._accepted_at
         return Acquired(lease, source, self._request_id, blocks, payload, at, complete, unfinished)
 
-    def _accept(self, accepted: pb.Accepted, sent_at: float) -> None:
+    def _accept(self, accepted: pb.Accepted, sent_at: float) -> bool:
+        """Take a lease; return whether the answer has all that goes with it. If not, it has to be asked for again."""
         home = self._request.home
         if len(accepted.lease_id) != LEASE_ID_BYTES:
             raise InvalidField("lease_id", f"{len(accepted.lease_id)} bytes", f"{LEASE_ID_BYTES} bytes")
         if self._told:
             self._accept_again(accepted, sent_at)
-            return
+            return True
         if self._lease is not None:
             # The home has lost the lease and begins with the first step again: start another attempt after a pause.
             raise Unreachable(f"{home.address} granted the read again", address=home.address)
@@ -318,8 +319,14 @@ class Acquisition:
             self._request.found(accepted.reference, accepted.source, accepted.publication)
             # What asks again, asks for this publication.
             self._asked.reference = self._request.text
+            if sent_at + lease.renew_every <= now():
+                # The home has waited for the publication before it granted the lease, whose time counts from when it
+                # was asked: the lease may seem to be over. The home says at once what is left of it.
+                self._lease, self._told_under = None, b""
+                return False
         self._keep(lease)
         self._cancellation.check()
+        return True
 
     def _accept_again(self, accepted: pb.Accepted, sent_at: float) -> None:
         """Go on under the lease that a restarted home has granted, if it came in time."""

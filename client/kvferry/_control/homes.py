@@ -2,14 +2,17 @@
 
 References come from routers and HTTP clients. If a client connected to any home in a reference, anybody could direct it
 at any host it can reach. So a home must be in the allow-list or in the client's directory, or TLS must be configured:
-then the home must have a certificate of the configured authority.
+then the home must have a certificate of the configured authority. Among what is allowed may still be any number of
+addresses, such as those of loopback, so only the last ones are kept.
 """
 
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from fnmatch import fnmatchcase
 
 from kvferry._control.connection import Control
@@ -24,6 +27,10 @@ from kvferry.v1 import kv_transfer_pb2 as pb
 FIRST_ANSWER_TIMEOUT = 2.0
 """Seconds that a client waits for the first answer of its directory. Without one it goes on: only references without an
 address, and homes that nothing else allows, need it."""
+
+MOST = 1024
+"""Connections that are kept. Reads keep those that were dropped for as long as they use them; gRPC closes a channel to
+which nobody refers."""
 
 
 class Homes:
@@ -53,6 +60,10 @@ class Homes:
         self._discovered = directory is None
         self._lock = threading.Lock()
         self._controls: dict[str, Control] = {own: self.own}
+        """The one that was asked for last is the last one."""
+        self._dropped: weakref.WeakSet[Control] = weakref.WeakSet()
+        self._past = CallStats()
+        """The calls of those that were dropped."""
         self._closed = False
 
     def known_as(self, advertise: str) -> None:
@@ -109,7 +120,11 @@ class Homes:
                 allowed = self._tls is not None or is_loopback(address)
                 if not allowed and not any(fnmatchcase(address, pattern) for pattern in self._allowed):
                     self._check_listed(address)
-                control = self._controls[address] = Control(address, self._tls, self._dial)
+                control = Control(address, self._tls, self._dial)
+            self._controls.pop(address, None)
+            self._controls[address] = control
+            if len(self._controls) > MOST:
+                self._drop_oldest()
             return control
 
     def home_of(self, token: EngineToken) -> Control:
@@ -117,6 +132,15 @@ class Homes:
         so that it need not be allowed."""
         with self._lock:
             return self._controls.setdefault(token.home, Control(token.home, self._tls, self._dial))
+
+    def _drop_oldest(self) -> None:
+        """Drop the connection that was not asked for the longest. Called with the lock held."""
+        address = next(address for address, control in self._controls.items() if control is not self.own)
+        dropped = self._controls.pop(address)
+        self._dropped.add(dropped)
+        # What it still does for reads that use it is not counted.
+        past = _sum([self._past, dropped.stats()])
+        self._past = replace(past, homes=0, unreachable=0, unreachable_seconds=0.0)
 
     def _check_listed(self, address: str) -> None:
         if self._directory is not None and self._directory.listed().covers(address):
@@ -130,26 +154,32 @@ class Homes:
     def stats(self) -> CallStats:
         """Count the calls to all of them."""
         with self._lock:
-            controls = set(self._controls.values())
+            controls, past = set(self._controls.values()), self._past
         each = [control.stats() for control in controls]
-        failed: Counter[str] = Counter()
-        for one in each:
-            failed.update(one.failed)
-        return CallStats(
-            calls=sum(one.calls for one in each),
-            failed=dict(failed),
-            retried=sum(one.retried for one in each),
-            homes=sum(one.calls > 0 for one in each),
-            unreachable=sum(one.unreachable for one in each),
-            unreachable_seconds=max(one.unreachable_seconds for one in each),
-        )
+        return replace(_sum([past, *each]), homes=sum(one.calls > 0 for one in each))
 
     def close(self) -> None:
         """Close all connections and the directory, and make no new ones."""
         with self._lock:
             self._closed = True
-            controls = set(self._controls.values())
+            controls = {*self._controls.values(), *self._dropped}
         if self._directory is not None:
             self._directory.close()
         for control in controls:
             control.close()
+
+
+def _sum(each: Iterable[CallStats]) -> CallStats:
+    """Add the calls of several connections."""
+    each = tuple(each)
+    failed: Counter[str] = Counter()
+    for one in each:
+        failed.update(one.failed)
+    return CallStats(
+        calls=sum(one.calls for one in each),
+        failed=dict(failed),
+        retried=sum(one.retried for one in each),
+        homes=sum(one.homes for one in each),
+        unreachable=sum(one.unreachable for one in each),
+        unreachable_seconds=max(one.unreachable_seconds for one in each),
+    )

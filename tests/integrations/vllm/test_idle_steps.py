@@ -124,7 +124,7 @@ def connector(*ends: ReadEnd) -> tuple[KvferryConnector, ConnectorScheduler]:
     scheduler: Any = ConnectorScheduler.__new__(ConnectorScheduler)
     left = [ends]
     scheduler._port = SimpleNamespace(finished=lambda: Finished(left.pop() if left else ()))
-    scheduler._loads = {end.request_id: _Load("reference", reading=True) for end in ends}
+    scheduler._loads = {end.request_id: _Load("reference", 1e9, reading=True) for end in ends}
     scheduler._leaders, scheduler._ends, scheduler._stats = {}, [], KvferryStats()
     made: Any = KvferryConnector.__new__(KvferryConnector)
     made._scheduler = scheduler

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kvferry import router_reference
 from tests.support.node_servers import NodeServerProcess, free_port
 from tests.support.vllm_engines import PREFILL, Node, Server, kvferry, make_model, prompt, request
 from tests.support.vllm_requests import alone, offered, pinned, ready, said
@@ -59,7 +61,15 @@ def metric(server: Server, name: str) -> float:
 def test_two_servers_with_a_connector_beside_ours(model: Path, home: NodeServerProcess, tmp_path: Path) -> None:
     """Statistics pass from the engines to the API servers, which rebuild them by the connectors' names."""
     servers = [
-        Server(model, tmp_path / f"{role}.log", free_port(), multi(role, home.address, tmp_path / role, child=child))
+        Server(
+            model,
+            tmp_path / f"{role}.log",
+            free_port(),
+            # The engine's name is MultiConnector's: vLLM takes none in a child's part.
+            multi(role, home.address, tmp_path / role, child=child, engine_id=role),
+            "--max-num-batched-tokens",
+            "64",
+        )
         for role, child in (
             ("kv_producer", None),
             # Named by its module, as one does where the entry point is not loaded.
@@ -75,9 +85,17 @@ def test_two_servers_with_a_connector_beside_ours(model: Path, home: NodeServerP
             first = prefill.complete({**asked, "max_tokens": 1, "kv_transfer_params": PREFILL})
             answer = decode.complete({**asked, "kv_transfer_params": first["kv_transfer_params"]})
             assert answer["choices"][0]["token_ids"] == expected
-        assert metric(prefill, "vllm:kvferry_published_total") == 3
-        assert metric(decode, "vllm:kvferry_read_total") == 3
-        assert metric(decode, "vllm:kvferry_read_move_seconds_count") == 3
+        # Both at the same time: prefill publishes what each of its two steps has computed.
+        asked = {**body, "prompt": prompt(3, 90), "max_tokens": 12}
+        both = {"kvferry_reference": router_reference(home.address, "kv_producer")}
+        with ThreadPoolExecutor(1) as pool:
+            reading = pool.submit(decode.complete, {**asked, "kv_transfer_params": {"do_remote_prefill": True, **both}})
+            prefill.complete({**asked, "max_tokens": 1, "kv_transfer_params": {**PREFILL, **both}})
+            read = reading.result()["choices"][0]["token_ids"]
+        assert read == prefill.complete(asked)["choices"][0]["token_ids"]
+        assert metric(prefill, "vllm:kvferry_published_total") == 4
+        assert metric(decode, "vllm:kvferry_read_total") == 4
+        assert metric(decode, "vllm:kvferry_read_move_seconds_count") == 4
         until(lambda: pinned(home) == 0)
         # The other one has done its work, too.
         assert list((tmp_path / "kv_producer").iterdir())

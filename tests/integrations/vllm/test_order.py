@@ -24,7 +24,7 @@ from kvferry.integrations.vllm import worker as worker_module
 from kvferry.integrations.vllm.device import EVERY_STEP, DeviceSteps, Event, arrival_fence, steps_of
 from kvferry.integrations.vllm.groups import BlockTable
 from kvferry.integrations.vllm.params import REFERENCE, TRACEPARENT
-from kvferry.integrations.vllm.scheduler import ConnectorScheduler
+from kvferry.integrations.vllm.scheduler import LEAST_TIME, ConnectorScheduler
 from kvferry.integrations.vllm.settings import ConnectorSettings
 from kvferry.integrations.vllm.setup import Setup
 from kvferry.integrations.vllm.values import StepMetadata, WorkerNews
@@ -66,14 +66,15 @@ class Recorded:
         return self.done
 
 
-def setup_of(fabric: Fabric, spec: EngineSpec, *, serves: bool) -> Setup:
+def setup_of(fabric: Fabric, spec: EngineSpec, *, serves: bool, caches_prefixes: bool = False) -> Setup:
     """What the connector would make of vLLM's configuration."""
     return Setup(
         spec=spec,
         settings=ConnectorSettings(fabric.address, read_timeout=20.0),
-        caches_prefixes=False,
+        caches_prefixes=caches_prefixes,
         tables=(BlockTable(0, GROUP, TOKENS),),
         recomputed=1,
+        rewritten=0,
         tails=Tails.KEEP,
         serves=serves,
         reads=False,
@@ -426,6 +427,29 @@ def test_states_that_arrived_on_rocm_are_waited_for_before_vllm_uses_them(
     assert [output.ended[0].request_id for output in news.outputs] == ["r"]
     assert len(synchronized) == waits
     worker.close()
+
+
+def test_samples_that_wait_in_vain_wait_together(fabric: Fabric, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sample that followed another one has what is left of the time since its arrival, not all of it again."""
+    at = [100.0]
+    setup = setup_of(fabric, EngineSpec("decode", (GROUP,)), serves=False, caches_prefixes=True)
+    scheduler = ConnectorScheduler(setup, now=lambda: at[0])
+    asked: list[float] = []
+    monkeypatch.setattr(scheduler._port, "acquire", lambda *_, timeout, **__: asked.append(timeout))
+    params = {"do_remote_prefill": True, REFERENCE: router_reference(fabric.address, "prefill")}
+    samples: list[Any] = [
+        SimpleNamespace(request_id=f"{index}_r", kv_transfer_params=params, num_computed_tokens=0, num_tokens=9)
+        for index in range(3)
+    ]
+    for sample in samples:
+        scheduler.on_new_request(sample)
+    for leader, follower, passed in ((samples[0], samples[1], 15.0), (samples[1], samples[2], 30.0)):
+        at[0] += passed
+        leader.status = RequestStatus.FINISHED_ABORTED
+        scheduler.finished(leader, ([],))
+        scheduler.matched_tokens(follower, 0)
+    assert asked == [setup.settings.read_timeout, setup.settings.read_timeout - 15.0, LEAST_TIME]
+    scheduler.close()
 
 
 @pytest.mark.parametrize("header", [False, True])

@@ -20,7 +20,7 @@ from kvferry.errors import RouterKeyUsed, WrongState
 from kvferry.integrations.vllm.block_hold import BlockHold
 from kvferry.integrations.vllm.device import EVERY_STEP
 from kvferry.integrations.vllm.groups import BlockTable
-from kvferry.integrations.vllm.params import PUBLISH_AS, REFERENCE, publish_reference
+from kvferry.integrations.vllm.params import REFERENCE
 from kvferry.integrations.vllm.routed import STUCK
 from kvferry.integrations.vllm.sending import Sending
 from kvferry.integrations.vllm.setup import Setup
@@ -73,7 +73,9 @@ def tokens_of(blocks: Mapping[str, Blocks]) -> dict[str, tuple[int, int | None]]
 class Prefill:
     """A scheduler of vLLM with one or two groups, over a real pool."""
 
-    def __init__(self, *tables: BlockTable, ranks: int = 1, caching: bool = False, bound: bool = True) -> None:
+    def __init__(
+        self, *tables: BlockTable, ranks: int = 1, caching: bool = False, bound: bool = True, rewritten: int = 0
+    ) -> None:
         self.tables = tables or (FULL,)
         self.pool = BlockPool(BLOCKS, caching, TOKENS)
         self.port = Port()
@@ -83,6 +85,7 @@ class Prefill:
             tables=self.tables,
             sums=True,
             withheld=0,
+            rewritten=rewritten,
             has_states=False,
             published=self.published,
         )
@@ -313,6 +316,23 @@ def test_samples_share_the_publication_of_the_first(prefill: Prefill) -> None:
     prefill.release(1, "0_r")
 
 
+def test_a_sample_that_comes_late_publishes_nothing(prefill: Prefill) -> None:
+    """vLLM's front end sends one after the other. The first has been published, and may have been read."""
+    reference = made()
+    for index, released in enumerate((False, True)):
+        sample = prefill.request(f"{index}_r", 6, reference)
+        prefill.run(sample, 6)
+        params = prefill.finish(sample)
+        assert params[REFERENCE] == "canonical-1"
+        if released:
+            prefill.release(1, "0_r")
+    late = prefill.request("2_r", 6, reference)
+    prefill.run(late, 6)
+    assert prefill.finish(late) is None
+    assert [call[0] for call in prefill.port.take()] == ["publish", "more"]
+    assert prefill.counts == ["published"]
+
+
 def test_the_next_sample_publishes_if_the_first_is_aborted(prefill: Prefill) -> None:
     reference = made()
     first, second, third = (prefill.request(f"{index}_r", 6, reference) for index in range(3))
@@ -452,6 +472,33 @@ def test_a_vllm_without_its_pool_publishes_once_at_the_end() -> None:
     assert prefill.release(1) == {"r"}
 
 
+def test_what_a_drafter_may_write_again_is_not_published() -> None:
+    """One of several modules: what it has of the last tokens is not final, and vLLM does not cache it either."""
+    prefill = Prefill(rewritten=2)
+    request = prefill.request("r", 14)
+    prefill.run(request, 9)
+    assert [call[:2] for call in prefill.port.take()] == [("publish", {"full": (0, 4)})]
+    prefill.run(request, 5)
+    prefill.finish(request)
+    assert [call[1:3] for call in prefill.port.take()] == [({"full": (4, 12)}, "more"), ({"full": (12, 14)}, "last")]
+    prefill.release(1)
+    assert prefill.used == 0
+
+
+def test_a_request_id_is_used_again_while_its_blocks_are_held(prefill: Prefill) -> None:
+    """vLLM has freed the first request. The release of what it has published says nothing about the second."""
+    first = prefill.request("r", 14)
+    prefill.run(first, 14)
+    prefill.finish(first)
+    second = prefill.request("r", 6, kvferry_reference=None)
+    prefill.run(second, 6)
+    prefill.finish(second)
+    assert prefill.release(1) == set()
+    assert prefill.used == 2
+    assert prefill.release(2) == {"r"}
+    prefill.free_blocks(second)
+
+
 def test_blocks_stay_in_the_prefix_cache_while_they_are_held() -> None:
     """So a preempted request finds its own blocks again, and needs no others."""
     prefill = Prefill(caching=True)
@@ -467,27 +514,6 @@ def test_blocks_stay_in_the_prefix_cache_while_they_are_held() -> None:
     prefill.finish(request, RequestStatus.FINISHED_ABORTED)
     prefill.release(1, outcome=ReleaseOutcome.ABORTED)
     assert prefill.used == 0
-
-
-@pytest.mark.parametrize(
-    ("params", "expected"),
-    [
-        ({REFERENCE: "routers"}, "routers"),
-        ({REFERENCE: "canonical"}, ""),
-        ({REFERENCE: "not one"}, ""),
-        ({REFERENCE: 17}, ""),
-        ({REFERENCE: "routers", "do_remote_prefill": True}, ""),
-        ({REFERENCE: "canonical", "do_remote_prefill": True, PUBLISH_AS: "routers"}, "routers"),
-        ({}, ""),
-    ],
-    ids=["routers", "forwarded", "nonsense", "number", "is-read", "next-turn", "none"],
-)
-def test_which_reference_a_request_is_published_under(params: dict[str, Any], expected: str) -> None:
-    routers = made()
-    named = {"routers": routers, "canonical": "kvf1.AAAA"}
-    given = {name: named.get(value, value) if isinstance(value, str) else value for name, value in params.items()}
-    request = SimpleNamespace(kv_transfer_params={"do_remote_decode": True, **given})
-    assert publish_reference(request) == named.get(expected, "")
 
 
 def test_a_hold_frees_its_blocks_once(prefill: Prefill) -> None:

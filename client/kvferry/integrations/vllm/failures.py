@@ -31,7 +31,12 @@ def log_failure(end: ReadEnd, reference: str, engine_id: str, *, aborted: bool) 
         if not known.publication:
             # A router made the reference, and no publication has come.
             named = "a publication that has not come"
-        source = f"{named}, engine {known.engine_id} at {known.home}"
+        source = f"{named}, engine {_shown(known.engine_id)} at {_shown(known.home)}"
     how = "was cancelled" if aborted else "failed" if end.read_id else "will not be read"
     log = logger.info if aborted else logger.warning
     log("%s, engine %s, %s: %s: %s; source: %s", read, engine_id, how, type(end.error).__name__, end.error, source)
+
+
+def _shown(name: str) -> str:
+    """Return a name of a reference, which any client may have made, so that it stays within its line of the log."""
+    return name if name.isprintable() else repr(name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from kvferry._tracing import FORM
 from kvferry._wire.reference import parse_reference
 from kvferry.errors import KvferryError
 from kvferry.integrations.vllm.siblings import Published
@@ -24,10 +25,16 @@ def asks_to_publish(request: Any) -> bool:
 
 
 def read_reference(request: Any) -> str:
-    """Return the reference of the publication that a request reads; empty: none."""
+    """Return the reference of the publication that a request reads; empty: none.
+
+    Clients send what they like. What is not a string is returned as one that is not a reference, so that the read fails
+    with the error that says so.
+    """
     params = _params(request)
     reference = params.get(REFERENCE)
-    return reference if params.get("do_remote_prefill") and reference else ""
+    if not params.get("do_remote_prefill") or not reference:
+        return ""
+    return reference if isinstance(reference, str) else type(reference).__name__
 
 
 def publish_reference(request: Any) -> str:
@@ -53,11 +60,13 @@ def published_params(published: Published) -> dict[str, Any]:
 
 def traceparent_of(request: Any) -> str:
     """Return the traceparent of a request: from its parameters, otherwise from its HTTP headers, which vLLM keeps if it
-    traces itself."""
+    traces itself; empty: there is none, or it is malformed."""
     headers = getattr(request, "trace_headers", None) or {}
     given = _params(request).get(TRACEPARENT) or headers.get("traceparent")
-    return given if isinstance(given, str) else ""
+    # It goes to every worker.
+    return given if isinstance(given, str) and FORM.fullmatch(given) else ""
 
 
 def _params(request: Any) -> dict[str, Any]:
-    return request.kv_transfer_params or {}
+    params = request.kv_transfer_params
+    return params if isinstance(params, dict) else {}

@@ -25,6 +25,9 @@ STUCK = 2.0
 """Seconds without any computing after which a preempted request's publication is withdrawn, so that the request can
 have the memory that it holds."""
 
+MOST_USED = 1024
+"""References that are remembered of what was published. A sample that comes after its own was forgotten is refused."""
+
 BlockIds = Callable[[str], Sequence[Sequence[int]]]
 """Returns the ids of a request's blocks, by vLLM's groups."""
 
@@ -75,7 +78,8 @@ class RoutedPublishing:
 
     A part is the full blocks that a step of vLLM has completed in groups that keep all tokens. It is published when the
     step has ended and every rank's device has computed it. What is left comes at the end of the request: the last
-    block, windows, states. Only tokens of the prompt are published before: vLLM may sample others again.
+    block, windows, states. Only tokens of the prompt are published before: vLLM may sample others again. Nor is a block
+    that a drafter may still write to: vLLM does not take it for its prefix cache either.
 
     vLLM frees the blocks of a request that it preempts, and computes it again, in other blocks where it does not find
     the old ones in its prefix cache. The publication keeps what it has, and goes on with the new blocks of later
@@ -87,6 +91,7 @@ class RoutedPublishing:
         tables: vLLM's block tables.
         ranks: number of ranks.
         count: counts something by its name, see `KvferryStats`.
+        rewritten: see `Setup`.
         checksums: whether the source will sum the blocks.
         now: the clock, in seconds.
     """
@@ -98,12 +103,14 @@ class RoutedPublishing:
         ranks: int,
         count: Callable[[str], None],
         *,
+        rewritten: int = 0,
         checksums: bool = False,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._port = port
         self._tables = tables
         self._count = count
+        self._rewritten = rewritten
         self._checksums = checksums
         self._now = now
         self._ended = dict.fromkeys(range(ranks), 0)
@@ -115,6 +122,8 @@ class RoutedPublishing:
         """Other samples of the same prompt (n > 1), which have the same reference."""
         self._held: dict[int, BlockHold] = {}
         """The blocks of each publication, by its number, until it is released."""
+        self._used: dict[str, None] = {}
+        """References under which something was published."""
         self._idle_since: float | None = None
         self._sums: list[Summed] = []
 
@@ -137,9 +146,9 @@ class RoutedPublishing:
         routed = Routed(request, reference, traceparent)
         # The prompt of a session grows, and its last tokens are computed again.
         routed.closed = self._pool is None or bool(getattr(request, "resumable", False))
-        known = self._requests.values()
-        listed = self._followers if any(other.reference == reference for other in known) else self._requests
-        listed[routed.request_id] = routed
+        # A sample may come when the first one has ended.
+        follows = reference in self._used or any(other.reference == reference for other in self._requests.values())
+        (self._followers if follows else self._requests)[routed.request_id] = routed
 
     def begin(self, step: int, scheduled: Mapping[str, int]) -> None:
         """Begin a step.
@@ -209,6 +218,9 @@ class RoutedPublishing:
         Returns:
             Whether anything is held, so that vLLM may free the request.
         """
+        self._used[routed.reference] = None
+        if len(self._used) > MOST_USED:
+            del self._used[next(iter(self._used))]
         if routed.held is None:
             return False
         self._held[publication.number] = routed.held
@@ -263,7 +275,7 @@ class RoutedPublishing:
         if self._block_ids is None:
             return
         # The last token comes with the end of the request, so that something is left for it.
-        tokens = min(tokens, routed.request.num_prompt_tokens - 1)
+        tokens = min(tokens - self._rewritten, routed.request.num_prompt_tokens - 1)
         if not self._is_longer(routed, tokens):
             return
         ids = self._block_ids(routed.request_id)

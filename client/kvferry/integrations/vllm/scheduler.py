@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +24,14 @@ from kvferry.integrations.vllm.values import StepMetadata, WorkerNews
 
 logger = logging.getLogger(__name__)
 
+LEAST_TIME = 1.0
+"""Seconds that a sample has to read if the one that it followed has used up their time."""
+
+
+MOST_HAD = 1024
+"""References that are remembered of requests whose blocks vLLM has. A sample that comes after it was forgotten asks for
+a publication that was released."""
+
 
 @dataclass(slots=True)
 class _Load:
@@ -30,6 +39,7 @@ class _Load:
 
     Attributes:
         reference: reference of the publication to read.
+        until: when its time to read ends, on the scheduler's clock.
         traceparent: of the trace that it belongs to; empty: none.
         follows: another request of the same reference is read, and this one waits to find its blocks in vLLM's prefix
             cache; no lease is acquired for it.
@@ -43,6 +53,7 @@ class _Load:
     """
 
     reference: str = field(repr=False)
+    until: float
     traceparent: str = ""
     follows: bool = False
     found: bool = False
@@ -62,8 +73,9 @@ class ConnectorScheduler:
     from what vLLM does next whether the publication is still of use to somebody.
     """
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: Setup, now: Callable[[], float] = time.monotonic) -> None:
         self._setup = setup
+        self._now = now
         settings = setup.settings
         self._client = settings.client()
         # vLLM frees or reuses the blocks of a failed read as soon as it learns of the failure.
@@ -80,6 +92,8 @@ class ConnectorScheduler:
         self._loads: dict[str, _Load] = {}
         self._leaders: dict[str, str] = {}
         """The request that is read, or that vLLM will find in its prefix cache soon, by its reference."""
+        self._had: dict[str, None] = {}
+        """References of which vLLM has the blocks in its prefix cache, or had them."""
         self._registered: set[int] = set()
         self._starts: list[Grant] = []
         self._sources = NewSources()
@@ -96,10 +110,12 @@ class ConnectorScheduler:
         the end of it."""
         self._sending.expect(request)
         reference = read_reference(request)
-        if not reference:
+        if not reference or reference in self._had:
+            # It was read for another sample, which has ended already: vLLM has its blocks, or computes them.
             return
         request_id = request.request_id
-        load = self._loads[request_id] = _Load(reference, traceparent_of(request))
+        until = self._now() + self._setup.settings.read_timeout
+        load = self._loads[request_id] = _Load(reference, until, traceparent_of(request))
         if self._setup.caches_prefixes and reference in self._leaders:
             # Another sample of the same prompt (n > 1): all of them have the reference of one publication, which is
             # released after its first read.
@@ -138,6 +154,7 @@ class ConnectorScheduler:
                 return None, False
             offered = readable
         if offered <= computed:
+            self._has(load.reference)
             self._decline(request_id)
             return 0, False
         return offered - computed, True
@@ -300,7 +317,8 @@ class ConnectorScheduler:
                 request_id,
                 load.reference,
                 progressive=is_routers(load.reference),
-                timeout=self._setup.settings.read_timeout,
+                # Of the time since its arrival: it may have followed a request that waited in vain.
+                timeout=max(min(LEAST_TIME, self._setup.settings.read_timeout), load.until - self._now()),
                 traceparent=load.traceparent,
             )
         except KvferryError as error:
@@ -317,8 +335,17 @@ class ConnectorScheduler:
         """
         for reference in [reference for reference, leader in self._leaders.items() if leader == request_id]:
             del self._leaders[reference]
+            if found:
+                self._has(reference)
             for load in self._loads.values():
                 load.found |= found and load.follows and load.reference == reference
+
+    def _has(self, reference: str) -> None:
+        """Remember that vLLM has the blocks of a publication in its prefix cache."""
+        if self._setup.caches_prefixes:
+            self._had[reference] = None
+            if len(self._had) > MOST_HAD:
+                del self._had[next(iter(self._had))]
 
     def _decline(self, request_id: str) -> None:
         """Give up a request that will not be read."""

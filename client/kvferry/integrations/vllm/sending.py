@@ -43,9 +43,12 @@ class Sending:
         self._count = count
         ranks = setup.spec.num_ranks
         self._publishing = ComputedPublishing(port, ranks, checksums=setup.sums)
-        self._routed = RoutedPublishing(port, setup.tables, ranks, count, checksums=setup.sums)
-        self._kept: set[str] = set()
-        """Requests whose blocks vLLM keeps until they are released."""
+        self._routed = RoutedPublishing(
+            port, setup.tables, ranks, count, rewritten=setup.rewritten, checksums=setup.sums
+        )
+        self._kept: dict[int, str] = {}
+        """Requests whose blocks vLLM keeps until they are released, by the numbers of their publications: a client may
+        use a request_id again while blocks are held for it here."""
         self._published = Siblings()
 
     @property
@@ -114,7 +117,7 @@ class Sending:
         self._published.add(request, tokens, made)
         if routed is not None and self._routed.keep(routed, publication):
             return False, published_params(made)
-        self._kept.add(request_id)
+        self._kept[publication.number] = request_id
         return True, published_params(made)
 
     def lost(self, blocks: Iterable[int]) -> None:
@@ -138,9 +141,8 @@ class Sending:
             if not wanted or any(read.state not in ("valid", "cancelled") for read in release.reads):
                 # With the names by which the reader's log calls it.
                 logger.warning("engine %s, %s", self._setup.spec.engine_id, release)
-            sent.add(release.request_id)
-        sent &= self._kept
-        self._kept -= sent
+            if release.publication in self._kept:
+                sent.add(self._kept.pop(release.publication))
         return sent
 
     def take_sums(self) -> list[Summed]:

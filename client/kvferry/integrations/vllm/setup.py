@@ -31,6 +31,8 @@ class Setup:
         caches_prefixes: whether vLLM keeps the blocks of requests for others with the same prefix.
         tables: vLLM's block tables of its groups.
         recomputed: tokens at the end of a prompt that decode computes itself.
+        rewritten: tokens at the end of what is computed whose cache vLLM may write again in later steps: that of a
+            drafter of several modules, which reads tokens that the model has not seen.
         tails: what becomes of the tokens behind the last one read. vLLM clears the blocks that it gives out, where
             kernels need it, except those that a connector fills.
         serves, reads: whether other engines read from it, and whether it reads from others.
@@ -42,6 +44,7 @@ class Setup:
     caches_prefixes: bool
     tables: tuple[BlockTable, ...]
     recomputed: int
+    rewritten: int
     tails: Tails
     serves: bool
     reads: bool
@@ -65,6 +68,7 @@ class Setup:
             tables=tables,
             # A drafter of several modules reads so many tokens ahead: decode must not take these from prefill.
             recomputed=max(1, lookahead_tokens(vllm_config) - 1),
+            rewritten=max(0, lookahead_tokens(vllm_config) - 1),
             tails=Tails.ZERO if kv_cache_config.needs_kv_cache_zeroing else Tails.KEEP,
             serves=transfer.is_kv_producer,
             reads=transfer.is_kv_consumer,

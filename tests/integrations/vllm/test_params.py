@@ -1,0 +1,65 @@
+"""What comes with a request, from routers and from whoever else reaches the server: what is taken, and what is not."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvferry import router_reference
+from kvferry._wire.reference import parse_reference
+from kvferry.engine import ReadEnd
+from kvferry.errors import BadReference
+from kvferry.integrations.vllm.failures import log_failure
+from kvferry.integrations.vllm.params import (
+    PUBLISH_AS,
+    REFERENCE,
+    TRACEPARENT,
+    publish_reference,
+    read_reference,
+    traceparent_of,
+)
+
+
+@pytest.mark.parametrize(
+    ("params", "expected"),
+    [
+        ({REFERENCE: "routers"}, "routers"),
+        ({REFERENCE: "canonical"}, ""),
+        ({REFERENCE: "not one"}, ""),
+        ({REFERENCE: 17}, ""),
+        ({REFERENCE: "routers", "do_remote_prefill": True}, ""),
+        ({REFERENCE: "canonical", "do_remote_prefill": True, PUBLISH_AS: "routers"}, "routers"),
+        ({}, ""),
+    ],
+    ids=["routers", "forwarded", "nonsense", "number", "is-read", "next-turn", "none"],
+)
+def test_which_reference_a_request_is_published_under(params: dict[str, Any], expected: str) -> None:
+    routers = router_reference("127.0.0.1:1", "prefill")
+    named = {"routers": routers, "canonical": "kvf1.AAAA"}
+    given = {name: named.get(value, value) if isinstance(value, str) else value for name, value in params.items()}
+    request = SimpleNamespace(kv_transfer_params={"do_remote_decode": True, **given})
+    assert publish_reference(request) == named.get(expected, "")
+
+
+@pytest.mark.parametrize("value", [17, 1.5, True, ["kvf1.AAAA"], {"kvf1": "AAAA"}], ids=repr)
+def test_a_reference_that_is_no_string_is_a_bad_one(value: object) -> None:
+    """Clients send what they like. An error in the engine's loop would end the engine."""
+    request = SimpleNamespace(kv_transfer_params={"do_remote_prefill": True, REFERENCE: value})
+    with pytest.raises(BadReference):
+        parse_reference(read_reference(request))
+
+
+def test_what_is_no_traceparent_goes_nowhere() -> None:
+    for value in (17, ["00"], "x" * 1_000_000, "00-\n"):
+        assert traceparent_of(SimpleNamespace(kv_transfer_params={TRACEPARENT: value})) == ""
+
+
+def test_a_reference_writes_no_line_of_its_own_into_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    reference = router_reference("home:1\nERROR", "prefill\nERROR forged", router_key="key\nERROR")
+    end = ReadEnd("r", "", BadReference("no"), True, 0, b"", 0)
+    log_failure(end, reference, "decode", aborted=False)
+    [record] = caplog.records
+    assert "forged" in record.getMessage()
+    assert len(record.getMessage().splitlines()) == 1
