@@ -142,3 +142,44 @@ def test_layers_of_no_blocks_of_two_parts_or_of_too_many_blocks_are_refused(told
     steps.add(told)
     with pytest.raises((InvalidField, BlocksShort)):
         steps.take()
+
+
+def test_a_source_that_names_ever_more_layers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each step that names one more costs its reader as much as there are."""
+    monkeypatch.setattr(granted_steps, "MAX_LAYERS", 3)
+    steps = GrantedSteps()
+    chunk = part("full", 0, 16, (1, 1))
+    steps.add([named(0, "a", "b", begun=[chunk]), named(1, "b", "a"), named(2, "c"), pb.Blocks(step=3, groups=[chunk])])
+    steps.take()
+    steps.add([named(4, "d", "e", begun=[part("full", 16, 32, (2, 1))]), named(5, "f"), named(6, "g")])
+    with pytest.raises(InvalidField, match="at most 3"):
+        steps.take()
+
+
+@pytest.mark.parametrize("blocks", [4, 5])
+def test_unfinished_blocks_of_all_groups_are_counted_together(monkeypatch: pytest.MonkeyPatch, blocks: int) -> None:
+    monkeypatch.setattr(granted_steps, "MAX_UNFINISHED", 4)
+    steps = GrantedSteps()
+    steps.add([named(0, "a", begun=[part("full", 0, 32, (1, 2)), part("other", 0, 48, (1, blocks - 2))])])
+    if blocks > 4:
+        with pytest.raises(InvalidField, match="at most 4"):
+            steps.take()
+    else:
+        steps.take()
+        assert steps.unfinished is not None
+
+
+@pytest.mark.parametrize("newer", ["first", "afterwards"])
+def test_a_home_of_another_version_takes_over_between_two_steps(newer: str) -> None:
+    """One that does not know of unfinished blocks tells the same steps without them."""
+    chunk = part("full", 0, 16, (1, 1))
+    layered = [named(0, "a", begun=[chunk]), named(1, "b")]
+    plain = [pb.Blocks(step=0), pb.Blocks(step=1)]
+    before, after = (layered, plain) if newer == "first" else (plain, layered)
+    steps = GrantedSteps()
+    steps.add(before)
+    assert steps.take() == {}
+    steps.again()
+    steps.add([*after, pb.Blocks(step=2, groups=[chunk])])
+    assert steps.take() == {"full": Blocks([1], 0, 16)}
+    assert steps.unfinished is None

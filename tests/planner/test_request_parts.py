@@ -3,9 +3,11 @@ once, and each part reaches as far as what is published and the granules allow."
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import combinations, pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -15,6 +17,7 @@ from kvferry.errors import BadBlock, BlocksShort, InvalidField
 from kvferry.geometry import Blocks, Group, GroupKind, Plane
 from kvferry.geometry.blocks import Unfinished, joined
 from kvferry.planner import Path, PathRule, ReadPlan, plan_read
+from kvferry.planner import plan as plans
 from kvferry.planner.request_blocks import GroupRequest, needed
 from kvferry.planner.request_parts import RequestParts
 from tests.support.drawn_worlds import World, worlds
@@ -217,6 +220,18 @@ def test_the_layers_of_each_chunk_are_read_as_they_finish() -> None:
             expansion = parts.next({}, Unfinished(chunk, frozenset(layers)), last=False)
             assert expansion.total_bytes == size
         assert parts.next(chunk, last=first == 4).total_bytes == layer
+
+
+def test_a_source_that_never_names_the_same_layers_twice_fills_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plans, "READS_KEPT", 20)
+    model = tensors(layers=6, axis=2, state_bytes=2)
+    made = [engine(name, model, block_tokens=4, num_blocks=16).geometry() for name in ("p", "d")]
+    plan = plan_read(made[0], made[1], 0)
+    every = [plan.of_layers(some) for count in range(1, 6) for some in combinations(sorted(plan.layers), count)]
+    parts = [(len(part.reads), weakref.ref(part)) for part in every]
+    del every
+    gc.collect()
+    assert 0 < sum(reads for reads, part in parts if part() is not None) <= 20
 
 
 def test_what_is_asked_may_end_before_what_is_published() -> None:

@@ -74,6 +74,8 @@ STATED = {
     "Publish.groups": f"at most {limits.MAX_GROUPS}, with at most {limits.MAX_RUNS} runs",
     "Publish.expected_reads": f"at most {HOME.reads}.",
     "Publish.payload": f"at most {MAX_PAYLOAD // KIB} KiB",
+    "Unfinished.groups": f"At most {limits.MAX_UNFINISHED} blocks",
+    "Unfinished.layers": f"at most {limits.MAX_LAYERS}, each of at most {limits.MAX_TEXT} bytes",
     "GroupBlocks.run_starts": f"at most {limits.MAX_RUNS} ",
     "PublishChecksums.checksums": (
         f"at most {limits.MAX_PAGE_PARTS} with together {limits.MAX_PAGE_SUMS} sums. "

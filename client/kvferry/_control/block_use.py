@@ -153,9 +153,11 @@ class BlockUse:
 
     def _check_once(self, ids: Mapping[str, BlockIds], earlier: list[Mapping[str, BlockIds]]) -> None:
         lists: dict[Pool, list[tuple[str, BlockIds]]] = {}
+        pools = {self.pool(group) for group, listed in ids.items() if len(listed)}
         for given in (*earlier, ids):
             for group, listed in given.items():
-                lists.setdefault(self.pool(group), []).append((group, listed))
+                if self.pool(group) in pools:
+                    lists.setdefault(self.pool(group), []).append((group, listed))
         for found in lists.values():
             every = found[0][1] if len(found) == 1 else np.concatenate([listed for _, listed in found])
             if bool((every[1:] > every[:-1]).all()):

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+
+import numpy as np
 
 from kvferry._wire.blocks_codec import blocks_from_proto
 from kvferry.errors import BlocksShort, InvalidField
-from kvferry.geometry.blocks import MAX_BLOCKS, Blocks, Unfinished
+from kvferry.geometry.blocks import MAX_BLOCKS, MAX_LAYERS, MAX_UNFINISHED, Blocks, Unfinished
 from kvferry.v1 import kv_transfer_pb2 as pb
 
 GRANT_BYTES = 128 << 20
@@ -50,7 +51,7 @@ class GrantedSteps:
         for step in steps:
             if step.step != self._told:
                 raise InvalidField("number of a publication's step", step.step, f"{self._told}, the next one")
-            digest = hashlib.sha256(step.SerializeToString(deterministic=True)).digest()
+            digest = _digest(step)
             if self._told == len(self._digests):
                 self._size += step.ByteSize() + STEP_BYTES
                 if self._size > GRANT_BYTES:
@@ -69,7 +70,7 @@ class GrantedSteps:
     @property
     def unfinished(self) -> Unfinished | None:
         """The blocks after those that were taken of which some layers are complete; None: there are none."""
-        return self._unfinished.now
+        return self._unfinished.now()
 
     def take(self) -> dict[str, Blocks]:
         """Return the blocks of the steps since the last call, by group; raises the errors of `joined`."""
@@ -79,44 +80,59 @@ class GrantedSteps:
             self._blocks += len(blocks.ids)
             self._ends[name] = blocks.end_token or 0
         for step in steps:
-            self._unfinished.add(step, self._blocks)
+            self._unfinished.add(step)
         return taken
+
+
+def _digest(step: pb.Blocks) -> bytes:
+    """Of what a step promises in the end. What is unfinished is left out: a home that was replaced by one of another
+    version tells it from then on, or tells it no more, and what it tells again has no effect."""
+    if step.HasField("unfinished"):
+        step = pb.Blocks(step=step.step, groups=step.groups)
+    return hashlib.sha256(step.SerializeToString(deterministic=True)).digest()
 
 
 class _UnfinishedSteps:
     """What the steps of a publication say of blocks of which only some layers are complete."""
 
     def __init__(self) -> None:
-        self.now: Unfinished | None = None
+        self._blocks: dict[str, Blocks] = {}
+        self._layers: set[str] = set()
         self._ends: dict[str, int] = {}
         """Where the complete blocks of groups end."""
 
-    def add(self, step: pb.Blocks, blocks_before: int) -> None:
+    def now(self) -> Unfinished | None:
+        """What they say now; None: no blocks are unfinished."""
+        return Unfinished(self._blocks, frozenset(self._layers)) if self._blocks else None
+
+    def add(self, step: pb.Blocks) -> None:
         """Take the next step.
 
         Raises:
-            InvalidField: its blocks are malformed, too many, or not those of which it named layers before.
+            InvalidField: its blocks are malformed, or not those of which it named layers before; or there are too many
+                blocks or layers.
             BlocksShort: its unfinished blocks do not continue where the complete ones end.
         """
-        if step.groups and self.now is not None:
-            _check_same(self.now.blocks, step.groups)
-            self.now = None
+        if step.groups:
+            _check_same(self._blocks, step.groups)
+            self._blocks, self._layers = {}, set()
         self._ends.update({group.group: group.end_token for group in step.groups})
         if not step.HasField("unfinished"):
             return
-        begun, layers = step.unfinished.groups, frozenset(step.unfinished.layers)
-        if bool(begun) == (self.now is not None):
+        begun = step.unfinished.groups
+        if bool(begun) == bool(self._blocks):
             expected = "none, until those before are complete" if begun else "at least one group"
             raise InvalidField("unfinished blocks", [group.group for group in begun], expected)
-        if self.now is not None:
-            self.now = replace(self.now, layers=self.now.layers | layers)
-            return
-        count = blocks_before + sum(sum(group.run_counts) for group in begun)
-        if count > MAX_BLOCKS:
-            raise InvalidField("number of blocks of all groups", count, f"at most {MAX_BLOCKS}")
+        # Both bound what each further layer costs: a source may name them one by one.
+        self._layers.update(step.unfinished.layers)
+        if len(self._layers) > MAX_LAYERS:
+            raise InvalidField("number of layers of unfinished blocks", len(self._layers), f"at most {MAX_LAYERS}")
+        count = sum(sum(group.run_counts) for group in begun)
+        if count > MAX_UNFINISHED:
+            raise InvalidField("number of unfinished blocks", count, f"at most {MAX_UNFINISHED}")
         for group in begun:
             _check_continues(group.group, self._ends.get(group.group, group.first_token), group)
-        self.now = Unfinished({group.group: blocks_from_proto(group) for group in begun}, layers)
+            self._blocks[group.group] = blocks_from_proto(group)
 
 
 def _check_same(unfinished: Mapping[str, Blocks], groups: Iterable[pb.GroupBlocks]) -> None:
@@ -124,8 +140,8 @@ def _check_same(unfinished: Mapping[str, Blocks], groups: Iterable[pb.GroupBlock
     complete = {group.group: group for group in groups}
     for name, before in unfinished.items():
         found = blocks_from_proto(complete[name]) if name in complete else Blocks(())
-        same = (found.first_token, found.ids[: len(before.ids)].tolist()) == (before.first_token, before.ids.tolist())
-        if not same or (found.end_token or 0) < (before.end_token or 0):
+        same = np.array_equal(found.ids[: len(before.ids)], before.ids)
+        if not same or found.first_token != before.first_token or (found.end_token or 0) < (before.end_token or 0):
             raise InvalidField("blocks of a publication's step", name, "those of which it named layers before")
 
 

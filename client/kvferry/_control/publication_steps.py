@@ -9,9 +9,12 @@ from kvferry._control.batches import ADDED_BYTES, check_size
 from kvferry._engine_spec import EngineSpec
 from kvferry._wire.blocks_codec import blocks_to_proto
 from kvferry.errors import InvalidField
-from kvferry.geometry.blocks import Blocks, check_ids
+from kvferry.geometry.blocks import MAX_LAYERS, MAX_RUNS, MAX_UNFINISHED, Blocks, check_ids
 from kvferry.geometry.model import GroupKind
 from kvferry.v1 import kv_transfer_pb2 as pb
+
+MAX_LAYER_NAME = 256
+"""Most bytes of a layer's name; the contract's limit."""
 
 MAX_PAYLOAD = 64 << 10
 """Most bytes of a publication's payload; the contract's limit."""
@@ -57,8 +60,15 @@ def _unfinished(
     spec: EngineSpec, groups: Sequence[pb.GroupBlocks], layers: Collection[str], *, last: bool
 ) -> pb.Unfinished:
     names = sorted(set(arguments.texts("layers", layers)))
-    if not names or "" in names:
-        raise InvalidField("layers", names, "names of layers; None: all are complete")
+    if not 1 <= len(names) <= MAX_LAYERS:
+        raise InvalidField("layers", f"{len(names)} names", f"1 to {MAX_LAYERS} of layers; None: all are complete")
+    for name in names:
+        if not 1 <= len(name.encode()) <= MAX_LAYER_NAME:
+            raise InvalidField("layers", name[:80], f"names of 1 to {MAX_LAYER_NAME} bytes")
+    count = sum(sum(group.run_counts) for group in groups)
+    if count > MAX_UNFINISHED:
+        expected = f"at most {MAX_UNFINISHED} of which only some layers are complete"
+        raise InvalidField("blocks", f"{count} blocks", expected)
     if last:
         raise InvalidField("layers", names[:3], "None with the last blocks: all layers are complete")
     for encoded in groups:
@@ -77,7 +87,7 @@ def follow(begun: Sequence[pb.GroupBlocks], step: pb.Publish) -> None:
         step: the next step, which is changed.
 
     Raises:
-        InvalidField: it names layers of no blocks, begins other blocks, or continues elsewhere.
+        InvalidField: it names layers of no blocks, begins other blocks, continues elsewhere, or has too many runs.
         MessageTooLarge: no message holds it.
     """
     if step.HasField("unfinished"):
@@ -89,6 +99,10 @@ def follow(begun: Sequence[pb.GroupBlocks], step: pb.Publish) -> None:
             raise InvalidField("blocks", given, expected)
     else:
         _complete(begun, step)
+    runs = sum(len(group.run_starts) for group in (*step.groups, *step.unfinished.groups))
+    if runs > MAX_RUNS:
+        expected = f"at most {MAX_RUNS}, with the blocks that the step completes: more go into further steps"
+        raise InvalidField("runs of block ids of a step", runs, expected)
     check_size("a step of a publication", step, ADDED_BYTES)
 
 

@@ -273,6 +273,9 @@ class Reads:
 
     def on_more(self, read: SchedulerRead, more: MoreBlocks) -> None:
         """See `leased_reads.Owner`."""
+        if read.more:
+            # The latest says it all. A source may name thousands of layers one by one before the engine looks.
+            read.more[-1] = replace(read.more[-1], unfinished=None)
         read.more.append(more)
         if read.stage is ReadStage.READING:
             self._gained[read] = None

@@ -21,6 +21,18 @@ MAX_BLOCKS = 1 << 24
 to."""
 
 
+MAX_RUNS = 1 << 17
+"""Runs of block ids in one step of a publication, over all groups. It bounds what a step costs to check, and to send to
+every reader. Enough for two million tokens in blocks of 16 of which no two are neighbours; more go into further
+steps."""
+
+MAX_UNFINISHED = 1 << 17
+"""Blocks, over all groups, of which some layers are complete. They are looked at again with each layer that is
+named."""
+
+MAX_LAYERS = 1 << 13
+"""Layers that the steps of a publication name of the same blocks, together."""
+
 TOKEN_LIMIT = 1 << 62
 """Positions of tokens stay below this, as on the wire."""
 

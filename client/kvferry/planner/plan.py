@@ -27,9 +27,10 @@ MAX_SIZE = 1 << 14
 """Lanes of a plan and pieces of their periods, together. A rank that reads alike from 4,096 ranks needs half of
 it."""
 
-LAYERS_KEPT = 256
-"""How many parts of some layers a plan keeps. A source names its layers in the same order each time, so there are about
-as many parts as it makes steps of a chunk, and more only where a reader is late."""
+READS_KEPT = 1 << 16
+"""How many reads the parts of some layers may have together that a plan keeps. A source names its layers in the same
+order each time, so there are about as many parts as it makes steps of a chunk, and more only where a reader is late, or
+where a source never names the same layers twice."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,7 +108,7 @@ class ReadPlan:
             lanes = self.lanes_of(reads)
             paths = tuple(choose_path(lane, self.rule) for lane in lanes)
             part = replace(self, reads=reads, lanes=lanes, paths=paths, tables=LaneTables((), {}))
-            if len(self._of_layers) >= LAYERS_KEPT:
+            if sum(1 + len(kept.reads) for kept in self._of_layers.values()) + len(reads) >= READS_KEPT:
                 self._of_layers.clear()
             self._of_layers[wanted] = part
         return part

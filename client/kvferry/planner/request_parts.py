@@ -136,6 +136,8 @@ class RequestParts:
     def _some_layers(self, tokens: tuple[int, int], unfinished: Unfinished) -> list[Expansion]:
         """Expand the layers that are complete in blocks in which others are not, as far as they were not read."""
         layers = (unfinished.layers & self._plan.layers) - self._layers_ahead
+        if not layers:
+            return []
         plan, wanted = self._plan.of_layers(layers), dict[str, GroupRequest]()
         for group in self._plan.groups:
             more = unfinished.blocks.get(group.name)

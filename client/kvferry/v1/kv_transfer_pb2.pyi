@@ -719,13 +719,13 @@ class Unfinished(google.protobuf.message.Message):
     @property
     def groups(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___GroupBlocks]:
         """groups of kind TOKENS, at most 256, with full blocks: each starts where it ended in the step's groups and those before.
-        Empty: those of the step before.
+        Empty: those of the step before. At most 131072 blocks.
         """
 
     @property
     def layers(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """layers whose bytes are complete, beside those that earlier steps named for the same blocks: at least 1 and at most 8192, each
-        of at most 256 bytes.
+        """layers whose bytes are complete, beside those that earlier steps named for the same blocks: at least 1, and together with
+        those at most 8192, each of at most 256 bytes.
         """
 
     def __init__(

@@ -15,6 +15,7 @@ from kvferry.errors import (
     PublicationReleased,
     WrongIdentity,
 )
+from kvferry.geometry.blocks import MAX_LAYERS, MAX_UNFINISHED
 from kvferry_server.domain.agenda import NEVER
 from kvferry_server.domain.checksum_pages import Checksums
 from kvferry_server.domain.identity import EngineRef, Names, RouterKey
@@ -71,6 +72,7 @@ class PublicationRecord:
         steps: the steps so far; dropped when it is released.
         extents: what the steps so far hold of each group, so that a new step is checked without going through them.
         unfinished: where the blocks end of which only some layers are complete, by group.
+        layers: names of these layers.
         step_count: how many steps arrived.
         blocks: blocks published so far, over all groups.
         expected_reads: the highest number that anyone stated.
@@ -96,6 +98,7 @@ class PublicationRecord:
     steps: list[PublicationStep] = field(default_factory=list)
     extents: dict[str, PublishedExtent] = field(default_factory=dict)
     unfinished: dict[str, int] = field(default_factory=dict)
+    layers: set[str] = field(default_factory=set)
     step_count: int = 0
     blocks: int = 0
     expected_reads: int = 1
@@ -147,15 +150,17 @@ class PublicationRecord:
                 before.blocks + new.blocks,
             )
         if step.groups:
-            self.unfinished = {}
-        if step.unfinished is not None and step.unfinished.groups:
-            self.unfinished = {blocks.group: blocks.end_token for blocks in step.unfinished.groups}
+            self.unfinished, self.layers = {}, set()
+        if step.unfinished is not None:
+            self.unfinished.update({blocks.group: blocks.end_token for blocks in step.unfinished.groups})
+            self.layers.update(step.unfinished.layers)
 
     def drop_steps(self) -> None:
         """Drop the steps: they are sent to no reader any more."""
         self.steps.clear()
         self.extents.clear()
         self.unfinished.clear()
+        self.layers.clear()
 
     def due(self) -> float:
         """Return when it ends, is released, is forgotten, or when its source is told again."""
@@ -299,10 +304,10 @@ def check_follows(publication: PublicationRecord | None, step: PublicationStep) 
     if step.index != len(steps):
         raise InvalidField("publish.step", step.index, f"{len(steps)}, the next step")
     extents = publication.extents if publication is not None else {}
-    unfinished = publication.unfinished if publication is not None else {}
     if publication is not None and steps:
         _check_continues(publication, step)
-    _check_unfinished(extents, unfinished, step)
+    unfinished, layers = ({}, set[str]()) if publication is None else (publication.unfinished, publication.layers)
+    _check_unfinished(extents, unfinished, layers, step)
 
 
 def _check_continues(publication: PublicationRecord, step: PublicationStep) -> None:
@@ -319,22 +324,29 @@ def _check_continues(publication: PublicationRecord, step: PublicationStep) -> N
 
 
 def _check_unfinished(
-    extents: Mapping[str, PublishedExtent], unfinished: Mapping[str, int], step: PublicationStep
+    extents: Mapping[str, PublishedExtent], unfinished: Mapping[str, int], layers: set[str], step: PublicationStep
 ) -> None:
-    """Check the blocks of which only some layers are complete; `unfinished`: those before the step."""
+    """Check the blocks of which only some layers are complete; `unfinished` and `layers`: those before the step."""
     gained = {blocks.group: blocks.end_token for blocks in step.groups}
     if gained or step.last:
         for group, end in unfinished.items():
             if gained.get(group, 0) < end:
                 expected = f"group {group!r} up to token {end} at least, of which some layers were complete"
                 raise InvalidField("publish.groups", f"{group!r} up to {gained.get(group, 0)}", expected)
-        unfinished = {}
+        unfinished, layers = {}, set()
     if step.unfinished is None:
         return
     begun = step.unfinished.groups
     if bool(begun) == bool(unfinished):
         expected = "none, until the unfinished blocks before are complete" if begun else "at least one"
         raise InvalidField("publish.unfinished.groups", [blocks.group for blocks in begun], expected)
+    # A reader looks at all of them with each further step.
+    if len(layers) + len(step.unfinished.layers) > MAX_LAYERS < len(layers.union(step.unfinished.layers)):
+        expected = f"at most {MAX_LAYERS} of the same blocks, over all steps"
+        raise InvalidField("publish.unfinished.layers", f"{len(step.unfinished.layers)} more layers", expected)
+    count = sum(blocks.blocks for blocks in begun)
+    if count > MAX_UNFINISHED:
+        raise InvalidField("publish.unfinished.groups", f"{count} blocks", f"at most {MAX_UNFINISHED}")
     for blocks in begun:
         before = extents.get(blocks.group)
         start = gained.get(blocks.group, blocks.first_token if before is None else before.end_token)

@@ -90,7 +90,8 @@ class PublicationStep:
         groups, layers = self.groups, 0
         if self.unfinished is not None:
             groups += self.unfinished.groups
-            layers = sum(128 + len(name) for name in self.unfinished.layers)
+            # A character takes four bytes where one of the name is far from ASCII.
+            layers = sum(144 + len(name) * (1 if name.isascii() else 4) for name in self.unfinished.layers)
         runs = sum(len(blocks.starts) for blocks in groups)
         return 512 + len(self.payload) + len(self.encoded) + 512 * len(groups) + 80 * runs + layers
 

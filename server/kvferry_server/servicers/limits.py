@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kvferry._wire.channel import MAX_MESSAGE_BYTES
+from kvferry.geometry import blocks
 from kvferry_server.domain.limits import MAX_RANK_BYTES
 
 MAX_TEXT = 256
@@ -20,13 +21,8 @@ MAX_IDENTITY = 256
 MAX_GROUPS = 256
 """Groups of one step of a publication."""
 
-MAX_RUNS = 1 << 17
-"""Runs of block ids in one step of a publication, over all groups. It bounds what a step costs to check, and to send to
-every reader. Enough for two million tokens in blocks of 16 of which no two are neighbours; more go into further
-steps."""
-
-MAX_LAYERS = 1 << 13
-"""Layers that one step of a publication names."""
+MAX_RUNS, MAX_UNFINISHED, MAX_LAYERS = blocks.MAX_RUNS, blocks.MAX_UNFINISHED, blocks.MAX_LAYERS
+"""Of one step of a publication: runs of block ids, unfinished blocks, and layers that it names of them. See there."""
 
 TOKEN_LIMIT = 1 << 62
 """Token numbers stay below this, so that sums of them fit 64 bits."""

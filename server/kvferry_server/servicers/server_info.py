@@ -39,6 +39,7 @@ OF_FIELDS = {
     "groups": limits.MAX_GROUPS,
     "runs": limits.MAX_RUNS,
     "layers": limits.MAX_LAYERS,
+    "unfinished": limits.MAX_UNFINISHED,
     "header_bytes": MAX_HEADER_BYTES,
     "rank_bytes": MAX_RANK_BYTES,
     "metadata": limits.MAX_METADATA,

@@ -19,6 +19,7 @@ from kvferry.errors import (
     WrongKey,
 )
 from kvferry.v1 import kv_transfer_pb2 as pb
+from kvferry_server.domain import publications
 from kvferry_server.domain.book import Standing
 from kvferry_server.domain.lessor import Lessor
 from kvferry_server.domain.limits import MAX_SKIPPED, Limits
@@ -347,6 +348,26 @@ def test_unfinished_blocks_have_to_be_completed_first(scene: Scene, bad: dict[st
     with pytest.raises(InvalidField):
         scene.publish(step=2, **bad)
     scene.publish(step=2, groups=(blocks(4, start=5),))
+
+
+def test_layers_of_unfinished_blocks_are_counted_over_all_steps(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(publications, "MAX_LAYERS", 3)
+    scene.publish(last=False)
+    scene.publish(step=1, **named("a", "b", begun=[blocks(4, start=5)]))
+    # The same ones again are no more layers.
+    scene.publish(step=2, **named("b", "a", "c"))
+    with pytest.raises(InvalidField, match="at most 3"):
+        scene.publish(step=3, **named("d"))
+    scene.publish(step=3, groups=(blocks(4, start=5),), last=False)
+    scene.publish(step=4, **named("d", "e", "f", begun=[blocks(8, start=9)]))
+
+
+def test_so_many_blocks_may_be_unfinished(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(publications, "MAX_UNFINISHED", 4)
+    scene.publish(last=False)
+    with pytest.raises(InvalidField, match="at most 4"):
+        scene.publish(step=1, **named("a", begun=[blocks(4, count=5, start=5)]))
+    scene.publish(step=1, **named("a", begun=[blocks(4, count=4, start=5)]))
 
 
 def test_blocks_of_groups_that_nobody_registered_are_not_taken() -> None:
