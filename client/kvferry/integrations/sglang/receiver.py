@@ -11,7 +11,7 @@ from sglang.srt.disaggregation.base.conn import BaseKVReceiver, KVPoll, StateTyp
 from kvferry._reads.read import Read
 from kvferry.errors import KvferryError
 from kvferry.geometry.blocks import Blocks
-from kvferry.integrations.first_token import first_token_payload
+from kvferry.integrations.first_token import first_token, first_token_payload
 from kvferry.integrations.sglang.aux_rows import BadPayload
 from kvferry.integrations.sglang.bootstrap import given_reference, room_is_usable, room_reference
 from kvferry.integrations.sglang.manager import KvferryManager, Pages
@@ -164,7 +164,8 @@ class KvferryReceiver(BaseKVReceiver):  # type: ignore[misc]
         """Hand over what came beside the KV cache."""
         payload = read.result(0).payload
         if self._given is not None and self._given.first_token is not None:
-            payload = first_token_payload(self._given.first_token)
+            published = first_token(payload)
+            payload = first_token_payload(self._given.first_token, published.prompt_tokens if published else None)
         try:
             tokens = self.kv_mgr.aux.write(self._row, payload, self.bootstrap_room)
         except BadPayload as error:

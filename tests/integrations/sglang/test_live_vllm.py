@@ -1,0 +1,178 @@
+"""A real ``vllm serve`` prefills, and a real SGLang decodes, token for token what each of them says alone.
+
+vLLM runs its FlashAttention backend here, whose cache is that of its GPU backends (`tests.support.vllm_flash_attention`).
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from kvferry import router_reference
+from kvferry.v1 import introspection_pb2 as ipb
+from kvferry.v1.introspection_pb2_grpc import IntrospectionStub
+from tests.support.node_servers import NodeServerProcess, free_port
+from tests.support.sglang_engines import Instance, some_room
+from tests.support.vllm_engines import PREFILL, Node, Server, kvferry, prompt, request
+from tests.support.vllm_flash_attention import environment
+from tests.support.vllm_requests import pinned
+from tests.support.waiting import until
+
+pytestmark = pytest.mark.timeout(900)
+
+PROMPTS = [prompt(seed, length) for seed, length in enumerate([100, 33, 32, 16, 7, 1, 257])]
+STEP = 64
+"""Tokens that vLLM computes in a step: the longest prompts come in several parts."""
+
+
+def carried(reference: str) -> dict[str, Any]:
+    """What a router adds to SGLang's request: the reference, and nothing of vLLM's answer."""
+    return {"bootstrap_host": reference, "bootstrap_port": 1, "bootstrap_room": some_room()}
+
+
+@dataclass
+class Pair:
+    """vLLM and SGLang, and what each of them says alone to `PROMPTS`."""
+
+    model: Path
+    home: NodeServerProcess
+    vllm: Server
+    sglang: Instance
+    alone: list[list[int]]
+
+    def prefill(self, tokens: list[int], params: dict[str, Any] | None, max_tokens: int = 1) -> Any:
+        """Ask vLLM."""
+        common = {"model": str(self.model), "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+        return self.vllm.complete({**common, "prompt": tokens, "max_tokens": max_tokens, "kv_transfer_params": params})
+
+    def dispatch(self, tokens: list[int], engine: str = "vllm", other: list[int] | None = None) -> Any:
+        """Ask both at once, as a router does that makes the reference; returns SGLang's answer."""
+        reference = router_reference(self.home.address, engine)
+        with ThreadPoolExecutor(1) as pool:
+            first = pool.submit(self.prefill, tokens, {**PREFILL, "kvferry_reference": reference})
+            answer = self.sglang.generate(other or tokens, **carried(reference))
+            first.result()
+        return answer
+
+    def publishing(self) -> bool:
+        """Whether something is published of which more will come."""
+        with grpc.insecure_channel(self.home.address) as channel:
+            answer = IntrospectionStub(channel).ListRequests(ipb.ListRequestsRequest(), timeout=5)
+        return any(each.state == ipb.REQUEST_STATE_PUBLISHING for each in answer.requests)
+
+
+@pytest.fixture(scope="module")
+def pair(model: Path, home: NodeServerProcess, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    folder = tmp_path_factory.mktemp("live")
+    connector = kvferry("kv_producer", home.address, engine_id="vllm")
+    steps = ("--max-num-batched-tokens", str(STEP))
+    vllm = Server(model, folder / "vllm.log", free_port(), connector, *steps, environment=environment())
+    single = Instance(model, folder / "alone.log")
+    try:
+        vllm.ready(), single.ready()
+        alone = [single.generate(tokens)["output_ids"] for tokens in PROMPTS]
+    finally:
+        single.close()
+    sglang = Instance(model, folder / "decode.log", "decode", home.address)
+    try:
+        yield Pair(model, home, vllm, sglang.ready(), alone)
+    finally:
+        sglang.close()
+        vllm.close()
+
+
+@pytest.fixture
+def node(model: Path, home: NodeServerProcess, tmp_path: Path) -> Iterator[Callable[..., Node]]:
+    """Start another vLLM, whose steps are made one by one."""
+    made: list[Node] = []
+
+    def make(name: str, **settings: Any) -> Node:
+        connector = kvferry("kv_producer", home.address, engine_id=name)
+        settings = {"connector": connector, "environment": environment(), "max_num_batched_tokens": STEP, **settings}
+        made.append(Node(model, tmp_path / f"{name}.log", **settings))
+        return made[-1].ready()
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def test_both_are_asked_at_once(pair: Pair) -> None:
+    """The first token of the answer comes with vLLM's publication: the router carries nothing from one to the other."""
+    assert "FLASH_ATTN by values of key, value" in pair.vllm.log.read_text()
+    said = [pair.prefill(tokens, None, 12)["choices"][0]["token_ids"] for tokens in PROMPTS]
+    assert said == pair.alone
+    assert [pair.dispatch(tokens)["output_ids"] for tokens in PROMPTS] == pair.alone
+    until(lambda: pinned(pair.home) == 0)
+
+
+def test_many_at_once(pair: Pair) -> None:
+    prompts = [prompt(100 + seed, length) for seed, length in enumerate([5, 40, 64, 65, 130, 200] * 2)]
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        answers = list(pool.map(lambda tokens: pair.dispatch(tokens)["output_ids"], prompts))
+    assert answers == [pair.prefill(tokens, None, 12)["choices"][0]["token_ids"] for tokens in prompts]
+    until(lambda: pinned(pair.home) == 0)
+
+
+def test_one_after_the_other(pair: Pair) -> None:
+    """A router that waits for vLLM's answer forwards its reference alone."""
+    for tokens, alone in zip(PROMPTS, pair.alone, strict=True):
+        params = pair.prefill(tokens, PREFILL)["kv_transfer_params"]
+        assert pair.sglang.generate(tokens, **carried(params["kvferry_reference"]))["output_ids"] == alone
+    until(lambda: pinned(pair.home) == 0)
+
+
+def test_decode_continues_what_vllm_has_computed(pair: Pair) -> None:
+    """Given another prompt of the same length, SGLang says what vLLM's prompt is continued with."""
+    assert pair.dispatch(PROMPTS[0], other=prompt(77, len(PROMPTS[0])))["output_ids"] == pair.alone[0]
+
+
+def test_what_is_not_the_whole_prompt_fails_by_name(pair: Pair) -> None:
+    shorter = pair.dispatch(PROMPTS[1], other=PROMPTS[0])
+    assert "a prompt of 33 tokens" in str(shorter) or "BlocksShort" in str(shorter)
+    # Of an answer of several tokens, the cache has more than the prompt.
+    params = pair.prefill(PROMPTS[1], PREFILL, 3)["kv_transfer_params"]
+    longer = pair.sglang.generate(PROMPTS[1], **carried(params["kvferry_reference"]))
+    assert "no first token" in str(longer)
+    assert pair.dispatch(PROMPTS[1])["output_ids"] == pair.alone[1]
+    until(lambda: pinned(pair.home) == 0)
+
+
+def test_two_ranks_of_vllm_for_one_of_sglang(pair: Pair, node: Callable[..., Node]) -> None:
+    """In blocks of 64 tokens, in steps of 64."""
+    prefill = node("two-ranks", tp=2, block=64)
+    for tokens, alone in zip(PROMPTS, pair.alone, strict=True):
+        reference = router_reference(pair.home.address, "two-ranks")
+        with ThreadPoolExecutor(1) as pool:
+            asked = pool.submit(pair.sglang.generate, tokens, **carried(reference))
+            prefill.generate(request(tokens, 1, {**PREFILL, "kvferry_reference": reference}))
+            assert asked.result()["output_ids"] == alone
+    until(lambda: pinned(pair.home) == 0)
+
+
+@pytest.mark.parametrize("how", ["aborts", "dies"])
+def test_vllm_ends_halfway(how: str, pair: Pair, node: Callable[..., Node]) -> None:
+    """SGLang's request fails with kvferry's error, and the next one is right."""
+    prefill = node(how)
+    reference = router_reference(pair.home.address, how)
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(pair.sglang.generate, PROMPTS[-1], **carried(reference))
+        prefill.call("begin", request(PROMPTS[-1], 1, {**PREFILL, "kvferry_reference": reference}), 3)
+        until(pair.publishing)
+        if how == "dies":
+            prefill.close(signal.SIGKILL)
+        else:
+            prefill.call("abort_begun")
+        said = str(asked.result())
+    errors = ["outcome is ABORTED"] if how == "aborts" else ["EngineUnknown", "PeerRestarted", "EngineLost"]
+    assert any(error in said for error in errors), said
+    assert pair.dispatch(PROMPTS[-1])["output_ids"] == pair.alone[-1]
+    until(lambda: pinned(pair.home) == 0)
+    assert "leak" not in pair.sglang.log.read_text()
