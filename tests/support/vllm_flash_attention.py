@@ -1,5 +1,5 @@
-"""vLLM's FlashAttention backend on CPU: its specs, cache layout, metadata and code, with its two kernels for CUDA written
-in torch.
+"""vLLM's FlashAttention backend on CPU: its specs, cache layout, metadata and code; its two CUDA kernels are
+written in torch.
 
 vLLM's attention on CPUs keeps K column-major inside a page, which no other engine reads. This one keeps K and V as
 vLLM's backends for GPUs do. vLLM loads `register` as a plug-in, in each of its processes; `environment` says where.
@@ -29,7 +29,9 @@ def environment() -> dict[str, str]:
     described = folder / "kvferry_tests-1.dist-info"
     described.mkdir()
     (described / "METADATA").write_text("Metadata-Version: 2.1\nName: kvferry-tests\nVersion: 1\n")
-    (described / "entry_points.txt").write_text(f"[vllm.general_plugins]\nflash_attention_on_cpu = {__name__}:register\n")
+    (described / "entry_points.txt").write_text(
+        f"[vllm.general_plugins]\nflash_attention_on_cpu = {__name__}:register\n"
+    )
     return {"PYTHONPATH": os.pathsep.join([str(folder), str(ROOT), installed()["PYTHONPATH"]])}
 
 

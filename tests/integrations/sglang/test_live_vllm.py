@@ -1,11 +1,15 @@
 """A real ``vllm serve`` prefills, and a real SGLang decodes, token for token what each of them says alone.
 
-vLLM runs its FlashAttention backend here, whose cache is that of its GPU backends (`tests.support.vllm_flash_attention`).
+vLLM runs its FlashAttention backend here, whose cache is that of GPUs (`tests.support.vllm_flash_attention`).
 """
 
 from __future__ import annotations
 
+import json
 import signal
+import subprocess
+import sys
+import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -19,7 +23,8 @@ from kvferry import router_reference
 from kvferry.v1 import introspection_pb2 as ipb
 from kvferry.v1.introspection_pb2_grpc import IntrospectionStub
 from tests.support.node_servers import NodeServerProcess, free_port
-from tests.support.sglang_engines import Instance, some_room
+from tests.support.repository import ROOT
+from tests.support.sglang_engines import ANSWER_TIMEOUT, Instance, add_tokenizer, some_room
 from tests.support.vllm_engines import PREFILL, Node, Server, kvferry, prompt, request
 from tests.support.vllm_flash_attention import environment
 from tests.support.vllm_requests import pinned
@@ -61,11 +66,11 @@ class Pair:
             first.result()
         return answer
 
-    def publishing(self) -> bool:
-        """Whether something is published of which more will come."""
+    def leases(self) -> int:
+        """Leases on publications of which more will come."""
         with grpc.insecure_channel(self.home.address) as channel:
             answer = IntrospectionStub(channel).ListRequests(ipb.ListRequestsRequest(), timeout=5)
-        return any(each.state == ipb.REQUEST_STATE_PUBLISHING for each in answer.requests)
+        return sum(each.leases for each in answer.requests if each.state == ipb.REQUEST_STATE_PUBLISHING)
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +85,8 @@ def pair(model: Path, home: NodeServerProcess, tmp_path_factory: pytest.TempPath
         alone = [single.generate(tokens)["output_ids"] for tokens in PROMPTS]
     finally:
         single.close()
-    sglang = Instance(model, folder / "decode.log", "decode", home.address)
+    add_tokenizer(model)
+    sglang = Instance(model, folder / "decode.log", "decode", home.address, tokenizer=True)
     try:
         yield Pair(model, home, vllm, sglang.ready(), alone)
     finally:
@@ -110,6 +116,25 @@ def test_both_are_asked_at_once(pair: Pair) -> None:
     said = [pair.prefill(tokens, None, 12)["choices"][0]["token_ids"] for tokens in PROMPTS]
     assert said == pair.alone
     assert [pair.dispatch(tokens)["output_ids"] for tokens in PROMPTS] == pair.alone
+    until(lambda: pinned(pair.home) == 0)
+
+
+def test_the_example_of_a_router_asks_both_at_once(pair: Pair) -> None:
+    port = free_port()
+    command = [sys.executable, str(ROOT / "examples" / "dispatch_router.py"), str(port)]
+    command += [f"{pair.vllm.url}#vllm@{pair.home.address}", f"sglang+{pair.sglang.url}", pair.home.address]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as router:
+        try:
+            assert router.stdout is not None
+            assert router.stdout.readline() == b"listening\n"
+            for tokens, alone in zip(PROMPTS, pair.alone, strict=True):
+                body = {"model": str(pair.model), "prompt": tokens, "max_tokens": 12, "temperature": 0}
+                body |= {"ignore_eos": True, "return_token_ids": True}
+                asked = urllib.request.Request(f"http://127.0.0.1:{port}", json.dumps(body).encode())
+                with urllib.request.urlopen(asked, timeout=ANSWER_TIMEOUT) as answer:
+                    assert json.load(answer)["choices"][0]["token_ids"] == alone
+        finally:
+            router.kill()
     until(lambda: pinned(pair.home) == 0)
 
 
@@ -165,14 +190,14 @@ def test_vllm_ends_halfway(how: str, pair: Pair, node: Callable[..., Node]) -> N
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(pair.sglang.generate, PROMPTS[-1], **carried(reference))
         prefill.call("begin", request(PROMPTS[-1], 1, {**PREFILL, "kvferry_reference": reference}), 3)
-        until(pair.publishing)
+        until(lambda: pair.leases() == 1)
         if how == "dies":
             prefill.close(signal.SIGKILL)
         else:
             prefill.call("abort_begun")
         said = str(asked.result())
-    errors = ["outcome is ABORTED"] if how == "aborts" else ["EngineUnknown", "PeerRestarted", "EngineLost"]
-    assert any(error in said for error in errors), said
+    assert "PublicationAborted" in said
+    assert ("SOURCE_LOST" in said) == (how == "dies")
     assert pair.dispatch(PROMPTS[-1])["output_ids"] == pair.alone[-1]
     until(lambda: pinned(pair.home) == 0)
     assert "leak" not in pair.sglang.log.read_text()

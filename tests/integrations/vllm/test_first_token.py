@@ -1,5 +1,8 @@
-"""What vLLM's connector publishes beside the cache: the first token of the answer, for engines that compute nothing of a
-prompt. vLLM's scheduler and kvferry's port are played; `tests/integrations/sglang/test_live_vllm.py` has real ones."""
+"""What vLLM's connector publishes beside the cache: the first token of the answer, for engines that compute nothing of
+a prompt.
+
+vLLM's scheduler and kvferry's port are played; `tests/integrations/sglang/test_live_vllm.py` has real ones.
+"""
 
 from __future__ import annotations
 
