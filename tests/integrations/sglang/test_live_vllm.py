@@ -19,7 +19,7 @@ from typing import Any
 import grpc
 import pytest
 
-from kvferry import router_reference
+from kvferry import Client, router_reference
 from kvferry.v1 import introspection_pb2 as ipb
 from kvferry.v1.introspection_pb2_grpc import IntrospectionStub
 from tests.support.node_servers import NodeServerProcess, free_port
@@ -50,6 +50,7 @@ class Pair:
     home: NodeServerProcess
     vllm: Server
     sglang: Instance
+    client: Client
     alone: list[list[int]]
 
     def prefill(self, tokens: list[int], params: dict[str, Any] | None, max_tokens: int = 1) -> Any:
@@ -57,13 +58,15 @@ class Pair:
         common = {"model": str(self.model), "temperature": 0, "ignore_eos": True, "return_token_ids": True}
         return self.vllm.complete({**common, "prompt": tokens, "max_tokens": max_tokens, "kv_transfer_params": params})
 
-    def dispatch(self, tokens: list[int], engine: str = "vllm", other: list[int] | None = None) -> Any:
+    def dispatch(self, tokens: list[int], other: list[int] | None = None, sglang: Instance | None = None) -> Any:
         """Ask both at once, as a router does that makes the reference; returns SGLang's answer."""
-        reference = router_reference(self.home.address, engine)
+        reference = router_reference(self.home.address, "vllm")
         with ThreadPoolExecutor(1) as pool:
             first = pool.submit(self.prefill, tokens, {**PREFILL, "kvferry_reference": reference})
-            answer = self.sglang.generate(other or tokens, **carried(reference))
+            answer = (sglang or self.sglang).generate(other or tokens, **carried(reference))
             first.result()
+        if "output_ids" not in answer:
+            self.client.decline(reference)
         return answer
 
     def leases(self) -> int:
@@ -88,7 +91,8 @@ def pair(model: Path, home: NodeServerProcess, tmp_path_factory: pytest.TempPath
     add_tokenizer(model)
     sglang = Instance(model, folder / "decode.log", "decode", home.address, tokenizer=True)
     try:
-        yield Pair(model, home, vllm, sglang.ready(), alone)
+        with Client(home.address) as client:
+            yield Pair(model, home, vllm, sglang.ready(), client, alone)
     finally:
         sglang.close()
         vllm.close()
@@ -160,8 +164,10 @@ def test_decode_continues_what_vllm_has_computed(pair: Pair) -> None:
 
 
 def test_what_is_not_the_whole_prompt_fails_by_name(pair: Pair) -> None:
-    shorter = pair.dispatch(PROMPTS[1], other=PROMPTS[0])
-    assert "a prompt of 33 tokens" in str(shorter) or "BlocksShort" in str(shorter)
+    # Also if it has as many pages.
+    for other in (PROMPTS[0], [*PROMPTS[1], 7], PROMPTS[1][:-1]):
+        answer = pair.dispatch(PROMPTS[1], other=other)
+        assert "a prompt of 33 tokens" in str(answer) or "BlocksShort" in str(answer), answer
     # Of an answer of several tokens, the cache has more than the prompt.
     params = pair.prefill(PROMPTS[1], PREFILL, 3)["kv_transfer_params"]
     longer = pair.sglang.generate(PROMPTS[1], **carried(params["kvferry_reference"]))
@@ -182,6 +188,20 @@ def test_two_ranks_of_vllm_for_one_of_sglang(pair: Pair, node: Callable[..., Nod
     until(lambda: pinned(pair.home) == 0)
 
 
+def test_one_rank_of_vllm_for_two_of_sglang(pair: Pair, tmp_path: Path) -> None:
+    """The second time they have most of it in their own prefix cache, and do not read it again."""
+    more = ["--disaggregation-decode-enable-radix-cache"]
+    sglang = Instance(pair.model, tmp_path / "log", "decode", pair.home.address, *more, tp=2)
+    try:
+        sglang.ready()
+        for _ in range(2):
+            assert [pair.dispatch(tokens, sglang=sglang)["output_ids"] for tokens in PROMPTS] == pair.alone
+        until(lambda: pinned(pair.home) == 0)
+        assert "leak" not in sglang.log.read_text()
+    finally:
+        sglang.close()
+
+
 @pytest.mark.parametrize("how", ["aborts", "dies"])
 def test_vllm_ends_halfway(how: str, pair: Pair, node: Callable[..., Node]) -> None:
     """SGLang's request fails with kvferry's error, and the next one is right."""
@@ -196,8 +216,11 @@ def test_vllm_ends_halfway(how: str, pair: Pair, node: Callable[..., Node]) -> N
         else:
             prefill.call("abort_begun")
         said = str(asked.result())
-    assert "PublicationAborted" in said
-    assert ("SOURCE_LOST" in said) == (how == "dies")
+    if how == "aborts":
+        assert "PublicationAborted" in said
+    else:
+        # By the transfer, or by the home.
+        assert "TransferFailed" in said or "SOURCE_LOST" in said
     assert pair.dispatch(PROMPTS[-1])["output_ids"] == pair.alone[-1]
     until(lambda: pinned(pair.home) == 0)
     assert "leak" not in pair.sglang.log.read_text()

@@ -48,6 +48,7 @@ class KvferryReceiver(BaseKVReceiver):  # type: ignore[misc]
         self._asked = False
         self._row = -1
         self._first = self._pages = 0
+        self._prompt_tokens: int | None = None
         self._read: Read | None = None
         self._good = False
         self._failure = ""
@@ -58,6 +59,10 @@ class KvferryReceiver(BaseKVReceiver):  # type: ignore[misc]
     def supports_host_destination(self) -> bool:
         """Whether it can read into SGLang's host pool."""
         return False
+
+    def expect_prompt(self, tokens: int) -> None:
+        """Take how many tokens the prompt has: see `registration`."""
+        self._prompt_tokens = tokens
 
     def init(self, prefill_dp_rank: int) -> None:
         """Look for the prefill instance."""
@@ -84,9 +89,8 @@ class KvferryReceiver(BaseKVReceiver):  # type: ignore[misc]
         if self._failure:
             return
         try:
-            self._read = self.kv_mgr.read(
-                self._reference, self.bootstrap_room, self._blocks(kv_indices, state_indices or ())
-            )
+            blocks = self._blocks(kv_indices, state_indices or ())
+            self._read = self.kv_mgr.read(self._reference, self.bootstrap_room, blocks, self._tokens())
         except KvferryError as error:
             self.fail(f"{type(error).__name__}: {error}")
 
@@ -170,11 +174,23 @@ class KvferryReceiver(BaseKVReceiver):  # type: ignore[misc]
             tokens = self.kv_mgr.aux.write(self._row, payload, self.bootstrap_room)
         except BadPayload as error:
             return self.fail(f"{type(error).__name__}: {error}")
-        page = int(self.kv_mgr.kv_args.page_size)
-        if tokens is not None and -(-tokens // page) != self._first // page + self._pages:
+        if tokens is not None and not self._is_of(tokens):
             return self.fail(f"prefill has computed a prompt of {tokens} tokens, and decode has another")
         self._good = True
         return KVPoll.Success
+
+    def _is_of(self, tokens: int) -> bool:
+        """Whether the prompt has so many tokens, as far as SGLang has told."""
+        if self._prompt_tokens is not None:
+            return tokens == self._prompt_tokens
+        page = int(self.kv_mgr.kv_args.page_size)
+        return -(-tokens // page) == self._first // page + self._pages
+
+    def _tokens(self) -> tuple[int, int] | None:
+        """Return the tokens to read while prefill still computes; None: SGLang's prefill publishes all at once."""
+        if self._given is None or self._prompt_tokens is None or self._first >= self._prompt_tokens:
+            return None
+        return self._first, self._prompt_tokens
 
     def _blocks(self, pages: Pages, states: Sequence[Any]) -> dict[str, Blocks]:
         found = {FULL: self.kv_mgr.page_blocks(pages, self._first, None)}
