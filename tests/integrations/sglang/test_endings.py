@@ -254,6 +254,22 @@ def test_what_another_make_of_engine_prefills_is_read_while_it_is_computed(addre
     assert manager.asked == asked
 
 
+@pytest.mark.parametrize("aborted", [False, True])
+def test_a_reference_that_a_request_carries_is_declined_only_if_it_is_aborted(aborted: bool) -> None:
+    """After a failure the router may let another engine read it."""
+    manager = PlayedManager()
+    receiver = KvferryReceiver(manager, f"{GIVEN}:1", ROOM)
+    receiver.init(0)
+    receiver.send_metadata(np.array([3]), 0, [], decode_prefix_len=0)
+    assert receiver.poll() == KVPoll.Transferring
+    if aborted:
+        receiver.abort()
+    else:
+        receiver.ensure_abort_notified(force_arm=True)
+    assert manager.current.cancelled
+    assert manager.told == ["decline"] * aborted
+
+
 @pytest.mark.parametrize(("told", "good"), [(30, [30]), (None, [17, 30, 32])])
 def test_a_prompt_of_another_length_fails(told: int | None, good: list[int]) -> None:
     """Compared by pages, where a version of SGLang does not tell the length."""

@@ -202,6 +202,20 @@ def test_one_rank_of_vllm_for_two_of_sglang(pair: Pair, tmp_path: Path) -> None:
         sglang.close()
 
 
+def test_a_request_that_is_aborted_in_sglang_releases_vllm_at_once(pair: Pair, node: Callable[..., Node]) -> None:
+    """Halfway, and long before the hold ends. vLLM goes on."""
+    prefill = node("goes-on")
+    reference = router_reference(pair.home.address, "goes-on")
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(pair.sglang.generate, PROMPTS[-1], rid="halfway", **carried(reference))
+        prefill.call("begin", request(PROMPTS[-1], 1, {**PREFILL, "kvferry_reference": reference}), 3)
+        until(lambda: pair.leases() == 1)
+        pair.sglang.abort("halfway", asked)
+    until(lambda: pinned(pair.home) == 0, 10)
+    prefill.call("end_begun")
+    assert pair.dispatch(PROMPTS[-1])["output_ids"] == pair.alone[-1]
+
+
 @pytest.mark.parametrize("how", ["aborts", "dies"])
 def test_vllm_ends_halfway(how: str, pair: Pair, node: Callable[..., Node]) -> None:
     """SGLang's request fails with kvferry's error, and the next one is right."""

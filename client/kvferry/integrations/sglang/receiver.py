@@ -120,20 +120,20 @@ class KvferryReceiver(BaseKVReceiver):  # type: ignore[misc]
         """Abort the request, if it was not read already."""
         if not self._good:
             self.fail("aborted")
-            self._give_up()
+            self._give_up(aborted=True)
 
     def ensure_abort_notified(self, *, force_arm: bool = False) -> None:
         """Stop reading. SGLang calls this on every rank when one of them has failed."""
         self._give_up()
 
-    def _give_up(self) -> None:
+    def _give_up(self, *, aborted: bool = False) -> None:
         """Stop reading, and tell prefill that nobody will read the request: a room has one reader and one try.
 
-        A reference that the request carried may have others. A request with the room of one that is being read is a
-        repetition of it, which must not end it.
+        A reference that the request carried may have another reader after a read that has failed. A request with the
+        room of one that is being read is a repetition of it, which must not end it.
         """
         repeated = self._read is None and self.kv_mgr.is_reading(self.bootstrap_room)
-        if self._reference and not repeated and (self._given is None or self._read is None):
+        if self._reference and not repeated and (aborted or self._given is None or self._read is None):
             self.kv_mgr.decline(self._reference)
         if self._read is not None:
             self._read.cancel()
