@@ -158,6 +158,15 @@ def test_one_after_the_other(pair: Pair) -> None:
     until(lambda: pinned(pair.home) == 0)
 
 
+def test_sglang_has_no_log_probability_of_the_first_token(pair: Pair) -> None:
+    params = pair.prefill(PROMPTS[1], PREFILL)["kv_transfer_params"]
+    answer = pair.sglang.generate(PROMPTS[1], return_logprob=True, **carried(params["kvferry_reference"]))
+    first, *found = answer["meta_info"]["output_token_logprobs"]
+    assert first[0] == 0
+    assert [token for _, token, _ in found] == pair.alone[1][1:]
+    assert all(value < 0 for value, _, _ in found)
+
+
 def test_decode_continues_what_vllm_has_computed(pair: Pair) -> None:
     """Given another prompt of the same length, SGLang says what vLLM's prompt is continued with."""
     assert pair.dispatch(PROMPTS[0], other=prompt(77, len(PROMPTS[0])))["output_ids"] == pair.alone[0]

@@ -187,8 +187,11 @@ class KvferryReceiver(BaseKVReceiver):  # type: ignore[misc]
         return -(-tokens // page) == self._first // page + self._pages
 
     def _tokens(self) -> tuple[int, int] | None:
-        """Return the tokens to read while prefill still computes; None: SGLang's prefill publishes all at once."""
-        if self._given is None or self._prompt_tokens is None or self._first >= self._prompt_tokens:
+        """Return the tokens to read while prefill still computes; None: all, when it is done. SGLang's prefill
+        publishes all at once, and of a window nobody publishes anything before."""
+        if self._given is None or self._prompt_tokens is None or self.kv_mgr.pools.window:
+            return None
+        if self._first >= self._prompt_tokens:
             return None
         return self._first, self._prompt_tokens
 
