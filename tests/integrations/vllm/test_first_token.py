@@ -39,6 +39,7 @@ class Prefill:
             tables=(TABLE,),
             sums=False,
             withheld=withheld,
+            rewritten=0,
             has_states=False,
             published=lambda ids, tokens: {"full": TABLE.published(ids[0], tokens)},
         )
