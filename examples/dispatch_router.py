@@ -7,7 +7,7 @@ request goes to the next prefill engine under a new one. If no decode engine tak
     python examples/dispatch_router.py PORT PREFILL[,...] DECODE_URL[,...] NODE_SERVER
 
 PREFILL is URL#ENGINE_ID@HOME: where its HTTP server is, its engine_id, and the address of the node server that is its
-home, as other hosts reach it.
+home, as other hosts reach it. DECODE_URL is the URL of a vLLM, or sglang+URL of an SGLang.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import secrets
 import sys
 import urllib.request
 from collections.abc import Iterator, Sequence
@@ -29,6 +30,8 @@ import kvferry
 
 ANSWER_TIMEOUT = 120.0
 """Seconds for one engine's answer."""
+
+SGLANG = "sglang+"
 
 Body: TypeAlias = "dict[str, Any]"
 T = TypeVar("T")
@@ -64,12 +67,23 @@ def ask(url: str, body: Body) -> Body:
         raise OSError(f"{url} did not answer with JSON: {error!r}") from error
 
 
-def first_of(urls: Sequence[str], body: Body) -> Body:
-    """The first answer of those engines that take it. Raises `OSError` if none does."""
+def to_decode(body: Body, url: str, reference: str) -> tuple[str, Body]:
+    """Where a decode engine is asked, and what: each make has a field of its own for the reference."""
+    if url.startswith(SGLANG):
+        # In the place of a prefill instance of its own make. A room names one attempt, as a reference does.
+        room = 1 + secrets.randbits(62)
+        fields = {"bootstrap_host": reference, "bootstrap_port": 1, "bootstrap_room": room}
+        return url.removeprefix(SGLANG), {**body, "stream": False, **fields}
+    params = {"do_remote_decode": False, "do_remote_prefill": True, "kvferry_reference": reference}
+    return url, {**body, "stream": False, "kv_transfer_params": params}
+
+
+def first_of(urls: Sequence[str], body: Body, reference: str) -> Body:
+    """The first answer of those decode engines that take it. Raises `OSError` if none does."""
     failure = OSError("there is no engine")
     for url in urls:
         try:
-            return ask(url, body)
+            return ask(*to_decode(body, url, reference))
         except OSError as error:
             failure = error
     raise failure
@@ -101,14 +115,13 @@ class Router:
         prefill engine may do."""
         reference = kvferry.router_reference(source.home, source.engine_id)
         here = {"do_remote_decode": True, "do_remote_prefill": False, "kvferry_reference": reference}
-        there = {"do_remote_decode": False, "do_remote_prefill": True, "kvferry_reference": reference}
         first = {**body, "max_tokens": 1, "stream": False, "kv_transfer_params": here}
         prefilled = self._calls.submit(ask, source.url, first)
         # Decode would wait for its time: tell it as soon as prefill has refused.
         prefilled.add_done_callback(partial(self._prefilled, reference))
         try:
             urls = tuple(rotated(self._decode, turn))
-            return first_of(urls, {**body, "stream": False, "kv_transfer_params": there}), OSError(), False
+            return first_of(urls, body, reference), OSError(), False
         except OSError as error:
             self._decline(reference)
             # If it has not refused by now, it is not why decode has no answer.

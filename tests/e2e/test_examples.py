@@ -20,7 +20,7 @@ from google.protobuf import json_format, message_factory
 from grpc_health.v1 import health_pb2
 
 import kvferry
-from examples import engine_pair
+from examples import dispatch_router, engine_pair
 from kvferry import Blocks, ReleaseOutcome
 from kvferry.errors import PublicationReleased
 from kvferry.testing import Fabric
@@ -371,6 +371,16 @@ def test_router_asks_both_at_once_and_tries_the_next_prefill(
         router.wait()
         if router.stdout is not None:
             router.stdout.close()
+
+
+def test_the_router_that_asks_both_writes_the_reference_where_each_make_of_decode_reads_it() -> None:
+    """`tests/integrations` has the engines themselves."""
+    url, body = dispatch_router.to_decode({"max_tokens": 7}, "http://d:1", "kvf1.r")
+    assert (url, body["max_tokens"], body["kv_transfer_params"]["kvferry_reference"]) == ("http://d:1", 7, "kvf1.r")
+    url, body = dispatch_router.to_decode({"max_tokens": 7}, "sglang+http://d:1", "kvf1.r")
+    assert (url, body["max_tokens"], body["bootstrap_host"]) == ("http://d:1", 7, "kvf1.r")
+    assert 0 < body["bootstrap_room"] < 2**63
+    assert "kv_transfer_params" not in body
 
 
 def test_router_declines_what_a_decode_engine_answered_with_nonsense(

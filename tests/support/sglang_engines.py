@@ -19,7 +19,7 @@ from typing import Any
 
 from tests.support.node_servers import free_port
 from tests.support.repository import ROOT
-from tests.support.vllm_engines import installed
+from tests.support.vllm_engines import VOCABULARY, installed
 
 START_TIMEOUT = 600.0
 ANSWER_TIMEOUT = 240.0
@@ -37,6 +37,7 @@ class Instance:
         mode: "prefill", "decode", or "null": it does both itself.
         address: address of its node server.
         tp: its tensor-parallel size.
+        tokenizer: whether it has one (`add_tokenizer`), which SGLang's ``/v1/completions`` needs.
         more: of its command line.
         environment: beside `ENVIRONMENT`.
         before: another instance, at whose ports it serves.
@@ -50,6 +51,7 @@ class Instance:
         address: str = "",
         *more: str,
         tp: int = 1,
+        tokenizer: bool = False,
         environment: dict[str, str] | None = None,
         before: Instance | None = None,
     ) -> None:
@@ -60,7 +62,8 @@ class Instance:
         self.log = log
         arguments = ["--model-path", str(model), "--host", "127.0.0.1", "--port", str(self.port)]
         arguments += ["--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"]
-        arguments += ["--grammar-backend", "none", "--disable-cuda-graph", "--skip-tokenizer-init"]
+        arguments += ["--grammar-backend", "none", "--disable-cuda-graph"]
+        arguments += [] if tokenizer else ["--skip-tokenizer-init"]
         arguments += ["--dtype", "float32", "--page-size", str(PAGE), "--max-total-tokens", "4096"]
         arguments += ["--mem-fraction-static", "0.9", "--max-running-requests", "16", "--tp-size", str(tp)]
         arguments += ["--sleep-on-idle", "--skip-server-warmup", "--num-reserved-decode-tokens", "64"]
@@ -124,6 +127,17 @@ class Instance:
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
+
+
+def add_tokenizer(model: Path) -> None:
+    """Give a model a tokenizer, of a word for each token."""
+    import tokenizers
+    import transformers
+
+    words = {f"w{token}": token for token in range(VOCABULARY)}
+    made: Any = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=made, eos_token="w1").save_pretrained(model)
 
 
 def some_room() -> int:

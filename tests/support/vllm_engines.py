@@ -205,11 +205,19 @@ class Server:
     """The same as ``vllm serve``: an HTTP server on a port of its own.
 
     Args:
-        model, log, connector: as `Node`'s.
+        model, log, connector, environment: as `Node`'s.
         more: of its command line.
     """
 
-    def __init__(self, model: Path, log: Path, port: int, connector: dict[str, Any], *more: str) -> None:
+    def __init__(
+        self,
+        model: Path,
+        log: Path,
+        port: int,
+        connector: dict[str, Any],
+        *more: str,
+        environment: dict[str, str] | None = None,
+    ) -> None:
         self.url = f"http://127.0.0.1:{port}"
         self.log = log
         arguments = ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--block-size", "32"]
@@ -220,12 +228,12 @@ class Server:
             json.dumps({"kv_buffer_device": "cpu", **connector}),
             *more,
         ]
-        environment = {name: value for name, value in installed().items() if "MULTIPROCESSING" not in name}
+        variables = {name: value for name, value in installed().items() if "MULTIPROCESSING" not in name}
         with log.open("ab") as file:
             self.process = subprocess.Popen(
                 [str(Path(sys.executable).parent / "vllm"), "serve", str(model), *arguments],
                 cwd=ROOT,
-                env=environment,
+                env={**variables, **(environment or {})},
                 stdout=file,
                 stderr=file,
                 start_new_session=True,

@@ -3,20 +3,37 @@ prefill has sampled, and read from another make of engine."""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 _MAGIC = b"kvferry first token 1\n"
 _DIGITS = 10
 _MAX = 2**31 - 1
 
 
-def first_token_payload(token: int) -> bytes:
-    """Encode the token that prefill has sampled."""
-    return _MAGIC + str(token).encode()
+class FirstToken(NamedTuple):
+    """The token that prefill has sampled.
+
+    Attributes:
+        token: the token.
+        prompt_tokens: how many tokens the prompt has that it follows; None: prefill did not say.
+    """
+
+    token: int
+    prompt_tokens: int | None = None
 
 
-def first_token(payload: bytes) -> int | None:
+def first_token_payload(token: int, prompt_tokens: int | None = None) -> bytes:
+    """Encode the token that prefill has sampled; see `FirstToken`."""
+    numbers = [token] if prompt_tokens is None else [token, prompt_tokens]
+    return _MAGIC + " ".join(map(str, numbers)).encode()
+
+
+def first_token(payload: bytes) -> FirstToken | None:
     """Decode the token; None: the payload is another one."""
-    digits = payload.removeprefix(_MAGIC)
-    if digits == payload or not digits.isdigit() or len(digits) > _DIGITS:
+    if not payload.startswith(_MAGIC):
         return None
-    token = int(digits)
-    return token if token <= _MAX else None
+    written = payload.removeprefix(_MAGIC).split(b" ", 2)
+    if not all(digits.isdigit() and len(digits) <= _DIGITS and int(digits) <= _MAX for digits in written):
+        return None
+    token, *prompt = map(int, written)
+    return FirstToken(token, *prompt) if len(prompt) < 2 else None

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvferry.errors import InvalidField
-from kvferry.integrations.first_token import first_token, first_token_payload
+from kvferry.integrations.first_token import FirstToken, first_token, first_token_payload
 from kvferry.integrations.sglang.aux_rows import AuxRows, BadPayload
 
 SHAPES = (("int32", 16), ("float32", 128), ("uint64", 8))
@@ -46,6 +46,7 @@ def test_the_first_token_of_another_make_of_engine_is_enough() -> None:
     for array in buffers.arrays:
         array[:] = 9
     assert buffers.rows.write(3, first_token_payload(417), room=2**63 - 5) is None
+    assert buffers.rows.write(3, first_token_payload(417, 75), room=2**63 - 5) == 75
     assert buffers.arrays[0][3].tolist() == [417] + [0] * 15
     assert not buffers.arrays[1][3].any()
     assert buffers.arrays[2][3].tolist() == [2**63 - 5] + [0] * 7
@@ -102,7 +103,10 @@ def test_rows_that_may_not_fit_a_payload_are_refused_at_the_start() -> None:
 
 
 def test_first_tokens_are_told_apart_from_other_payloads() -> None:
-    assert first_token(first_token_payload(0)) == 0
+    assert first_token(first_token_payload(0)) == FirstToken(0)
+    assert first_token(first_token_payload(2**31 - 1, 75)) == FirstToken(2**31 - 1, 75)
     assert first_token(b"417") is None
     assert first_token(first_token_payload(2**31)) is None
     assert first_token(first_token_payload(417)[:-3]) is None
+    for damaged in (b" ", b" 7 5", b" 2147483648", b" -1", b" 1x"):
+        assert first_token(first_token_payload(417) + damaged) is None

@@ -12,22 +12,25 @@ import torch
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.utils import DisaggregationMode
 
-from kvferry import Release, ReleaseOutcome
+from kvferry import Release, ReleaseOutcome, router_reference
 from kvferry.errors import EngineUnknown, InvalidField, KvferryError, WrongState
 from kvferry.integrations.sglang import holding
 from kvferry.integrations.sglang.bootstrap import Source, room_reference
 from kvferry.integrations.sglang.manager import KvferryManager
 from kvferry.integrations.sglang.receiver import KvferryReceiver
+from kvferry.integrations.sglang.registration import _tell_prompt
 from kvferry.integrations.sglang.sender import KvferrySender
 
 ROOM = 417
 SOURCE = Source("prefill-0", "127.0.0.1:7300")
+GIVEN = router_reference("127.0.0.1:7300", "vllm-0")
 
 
 class PlayedRead:
     """A read of one rank."""
 
     error: KvferryError | None = None
+    result: Any
     ended = quiet = cancelled = False
 
     def done(self) -> bool:
@@ -47,6 +50,7 @@ class PlayedManager(KvferryManager):
     def __init__(self, *, leader: bool = True) -> None:
         self.leader = leader
         self.told: list[str] = []
+        self.asked: object = None
         self.released: Release | None = None
         self.current = PlayedRead()
         self._reads: dict[int, Any] = {}
@@ -70,8 +74,9 @@ class PlayedManager(KvferryManager):
     def take_release(self, publication: Any) -> Release | None:
         return self.released
 
-    def read(self, reference: str, room: int, blocks: Any) -> Any:
-        assert reference == room_reference(SOURCE, ROOM)
+    def read(self, reference: str, room: int, blocks: Any, tokens: Any = None) -> Any:
+        assert reference in (room_reference(SOURCE, ROOM), GIVEN)
+        self.asked = tokens
         if room in self._reads:
             raise WrongState("it is being read")
         self._reads[room] = self.current
@@ -235,3 +240,48 @@ def test_ranks_but_the_first_publish_nothing_and_never_fail() -> None:
     sender.abort()
     assert sender.poll() == KVPoll.Success
     assert manager.told == []
+
+
+@pytest.mark.parametrize(("address", "asked"), [(f"{GIVEN}:1", (16, 30)), ("127.0.0.1:8998", None)])
+def test_what_another_make_of_engine_prefills_is_read_while_it_is_computed(address: str, asked: object) -> None:
+    """SGLang's own prefill publishes all at once."""
+    manager = PlayedManager()
+    receiver = KvferryReceiver(manager, address, ROOM)
+    _tell_prompt(SimpleNamespace(kv_receiver=receiver), None, SimpleNamespace(origin_input_ids=[7] * 30))
+    receiver.init(0)
+    assert receiver.poll() == KVPoll.WaitingForInput
+    receiver.send_metadata(np.array([3]), 0, [], decode_prefix_len=16)
+    assert manager.asked == asked
+
+
+@pytest.mark.parametrize("aborted", [False, True])
+def test_a_reference_that_a_request_carries_is_declined_only_if_it_is_aborted(aborted: bool) -> None:
+    """After a failure the router may let another engine read it."""
+    manager = PlayedManager()
+    receiver = KvferryReceiver(manager, f"{GIVEN}:1", ROOM)
+    receiver.init(0)
+    receiver.send_metadata(np.array([3]), 0, [], decode_prefix_len=0)
+    assert receiver.poll() == KVPoll.Transferring
+    if aborted:
+        receiver.abort()
+    else:
+        receiver.ensure_abort_notified(force_arm=True)
+    assert manager.current.cancelled
+    assert manager.told == ["decline"] * aborted
+
+
+@pytest.mark.parametrize(("told", "good"), [(30, [30]), (None, [17, 30, 32])])
+def test_a_prompt_of_another_length_fails(told: int | None, good: list[int]) -> None:
+    """Compared by pages, where a version of SGLang does not tell the length."""
+    for tokens in (16, 17, 30, 32, 33):
+        manager = PlayedManager()
+        manager.aux.write = lambda row, payload, room, tokens=tokens: tokens
+        manager.current.result = lambda timeout: SimpleNamespace(payload=b"row")
+        receiver = KvferryReceiver(manager, "127.0.0.1:8998", ROOM)
+        if told is not None:
+            receiver.expect_prompt(told)
+        receiver.init(0)
+        assert receiver.poll() == KVPoll.WaitingForInput
+        receiver.send_metadata(np.array([3, 4]), 0, [], decode_prefix_len=0)
+        manager.current.ended = True
+        assert (receiver.poll() == KVPoll.Success) == (tokens in good)

@@ -99,11 +99,12 @@ def test_log_probabilities_of_the_first_token_come_from_prefill(pair: Pair) -> N
     assert found[0][0] != 0
 
 
-def test_prompts_of_different_lengths_fail_by_name(pair: Pair) -> None:
+@pytest.mark.parametrize("other", [PROMPTS[0], [*PROMPTS[1], 7]], ids=["more-pages", "as-many-pages"])
+def test_prompts_of_different_lengths_fail_by_name(pair: Pair, other: list[int]) -> None:
     room = some_room()
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(pair.prefill.generate, PROMPTS[1], **named(pair.prefill, room))
-        answer = pool.submit(pair.decode.generate, PROMPTS[0], **named(pair.prefill, room)).result()
+        answer = pool.submit(pair.decode.generate, other, **named(pair.prefill, room)).result()
         first.result()
     assert "a prompt of 33 tokens" in str(answer) or "BlocksShort" in str(answer)
 

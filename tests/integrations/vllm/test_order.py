@@ -147,6 +147,8 @@ class Prefill:
             num_computed_tokens=prompt,
             num_prompt_tokens=prompt,
             num_tokens=prompt + 1,
+            num_output_tokens=1,
+            all_token_ids=range(prompt + 1),
             max_tokens=2,
         )
         self.scheduler.on_new_request(found)

@@ -50,7 +50,7 @@ class Port:
         self.calls.append(("publish", tokens_of(blocks), "last" if last else "more", reference))
         return Publication(self.number, request_id, f"canonical-{self.number}")
 
-    def publish_more(self, publication: Publication, blocks: Mapping[str, Blocks], *, last: bool) -> None:
+    def publish_more(self, publication: Publication, blocks: Mapping[str, Blocks], *, last: bool, **_: Any) -> None:
         if self.refuses is not None:
             raise self.refuses
         self.calls.append(("more", tokens_of(blocks), "last" if last else "more", publication.number))

@@ -80,12 +80,12 @@ class AuxRows:
         Raises:
             BadPayload: the buffers or the rooms differ, or it is no such payload. Nothing was written.
         """
-        token = first_token(payload)
-        if token is not None:
+        given = first_token(payload)
+        if given is not None:
             rows = [b"" for _ in self.sizes]
-            rows[_FIRST_TOKEN] = struct.pack("<i", token)
+            rows[_FIRST_TOKEN] = struct.pack("<i", given.token)
             rows[_ROOM] = struct.pack("<Q", room)
-            tokens = None
+            tokens = given.prompt_tokens
         else:
             tokens, rows = self._decoded(payload)
             if rows[_ROOM][:8].ljust(8, b"\0") != struct.pack("<Q", room):

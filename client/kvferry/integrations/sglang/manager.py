@@ -171,12 +171,19 @@ class KvferryManager(BaseKVManager):  # type: ignore[misc]
 
     # For receivers.
 
-    def read(self, reference: str, room: int, blocks: dict[str, Blocks]) -> Read:
-        """Start to read this rank's share. Raises `KvferryError`, also if the room is being read already."""
+    def read(self, reference: str, room: int, blocks: dict[str, Blocks], tokens: tuple[int, int] | None = None) -> Read:
+        """Start to read this rank's share: what is published of `tokens`, as it is published; None: all, when it is
+        complete. Raises `KvferryError`, also if the room is being read already."""
         if room in self._reads:
             raise WrongState("the request's bootstrap_room is that of a request that is being read")
         read = self._cache.read(
-            reference, blocks, read_id=room_name(room), parties=self.parties, timeout=self._settings.read_timeout
+            reference,
+            blocks,
+            tokens,
+            read_id=room_name(room),
+            parties=self.parties,
+            progressive=tokens is not None,
+            timeout=self._settings.read_timeout,
         )
         self._reads[room] = read
         return read

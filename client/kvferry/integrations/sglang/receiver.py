@@ -11,7 +11,7 @@ from sglang.srt.disaggregation.base.conn import BaseKVReceiver, KVPoll, StateTyp
 from kvferry._reads.read import Read
 from kvferry.errors import KvferryError
 from kvferry.geometry.blocks import Blocks
-from kvferry.integrations.first_token import first_token_payload
+from kvferry.integrations.first_token import first_token, first_token_payload
 from kvferry.integrations.sglang.aux_rows import BadPayload
 from kvferry.integrations.sglang.bootstrap import given_reference, room_is_usable, room_reference
 from kvferry.integrations.sglang.manager import KvferryManager, Pages
@@ -48,6 +48,7 @@ class KvferryReceiver(BaseKVReceiver):  # type: ignore[misc]
         self._asked = False
         self._row = -1
         self._first = self._pages = 0
+        self._prompt_tokens: int | None = None
         self._read: Read | None = None
         self._good = False
         self._failure = ""
@@ -58,6 +59,10 @@ class KvferryReceiver(BaseKVReceiver):  # type: ignore[misc]
     def supports_host_destination(self) -> bool:
         """Whether it can read into SGLang's host pool."""
         return False
+
+    def expect_prompt(self, tokens: int) -> None:
+        """Take how many tokens the prompt has: see `registration`."""
+        self._prompt_tokens = tokens
 
     def init(self, prefill_dp_rank: int) -> None:
         """Look for the prefill instance."""
@@ -84,9 +89,8 @@ class KvferryReceiver(BaseKVReceiver):  # type: ignore[misc]
         if self._failure:
             return
         try:
-            self._read = self.kv_mgr.read(
-                self._reference, self.bootstrap_room, self._blocks(kv_indices, state_indices or ())
-            )
+            blocks = self._blocks(kv_indices, state_indices or ())
+            self._read = self.kv_mgr.read(self._reference, self.bootstrap_room, blocks, self._tokens())
         except KvferryError as error:
             self.fail(f"{type(error).__name__}: {error}")
 
@@ -116,20 +120,20 @@ class KvferryReceiver(BaseKVReceiver):  # type: ignore[misc]
         """Abort the request, if it was not read already."""
         if not self._good:
             self.fail("aborted")
-            self._give_up()
+            self._give_up(aborted=True)
 
     def ensure_abort_notified(self, *, force_arm: bool = False) -> None:
         """Stop reading. SGLang calls this on every rank when one of them has failed."""
         self._give_up()
 
-    def _give_up(self) -> None:
+    def _give_up(self, *, aborted: bool = False) -> None:
         """Stop reading, and tell prefill that nobody will read the request: a room has one reader and one try.
 
-        A reference that the request carried may have others. A request with the room of one that is being read is a
-        repetition of it, which must not end it.
+        A reference that the request carried may have another reader after a read that has failed. A request with the
+        room of one that is being read is a repetition of it, which must not end it.
         """
         repeated = self._read is None and self.kv_mgr.is_reading(self.bootstrap_room)
-        if self._reference and not repeated and (self._given is None or self._read is None):
+        if self._reference and not repeated and (aborted or self._given is None or self._read is None):
             self.kv_mgr.decline(self._reference)
         if self._read is not None:
             self._read.cancel()
@@ -164,16 +168,32 @@ class KvferryReceiver(BaseKVReceiver):  # type: ignore[misc]
         """Hand over what came beside the KV cache."""
         payload = read.result(0).payload
         if self._given is not None and self._given.first_token is not None:
-            payload = first_token_payload(self._given.first_token)
+            published = first_token(payload)
+            payload = first_token_payload(self._given.first_token, published.prompt_tokens if published else None)
         try:
             tokens = self.kv_mgr.aux.write(self._row, payload, self.bootstrap_room)
         except BadPayload as error:
             return self.fail(f"{type(error).__name__}: {error}")
-        page = int(self.kv_mgr.kv_args.page_size)
-        if tokens is not None and -(-tokens // page) != self._first // page + self._pages:
+        if tokens is not None and not self._is_of(tokens):
             return self.fail(f"prefill has computed a prompt of {tokens} tokens, and decode has another")
         self._good = True
         return KVPoll.Success
+
+    def _is_of(self, tokens: int) -> bool:
+        """Whether the prompt has so many tokens, as far as SGLang has told."""
+        if self._prompt_tokens is not None:
+            return tokens == self._prompt_tokens
+        page = int(self.kv_mgr.kv_args.page_size)
+        return -(-tokens // page) == self._first // page + self._pages
+
+    def _tokens(self) -> tuple[int, int] | None:
+        """Return the tokens to read while prefill still computes; None: all, when it is done. SGLang's prefill
+        publishes all at once, and of a window nobody publishes anything before."""
+        if self._given is None or self._prompt_tokens is None or self.kv_mgr.pools.window:
+            return None
+        if self._first >= self._prompt_tokens:
+            return None
+        return self._first, self._prompt_tokens
 
     def _blocks(self, pages: Pages, states: Sequence[Any]) -> dict[str, Blocks]:
         found = {FULL: self.kv_mgr.page_blocks(pages, self._first, None)}

@@ -21,6 +21,7 @@ class _HeldBack(NamedTuple):
     step: int
     publication: Publication
     blocks: Mapping[str, Blocks]
+    payload: bytes
 
 
 class Summed(NamedTuple):
@@ -81,16 +82,23 @@ class ComputedPublishing:
         self._scheduled.pop(request_id, None)
 
     def publish(
-        self, request_id: str, blocks: Mapping[str, Blocks], traceparent: str = "", *, reference: str = ""
+        self,
+        request_id: str,
+        blocks: Mapping[str, Blocks],
+        traceparent: str = "",
+        *,
+        reference: str = "",
+        payload: bytes = b"",
     ) -> Publication:
-        """Publish a finished request as soon as it is computed, under a router's reference if there is one. Errors as
-        `SchedulerPort.publish`."""
+        """Publish a finished request as soon as it is computed, under a router's reference if there is one. The payload
+        goes with the last blocks. Errors as `SchedulerPort.publish`."""
         step = self._scheduled.pop(request_id, self._step)
         now = step <= min(self._computed.values())
         publication = self._port.publish(
             request_id,
             blocks if now else {},
             last=now,
+            payload=payload if now else b"",
             checksums=self._checksums,
             traceparent=traceparent,
             reference=reference,
@@ -98,18 +106,18 @@ class ComputedPublishing:
         if now:
             self._computed_blocks.append(Summed(publication.number, blocks))
         else:
-            self._held.append(_HeldBack(step, publication, blocks))
+            self._held.append(_HeldBack(step, publication, blocks, payload))
         return publication
 
-    def complete(self, publication: Publication, blocks: Mapping[str, Blocks]) -> None:
+    def complete(self, publication: Publication, blocks: Mapping[str, Blocks], payload: bytes = b"") -> None:
         """Publish the last blocks of a finished request as soon as they are computed. Errors as
         `SchedulerPort.publish_more`."""
         step = self._scheduled.pop(publication.request_id, self._step)
         if step <= min(self._computed.values()):
-            self._port.publish_more(publication, blocks, last=True)
+            self._port.publish_more(publication, blocks, last=True, payload=payload)
             self._computed_blocks.append(Summed(publication.number, blocks))
         else:
-            self._held.append(_HeldBack(step, publication, blocks))
+            self._held.append(_HeldBack(step, publication, blocks, payload))
 
     def computed(self, steps: Mapping[int, int]) -> None:
         """Take the last step that each of some ranks has computed, and publish what was held until then."""
@@ -120,7 +128,7 @@ class ComputedPublishing:
         while self._held and self._held[0].step <= everywhere:
             held = self._held.popleft()
             try:
-                self._port.publish_more(held.publication, held.blocks, last=True)
+                self._port.publish_more(held.publication, held.blocks, last=True, payload=held.payload)
                 self._computed_blocks.append(Summed(held.publication.number, held.blocks))
             except KvferryError as error:
                 # Released in the meantime, or its blocks were refused: nobody can read it, and `released` has it.

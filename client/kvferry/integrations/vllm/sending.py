@@ -12,6 +12,7 @@ from kvferry._control.publications import Publication, Release, ReleaseOutcome
 from kvferry.engine import SchedulerPort
 from kvferry.errors import KvferryError, RouterKeyUsed
 from kvferry.geometry.blocks import Blocks
+from kvferry.integrations.first_token import first_token_payload
 from kvferry.integrations.vllm.params import asks_to_publish, publish_reference, published_params, traceparent_of
 from kvferry.integrations.vllm.prompts import shorten
 from kvferry.integrations.vllm.publishing import ComputedPublishing, Summed
@@ -107,7 +108,7 @@ class Sending:
             return self._not_published(request_id, routed), None
         try:
             blocks = self._setup.published(block_ids, tokens)
-            publication = self._publish(request, blocks, routed)
+            publication = self._publish(request, blocks, routed, self._first_token(request, tokens))
         except KvferryError as error:
             logger.warning("request %s could not be published: %s", request_id, error)
             return self._not_published(request_id, routed, decline=not isinstance(error, RouterKeyUsed)), None
@@ -151,22 +152,33 @@ class Sending:
 
     # Internal.
 
-    def _publish(self, request: Any, blocks: Mapping[str, Blocks], routed: Routed | None) -> Publication | None:
+    def _publish(
+        self, request: Any, blocks: Mapping[str, Blocks], routed: Routed | None, payload: bytes
+    ) -> Publication | None:
         """Publish a finished request, or the rest of it; None: its publication was withdrawn."""
         if routed is not None and routed.withdrawn:
             return None
         if routed is None:
-            publication = self._publishing.publish(request.request_id, blocks, traceparent_of(request))
+            publication = self._publishing.publish(request.request_id, blocks, traceparent_of(request), payload=payload)
         else:
             rest = self._routed.rest(routed, blocks)
             if routed.publication is not None:
-                self._publishing.complete(routed.publication, rest)
+                self._publishing.complete(routed.publication, rest, payload)
                 return routed.publication
             publication = self._publishing.publish(
-                request.request_id, rest, routed.traceparent, reference=routed.reference
+                request.request_id, rest, routed.traceparent, reference=routed.reference, payload=payload
             )
         self._count("published")
         return publication
+
+    def _first_token(self, request: Any, tokens: int) -> bytes:
+        """Return the payload of a request of which so many tokens are published: the first token of its answer.
+
+        vLLM's decode computes the prompt's last token again, and needs none. Engines that compute nothing of a prompt
+        do. What they read must be the whole prompt and nothing else; otherwise the payload is empty.
+        """
+        whole = tokens == request.num_prompt_tokens and request.num_output_tokens == 1 and not self._setup.withheld
+        return first_token_payload(request.all_token_ids[tokens], tokens) if whole else b""
 
     def _not_published(self, request_id: str, routed: Routed | None = None, *, decline: bool = True) -> bool:
         """Handle that nothing, or nothing more, of a request will be published; return False."""
