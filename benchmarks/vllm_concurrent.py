@@ -19,11 +19,11 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
 from benchmarks.tables import Table
+from benchmarks.vllm_concurrent_goals import PARTS, SAMPLES, STEP, WHOLE, Samples, grown_without_step, load, verdict
 from benchmarks.vllm_goals import OURS, THEIRS
 from benchmarks.vllm_pd import TOKEN_BYTES, Pair
 from kvferry import router_reference
@@ -38,18 +38,10 @@ STEPS = 16
 """Steps of decode whose mean is taken."""
 BLOCK = 32
 """Tokens of a block of both engines."""
-GOAL = 1.3
-"""Most that the longest prompt may take, in what a prompt of one chunk takes."""
 
 RESULTS = Path(__file__).parent / "RESULTS-vllm-concurrent.md"
-SAMPLES = Path(__file__).parent / "results-vllm-concurrent.json"
 
-PARTS, WHOLE = f"{OURS}, in parts", f"{OURS}, whole"
 WAYS = (PARTS, WHOLE, THEIRS)
-STEP = "a step of decode"
-
-Samples = Mapping[str, Mapping[int, Sequence[float]]]
-"""Seconds by way and number of chunks."""
 
 
 def in_parts(pair: Pair, address: str, tokens: list[int]) -> float:
@@ -95,6 +87,8 @@ def measure(samples: dict[str, dict[int, list[float]]], pairs: dict[str, Pair], 
                 with ExitStack() as stack:
                     for other in others:
                         stack.enter_context(other.stopped())
+                    # Engines that were stopped until now answer their next request late.
+                    pair.first_token(seed + 5, CHUNK)
                     if way == PARTS:
                         took = in_parts(pair, address, prompt(seed, length))
                         samples[STEP].setdefault(chunks, []).append(own_step(pair, prompt(seed, length)))
@@ -116,7 +110,7 @@ def table(samples: Samples) -> Table:
         low, _, high = statistics.quantiles(samples[PARTS][chunks], n=4)
         quartiles = f"{low / middle[PARTS][1]:.2f} to {high / middle[PARTS][1]:.2f}"
         step = f"{middle[STEP][chunks] / middle[STEP][1]:.2f}"
-        without = f"{handing_over(samples, chunks) / handing_over(samples, 1):.2f}"
+        without = f"{grown_without_step(samples, chunks):.2f}"
         rows.append((f"{chunks} ({size} MiB)", *against, *grown, quartiles, step, without))
     columns = (
         "chunks",
@@ -133,41 +127,18 @@ def table(samples: Samples) -> Table:
     return Table(title, columns, rows)
 
 
-def handing_over(samples: Samples, chunks: int) -> float:
-    """Return the seconds of a median request in parts, without a median step of decode with as long a prompt."""
-    return statistics.median(samples[PARTS][chunks]) - statistics.median(samples[STEP][chunks])
-
-
-def verdict(samples: Samples) -> str:
-    """Say whether the goal is reached, and whether it is without decode's own step."""
-    found = samples[PARTS]
-    worst = max(statistics.median(taken) for taken in found.values()) / statistics.median(found[1])
-    without = max(handing_over(samples, chunks) for chunks in found) / handing_over(samples, 1)
-    share = statistics.median(samples[STEP][1]) / statistics.median(found[1])
-    return (
-        f"Goal: in parts, no prompt takes more than {GOAL:g} of one chunk. Measured: {worst:.2f}; {_judged(worst)}.\n"
-        "\n"
-        f"Part of it is a step of vLLM's own, {share:.2f} of the time of one chunk, which takes longer after a longer "
-        f"prompt whatever has brought its blocks. Without it: {without:.2f}; {_judged(without)}."
-    )
-
-
-def _judged(worst: float) -> str:
-    return "reached" if worst <= GOAL else f"missed by {worst / GOAL:.2f} ×"
-
-
-def report(samples: Samples, repeats: int, load: float) -> str:
+def report(samples: Samples, busy: float) -> str:
     """Return the page of results.
 
     Args:
         samples: what was measured.
-        repeats: requests of each length and way.
-        load: the machine's load before.
+        busy: the machine's load before.
     """
     return (
         "# vLLM, prefill and decode asked at the same time\n\n"
         "Written by `make bench-vllm`: from prefill's answer to decode's first token, on CPU, TP 1. Prefill computes "
-        f"{CHUNK} tokens at a time. {repeats} requests of each kind, in turns; load before: {load:.1f}.\n\n"
+        f"{CHUNK} tokens at a time. {len(samples[THEIRS][1])} requests of each kind, in turns; load before: "
+        f"{busy:.1f}.\n\n"
         f"{verdict(samples)}\n\n{table(samples).markdown()}"
     )
 
@@ -176,11 +147,12 @@ def main() -> None:
     """Measure, and write the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=REPEATS, help="requests of each length and way")
+    parser.add_argument("--more", action="store_true", help="add to the samples of the last run, of other engines")
     arguments = parser.parse_args()
     folder = Path(tempfile.mkdtemp())
     model = make_model(folder / "model", kv_heads=4, layers=16, head_dim=64)
-    samples: dict[str, dict[int, list[float]]] = {way: {} for way in (*WAYS, STEP)}
-    load = os.getloadavg()[0]
+    samples = load() if arguments.more else {way: {} for way in (*WAYS, STEP)}
+    before = os.getloadavg()[0]
     with NodeServerProcess(folder / "home") as server, ExitStack() as stack:
         pairs = {}
         for name in (THEIRS, OURS):
@@ -196,7 +168,7 @@ def main() -> None:
             with idle.stopped():
                 pair.first_token(0, CHUNK)
         measure(samples, ways, server.address, arguments.repeats)
-    text = report(samples, arguments.repeats, load)
+    text = report(samples, before)
     RESULTS.write_text(text)
     SAMPLES.write_text(json.dumps(samples, indent=1) + "\n")
     print(text)

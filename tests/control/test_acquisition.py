@@ -14,6 +14,7 @@ from kvferry._clock import now, to_duration
 from kvferry._control import acquisition
 from kvferry._control.acquirer import Acquirer
 from kvferry._control.acquisition import AcquireRequest, Told
+from kvferry._control.backoff import BACKOFF_FIRST
 from kvferry._control.cancellation import Cancellation
 from kvferry._control.connection import Control
 from kvferry._control.granted_steps import GrantedSteps
@@ -173,7 +174,7 @@ def test_a_reader_that_waits_for_each_of_many_parts_does_not_pause_before_the_la
         nonlocal computed
         if not request.lease_id:
             return polled(accepted=accepted())
-        computed += acquisition.BACKOFF_FIRST / 2
+        computed += BACKOFF_FIRST / 2
         last = pb.Complete(steps=13) if request.next_step == 12 else None
         return polled(blocks=[step(request.next_step)], complete=last)
 
