@@ -12,6 +12,8 @@ from benchmarks.remarks import REMARKS
 from benchmarks.report import PERFORMANCE, TABLES, pages, performance, reasons, tables
 from benchmarks.results import RESULTS, Results, Summary
 from benchmarks.topics import TOPICS
+from benchmarks.vllm_concurrent_goals import PARTS, STEP
+from benchmarks.vllm_concurrent_goals import row as concurrent_row
 from benchmarks.vllm_goals import OURS, THEIRS, row
 
 
@@ -36,7 +38,7 @@ def test_the_results_have_every_topic_and_survive_being_written(results: Results
 
 def test_every_goal_that_is_missed_is_explained(results: Results) -> None:
     """Whatever a run finds: each goal has its remark."""
-    assert set(REMARKS) == {goal.key for goal in GOALS} | {"vllm"}
+    assert set(REMARKS) == {goal.key for goal in GOALS} | {"vllm", "vllm concurrent"}
     for goal in GOALS:
         assert (f"({goal.found(results)})" in reasons(results)) or goal.met(results)
 
@@ -67,6 +69,15 @@ def test_the_line_of_vllm_has_the_best_and_the_worst_request() -> None:
     *_, found, missed = row(samples)
     assert found == "median 0.50 to 2.00, fastest 0.50 to 1.50, first 0.50 to 0.50"
     assert missed == "median 2.50 ×, fastest 1.50 ×"
+
+
+def test_the_line_of_both_asked_at_once_says_what_is_left_without_vllms_own_step() -> None:
+    samples = {
+        PARTS: {1: [2.0, 2.0, 9.0], 2: [2.4], 4: [1.8, 3.0, 3.0]},
+        STEP: {1: [1.0], 2: [1.1], 4: [2.1]},
+    }
+    *_, found, missed = concurrent_row(samples)
+    assert (found, missed) == ("1.50, without vLLM's own step 1.30", "1.15 ×")
 
 
 def test_the_worst_cell_counts(results: Results) -> None:

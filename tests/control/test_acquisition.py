@@ -14,6 +14,7 @@ from kvferry._clock import now, to_duration
 from kvferry._control import acquisition
 from kvferry._control.acquirer import Acquirer
 from kvferry._control.acquisition import AcquireRequest, Told
+from kvferry._control.backoff import BACKOFF_FIRST
 from kvferry._control.cancellation import Cancellation
 from kvferry._control.connection import Control
 from kvferry._control.granted_steps import GrantedSteps
@@ -178,6 +179,36 @@ def test_a_home_that_tells_next_to_nothing_at_once_is_not_asked_all_the_time(
         assert len(server.asked) < 100
         read.cancellation.cancel()
         assert isinstance(read.outcome(), TransferCancelled)
+
+
+def test_a_reader_that_waits_for_each_of_many_parts_does_not_pause_before_the_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its source takes less to compute a part than the pause that it would make."""
+    monkeypatch.setattr(acquisition, "CALLS_AT_ONCE", 8)
+    pauses: list[float] = []
+    computed = 0.0
+    monkeypatch.setattr(acquisition, "now", lambda: now() + computed)
+    pause = acquisition.Acquisition._pause
+
+    def paused(waiting: acquisition.Acquisition, seconds: float) -> None:
+        pauses.append(seconds)
+        pause(waiting, seconds)
+
+    monkeypatch.setattr(acquisition.Acquisition, "_pause", paused)
+
+    def poll(request: pb.PollBlocksRequest) -> pb.PollBlocksResponse:
+        nonlocal computed
+        if not request.lease_id:
+            return polled(accepted=accepted())
+        computed += BACKOFF_FIRST / 2
+        last = pb.Complete(steps=13) if request.next_step == 12 else None
+        return polled(blocks=[step(request.next_step)], complete=last)
+
+    with reading(tmp_path, poll) as (_, read):
+        read.start()
+        assert len(acquired(read.outcome()).blocks["full"].ids) == 13
+        assert pauses == []
 
 
 def test_a_lease_that_is_granted_anew_begins_with_the_first_step_again(tmp_path: Path) -> None:

@@ -49,7 +49,9 @@ RENEW_LEAST = 0.05
 """Shortest seconds between renewals: a home that asked for 0 would keep a thread busy."""
 
 CALLS_AT_ONCE = 128
-"""How many calls of one attempt may follow each other without a pause: as many as the largest publication takes."""
+"""How many calls of one attempt that are answered at once may follow each other without a pause: as many as the largest
+publication takes. A call that waits for its answer counts less, since the reader of a long prompt must not pause when
+its source publishes the last of many parts."""
 
 ACCEPTED_PATIENCE = 1.0
 """Seconds for which a cancelled read waits for its lease, to end it."""
@@ -194,8 +196,9 @@ class Acquisition:
         self._steps = GrantedSteps()
         self._told = False
         """The lease was told of: it belongs to the read."""
-        self._calls, self._pace = 0, Backoff()
-        """Calls of the current attempt, and the pauses after calls that were answered with nothing."""
+        self._calls, self._pace = 0.0, Backoff()
+        """Calls of the current attempt, see `CALLS_AT_ONCE`, and the pauses after calls that were answered with
+        nothing."""
         self._over = False
 
         self._waits = Waits()
@@ -258,7 +261,7 @@ class Acquisition:
             self._call(found)
         if news:
             self._pace = Backoff()
-        self._calls += 1
+        self._calls = max(0.0, self._calls + 1.0 - (now() - sent_at) / BACKOFF_FIRST)
         # Pause even so: a home may answer every call at once, with nothing or next to nothing.
         pace = self._pace.next() if not news else 0.0 if self._calls <= CALLS_AT_ONCE else BACKOFF_FIRST
         pause = min(sent_at + pace, self._request.deadline) - now()
@@ -348,7 +351,7 @@ class Acquisition:
     def _failed(self, error: KvferryError) -> None:
         """Handle the failure of an attempt: start another one if that can help."""
         request, lease = self._request, self._lease
-        self._calls, self._pace = 0, Backoff()
+        self._calls, self._pace = 0.0, Backoff()
         if self._told and isinstance(error, LeaseEnded):
             error = _expired(request, "ended before the last step")
         elif lease is not None and (
