@@ -23,7 +23,8 @@ from kvferry._reads.rank_read import RankOrder, RankRead, SchedulersLease
 from kvferry._reads.rank_reads import RankReads
 from kvferry._transport.transfer import Transfer
 from kvferry.engine import SchedulerPort, Tails, WorkerPort, worker
-from kvferry.engine.values import BlockRuns, Grant, Offer, RankEnd, WorkerOutput
+from kvferry.engine.block_runs import BlockRuns
+from kvferry.engine.values import Grant, Offer, RankEnd, WorkerOutput
 from kvferry.errors import Closed, InvalidField, KvferryError, LimitReached, TransferFailed, WrongState
 from tests.engine.late_news import LateNews
 
@@ -442,9 +443,10 @@ def test_a_scheduler_hands_on_what_it_is_told(scheduler: Scheduler) -> None:
         is publication
     )
     options = {"last": False, "expected_reads": 3, "payload": b"p", "checksums": True, "traceparent": "of the request"}
-    assert publishing.last() == ("publish", ("mine", LOCAL), {**options, "reference": ""})
-    port.publish_more(publication, LOCAL, last=True, payload=b"q")
-    assert publishing.last() == ("publish_more", (publication, LOCAL), {"last": True, "payload": b"q"})
+    assert publishing.last() == ("publish", ("mine", LOCAL), {**options, "reference": "", "layers": None})
+    port.publish_more(publication, LOCAL, last=True, payload=b"q", layers=["a"])
+    more = {"last": True, "payload": b"q", "layers": ["a"]}
+    assert publishing.last() == ("publish_more", (publication, LOCAL), more)
     port.abort(publication)
     assert publishing.last() == ("abort", (publication,), {})
     assert cast(Any, port.released()) == ["released"]

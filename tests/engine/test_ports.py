@@ -16,7 +16,7 @@ from msgspec import msgpack
 
 from kvferry import Blocks, Client, ReleaseOutcome
 from kvferry.engine import Grant, RankEnd, SchedulerPort, Tails, WorkerOutput
-from kvferry.engine.values import BlockRuns
+from kvferry.engine.block_runs import BlockRuns
 from kvferry.errors import (
     BadBlock,
     BadReference,

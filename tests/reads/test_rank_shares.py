@@ -17,7 +17,7 @@ import pytest
 from kvferry import Blocks, Client, EngineSpec, Group
 from kvferry._clock import now
 from kvferry.engine import Grant, RankEnd, SchedulerPort, WorkerPort
-from kvferry.engine.values import BlockRuns
+from kvferry.engine.block_runs import BlockRuns
 from kvferry.errors import Closed, InvalidField, LimitReached, TransferCancelled, WrongState
 from tests.support.identifiers import unique_id
 from tests.support.node_servers import NodeServerProcess

@@ -8,7 +8,8 @@ from dataclasses import replace
 from kvferry._control.acquisition import Acquired, AcquireRequest, MoreBlocks
 from kvferry._control.cancellation import Cancellation
 from kvferry._reads.leased_read import LeasedRead, ReadStage
-from kvferry.engine.values import BlockRuns, GrantStep, Offer, ReadEnd, ReadSource, UnfinishedRuns
+from kvferry.engine.block_runs import BlockRuns, UnfinishedRuns
+from kvferry.engine.values import GrantStep, Offer, ReadEnd, ReadSource
 from kvferry.geometry.blocks import Blocks, joined
 
 

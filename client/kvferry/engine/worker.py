@@ -17,8 +17,9 @@ from kvferry._reads.local_rank import LocalRank, describe
 from kvferry._reads.rank_read import RankOrder, RankRead, SchedulersLease
 from kvferry._reads.rank_reads import RankReads
 from kvferry._wire.token import EngineToken
+from kvferry.engine.block_runs import unfinished_of
 from kvferry.engine.step_order import StepOrders
-from kvferry.engine.values import Grant, GrantStep, Offer, RankEnd, WorkerOutput, blocks_of
+from kvferry.engine.values import Grant, GrantStep, Offer, RankEnd, WorkerOutput
 from kvferry.errors import InvalidField, WrongState
 from kvferry.geometry.blocks import Blocks, blocks_by_group
 from kvferry.geometry.model import Interval, MemoryRegion, Plane
@@ -247,7 +248,7 @@ class WorkerPort(OneProcess):
             deadline=now() + arguments.seconds("timeout", grant.timeout, zero=True),
             traceparent=arguments.text("traceparent", grant.traceparent),
             complete=arguments.flag("complete", grant.complete),
-            unfinished=blocks_of(grant.unfinished),
+            unfinished=unfinished_of(grant.unfinished),
         )
         if order.tokens is None and not order.complete:
             raise InvalidField("tokens", None, "the tokens to read, since the grant is not complete")
@@ -389,7 +390,7 @@ class WorkerPort(OneProcess):
         read = self._reads.get(read_id)
         if read is not None and self._shares is not None:
             for step in self._steps.take(read_id):
-                self._shares.add(read, step.blocks(), blocks_of(step.unfinished), last=step.last)
+                self._shares.add(read, step.blocks(), unfinished_of(step.unfinished), last=step.last)
 
     def _forget(self, read_id: str) -> None:
         """Forget a read that has ended, is quiet and was acknowledged. Called with the lock held."""
