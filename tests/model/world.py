@@ -52,8 +52,7 @@ class World:
     def route(self) -> Routed:
         """A router makes a reference."""
         number = next(self._numbers)
-        key = hashlib.sha256(b"router" + number.to_bytes(8, "big")).digest()[:16]
-        made = router_reference(ADVERTISE, ENGINE_ID, router_key=f"room-{number}", key=key)
+        made = router_reference(ADVERTISE, ENGINE_ID, router_key=f"room-{number}", key=_secret(number)[:16])
         self.routed.append(Routed(made))
         return self.routed[-1]
 
@@ -322,5 +321,10 @@ class World:
     def _new_source(self, before: Source | None = None) -> Source:
         if before is not None:
             before.end()
-        secret = next(self._numbers).to_bytes(SECRET_BYTES, "big")
+        secret = _secret(next(self._numbers))[:SECRET_BYTES]
         return Source(secret, self.source_clock, self.network, self.memory, self.before_write)
+
+
+def _secret(number: int) -> bytes:
+    """32 bytes that nobody guesses: a liar tries numbers as they are."""
+    return hashlib.sha256(number.to_bytes(8, "big")).digest()
