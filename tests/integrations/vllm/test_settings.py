@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -144,6 +145,9 @@ def test_the_guide_lists_every_setting_with_its_default() -> None:
     assert set(listed) == set(expected)
     for name, value in expected.items():
         said = listed[name].split("|")[0].strip()
+        if isinstance(value, bool):
+            # Settings are JSON.
+            value = json.dumps(value)
         assert said == ("–" if value in (None, "", ()) else f"`{value}`"), name
 
 
