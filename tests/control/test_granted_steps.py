@@ -8,7 +8,6 @@ from kvferry._control import granted_steps
 from kvferry._control.granted_steps import STEP_BYTES, GrantedSteps, joined
 from kvferry.errors import BlocksShort, InvalidField
 from kvferry.geometry import Blocks
-from kvferry.geometry import Blocks
 from kvferry.v1 import kv_transfer_pb2 as pb
 
 
@@ -184,57 +183,3 @@ def test_a_home_of_another_version_takes_over_between_two_steps(newer: str) -> N
     steps.add([*after, pb.Blocks(step=2, groups=[chunk])])
     assert steps.take() == {"full": Blocks([1], 0, 16)}
     assert steps.unfinished is None
-
-
-def named(step: int, *layers: str, begun: list[pb.GroupBlocks] | None = None) -> pb.Blocks:
-    """A step that names layers, of these blocks or those of the step before."""
-    return pb.Blocks(step=step, unfinished=pb.Unfinished(groups=begun or [], layers=layers))
-
-
-def test_layers_of_unfinished_blocks_add_up_until_the_blocks_are_complete() -> None:
-    steps = GrantedSteps()
-    steps.add([pb.Blocks(groups=[part("full", 0, 16, (7, 1))]), named(1, "a", begun=[part("full", 16, 48, (1, 2))])])
-    assert steps.gained
-    assert steps.take()["full"].ids.tolist() == [7]
-    steps.add([named(2, "b", "a"), named(3, "c")])
-    assert steps.gained
-    assert steps.take() == {}
-    assert steps.unfinished is not None
-    assert steps.unfinished.layers == {"a", "b", "c"}
-    assert steps.unfinished.blocks == {"full": Blocks([1, 2], 16, 48)}
-    steps.add([pb.Blocks(step=4, groups=[part("full", 16, 64, (1, 2), (9, 1))])])
-    assert steps.take() == {"full": Blocks([1, 2, 9], 16, 64)}
-    assert steps.unfinished is None
-
-
-@pytest.mark.parametrize(
-    "complete",
-    [
-        [part("full", 16, 48, (1, 1), (3, 1))],
-        [part("full", 16, 32, (1, 1))],
-        [part("other", 0, 16, (1, 1))],
-        [part("full", 32, 64, (1, 2))],
-    ],
-)
-def test_blocks_that_are_complete_are_those_that_were_not(complete: list[pb.GroupBlocks]) -> None:
-    """Layers of the others may have been read already."""
-    steps = GrantedSteps()
-    steps.add([named(0, "a", begun=[part("full", 16, 48, (1, 2))]), pb.Blocks(step=1, groups=complete)])
-    with pytest.raises(InvalidField, match="those of which it named layers before"):
-        steps.take()
-
-
-@pytest.mark.parametrize(
-    "told",
-    [
-        [named(0, "a")],
-        [named(0, "a", begun=[part("full", 0, 16, (1, 1))]), named(1, "b", begun=[part("full", 16, 32, (2, 1))])],
-        [named(0, "a", begun=[part("full", 0, 1 << 30, (1, 1 << 25))])],
-        [pb.Blocks(groups=[part("full", 0, 16, (1, 1))]), named(1, "a", begun=[part("full", 0, 16, (1, 1))])],
-    ],
-)
-def test_layers_of_no_blocks_of_two_parts_or_of_too_many_blocks_are_refused(told: list[pb.Blocks]) -> None:
-    steps = GrantedSteps()
-    steps.add(told)
-    with pytest.raises((InvalidField, BlocksShort)):
-        steps.take()

@@ -130,40 +130,6 @@ def test_layers_move_as_they_finish(pair: Pair) -> None:
     assert source.release_of(publication).outcome is ReleaseOutcome.READ
 
 
-def test_layers_move_as_they_finish(pair: Pair) -> None:
-    source, destination = pair
-    values = kv(SOURCE, 5, TOKENS)
-
-    def compute(layer: int, tokens: tuple[int, int]) -> None:
-        some = {key: array[:, : tokens[1]] for key, array in values.items() if key[0] == layer}
-        for memory in source.memories:
-            write(memory, some, SOURCE_IDS)
-
-    publication = source.scheduler.publish("layers", {}, last=False)
-    destination.scheduler.acquire("mine", publication.reference, progressive=True)
-    compute(0, (0, 64))
-    chunk = Blocks(SOURCE_IDS[:4], 0, 64)
-    source.scheduler.publish_more(publication, {"full": chunk}, last=False, layers=["layers.0"])
-    offer = destination.grant("mine")
-    assert (offer.complete, offer.blocks()) == (False, {})
-    destination.start("mine", IDS, (0, TOKENS))
-    # The source has not computed the other layer: what its blocks hold is not touched.
-    first = {key: array for key, array in values.items() if key[0] == 0}
-    destination.until(lambda: arrived(destination, first, (0, 64)))
-    compute(1, (0, 64))
-    source.scheduler.publish_more(publication, {}, last=False, layers=["layers.1"])
-    destination.until(lambda: arrived(destination, values, (0, 64)))
-    for layer in (0, 1):
-        compute(layer, (64, TOKENS))
-    tail = Blocks(SOURCE_IDS[4:], 64, TOKENS)
-    source.scheduler.publish_more(publication, {"full": tail}, last=True, payload=b"first token: 7")
-    end = destination.end_of("mine")
-    assert (end.error, end.quiet, end.confirmed, end.payload) == (None, True, True, b"first token: 7")
-    assert end.bytes == sum(array.size for array in values.values())
-    assert arrived(destination, values, (0, TOKENS))
-    assert source.release_of(publication).outcome is ReleaseOutcome.READ
-
-
 def test_a_prefix_that_is_there_already_and_a_source_that_thinks_better_of_it(pair: Pair) -> None:
     source, destination = pair
     prefill = Prefill(source, "prefix")

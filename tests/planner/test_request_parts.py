@@ -234,25 +234,6 @@ def test_a_source_that_never_names_the_same_layers_twice_fills_no_memory(monkeyp
     assert 0 < sum(reads for reads, part in parts if part() is not None) <= 20
 
 
-def test_the_layers_of_each_chunk_are_read_as_they_finish() -> None:
-    model = tensors(layers=3, axis=2, state_bytes=2)
-    made = [engine(name, model, block_tokens=4, num_blocks=16).geometry() for name in ("p", "d")]
-    plan = plan_read(made[0], made[1], 0)
-    layer = plan.expand({"full": Blocks([1])}, {"full": Blocks([1])}, (0, 4)).total_bytes // 3
-    parts = RequestParts(plan, {"full": Blocks([5, 6])}, (0, 8))
-    for first, ids in ((0, [1]), (4, [2])):
-        chunk = {"full": Blocks(ids, first, first + 4)}
-        for layers, size in (
-            ({"layers.1"}, layer),
-            ({"layers.1"}, 0),
-            # The source has layers that nobody here reads.
-            ({"layers.1", "layers.0", "draft.0"}, layer),
-        ):
-            expansion = parts.next({}, Unfinished(chunk, frozenset(layers)), last=False)
-            assert expansion.total_bytes == size
-        assert parts.next(chunk, last=first == 4).total_bytes == layer
-
-
 def test_what_is_asked_may_end_before_what_is_published() -> None:
     token = planned().expand({"full": Blocks([1])}, {"full": Blocks([1])}, (0, 1)).total_bytes
     steps = [([1, 2], 0, 8), ([3], 8, 12)]

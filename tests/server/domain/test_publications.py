@@ -370,66 +370,6 @@ def test_so_many_blocks_may_be_unfinished(scene: Scene, monkeypatch: pytest.Monk
     scene.publish(step=1, **named("a", begun=[blocks(4, count=4, start=5)]))
 
 
-def named(*layers: str, begun: Sequence[GroupBlocks] = ()) -> dict[str, Any]:
-    """A step that names layers of these blocks, or of those of the step before."""
-    return {"groups": (), "unfinished": Unfinished(tuple(begun), layers), "last": False}
-
-
-def test_blocks_may_be_published_layer_by_layer(scene: Scene) -> None:
-    scene.publish(last=False)
-    scene.publish(step=1, **named("a", begun=[blocks(4, start=5)]))
-    scene.publish(step=2, **named("b", "c"))
-    found = scene.publish(step=3, groups=(blocks(4, start=5, count=6),), last=False)
-    # The next part may begin in the step that completes the one before.
-    both = {"groups": (blocks(10, count=2, start=20),), "last": False}
-    scene.publish(step=4, **named("a", begun=[blocks(10, count=1, start=20)]))
-    scene.publish(step=5, **{**both, "unfinished": Unfinished((blocks(12, count=1),), ("a",))})
-    scene.publish(step=6, groups=(blocks(12, count=1),))
-    assert found.blocks == 4 + 6 + 2 + 1
-    told = pb.Blocks.FromString(found.steps[2].encoded)
-    assert told == pb.Blocks(step=2, unfinished=pb.Unfinished(layers=["b", "c"]))
-
-
-@pytest.mark.parametrize(
-    "bad",
-    [
-        named("a"),
-        named("a", begun=[blocks(5)]),
-        named("a", begun=[blocks(3)]),
-        named("a", begun=[blocks(4, start=5000)]),
-        named("a", begun=[blocks(4), blocks(4)]),
-        named("a", begun=[GroupBlocks("full", 64, 81, 0, (1,), (2,))]),
-        named("a", begun=[GroupBlocks("full", 64, 64, 0, (), ())]),
-        named("a", begun=[GroupBlocks("window", 0, 16, 0, (1,), (1,))]),
-        named("a", begun=[blocks(group="other")]),
-        {**named("a", begun=[blocks(4)]), "last": True},
-    ],
-)
-def test_unfinished_blocks_that_cannot_be_are_refused(scene: Scene, bad: dict[str, Any]) -> None:
-    before = scene.publish(last=False)
-    with pytest.raises((InvalidField, BadBlock)):
-        scene.publish(step=1, **bad)
-    assert before.step_count == 1
-    scene.publish(step=1)
-
-
-@pytest.mark.parametrize(
-    "bad",
-    [
-        named("b", begun=[blocks(8)]),
-        {"groups": (blocks(4, count=1),), "last": False},
-        {"groups": (), "last": True},
-        {"groups": (GroupBlocks("window", 0, 16, 0, (1,), (1,)),), "last": True},
-    ],
-)
-def test_unfinished_blocks_have_to_be_completed_first(scene: Scene, bad: dict[str, Any]) -> None:
-    scene.publish(last=False)
-    scene.publish(step=1, **named("a", begun=[blocks(4, start=5)]))
-    with pytest.raises(InvalidField):
-        scene.publish(step=2, **bad)
-    scene.publish(step=2, groups=(blocks(4, start=5),))
-
-
 def test_blocks_of_groups_that_nobody_registered_are_not_taken() -> None:
     sources = Sources(Records(FakeClock(), TIMES, Limits()))
     sources.open(P, SECRETS[P])
