@@ -70,6 +70,6 @@ REMARKS = {
     "bytes move and for its verdict after, where NixlConnector reads at once. Its other requests scatter more.",
     "vllm concurrent": "most of what a longer prompt adds is vLLM's own step, which computes the first token: its "
     "attention reads the whole prompt, however its blocks have come there, and half of the time of one chunk is that "
-    "step. Traced, everything before it takes as long after 32 chunks as after one. The step takes a little longer "
+    "step. It alone would miss the goal. The medians of the rest scatter; a step takes a little longer "
     "than one over a prefix that decode has computed or read before, whose blocks may be in the processor's caches.",
 }
