@@ -90,8 +90,6 @@ def test_interrupted_demo_leaves_nothing_behind(tmp_path: Path) -> None:
         text=True,
         env=environment(tmp_path),
         start_new_session=True,
-        # As in a terminal: what was started in the background has SIGINT ignored, and so have its children.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     assert process.stderr is not None
     # The ranks are there once their source is being filled.

@@ -90,10 +90,15 @@ def test_no_module_is_taken_from_the_folder_that_it_is_called_in(
 
 def test_a_check_ends_with_the_command_that_is_killed(tmp_path: Path) -> None:
     started = tmp_path / "started"
-    (tmp_path / "sitecustomize.py").write_text(
-        f"import os, sys, time\n"
-        f"if 'cma' in sys.argv:\n open({str(started)!r}, 'w').write(str(os.getpid()))\n time.sleep(1000)\n"
-    )
+    (tmp_path / "sitecustomize.py").write_text(f"""
+import os, sys, time
+if "cma" in sys.argv:
+    from kvferry._doctor import same_host
+    def hang(host):
+        open({str(started)!r}, "w").write(str(os.getpid()))
+        time.sleep(1000)
+    same_host.check = hang
+""")
     run_it = "from kvferry._doctor import host, isolation; isolation.run('cma', host.Host(), 1000)"
     path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
     with subprocess.Popen(
@@ -103,3 +108,21 @@ def test_a_check_ends_with_the_command_that_is_killed(tmp_path: Path) -> None:
         command.kill()
     child = int(started.read_text())
     until(lambda: not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE)
+
+
+def test_a_check_whose_parent_is_gone_before_it_began() -> None:
+    code = f"from kvferry._doctor.isolation import end_with; end_with({os.getpid() + 1}); print('went on')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (1, "")
+
+
+def test_a_check_is_not_forked(tmp_path: Path) -> None:
+    """In the child of a fork, what gRPC does there can end the child, if the parent uses gRPC in a thread."""
+    code = """
+import os
+from kvferry._doctor import host, isolation
+os.register_at_fork(before=lambda: print("forked", flush=True))
+print(*(found.kind.name for found in isolation.run("cma", host.Host(), 30)))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "cma-works\n"), done.stderr

@@ -9,11 +9,13 @@ from pathlib import Path
 
 from kvferry._doctor.catalogue import CHECKS
 from kvferry._doctor.host import Host
+from kvferry._doctor.isolation import end_with
 
 
 def main() -> None:
     """Run the check that is named, and write what it finds."""
     asked = json.loads(sys.stdin.read())
+    end_with(asked.pop("parent"))
     answer = Path(asked.pop("answer"))
     host = Host(**{**asked, "root": Path(asked["root"]), "environ": dict(os.environ)})
     check = next(check for check in CHECKS if check.name == sys.argv[1])

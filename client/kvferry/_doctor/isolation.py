@@ -36,8 +36,6 @@ KINDS = (DIED, HUNG)
 
 _LINES = 5
 _PR_SET_PDEATHSIG = 1
-# Looked up here: after a fork little is safe.
-_prctl = getattr(ctypes.CDLL(None), "prctl", None)
 
 
 def python(code: str, *arguments: str) -> list[str]:
@@ -56,7 +54,12 @@ def run(check: str, host: Host, seconds: float) -> list[Finding]:
     """
     with tempfile.TemporaryDirectory(prefix="kvferry-doctor-") as folder:
         answer = Path(folder) / "findings"
-        asked = dataclasses.asdict(host) | {"root": str(host.root), "environ": {}, "answer": str(answer)}
+        asked = dataclasses.asdict(host) | {
+            "root": str(host.root),
+            "environ": {},
+            "answer": str(answer),
+            "parent": os.getpid(),
+        }
         with (Path(folder) / "stderr").open("w+") as written:
             process = subprocess.Popen(
                 python("from kvferry._doctor.__main__ import main; main()", check),
@@ -66,9 +69,9 @@ def run(check: str, host: Host, seconds: float) -> list[Finding]:
                 text=True,
                 # Its temporary files end with the folder, also if it is killed.
                 env={**host.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "TMPDIR": folder},
-                # So that what it starts can be ended with it.
+                # So that what it starts can be ended with it. No `preexec_fn`, with which Python forks: what gRPC does
+                # in the child of a fork can end the child.
                 start_new_session=True,
-                preexec_fn=_end_with_parent,
             )
             hung = False
             try:
@@ -89,10 +92,18 @@ def run(check: str, host: Host, seconds: float) -> list[Finding]:
         return [Finding.from_dict(found) for found in json.loads(answer.read_text())]
 
 
-def _end_with_parent() -> None:
-    """Have the kernel end this process with its parent: a command that is killed cannot end what hangs."""
-    if _prctl is not None:
-        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+def end_with(parent: int) -> None:
+    """Have the kernel end this process with its parent: a command that is killed cannot end what hangs.
+
+    Args:
+        parent: the process that started this one. If it is gone already, this one ends here.
+    """
+    prctl = getattr(ctypes.CDLL(None), "prctl", None)
+    if prctl is None:
+        return
+    prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
 
 
 def _ended(code: int) -> str:
