@@ -124,7 +124,7 @@ def serve(listen: str = "127.0.0.1:0", *, unix: str = "", **settings: Unpack[Ser
     try:
         import uvloop
 
-        from kvferry_server.node.config import configure
+        from kvferry_server.node.loading import configure
         from kvferry_server.node.server import NodeServer
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] not in EXTRA:

@@ -13,7 +13,7 @@ from pathlib import Path
 import tomllib
 
 from kvferry_server.domain.policy import Need, PolicyRole
-from kvferry_server.node.config import load
+from kvferry_server.node.loading import load
 from kvferry_server.node.policy_file import read_policy
 from tests.support.node_servers import environment, free_port
 from tests.support.repository import ROOT

@@ -10,7 +10,8 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from kvferry_server.node.config import ENV_PREFIX, NodeConfig, load
+from kvferry_server.node.config import ENV_PREFIX, NodeConfig
+from kvferry_server.node.loading import load
 from kvferry_server.node.times import DRAIN_STREAMS, STOP_MARGIN
 from tests.support.repository import ROOT
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvferry_server.node.config import configure
+from kvferry_server.node.loading import configure
 from tests.support.repository import ROOT
 
 UNIT = ROOT / "deploy" / "systemd" / "kvferryd.service"

@@ -21,7 +21,7 @@ import kvferry
 from kvferry.errors import InternalError, InvalidInput, KvferryError
 
 if TYPE_CHECKING:
-    from kvferry_server.node.config import Loaded
+    from kvferry_server.node.loading import Loaded
 
 EXTRA = {
     "aiohttp",
@@ -73,7 +73,7 @@ def run(arguments: Sequence[str]) -> int:
     # Imported here, so that `main` can say which package of the extra is missing.
     import uvloop
 
-    from kvferry_server.node.config import BadConfig, add_flags, config_file, load
+    from kvferry_server.node.loading import BadConfig, add_flags, config_file, load
     from kvferry_server.node.logs import set_up_logging
     from kvferry_server.node.named_files import file_problems
     from kvferry_server.node.times import SWITCH_INTERVAL

@@ -7,8 +7,9 @@ import time
 from kvferry._wire.channel import Address, read_tls, tls_problems
 from kvferry.errors import InvalidField
 from kvferry_server.node.certificates import check_in_time, validity
-from kvferry_server.node.config import Loaded, NodeConfig
+from kvferry_server.node.config import NodeConfig
 from kvferry_server.node.listen import advertised, check_exposure
+from kvferry_server.node.loading import Loaded
 from kvferry_server.node.policy_file import read_policy
 
 

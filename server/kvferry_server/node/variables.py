@@ -7,7 +7,8 @@ import difflib
 import re
 from collections.abc import Mapping
 
-from kvferry_server.node.config import CONFIG_FILE, ENV_PREFIX, NodeConfig
+from kvferry_server.node.config import ENV_PREFIX, NodeConfig
+from kvferry_server.node.loading import CONFIG_FILE
 
 OF_CLIENTS = (
     "KVFERRY_SERVER",

@@ -16,7 +16,7 @@ from kvferry._wire.channel import connect
 from kvferry.v1 import errors_pb2
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry_server.domain.limits import Limits
-from kvferry_server.node.config import configure
+from kvferry_server.node.loading import configure
 from kvferry_server.node.server import NodeServer
 from tests.server.admin.conftest import Watched
 from tests.support.admin_listeners import Scraped, get

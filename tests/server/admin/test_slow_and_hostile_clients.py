@@ -20,7 +20,7 @@ from kvferry_server.admin.limits import MAX_CONNECTIONS
 from kvferry_server.admin.markup import Html
 from kvferry_server.admin.node_state import ListenerLoad
 from kvferry_server.node.admin import ShownState
-from kvferry_server.node.config import configure
+from kvferry_server.node.loading import configure
 from kvferry_server.node.server import NodeServer
 from tests.server.admin.conftest import Watched
 from tests.support.admin_listeners import get

@@ -20,7 +20,7 @@ from kvferry.v1 import admin_pb2 as apb
 from kvferry.v1 import introspection_pb2 as ipb
 from kvferry.v1.admin_pb2_grpc import AdminStub
 from kvferry.v1.introspection_pb2_grpc import IntrospectionStub
-from kvferry_server.node.config import configure
+from kvferry_server.node.loading import configure
 from kvferry_server.node.reflection import REFLECTIONS
 from kvferry_server.node.server import OFFERED, NodeServer
 from tests.support.certificates import Authority

@@ -15,7 +15,7 @@ from kvferry._wire.expiry import authorities_validity, own_validity
 from kvferry._wire.tls_files import TlsFiles
 from kvferry.errors import InvalidField
 from kvferry_server.node.certificates import Certificates
-from kvferry_server.node.config import configure, load
+from kvferry_server.node.loading import configure, load
 from kvferry_server.node.named_files import file_problems
 from kvferry_server.node.server import NodeServer
 from tests.support.admin_listeners import Scraped

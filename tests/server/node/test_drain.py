@@ -23,7 +23,7 @@ from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry.v1.kv_transfer_pb2_grpc import KVTransferStub
 from kvferry_server.domain.publications import PublicationStage
 from kvferry_server.home.home import Home
-from kvferry_server.node.config import configure
+from kvferry_server.node.loading import configure
 from kvferry_server.node.server import NodeServer
 from tests.support.node_servers import Kvferryd
 

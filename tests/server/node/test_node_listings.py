@@ -12,7 +12,7 @@ import pytest
 from kvferry import Directory, open_directory
 from kvferry._directory.etcd import EtcdDirectory
 from kvferry._wire.channel import connect
-from kvferry_server.node.config import BadConfig, configure
+from kvferry_server.node.loading import BadConfig, configure
 from kvferry_server.node.server import NodeServer
 from tests.support.etcd import Etcd
 from tests.support.node_servers import Kvferryd, refused, serves

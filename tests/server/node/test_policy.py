@@ -22,7 +22,7 @@ from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry.v1.introspection_pb2_grpc import IntrospectionStub
 from kvferry.v1.kv_transfer_pb2_grpc import KVTransferStub
 from kvferry_server.domain.policy import Grant, Policy, Rule
-from kvferry_server.node.config import BadConfig, configure
+from kvferry_server.node.loading import BadConfig, configure
 from kvferry_server.node.policy_file import read_policy
 from kvferry_server.node.server import OFFERED
 from kvferry_server.servicers import access

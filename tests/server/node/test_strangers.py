@@ -31,9 +31,9 @@ from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry.v1.introspection_pb2_grpc import IntrospectionStub
 from kvferry.v1.kv_transfer_pb2_grpc import KVTransferStub
 from kvferry_server.domain.hosts import host_of
-from kvferry_server.node.config import configure
 from kvferry_server.node.connections import ConnectionLimiter, connections_each
 from kvferry_server.node.grpc_server import _CAN_MEND
+from kvferry_server.node.loading import configure
 from kvferry_server.node.server import NodeServer
 from tests.support import http2
 from tests.support.certificates import Authority, tls_flags
