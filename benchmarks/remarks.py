@@ -68,8 +68,6 @@ REMARKS = {
     "vllm": "at TP 1 to 1, NixlConnector's fastest requests were about 5 ms faster than kvferry's, whatever their "
     "length: what a request takes through the ports (the table below), whose home is asked for a lease before the "
     "bytes move and for its verdict after, where NixlConnector reads at once. Its other requests scatter more.",
-    "vllm concurrent": "most of what a longer prompt adds is vLLM's own step, which computes the first token: its "
-    "attention reads the whole prompt, however its blocks have come there, and half of the time of one chunk is that "
-    "step. It alone would miss the goal. The medians of the rest scatter; a step takes a little longer "
-    "than one over a prefix that decode has computed or read before, whose blocks may be in the processor's caches.",
+    "vllm concurrent": "the table of its page has vLLM's own step, which computes the first token: its attention reads "
+    "the whole prompt, however its blocks have come there.",
 }

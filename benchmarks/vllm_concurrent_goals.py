@@ -33,9 +33,18 @@ def grown(samples: Samples, chunks: int) -> float:
 
 
 def grown_without_step(samples: Samples, chunks: int) -> float:
-    """Return the same of what is left of each without a median step of decode with as long a prompt."""
-    left = {length: median(samples[PARTS][length]) - median(samples[STEP][length]) for length in (chunks, 1)}
+    """Return the same of what is left of each request without the step of decode that was measured after it, with the
+    same prompt."""
+    left = {
+        length: median(took - step for took, step in zip(samples[PARTS][length], samples[STEP][length], strict=True))
+        for length in (chunks, 1)
+    }
     return left[chunks] / left[1]
+
+
+def met(samples: Samples) -> bool:
+    """Whether the goal is reached."""
+    return _worst(samples)[0] <= GOAL
 
 
 def verdict(samples: Samples) -> str:

@@ -74,7 +74,8 @@ def test_the_line_of_vllm_has_the_best_and_the_worst_request() -> None:
 def test_the_line_of_both_asked_at_once_says_what_is_left_without_vllms_own_step() -> None:
     samples = {
         PARTS: {1: [2.0, 2.0, 9.0], 2: [2.4], 4: [1.8, 3.0, 3.0]},
-        STEP: {1: [1.0], 2: [1.1], 4: [2.1]},
+        # Of each request: what was measured after it.
+        STEP: {1: [0.9, 1.0, 8.0], 2: [1.1], 4: [0.8, 1.0, 2.9]},
     }
     *_, found, missed = concurrent_row(samples)
     assert (found, missed) == ("1.50, without vLLM's own step 1.30", "1.15 ×")

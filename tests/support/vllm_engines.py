@@ -42,6 +42,8 @@ def make_model(
     kv_heads: int,
     layers: int = 4,
     head_dim: int = 32,
+    heads: int = 4,
+    hidden: int = 128,
     window: int = 0,
     vocabulary: int = VOCABULARY,
 ) -> Path:
@@ -53,10 +55,10 @@ def make_model(
     torch.manual_seed(0)
     common: dict[str, Any] = {
         "vocab_size": vocabulary,
-        "hidden_size": 128,
-        "intermediate_size": 256,
+        "hidden_size": hidden,
+        "intermediate_size": 2 * hidden,
         "num_hidden_layers": layers,
-        "num_attention_heads": 4,
+        "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
         "head_dim": head_dim,
         "max_position_embeddings": 2048,
