@@ -64,7 +64,8 @@ test: setup node ## Run the tests (PYTEST_ARGS=, WORKERS=)
 		$(if $(PYTEST_ARGS),$(PYTEST) $(PYTEST_ARGS),$(PYTEST) $(ALONE) && $(PYTEST) -n $(WORKERS) --dist loadfile --no-loadscope-reorder --ignore $(ALONE))
 
 # What numpy computes, protobuf encodes and grpcio calls, on the oldest that pyproject.toml allows: numpy 1.26 adds and
-# multiplies by other rules than numpy 2, and the add-ons for protobuf 4 are other ones.
+# multiplies by other rules than numpy 2, and the add-ons for protobuf 4 are other ones. UCX is the same: one of its
+# transports will do.
 OLDEST_VENV := .venv-oldest/.installed
 OLDEST_TESTS := $(addprefix tests/planner/test_,oracle.py large_caches.py footprint.py floor.py statements.py descriptors.py) \
 	tests/geometry/test_blocks.py tests/memory/test_permute.py tests/transport/test_defence.py \
@@ -87,7 +88,7 @@ $(OLDEST_VENV): pyproject.toml tests/oldest.txt
 test-oldest: $(OLDEST_VENV) ## Run what depends on them on the oldest numpy, protobuf and grpcio
 	@base=$$(mktemp -d) && trap 'rm -rf "$$base"' EXIT && \
 		.venv-oldest/bin/python -m pytest --basetemp "$$base" \
-		$(or $(PYTEST_ARGS),-n $(WORKERS) --dist loadfile --no-loadscope-reorder $(OLDEST_TESTS))
+		$(or $(PYTEST_ARGS),-n $(WORKERS) --dist loadfile --no-loadscope-reorder -k 'not ucx-tcp' $(OLDEST_TESTS))
 
 # Beside vLLM, whose pins are its own: in another environment, and not part of `make test`.
 NEWEST_VLLM := 0.32.0
