@@ -7,7 +7,6 @@ was released. What it gets from the engine before it, it reads and compares.
 from __future__ import annotations
 
 import itertools
-import multiprocessing
 import sys
 import threading
 from collections import Counter
@@ -20,6 +19,7 @@ import numpy.typing as npt
 
 from tests.support.caches import POISON, Model, kv
 from tests.support.faults.reports import die_with_parent
+from tests.support.loaded_processes import LOADED
 
 BLOCKS = 4
 """Of a request."""
@@ -65,10 +65,9 @@ class ContinuousEngine:
     """
 
     def __init__(self, address: str, name: str, inbox: Any, outbox: Any) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
+        self._pipe, theirs = LOADED.Pipe()
         job = (address, name, inbox, outbox, theirs)
-        self._process = context.Process(target=_run, args=job, daemon=True)
+        self._process = LOADED.Process(target=_run, args=job, daemon=True)
         self._process.start()
         theirs.close()
 

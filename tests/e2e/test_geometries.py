@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from typing import Any
@@ -14,13 +13,13 @@ from kvferry.errors import Incompatible
 from tests.support import pairwise
 from tests.support.geometry_cases import CASES, GQA, Case
 from tests.support.held_ranks import HeldRanks, allocate, document, hold_sources, little_staging, move
+from tests.support.loaded_processes import LOADED
 
 
 @pytest.fixture(scope="module")
 def sources(homes: tuple[str, str]) -> Iterator[Connection]:
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=hold_sources, args=(homes[0], theirs), daemon=True)
+    ours, theirs = LOADED.Pipe()
+    process = LOADED.Process(target=hold_sources, args=(homes[0], theirs), daemon=True)
     process.start()
     theirs.close()
     yield ours

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 from collections.abc import Callable
@@ -28,6 +27,7 @@ from tests.support.acquiring import acquired
 from tests.support.caches import POISON, Memory, Model, expect, kv, shards, write
 from tests.support.engines import Engine
 from tests.support.identifiers import unique_id
+from tests.support.loaded_processes import LOADED
 from tests.support.node_servers import NodeServerProcess
 from tests.support.waiting import until
 
@@ -93,9 +93,8 @@ def test_a_scheduler_may_come_back_later_than_its_ranks(
     server = NodeServerProcess(tmp_path / "home", tcp=True, engine_ttl=1).start()
     other = NodeServerProcess(tmp_path / "other", tcp=True, engine_ttl=1)
     spec, units = EngineSpec(unique_id("late"), (MODEL.group(),), identity={"model": "tiny"}), shards(MODEL.heads, 1)[0]
-    context = multiprocessing.get_context("spawn")
-    pipe, theirs = context.Pipe()
-    scheduler = context.Process(target=_schedule, args=(server.address, spec, theirs), daemon=True)
+    pipe, theirs = LOADED.Pipe()
+    scheduler = LOADED.Process(target=_schedule, args=(server.address, spec, theirs), daemon=True)
     scheduler.start()
     memory, request = Memory(MODEL, units, tmp_path / "memory"), kv(MODEL, 9, 16)
     write(memory, request, [3])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import pytest
 
 from tests.e2e.continuous_engine import AT_ONCE, ContinuousEngine
 from tests.support.identifiers import unique_id
+from tests.support.loaded_processes import LOADED
 from tests.support.node_servers import Kvferryd, free_port
 
 NODES = 3
@@ -52,7 +52,7 @@ def nodes(tmp_path: Path) -> Iterator[list[Node]]:
 @pytest.fixture
 def engines(nodes: list[Node]) -> Iterator[list[ContinuousEngine]]:
     """One on each node; each reads what the one before it publishes."""
-    queues: list[Any] = [multiprocessing.get_context("spawn").Queue(AT_ONCE) for _ in nodes]
+    queues: list[Any] = [LOADED.Queue(AT_ONCE) for _ in nodes]
     made = [
         ContinuousEngine(node.server.address, unique_id("engine"), queues[index], queues[(index + 1) % NODES])
         for index, node in enumerate(nodes)

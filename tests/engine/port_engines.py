@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-import multiprocessing
+import time
 import uuid
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -20,22 +20,17 @@ from kvferry._control.publications import Publication, Release
 from kvferry.engine import Grant, GrantStep, Offer, ReadEnd, SchedulerPort, Tails, WorkerOutput, WorkerPort
 from tests.support.caches import Memory, Model
 from tests.support.identifiers import unique_id
+from tests.support.loaded_processes import LOADED
+from tests.support.waiting import PAUSE
 
 
 class Worker:
-    """A worker's process. Its memory is a file that the test maps as well.
+    """A worker's process. Its memory is a file that the test maps as well."""
 
-    Args:
-        method: how the process comes to be: "spawn", "fork", "forkserver".
-    """
-
-    def __init__(
-        self, address: str, spec: EngineSpec, rank: int, memory: Memory, token: str, method: str, **options: Any
-    ) -> None:
-        context: Any = multiprocessing.get_context(method)
-        self.pipe, theirs = context.Pipe()
+    def __init__(self, address: str, spec: EngineSpec, rank: int, memory: Memory, token: str, **options: Any) -> None:
+        self.pipe, theirs = LOADED.Pipe()
         job = (address, spec, rank, memory.model, memory.units, str(memory.path), token, options)
-        self.process = context.Process(target=work, args=(job, theirs), daemon=True)
+        self.process = LOADED.Process(target=work, args=(job, theirs), daemon=True)
         self.process.start()
         theirs.close()
 
@@ -117,7 +112,6 @@ class PortEngine:
         units: list[Interval],
         folder: Path,
         *,
-        method: str = "spawn",
         hold_until_quiet: bool = False,
         engine_id: str = "",
         **options: Any,
@@ -129,8 +123,7 @@ class PortEngine:
         self.scheduler = SchedulerPort(self.client, self.spec, hold_until_quiet=hold_until_quiet)
         token = str(self.scheduler.token)
         self.workers = [
-            Worker(address, self.spec, rank, memory, token, method, **options)
-            for rank, memory in enumerate(self.memories)
+            Worker(address, self.spec, rank, memory, token, **options) for rank, memory in enumerate(self.memories)
         ]
         self.ended: dict[str, ReadEnd] = {}
         self.quiesced: list[str] = []
@@ -166,6 +159,7 @@ class PortEngine:
             if grant is not None:
                 return grant
             self.step()
+            time.sleep(PAUSE)
         raise TimeoutError(f"{request_id} was not granted")
 
     def start(
@@ -207,6 +201,7 @@ class PortEngine:
             if now() > deadline:
                 raise TimeoutError("it did not come about")
             self.step()
+            time.sleep(PAUSE)
 
     def close(self) -> None:
         for worker in self.workers:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-import multiprocessing
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -30,6 +29,7 @@ from kvferry import (
 )
 from tests.support.caches import Memory, Model
 from tests.support.identifiers import unique_id
+from tests.support.loaded_processes import LOADED
 from tests.support.node_servers import NodeServerProcess
 
 
@@ -47,10 +47,9 @@ class RankProcess:
         serve: bool,
         **options: Any,
     ) -> None:
-        context = multiprocessing.get_context("spawn")
-        self.pipe, theirs = context.Pipe()
+        self.pipe, theirs = LOADED.Pipe()
         job = (address, spec, rank, memory.model, memory.units, str(memory.path), token, options, serve)
-        self.process: BaseProcess = context.Process(target=_run, args=(job, theirs), daemon=True)
+        self.process: BaseProcess = LOADED.Process(target=_run, args=(job, theirs), daemon=True)
         self.process.start()
         theirs.close()
         self.rank = rank

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import secrets
 import signal
@@ -15,10 +14,13 @@ from typing import cast
 
 import numpy as np
 import numpy.typing as npt
+import psutil
 
 from kvferry._transport.nixl_agent import AgentInfo
 from kvferry.geometry import MemoryKind, MemoryRegion
 from kvferry.planner.descriptors import DescriptorTable, MemoryPair, RawDescriptors
+from tests.support.loaded_processes import LOADED
+from tests.support.waiting import until
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -37,13 +39,12 @@ class Source:
     """A serving process. Starts at once; `info` waits for it."""
 
     def __init__(self, ucx_tls: str = "", *, size: int = 8 << 20, name: str = "") -> None:
-        context = multiprocessing.get_context("spawn")
-        self.pipe, theirs = context.Pipe()
+        self.pipe, theirs = LOADED.Pipe()
         self.name = name or f"source-{secrets.token_hex(6)}"
         self.size = size
         self.bytes = content(len(self.name), size)
         job = (self.name, ucx_tls, size, theirs)
-        self.process = context.Process(target=_serve, args=job, daemon=True)
+        self.process = LOADED.Process(target=_serve, args=job, daemon=True)
         self.process.start()
         theirs.close()
         self._info: AgentInfo | None = None
@@ -72,7 +73,7 @@ class Source:
         """SIGSTOP; waits until it has stopped."""
         self._stopped = True
         self._signal(signal.SIGSTOP)
-        os.waitid(os.P_PID, self._pid, os.WSTOPPED | os.WNOWAIT)
+        until(lambda: psutil.Process(self._pid).status() == psutil.STATUS_STOPPED)
 
     def resume(self) -> None:
         """SIGCONT."""
