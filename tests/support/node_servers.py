@@ -32,6 +32,8 @@ READY = re.compile(r"ready: listens on (.+), advertises ([^\s,]+), epoch ([0-9a-
 SIZE = ("LINES", "COLUMNS")
 """Variables that win over the size of the terminal that a program has."""
 START_TIMEOUT = 30.0
+OFTEN = [(f"grpc.{name}_reconnect_backoff_ms", 50) for name in ("initial", "min", "max")]
+"""A channel's options: it tries to connect again at once, and not after a second, to what is being started."""
 STOP_TIMEOUT = 30.0
 
 
@@ -50,7 +52,7 @@ def free_port() -> int:
 def wait_serving(address: str, alive: Callable[[], bool]) -> bool:
     """Wait until the health service at an address says SERVING, as long as its process is alive; whether it does."""
     deadline = time.monotonic() + START_TIMEOUT
-    with grpc.insecure_channel(address) as channel:
+    with grpc.insecure_channel(address, OFTEN) as channel:
         # The health service's stubs have no types.
         stub: Any = health_pb2_grpc.HealthStub(channel)
         while alive() and time.monotonic() < deadline:
