@@ -126,6 +126,41 @@ def test_a_lease_that_came_after_a_long_wait_is_asked_for_again(tmp_path: Path) 
         assert not read.given_back
 
 
+def test_a_lease_whose_first_answer_was_late_is_asked_for_again_once(tmp_path: Path) -> None:
+    """The home stood still, or could not be reached, while it was asked. It has granted a whole lease since."""
+
+    def poll(request: pb.PollBlocksRequest) -> pb.PollBlocksResponse:
+        told = accepted()
+        told.remaining.CopyFrom(to_duration(0.2))
+        told.renew_every.CopyFrom(to_duration(0.1))
+        if len(server.asked) == 1:
+            threading.Event().wait(0.3)
+        elif len(server.asked) == 2:
+            told.remaining.CopyFrom(to_duration(60))
+        return polled(accepted=told, blocks=[step(0)], complete=pb.Complete(steps=1))
+
+    with reading(tmp_path, poll) as (server, read):
+        read.start()
+        got = acquired(read.outcome())
+        assert got.lease.live(now())
+        assert got.blocks["full"].ids.tolist() == [1]
+        assert got.lease in read.renewals._kept
+        assert [asked.lease_id for asked in server.asked] == [b"", b""]
+        assert not read.given_back
+
+
+def test_a_home_that_is_always_late_is_not_asked_for_ever(tmp_path: Path) -> None:
+    def poll(_: pb.PollBlocksRequest) -> pb.PollBlocksResponse:
+        told = pb.Accepted(lease_id=FIRST, remaining=to_duration(0.001), renew_every=to_duration(20))
+        return polled(accepted=told, blocks=[step(0)], complete=pb.Complete(steps=1))
+
+    with reading(tmp_path, poll) as (server, read):
+        read.start()
+        # Its judge finds that the lease is over.
+        assert not acquired(read.outcome()).lease.live(now())
+        assert len(server.asked) == 2
+
+
 @pytest.mark.parametrize(
     "told",
     ["", reference("home:1").replace("kvf1.", "kvf1.AA"), router_reference("home:1", "source"), "another's"],

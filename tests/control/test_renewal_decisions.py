@@ -16,7 +16,7 @@ import pytest
 
 from kvferry._clock import now, to_duration
 from kvferry._control.connection import Control
-from kvferry._control.reader_lease import ReaderLease, deadline_after
+from kvferry._control.reader_lease import RENEW_LEAST, ReaderLease, deadline_after
 from kvferry._control.renewals import LONGEST_SLEEP, NAMED, RENEW_AGAIN, RENEW_TIMEOUT, Renewals
 from kvferry._wire.status import to_notification_error
 from kvferry.errors import Closed, InvalidField, KvferryError, LeaseEnded, LimitReached, Unavailable
@@ -41,14 +41,15 @@ class Home:
 
     address: str
     sent: list[tuple[list[bytes], pb.EngineRef, Answer]] = field(default_factory=list)
+    timeouts: list[float] = field(default_factory=list)
     changed: threading.Condition = field(default_factory=threading.Condition)
     at_once: KvferryError | None = None
 
     def notify_later(self, request: pb.NotifyRequest, timeout: float, answered: Answer) -> None:
-        assert timeout == RENEW_TIMEOUT
         ids = [notification.renew.lease_id for notification in request.notifications]
         with self.changed:
             self.sent.append((ids, request.sender, answered))
+            self.timeouts.append(timeout)
             self.changed.notify_all()
         if self.at_once is not None:
             answered(self.at_once)
@@ -165,6 +166,48 @@ def test_a_renewal_that_is_answered_after_the_deadline_revives_nothing(world: Wo
     world.now = before
     world.home.answer(0, renewed())
     assert lease.deadline == before
+
+
+def test_an_overloaded_home_may_answer_until_the_lease_ends(world: World) -> None:
+    # It would answer a repetition no sooner, and drop the call that nobody waits for any more.
+    lease = world.keep(1)
+    end = lease.deadline
+    world.advance(EVERY)
+    world.home.until(1)
+    assert world.home.timeouts == [end - world.now]
+    # Others go out meanwhile, and the last before the end has a moment as well.
+    world.advance(end - world.now - 1.0)
+    world.home.until(2)
+    assert world.home.timeouts[1] == RENEW_TIMEOUT
+    world.home.answer(0, renewed())
+    assert lease.deadline > end
+
+
+def test_a_lease_that_its_home_does_not_extend_for_now_is_renewed_more_often(world: World) -> None:
+    # Its source is away for a while. Asked in each third of a whole term only, the home could not say that it is back.
+    lease = world.keep(1, every=REMAINING / 3)
+    end = lease.deadline
+    gaps = list[float]()
+    for call in range(8):
+        due = lease.next_renewal
+        assert due is not None
+        gaps.append(due - world.now)
+        world.advance(due - world.now)
+        world.home.until(call + 1)
+        world.home.answer(call, renewed(end - world.now))
+    assert gaps == sorted(gaps, reverse=True)
+    # One comes well within the last tenth, and the end is not reached.
+    assert 0 < end - world.now < REMAINING / 10
+    assert lease.deadline == end
+    world.home.answer(7, renewed())
+    assert lease.deadline > end
+
+
+def test_a_home_that_extends_nothing_is_not_asked_without_a_pause() -> None:
+    lease = ReaderLease(b"1" * 16, 0.0, REMAINING, EVERY)
+    lease.renewing(lease.deadline - 0.01)
+    lease.renewed(lease.deadline - 0.01, lease.deadline - 0.01, 0.01, more=True)
+    assert lease.next_renewal == pytest.approx(lease.deadline - 0.01 + RENEW_LEAST)
 
 
 def test_each_reader_speaks_for_itself_and_only_what_is_due_is_sent(world: World) -> None:

@@ -9,7 +9,7 @@ from typing import TypeAlias
 import numpy as np
 import pytest
 
-from kvferry import Blocks, EngineSpec, Group, Release
+from kvferry import Blocks, EngineSpec, Group, Publication, Release
 from kvferry._control import publication_sender
 from kvferry._control.batches import BATCH
 from kvferry._control.connection import CALL_TIMEOUT, Control
@@ -140,16 +140,78 @@ def test_what_is_published_during_a_call_goes_in_the_next(port: SchedulerPort, c
     assert sum(map(len, calls.sent)) == 6
 
 
-def test_steps_of_one_publication_go_one_after_the_other(port: SchedulerPort, calls: Calls) -> None:
+def steps(port: SchedulerPort, *blocks: int) -> Publication:
+    """Publish a block per step."""
+    publication = port.publish("steps", {"full": Blocks(blocks[:1])}, last=False)
+    for index, block in enumerate(blocks[1:], 1):
+        port.publish_more(publication, {"full": Blocks([block], first_token=16 * index)}, last=index == len(blocks) - 1)
+    return publication
+
+
+def test_steps_of_one_publication_go_together_behind_the_first_of_all(port: SchedulerPort, calls: Calls) -> None:
     publish(port, 1)
     assert calls.begun.wait(SOON)
-    publication = port.publish("two steps", {"full": Blocks([2])}, last=False)
-    port.publish_more(publication, {"full": Blocks([3], first_token=16)}, last=True)
-    other = publish(port, 4)
+    number = steps(port, 2, 3, 4).number
+    other = publish(port, 5)
     calls.go.set()
-    until(lambda: sum(map(len, calls.sent)) == 4)
+    until(lambda: sum(map(len, calls.sent)) == 5)
+    assert calls.sent[1:] == [[(number, 0), (other, 0), (number, 1), (number, 2)]]
+    port.close()
+    assert port.stats().refused == 0
+
+
+def test_no_publication_takes_the_room_of_others(port: SchedulerPort, calls: Calls, small_calls: int) -> None:
+    publish(port, 1)
+    assert calls.begun.wait(SOON)
+    number = steps(port, *range(2, 9)).number
+    others = [publish(port, block) for block in range(9, 9 + small_calls)]
+    calls.go.set()
+    until(lambda: sum(map(len, calls.sent)) == 8 + len(others))
+    assert calls.sent[1] == [(number, 0), *((other, 0) for other in others[:-1])]
+    assert [step for call in calls.sent for sent, step in call if sent == number] == list(range(7))
+
+
+@pytest.mark.parametrize("waits", [0, 1])
+def test_steps_behind_one_that_must_wait_are_sent_after_it(port: SchedulerPort, calls: Calls, waits: int) -> None:
+    publish(port, 1)
+    assert calls.begun.wait(SOON)
+    publication = steps(port, 2, 3, 4)
+    port.abort(publication)
     number = publication.number
-    assert calls.sent[1:] == [[(number, 0), (other, 0)], [(number, 1)]]
+    aborts = list[int]()
+
+    def fail(_: int) -> None:
+        aborts.append(calls.aborts)
+
+    busy = HomeRecovering("not now", retry_after=0.01)
+    calls.fail = fail
+    calls.change = lambda call, step: busy if (call, step.publication, step.step) == (1, number, waits) else None
+    calls.go.set()
+    # The home has refused those behind it, and would have taken the abort.
+    assert [(release.publication, release.local) for release in all_released(port, 1)] == [(number, False)]
+    every = [(number, step) for step in range(3)]
+    assert calls.sent[1:] == [every, every[waits : waits + 1], every[waits + 1 :]]
+    assert not any(aborts)
+
+
+def test_a_home_that_takes_steps_behind_one_that_it_refused_may_have_all(port: SchedulerPort, calls: Calls) -> None:
+    publish(port, 1)
+    assert calls.begun.wait(SOON)
+    number = steps(port, 2, 3).number
+    notify = calls.notify
+
+    def lie(control: Control, request: pb.NotifyRequest, timeout: float) -> list[pb.NotificationResult]:
+        if [told.publish.step for told in request.notifications] == [1]:
+            return [pb.NotificationResult(published=pb.Published())]
+        return notify(control, request, timeout)
+
+    calls.notify = lie
+    refusal = InvalidField("groups", "none", "some")
+    calls.change = lambda call, step: refusal if (step.publication, step.step) == (number, 0) else None
+    calls.go.set()
+    # Readers may have been told: its blocks stay pinned until the home releases it.
+    assert [(release.publication, release.local) for release in all_released(port, 1)] == [(number, False)]
+    assert calls.aborts == 1
 
 
 def test_one_that_is_refused_and_one_that_must_wait_hold_no_other_up(port: SchedulerPort, calls: Calls) -> None:
@@ -279,8 +341,8 @@ def test_what_is_left_of_a_refused_publication_is_not_sent(port: SchedulerPort, 
     writes.begin("read", {"full": Blocks([2, 3]).ids})
     after = publish(port, 4)
     until(lambda: [(after, 0)] in calls.sent)
-    assert (number, 1) not in [sent for call in calls.sent for sent in call]
-    assert port.released() == []
+    assert calls.sent[1:3] == [[(number, 0), (number, 1)], [(after, 0)]]
+    assert (port.released(), calls.aborts) == ([], 0)
 
 
 def test_what_was_accepted_for_sending_is_sent_or_said_to_be_too_large(

@@ -22,6 +22,7 @@ from tests.support.geometries import (
     tensors,
     tp_ranks,
 )
+from tests.support.simulated_memories import copies
 
 LAYERS = 4
 MODEL = tensors(layers=LAYERS, axis=4)
@@ -78,6 +79,31 @@ def test_scattered_blocks_are_indices_into_prepared_rows() -> None:
     assert isinstance(part, PreparedDescriptors)
     assert (part.count, len(part.table.source)) == (96 * LAYERS * 2, LAYERS * 2)
     assert part.source.dtype == part.destination.dtype == np.int32
+
+
+@pytest.mark.parametrize("layout", [HND, NHD, BLOCKS_FIRST, PACKED, CROSS_LAYER])
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("layers", [(2,), (0, 3), (1, 2, 3)])
+def test_parts_of_layers_use_the_tables_of_the_whole(
+    monkeypatch: pytest.MonkeyPatch, layout: Layout, tp: int, layers: tuple[int, ...]
+) -> None:
+    """NIXL would have to prepare tables of their own, and there are as many parts as a source makes steps."""
+    monkeypatch.setattr("kvferry.planner.expansion.PREPARED_MIN_COUNT", 1)
+    plan = plan_read(made(layout, tp), made(layout), 0, rule=PathRule(Path.DIRECT))
+    names, blocks = {f"layers.{layer}" for layer in layers}, {"full": Blocks(SCATTERED)}
+    alone = plan.only(lambda plane: plane.layer in names).expand(blocks, blocks)
+    part = plan.of_layers(names).expand(blocks, blocks)
+    # Where layers lie side by side in a block, the rows of the whole span them, and parts have no rows in its tables.
+    apart = layout is not CROSS_LAYER or tp == 2
+    for found, expected in zip(part.sources, alone.sources, strict=True):
+        assert (found.source_rank, found.footprint is None) == (expected.source_rank, False)
+        moves, wanted = ({move for some in of.descriptors for move in copies(some)} for of in (found, expected))
+        assert moves == wanted
+        for some in found.descriptors:
+            assert isinstance(some, PreparedDescriptors) is apart
+            assert isinstance(some, RawDescriptors) or some.table in plan.tables.tables
+            if found.footprint is not None:
+                found.footprint.check(some)
 
 
 def test_the_mean_run_decides() -> None:

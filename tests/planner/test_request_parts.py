@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import combinations, pairwise
+from unittest.mock import patch
 
 import pytest
 from hypothesis import given, settings
@@ -18,6 +19,7 @@ from kvferry.geometry import Blocks, Group, GroupKind, Plane
 from kvferry.geometry.blocks import Unfinished, joined
 from kvferry.planner import Path, PathRule, ReadPlan, plan_read
 from kvferry.planner import plan as plans
+from kvferry.planner.expansion import PREPARED_MIN_COUNT
 from kvferry.planner.request_blocks import GroupRequest, needed
 from kvferry.planner.request_parts import RequestParts
 from tests.support.drawn_worlds import World, worlds
@@ -103,10 +105,15 @@ def test_all_parts_together_read_the_bytes_of_one_read(world: World, data: st.Da
 
 @pytest.mark.timeout(max(120, PROFILE.max_examples // 5))
 @settings(PROFILE)
-@given(world=worlds(), data=st.data(), path=st.sampled_from((None, Path.STAGED)))
+@given(world=worlds(), data=st.data(), path=st.sampled_from((None, Path.STAGED)), tables=st.booleans())
 def test_layers_that_finish_one_after_the_other_are_each_read_once(
-    world: World, data: st.DataObject, path: Path | None
+    world: World, data: st.DataObject, path: Path | None, tables: bool
 ) -> None:
+    with patch("kvferry.planner.expansion.PREPARED_MIN_COUNT", 1 if tables else PREPARED_MIN_COUNT):
+        read_layers(world, data, path)
+
+
+def read_layers(world: World, data: st.DataObject, path: Path | None) -> None:
     asked = world.tokens or (0, world.length)
     steps = data.draw(splits(world))
     source, destination = world.source.geometry(), world.destination.geometry()

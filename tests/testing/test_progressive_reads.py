@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from kvferry import AsyncClient, Blocks, EngineSpec, Group, IntegrityOptions, ReadState
-from kvferry.engine import GrantStep, RankEnd, Tails, WorkerOutput
+from kvferry.engine import GrantStep, RankEnd, ReadEnd, SchedulerPort, Tails, WorkerOutput, WorkerPort
 from kvferry.errors import (
     BadBlock,
     BlocksShort,
@@ -233,6 +233,55 @@ def test_sums_are_compared_at_the_end_over_all_steps(fabric: Fabric) -> None:
     verification = read.result(SOON).verification
     assert verification is not None
     assert (verification.verified, verification.unverified) == (6, 0)
+
+
+@pytest.mark.parametrize("restarts", ["before it is attached", "halfway"])
+def test_workers_compare_sums_after_a_restart_of_the_home(fabric: Fabric, restarts: str) -> None:
+    """The home gives the lease another id, under which alone it tells sums."""
+    sums = IntegrityOptions("full", patience=SOON)
+    spec = [EngineSpec(name, (Group("full", block_tokens=4, num_blocks=8),)) for name in ("p", "d")]
+    memory = [np.full((2, 8, 1, 4, 8), value, np.uint16) for value in (7, 0)]
+    source, client = fabric.client(integrity=sums), fabric.client(integrity=sums)
+    prefill = source.register_cache(spec[0], tensors={"layer0": memory[0]}, axes=AXES["hnd"])
+    scheduler, worker = SchedulerPort(client, spec[1]), WorkerPort(client, spec[1])
+    worker.register({"layer0": memory[1]}, axes=AXES["hnd"])
+    steps = [{"full": Blocks([1])}, {"full": Blocks([2], 4)}, {"full": Blocks([5], 8)}]
+
+    def restart() -> None:
+        fabric.stop_home()
+        fabric.start_home()
+        # The port has the new lease once it has heard what was published since.
+        prefill.session.publish_more(publication, steps[1], last=False)
+
+    def offered() -> int | None:
+        offer = scheduler.granted("mine")
+        return None if offer is None else offer.blocks()["full"].end_token
+
+    publication = prefill.session.publish("request", steps[0], last=False, checksums=True)
+    scheduler.acquire("mine", publication.reference, progressive=True)
+    until(lambda: offered() == 4)
+    if restarts == "before it is attached":
+        restart()
+        until(lambda: offered() == 8)
+    worker.start(scheduler.attach("mine", {"full": Blocks([3, 4, 6])}, (0, 12)))
+    if restarts == "halfway":
+        restart()
+    for step in steps[:2]:
+        prefill.checksum(publication.number, step, last=False).result(SOON)
+    prefill.session.publish_more(publication, steps[2], last=True)
+    ended = list[ReadEnd]()
+
+    def step_engine() -> bool:
+        for gained in scheduler.grant_steps():
+            worker.add_step(gained)
+        scheduler.collect(worker.finished())
+        ended.extend(scheduler.finished().reads)
+        return bool(ended)
+
+    until(step_engine)
+    assert ended[0].error is None
+    # Nobody has told the sums of the last block, and after a restart nobody waits for them.
+    assert (ended[0].verified, ended[0].unverified) == (4, 2)
 
 
 async def test_the_client_for_asyncio_reads_progressively_as_well(fabric: Fabric) -> None:

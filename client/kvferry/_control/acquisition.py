@@ -19,7 +19,7 @@ from kvferry._control.cancellation import Cancellation
 from kvferry._control.connection import SILENCE, Control
 from kvferry._control.granted_steps import GrantedSteps
 from kvferry._control.reacquisition import Reacquisition
-from kvferry._control.reader_lease import LEASE_ID_BYTES, ReaderLease
+from kvferry._control.reader_lease import LEASE_ID_BYTES, RENEW_LEAST, ReaderLease
 from kvferry._control.renewals import Renewals
 from kvferry._control.waits import Waits
 from kvferry._tracing import NO_SPAN, Span
@@ -44,9 +44,6 @@ logger = logging.getLogger(__name__)
 HOME_PATIENCE = 15.0
 """Seconds after which a read gives up on an unreachable home. A restart takes less, and so does an engine's ttl. The
 engine can then recompute instead of waiting for the whole timeout of the read."""
-
-RENEW_LEAST = 0.05
-"""Shortest seconds between renewals: a home that asked for 0 would keep a thread busy."""
 
 CALLS_AT_ONCE = 128
 """How many calls of one attempt that are answered at once may follow each other without a pause: as many as the largest
@@ -194,6 +191,8 @@ class Acquisition:
         """The last lease of all attempts."""
         self._source, self._request_id = pb.EngineRef(), request.reference.request_id
         self._steps = GrantedSteps()
+        self._asked_again = False
+        """What is left of the lease was asked for."""
         self._told = False
         """The lease was told of: it belongs to the read."""
         self._calls, self._pace = 0.0, Backoff()
@@ -322,11 +321,12 @@ class Acquisition:
             self._request.found(accepted.reference, accepted.source, accepted.publication)
             # What asks again, asks for this publication.
             self._asked.reference = self._request.text
-            if sent_at + lease.renew_every <= now():
-                # The home has waited for the publication before it granted the lease, whose time counts from when it
-                # was asked: the lease may seem to be over. The home says at once what is left of it.
-                self._lease, self._told_under = None, b""
-                return False
+        if not self._asked_again and lease.deadline - now() < lease.renew_every:
+            # The answer was late: the home has waited for a router's publication first, or could not be reached for a
+            # while. The lease counts from when it was asked for, and may seem to be over. The home says at once what is
+            # left of it.
+            self._lease, self._told_under, self._asked_again = None, b"", True
+            return False
         self._keep(lease)
         self._cancellation.check()
         return True

@@ -1,7 +1,9 @@
 """Sends the steps and aborts of an engine's publications to its home, for callers that do not wait, on a thread.
 
-What is queued while a call is in progress goes in the next call. The messages of one publication go one after the
-other; one that has to be sent again delays those of its own publication only.
+What is queued while a call is in progress goes in the next call, also several steps of one publication: a source may
+name layers faster than a call takes. A home takes the notifications of a call in order, so that a step which it does
+not take keeps out those behind it. One that has to be sent again goes alone, and delays those of its own publication
+only.
 """
 
 from __future__ import annotations
@@ -10,9 +12,9 @@ import heapq
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import islice, takewhile
 
 from kvferry._clock import now
 from kvferry._control.backoff import Backoff
@@ -21,7 +23,7 @@ from kvferry._control.connection import CALL_TIMEOUT
 from kvferry._control.home_session import HomeSession
 from kvferry._control.publications import Publication, Step
 from kvferry._threads import start_thread
-from kvferry.errors import KvferryError
+from kvferry.errors import KvferryError, Unavailable
 from kvferry.v1 import kv_transfer_pb2 as pb
 
 logger = logging.getLogger(__name__)
@@ -133,10 +135,22 @@ class PublicationSender:
                     return []
                 paused = time < self._pause_until
                 if self._ready and not paused and len(self._again) < MAX_OVERTAKEN:
-                    return [self._messages[number][0] for number in islice(self._ready, BATCH)]
+                    return self._first()
                 wake_at = [self._again[0][0]] if self._again else []
                 wake_at += [self._pause_until] if paused and self._ready else []
                 self._changed.wait(min(LONGEST_SLEEP, min(wake_at) - time) if wake_at else None)
+
+    def _first(self) -> list[_Message]:
+        """Return the messages for the next call: the first one of each publication, then their next steps. Called with
+        the lock held."""
+        waiting = [self._messages[number] for number in islice(self._ready, BATCH)]
+        found = [messages[0] for messages in waiting]
+        for index in range(1, BATCH):
+            waiting = [messages for messages in waiting if _goes_along(messages, index)]
+            found += [messages[index] for messages in waiting]
+            if not waiting or len(found) >= BATCH:
+                break
+        return found
 
     def _send(self, messages: list[_Message]) -> None:
         until = now() + CALL_TIMEOUT
@@ -149,36 +163,48 @@ class PublicationSender:
             # Others would fail as well, or would overtake these.
             self._pause_until = time + pause
         # Those that did not fit into the call stay where they are.
+        sent: dict[int, list[tuple[_Message, KvferryError | None]]] = {}
         for message, error in zip(messages, errors, strict=False):
-            message.until = until if message.until is None else message.until
+            sent.setdefault(message.publication.number, []).append((message, error))
+        for number, answers in sent.items():
+            good = len(list(takewhile(lambda answer: answer[1] is None, answers)))
             with self._changed:
                 self._ready.popleft()
-                if error is not None and error.retryable:
-                    again_at = time + (pause or message.backoff.next(error.retry_after))
-                    if again_at < message.until:
-                        heapq.heappush(self._again, (again_at, message.publication.number))
-                        continue
-                self._answered(message, error)
-            if error is not None:
+                for message, _ in answers[:good]:
+                    self._taken(message)
+                if good < len(answers):
+                    # What the home said to those behind this one follows from it.
+                    message, error = answers[good]
+                    message.until = until if message.until is None else message.until
+                    if error is not None and error.retryable:
+                        again_at = time + (pause or message.backoff.next(error.retry_after))
+                        if again_at < message.until:
+                            heapq.heappush(self._again, (again_at, number))
+                            continue
+                    if error is not None:
+                        self._failed(message, _sure(error, [behind for _, behind in answers[good + 1 :]]))
+                if self._messages[number]:
+                    self._ready.append(number)
+                else:
+                    del self._messages[number]
+            if good < len(answers):
                 step = "the abort" if message.step is None else f"step {message.step.message.step}"
-                logger.warning("could not send %s of publication %d: %s", step, message.publication.number, error)
+                logger.warning("could not send %s of publication %d: %s", step, number, error)
 
     # Call these with the lock held.
 
-    def _answered(self, message: _Message, error: KvferryError | None) -> None:
-        """Handle the end of the attempts to send a message."""
-        number = message.publication.number
-        waiting = self._messages[number]
-        waiting.popleft()
+    def _taken(self, message: _Message) -> None:
+        """Handle a message that the home has taken, the first one of its publication."""
+        self._messages[message.publication.number].popleft()
         if message.step is not None:
-            if error is None:
-                self._session.ended(message.step, None)
-            else:
-                self._give_up(message.publication, message.step, error, waiting)
-        if waiting:
-            self._ready.append(number)
-        else:
-            del self._messages[number]
+            self._session.ended(message.step, None)
+
+    def _failed(self, message: _Message, error: KvferryError) -> None:
+        """Handle the end of the attempts to send a message, the first one of its publication."""
+        behind = self._messages[message.publication.number]
+        behind.popleft()
+        if message.step is not None:
+            self._give_up(message.publication, message.step, error, behind)
 
     def _give_up(self, publication: Publication, step: Step, error: KvferryError, behind: deque[_Message]) -> None:
         """Give up a publication because of a step, with the messages behind it."""
@@ -192,3 +218,19 @@ class PublicationSender:
         else:
             # The home may have accepted some of it: it stays pinned until it is released.
             behind.append(_Message(publication))
+
+
+def _goes_along(messages: Sequence[_Message], index: int) -> bool:
+    """Whether a message of a publication goes in the same call as those before it. An abort does not: a home would take
+    it although it did not take the steps before it, which are then sent again."""
+    return len(messages) > index and messages[0].until is None and None not in (messages[0].step, messages[index].step)
+
+
+def _sure(error: KvferryError, behind: Iterable[KvferryError | None]) -> KvferryError:
+    """Return the error with which the home has refused a step, or one that leaves it open whether it has: it says that
+    it has taken a step behind that one, and readers may be told of both."""
+    if None not in behind:
+        return error
+    doubt = Unavailable(f"the home has taken steps behind one that it refused: {error}")
+    doubt.__cause__ = error
+    return doubt

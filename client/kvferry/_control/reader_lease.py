@@ -9,6 +9,9 @@ MARGIN_SHARE = 0.01
 
 LEASE_ID_BYTES = 16
 
+RENEW_LEAST = 0.05
+"""Shortest seconds between renewals: a home that asked for 0 would keep a thread busy."""
+
 LONGEST_LEASE = 3600.0
 """Most seconds that a reader accepts for a lease, so that every wait for its end is bounded."""
 
@@ -80,6 +83,9 @@ class ReaderLease:
     def renewed(self, sent_at: float, now: float, remaining: float, *, more: bool) -> None:
         """Record an acknowledged renewal.
 
+        A home may extend a lease by less than a whole term, or not at all: while it has lost the source, or the
+        publication has not come. Then the next renewal is due sooner, so that there are more of them before the end.
+
         Args:
             sent_at: time on the reader's clock when it was sent.
             now: time on the reader's clock when the answer came.
@@ -90,6 +96,9 @@ class ReaderLease:
             self._renewable = more and remaining > 0
             if now < self._deadline:
                 self._deadline = max(self._deadline, deadline_after(sent_at, remaining))
+                left = self._deadline - now
+                if left < 2 * self.renew_every:
+                    self._next_renewal = min(self._next_renewal, now + max(RENEW_LEAST, left / 3))
 
     def end(self) -> None:
         """Record that the read has ended, so that the lease is no longer needed."""

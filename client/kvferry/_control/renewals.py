@@ -21,6 +21,8 @@ from kvferry.v1 import kv_transfer_pb2 as pb
 logger = logging.getLogger(__name__)
 
 RENEW_TIMEOUT = 2.0
+"""Shortest seconds for which the answer to a renewal is awaited. It is awaited until the lease ends: a home that is
+overloaded answers late, and so does every repetition. Others go out in each third of the lease's time meanwhile."""
 
 RENEW_AGAIN = 1.0
 """Seconds after which a renewal without an answer, or a refused one, is repeated."""
@@ -157,7 +159,8 @@ class Renewals:
             batch = due[first : first + len(request.notifications)]
             first += len(batch)
             # Without waiting, since a home that hangs must not delay renewals at other homes (R10).
-            home.notify_later(request, RENEW_TIMEOUT, partial(self._answered, batch, sent_at))
+            left = max(kept.lease.deadline for kept in batch) - sent_at
+            home.notify_later(request, max(RENEW_TIMEOUT, left), partial(self._answered, batch, sent_at))
 
     def _answered(
         self, batch: Sequence[_Kept], sent_at: float, answer: list[pb.NotificationResult] | KvferryError

@@ -23,9 +23,13 @@ from kvferry.planner.request_parts import RequestParts
 from kvferry.planner.summed_blocks import Verification
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class SchedulersLease:
-    """A lease that another process, the engine's scheduler, holds and judges."""
+    """A lease that another process, the engine's scheduler, holds and judges.
+
+    Attributes:
+        lease_id: the id under which the scheduler knew it last; the lease has another one after a restart of its home.
+    """
 
     lease_id: bytes = field(repr=False)
 

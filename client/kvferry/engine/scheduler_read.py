@@ -71,7 +71,12 @@ def latest_offer(read: SchedulerRead) -> Offer | None:
     It grows when the engine looks, and by runs alone: an engine may keep a request unattached for long while its source
     publishes many steps, and no step of the engine may wait for that.
     """
-    if read.stage is not ReadStage.GRANTED or read.offer is None or not read.more:
+    if read.stage is not ReadStage.GRANTED or read.offer is None:
+        return read.offer
+    if read.acquired is not None and read.offer.lease_id != read.acquired.lease.lease_id:
+        # Its home has restarted since.
+        read.offer = replace(read.offer, lease_id=read.acquired.lease.lease_id)
+    if not read.more:
         return read.offer
     more, read.more = read.more, []
     granted = {runs.group: runs for runs in read.offer.granted}
@@ -98,6 +103,7 @@ def step_of(read: SchedulerRead) -> GrantStep:
         granted=runs_of(joined(part.blocks for part in more)),
         last=more[-1].complete,
         unfinished=UnfinishedRuns.of(more[-1].unfinished),
+        lease_id=b"" if read.acquired is None else read.acquired.lease.lease_id,
     )
 
 

@@ -137,6 +137,7 @@ class GrantStep:
         granted: the blocks that groups have gained, by group; each continues where the step before ended.
         last: no step follows.
         unfinished: the blocks after these of which only some layers are complete; None: there are none.
+        lease_id: id of the lease now; it is another one than in the grant if the home has restarted since. A secret.
     """
 
     read_id: str
@@ -144,6 +145,7 @@ class GrantStep:
     granted: tuple[BlockRuns, ...]
     last: bool
     unfinished: UnfinishedRuns | None = None
+    lease_id: bytes = field(default=b"", repr=False)
 
     def blocks(self) -> dict[str, Blocks]:
         """Decode the source's blocks, by group."""

@@ -390,6 +390,8 @@ class WorkerPort(OneProcess):
         read = self._reads.get(read_id)
         if read is not None and self._shares is not None:
             for step in self._steps.take(read_id):
+                if step.lease_id and isinstance(read.order.lease, SchedulersLease):
+                    read.order.lease.lease_id = step.lease_id
                 self._shares.add(read, step.blocks(), unfinished_of(step.unfinished), last=step.last)
 
     def _forget(self, read_id: str) -> None:

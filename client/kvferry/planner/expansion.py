@@ -17,7 +17,7 @@ from kvferry.geometry.runs import split_runs
 from kvferry.planner.descriptors import Descriptors, Indices, MemoryPair, PreparedDescriptors, RawDescriptors
 from kvferry.planner.footprint import Footprint
 from kvferry.planner.lane import Lane
-from kvferry.planner.prepared_tables import LaneTables
+from kvferry.planner.prepared_tables import AnyTables
 from kvferry.planner.request_blocks import GroupRequest
 from kvferry.planner.rows import Int64s
 from kvferry.planner.segments import Segment, segments, span
@@ -87,7 +87,7 @@ def together(parts: Sequence[Expansion]) -> Expansion:
 
 
 def expand(
-    lanes: tuple[Lane, ...], tables: LaneTables, staged: frozenset[int], needed: Mapping[str, GroupRequest]
+    lanes: tuple[Lane, ...], tables: AnyTables, staged: frozenset[int], needed: Mapping[str, GroupRequest]
 ) -> Expansion:
     """The descriptors of what is needed, by group; see `ReadPlan.expand`. `staged`: indices of the lanes that go
     through staging memory."""
@@ -109,7 +109,7 @@ def expand(
 class _Collector:
     """Gathers what a request reads, by source rank and list."""
 
-    def __init__(self, tables: LaneTables) -> None:
+    def __init__(self, tables: AnyTables) -> None:
         self._tables = tables
         self._raw: dict[tuple[int, MemoryPair], list[tuple[Int64s, Int64s, Int64s]]] = {}
         self._prepared: dict[tuple[int, int], list[tuple[Indices, Indices]]] = {}
@@ -191,7 +191,7 @@ class _Collector:
     ) -> npt.NDArray[np.bool_]:
         """Add those rows that stand in a table; returns the others."""
         rest = rest.copy()
-        for place in self._tables.places.get((index, segment.cut), ()):
+        for place in self._tables.at(index, segment.cut):
             wanted = rest[place.rows]
             if not bool(wanted.any()):
                 continue

@@ -27,6 +27,9 @@ ROWS_KEPT = 1024
 fill the memory."""
 
 
+LaneKey: TypeAlias = tuple[int, Group, Stripe, MemoryPair, StateLayout, StateLayout, int, Fraction]
+
+
 @dataclass(frozen=True, eq=False)
 class Lane:
     """See the module's docstring.
@@ -51,6 +54,12 @@ class Lane:
     granule: int
     tokens_per_state: Fraction
     reads: tuple[PlaneRead, ...]
+
+    @property
+    def alike(self) -> LaneKey:
+        """What all its reads have in common, and those of no other lane of its plan."""
+        layouts = (self.source, self.destination)
+        return (self.source_rank, self.group, self.stripe, self.memory, *layouts, self.granule, self.tokens_per_state)
 
     @cached_property
     def line(self) -> Line:
@@ -139,14 +148,11 @@ def _is_linear(plane: Plane, units: int) -> bool:
     )
 
 
-_LaneKey: TypeAlias = tuple[int, Group, Stripe, MemoryPair, StateLayout, StateLayout, int, Fraction]
-
-
 def build_lanes(
     reads: Iterable[PlaneRead], source_groups: Mapping[str, Group], groups: Mapping[str, Group]
 ) -> tuple[Lane, ...]:
     """Gather plane reads into lanes, ordered by source rank."""
-    gathered: dict[_LaneKey, list[PlaneRead]] = {}
+    gathered: dict[LaneKey, list[PlaneRead]] = {}
     for read in reads:
         a, b = read.source, read.destination
         group = groups[b.group]

@@ -17,9 +17,9 @@ from kvferry.planner.compatibility import engine_mismatches
 from kvferry.planner.coverage import Coverer, Indexed, PlaneRead
 from kvferry.planner.expansion import Expansion, expand
 from kvferry.planner.footprint import BlockMap, Footprint, RequestPlaces
-from kvferry.planner.lane import Lane, build_lanes
+from kvferry.planner.lane import Lane, LaneKey, build_lanes
 from kvferry.planner.path_choice import Path, PathChoice, PathRule, choose_path
-from kvferry.planner.prepared_tables import RECURRING_LIMIT, LaneTables, prepare_tables
+from kvferry.planner.prepared_tables import RECURRING_LIMIT, AnyTables, LaneTables, PartOfTables, prepare_tables
 from kvferry.planner.request_blocks import GroupRequest
 from kvferry.planner.request_parts import RequestParts
 
@@ -56,7 +56,7 @@ class ReadPlan:
     lanes: tuple[Lane, ...]
     paths: tuple[PathChoice, ...]
     rule: PathRule
-    tables: LaneTables
+    tables: AnyTables
 
     @cached_property
     def staged(self) -> frozenset[int]:
@@ -98,7 +98,7 @@ class ReadPlan:
 
     def of_layers(self, layers: Collection[str]) -> ReadPlan:
         """The part of the plan that reads these layers, for one step of a request: unlike those of `only`, such parts
-        have no tables, since which layers a step has is left to the source. The latest are kept."""
+        use the tables of this plan, since which layers a step has is left to the source. The latest are kept."""
         wanted = frozenset(layers)
         if wanted == self.layers:
             return self
@@ -107,11 +107,16 @@ class ReadPlan:
             reads = tuple(read for read in self.reads if read.destination.layer in wanted)
             lanes = self.lanes_of(reads)
             paths = tuple(choose_path(lane, self.rule) for lane in lanes)
-            part = replace(self, reads=reads, lanes=lanes, paths=paths, tables=LaneTables((), {}))
+            tables = PartOfTables(self.tables, self._alike_lanes, lanes)
+            part = replace(self, reads=reads, lanes=lanes, paths=paths, tables=tables)
             if sum(1 + len(kept.reads) for kept in self._of_layers.values()) + len(reads) >= READS_KEPT:
                 self._of_layers.clear()
             self._of_layers[wanted] = part
         return part
+
+    @cached_property
+    def _alike_lanes(self) -> Mapping[LaneKey, tuple[int, Lane]]:
+        return {lane.alike: (index, lane) for index, lane in enumerate(self.lanes)}
 
     @cached_property
     def _of_layers(self) -> dict[frozenset[str], ReadPlan]:

@@ -6,14 +6,15 @@ into another table.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 
 from kvferry.geometry.model import GroupKind
 from kvferry.planner.descriptors import Addresses, DescriptorTable, Indices, MemoryPair
-from kvferry.planner.lane import Lane
+from kvferry.planner.lane import Lane, LaneKey
 from kvferry.planner.rows import Cut, Int64s
 
 TABLE_LIMIT = 1 << 31
@@ -57,6 +58,64 @@ class LaneTables:
 
     tables: tuple[DescriptorTable, ...]
     places: Mapping[tuple[int, Cut], tuple[TableRows, ...]]
+
+    def at(self, lane: int, cut: Cut) -> tuple[TableRows, ...]:
+        """Where the rows of a lane's cut stand; empty: in no table."""
+        return self.places.get((lane, cut), ())
+
+
+class PartOfTables:
+    """Where the rows of a part of a plan stand in the tables of the whole plan: the part needs none of its own, which
+    NIXL would have to prepare.
+
+    Args:
+        whole: the tables.
+        whole_lanes: the lanes of the whole plan, with their indices, by what their reads have in common.
+        lanes: the lanes of the part; each has reads of one lane of the whole plan.
+
+    Attributes:
+        tables: the tables of the whole plan.
+    """
+
+    def __init__(
+        self, whole: AnyTables, whole_lanes: Mapping[LaneKey, tuple[int, Lane]], lanes: Sequence[Lane]
+    ) -> None:
+        self.tables: tuple[DescriptorTable, ...] = whole.tables
+        self._whole = whole
+        self._whole_lanes = whole_lanes
+        self._lanes = lanes
+        self._places: dict[tuple[int, Cut], tuple[TableRows, ...]] = {}
+
+    def at(self, lane: int, cut: Cut) -> tuple[TableRows, ...]:
+        """See `LaneTables.at`. Looked up when it is needed: most parts read too little for a table."""
+        found = self._places.get((lane, cut))
+        if found is None:
+            found = self._places[lane, cut] = self._found(self._lanes[lane], cut)
+        return found
+
+    def _found(self, lane: Lane, cut: Cut) -> tuple[TableRows, ...]:
+        index, whole_lane = self._whole_lanes[lane.alike]
+        places = self._whole.at(index, cut)
+        if not places:
+            return ()
+        whole, rows = whole_lane.rows(cut), lane.rows(cut)
+        order = np.argsort(whole.source)
+        at = order[np.minimum(np.searchsorted(whole.source, rows.source, sorter=order), len(order) - 1)]
+        # Rows that the whole plan has fused with rows of other layers stand in no table.
+        same = (whole.source[at] == rows.source) & (whole.destination[at] == rows.destination)
+        same &= whole.length[at] == rows.length
+        found = []
+        for place in places:
+            row_at = np.full(len(whole), -1)
+            row_at[place.rows] = np.arange(len(place.rows))
+            chosen = np.flatnonzero(same & (row_at[at] >= 0))
+            if len(chosen):
+                there = row_at[at[chosen]]
+                found.append(TableRows(place.table, chosen, place.source[there], place.destination[there]))
+        return tuple(found)
+
+
+AnyTables: TypeAlias = "LaneTables | PartOfTables"
 
 
 class _Side:
