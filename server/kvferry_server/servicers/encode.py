@@ -171,6 +171,7 @@ def transfer_summary(read: Lease | WaitingRead, now: float) -> ipb.TransferSumma
         lease_remaining=to_duration(lease.remaining(now)),
         reports=[_report(report) for report in lease.reports.values()],
         router_key=_router_key(publication),
+        parts=len(publication.steps) if lease.state is LeaseState.WAITING else 0,
     )
 
 
