@@ -233,13 +233,14 @@ class Share:
         known = dict[int, set[int]]()
         for block, layers in self.pieces:
             known.setdefault(block, set()).update(layers)
-        granted = [(block, range(len(LAYERS))) for found in complete.values() for block in found.ids.tolist()]
+        every: Sequence[int] = range(len(LAYERS))
+        granted = [(block, every) for found in complete.values() for block in found.ids.tolist()]
         unfinished = self._steps.unfinished
         if self.progressive and unfinished is not None:
             named = sorted(map(LAYERS.index, unfinished.layers))
             granted += [(block, named) for found in unfinished.blocks.values() for block in found.ids.tolist()]
-        for block, layers in granted:
-            if new := tuple(layer for layer in layers if layer not in known.get(block, ())):
+        for block, named_now in granted:
+            if new := tuple(layer for layer in named_now if layer not in known.get(block, ())):
                 self.pieces.append((block, new))
 
     def _begin(self) -> None:
