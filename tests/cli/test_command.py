@@ -9,7 +9,8 @@ import sys
 import pytest
 
 import kvferry
-from kvferry._cli.render import duration, enum_name, ranges, safe
+from kvferry._cli.render import duration, enum_name, ranges, read_state, safe
+from kvferry.v1 import introspection_pb2 as ipb
 from kvferry.v1 import kv_transfer_pb2 as pb
 from tests.support.command_line import run_kvferry
 from tests.support.node_servers import environment
@@ -106,3 +107,11 @@ def test_what_a_peer_calls_itself_cannot_steer_a_terminal() -> None:
 def test_states_of_a_later_version_are_shown_by_their_number() -> None:
     assert enum_name(pb.ReadState, pb.READ_STATE_VALID, "READ_STATE_") == "valid"
     assert enum_name(pb.ReadState, 99, "READ_STATE_") == "99"
+
+
+@pytest.mark.parametrize(
+    ("parts", "shown"), [(0, "waiting"), (1, "waiting, 1 part so far"), (3, "waiting, 3 parts so far")]
+)
+def test_a_read_that_waits_says_how_much_there_is(parts: int, shown: str) -> None:
+    read = pb.ReadSummary(state=pb.READ_STATE_WAITING)
+    assert read_state(pb.ReadState, ipb.TransferSummary(read=read, parts=parts)) == shown

@@ -22,7 +22,7 @@ from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry_server.domain.identity import EngineRef
 from tests.model.host import ADVERTISE, Host
 from tests.model.network import Pipe
-from tests.model.source import ENGINE_ID, group, registered
+from tests.model.source import BLOCKS, ENGINE_ID, LAYERS, group, registered
 
 if TYPE_CHECKING:
     from tests.model.world import World
@@ -98,9 +98,8 @@ class Liar:
     def _source(self, host: Host, turns: random.Random) -> None:
         """Speak in a source's name."""
         number = self._number(turns)
-        publish = pb.Publish(publication=number, request_id="request", groups=[group(0, (1,))], last=True)
         lies = [
-            pb.Notification(publish=publish),
+            pb.Notification(publish=self._step(number, turns)),
             pb.Notification(abort=pb.Abort(publication=number)),
             pb.Notification(released_ack=pb.ReleasedAck(publications=[number])),
             pb.Notification(resync=pb.Resync(phase=pb.RESYNC_PHASE_BEGIN)),
@@ -208,10 +207,12 @@ class Liar:
         self._open(host, host.watch(request))
         host.register(registered(EngineRef(ref.engine_id, ref.incarnation)), SECRET)
         self._numbers += 1
-        publish = pb.Publish(publication=self._numbers, request_id="request", groups=[group(0, (1,))], last=True)
+        publish = pb.Publish(publication=self._numbers, request_id="request", groups=[group(0, (1,))])
+        publish.last = turns.choice((True, False))
         phases = pb.RESYNC_PHASE_BEGIN, pb.RESYNC_PHASE_END
         told = [pb.Notification(resync=pb.Resync(phase=phase)) for phase in phases]
         told.append(pb.Notification(publish=publish))
+        told += [pb.Notification(publish=self._step(self._numbers, turns)) for _ in range(4)]
         host.lie(pb.NotifyRequest(sender=ref, session_secret=SECRET, notifications=told))
         reference = pb.Reference(home=ADVERTISE, engine_id=ref.engine_id, incarnation=ref.incarnation)
         reference.publication, reference.key = self._numbers, publication_key(SECRET, self._numbers)
@@ -235,6 +236,21 @@ class Liar:
         sources = [offered.source.engine for offered in self._world.offered[-4:]]
         readers = [reader.engine for reader in self._world.readers]
         return turns.choice([self._world.source.engine, self._world.source.engine, *sources, *readers, *self._engines])
+
+    def _step(self, number: int, turns: random.Random) -> pb.Publish:
+        """A step that may follow, or contradict itself and those before."""
+        step = pb.Publish(publication=number, request_id="request", step=turns.randrange(5))
+        step.last = turns.choice((True, False, False))
+        if turns.choice((True, False)):
+            step.groups.append(self._blocks(turns))
+        if turns.choice((True, False)):
+            step.unfinished.layers.extend(turns.sample(LAYERS, turns.randint(0, len(LAYERS))))
+            step.unfinished.groups.extend(self._blocks(turns) for _ in range(turns.choice((0, 1, 1, 2))))
+        return step
+
+    def _blocks(self, turns: random.Random) -> pb.GroupBlocks:
+        blocks = turns.sample(range(1, BLOCKS + 1), turns.randint(1, 2))
+        return group(turns.randrange(3), blocks)
 
     def _number(self, turns: random.Random) -> int:
         published = [offered.number for offered in self._world.offered[-4:]] or [1]

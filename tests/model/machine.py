@@ -25,6 +25,12 @@ PICK = st.integers(min_value=0, max_value=1 << 16)
 SECONDS = st.sampled_from((0.02, 0.1, 0.3, 0.3, 0.7, 1.1, 1.1, 1.5, 2.1, 2.7, 3.2, 4.2))
 LONG = st.sampled_from((0.3, 1.1, 2.1, 2.7, 6.0, 13.0))
 
+BEGIN = st.sampled_from(("all", "all", "all", "blocks", "a layer"))
+"""What a request's first step has: all blocks, some, or a layer of some."""
+
+Between = Literal[
+    "nothing", "home restarts", "home is away", "told again", "aborted", "source restarts", "late", "late and away"
+]
 Trouble = Literal["lost", "repeated", "overtaken", "timeout", "heard", "cut", "noticed"]
 Disaster = Literal[
     "home restarts", "home is away", "home drains", "source restarts", "reader dies", "reader pauses", "clock leaps"
@@ -58,9 +64,9 @@ class Machine(RuleBasedStateMachine):
     # The source.
 
     @precondition(lambda self: self.world.source.can_publish)
-    @rule(count=st.integers(1, 2), last=st.sampled_from((True, True, False)), expected=st.integers(1, 2), calm=PICK)
-    def publish(self, count: int, last: bool, expected: int, calm: int) -> None:
-        self.world.publish(count, last=last, expected_reads=expected)
+    @rule(count=st.integers(1, 2), what=BEGIN, expected=st.integers(1, 2), calm=PICK)
+    def publish(self, count: int, what: str, expected: int, calm: int) -> None:
+        self.world.publish(count, last=what == "all", expected_reads=expected, by_layers=what == "a layer")
         self._calm(bool(calm % 4))
 
     @precondition(lambda self: self.world.source.can_publish)
@@ -71,10 +77,11 @@ class Machine(RuleBasedStateMachine):
         self.world.flow(repeated=repeated)
 
     @precondition(lambda self: self._extensible())
-    @rule(pick=PICK, last=st.booleans(), calm=st.booleans())
-    def publish_more(self, pick: int, last: bool, calm: bool) -> None:
+    @rule(pick=PICK, what=st.sampled_from(("all", "all", "blocks", "a layer", "a layer")), calm=st.booleans())
+    def publish_more(self, pick: int, what: str, calm: bool) -> None:
         found = self._extensible()
-        self.world.source.publish_more(found[pick % len(found)], 1, last=last)
+        offered = found[pick % len(found)]
+        self.world.source.publish_more(offered, 1, last=what == "all", by_layers=what == "a layer")
         self._calm(calm)
 
     @precondition(lambda self: self._held())
@@ -266,34 +273,60 @@ class Machine(RuleBasedStateMachine):
     @rule(
         reader=st.integers(0, 1),
         ranks=st.integers(1, 2),
-        between=st.sampled_from(("nothing", "home restarts", "home is away", "aborted", "source restarts", "late")),
+        by_layers=st.booleans(),
+        between=st.sampled_from(Between.__args__),  # type: ignore[attr-defined]
+        after=st.integers(0, 2),
         seconds=LONG,
         copy=st.booleans(),
     )
-    def a_read_moves_step_by_step(self, reader: int, ranks: int, between: str, seconds: float, copy: bool) -> None:
-        """Of two steps, between which something happens."""
-        world = self.world
-        world.publish(1, last=False, expected_reads=1)
+    def a_read_moves_step_by_step(
+        self, reader: int, ranks: int, by_layers: bool, between: Between, after: int, seconds: float, copy: bool
+    ) -> None:
+        """Between two of the steps something happens."""
+        world, source = self.world, self.world.source
+        world.publish(1, last=False, expected_reads=1, by_layers=by_layers)
         offered = world.offered[-1]
         world.read(world.readers[reader], offered, ranks, scheduled=True, progressive=True)
         world.flow()
-        if copy:
-            self._copy_all()
-        if between in ("home restarts", "home is away"):
+        steps = [("a layer", 0), ("blocks", 0), ("a layer", 1), ("all", 0)] if by_layers else [("all", 1)]
+        for index, (what, count) in enumerate(steps):
+            if copy or between == "late and away":
+                self._copy_all()
+            if index == after:
+                self._come_between(between, offered, seconds)
+            if source.alive and offered in self._extensible():
+                source.publish_more(offered, count, last=what == "all", by_layers=what == "a layer")
+                if between == "told again" and index == after:
+                    # The next step overtakes the snapshot, of which the home has heard half.
+                    world.network.arrive(world.network.packets[-1], world.host)
+            world.flow()
+        if between == "late and away":
+            world.stop_home()
+        if between == "late":
+            world.pass_time(seconds)
+        elif between == "late and away":
+            # Until the lease has ended. The home that starts then cannot say so.
+            world.pass_time(max(seconds, TIMES.ttl + 0.1))
+            world.start_home()
+        self._copy_all()
+        world.flow()
+
+    def _come_between(self, between: Between, offered: Offered, seconds: float) -> None:
+        world = self.world
+        if between in ("home restarts", "home is away", "told again"):
             world.stop_home()
             world.pass_time(seconds if between == "home is away" else 0.0)
             world.start_home()
-        elif between == "aborted":
+        if between == "told again":
+            world.flow(rounds=1)
+            # The source has seen that, and opens its Watch again.
+            world.pass_time(0.1)
+            world.flow(rounds=4)
+            return
+        if between == "aborted":
             world.source.abort(offered)
         elif between == "source restarts":
             world.restart_source()
-        world.flow()
-        if offered in self._extensible():
-            world.source.publish_more(offered, 1, last=True)
-            world.flow()
-        if between == "late":
-            world.pass_time(seconds)
-        self._copy_all()
         world.flow()
 
     @precondition(lambda self: self.world.source.can_publish)

@@ -1,11 +1,11 @@
 """Destination engines: the shipped lease and judgement, and around them what `Acquirer`, `Renewals` and `Reader` do,
-call by call. Their ranks copy block by block, whenever the machine says so."""
+call by call. Their ranks copy piece by piece, whenever the machine says so."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import cast
+from typing import TypeAlias, cast
 
 from kvferry._clock import from_duration, to_duration
 from kvferry._control.granted_steps import GrantedSteps
@@ -16,10 +16,14 @@ from kvferry.errors import KvferryError, LeaseEnded, WrongKey
 from kvferry.v1 import kv_transfer_pb2 as pb
 from tests.model.clocks import PartyClock, Violation
 from tests.model.network import Network, Pipe
-from tests.model.source import Memory, Offered, Routed
+from tests.model.source import LAYERS, Memory, Offered, Routed
 
 PATIENCE = 6.0
 """Seconds that a reader waits for a publication."""
+
+
+Piece: TypeAlias = tuple[int, tuple[int, ...]]
+"""What a rank copies at once: a block, and which of its layers."""
 
 
 class Reader:
@@ -38,10 +42,10 @@ class Share:
     Attributes:
         offered: what it reads; until the home accepts a read with a router's reference, only that.
         ranks: whose copies it reports.
-        blocks: granted, in order.
+        pieces: granted, in order.
         copies: what each rank has copied of them so far.
         granted: all blocks are known.
-        progressive: its ranks copy what is known while the source still publishes.
+        progressive: its ranks copy what is known while the source still publishes, layer by layer where that is told.
         ended_at: when its last copy ended, as far as it knows.
         copied_at: when its last copy ended.
         over: it does not rely on the lease any more: judged, given up or dead.
@@ -58,8 +62,8 @@ class Share:
     memory: Memory
     find: Callable[[pb.Accepted], Offered]
     lease: ReaderLease | None = None
-    blocks: list[int] = field(default_factory=list)
-    copies: dict[int, list[int]] = field(default_factory=dict)
+    pieces: list[Piece] = field(default_factory=list)
+    copies: dict[int, list[tuple[int, ...]]] = field(default_factory=dict)
     granted: bool = False
     progressive: bool = False
     ended_at: float | None = None
@@ -110,7 +114,7 @@ class Share:
         """A rank copies its next block."""
         copied = self.copies[rank]
         self.read_after_release |= self._found.free
-        copied.append(self.memory.contents[self.blocks[len(copied)]])
+        copied.append(_of(self.memory.contents, self.pieces[len(copied)]))
         self.copied_at = self.reader.clock.now()
         self._look_whether_all_is_copied()
 
@@ -118,7 +122,12 @@ class Share:
         """Ranks that have something left to copy."""
         if self.over:
             return []
-        return [rank for rank, copied in self.copies.items() if len(copied) < len(self.blocks)]
+        return [rank for rank, copied in self.copies.items() if len(copied) < len(self.pieces)]
+
+    @property
+    def blocks(self) -> set[int]:
+        """Those that it knows of."""
+        return {block for block, _ in self.pieces}
 
     @property
     def begun(self) -> bool:
@@ -172,7 +181,7 @@ class Share:
         if not self.begun:
             if self.lease is not None:
                 self.lease.end()
-            self.lease, self.blocks, self._again_after, self._steps = None, [], None, GrantedSteps()
+            self.lease, self.pieces, self._again_after, self._steps = None, [], None, GrantedSteps()
 
         def on_message(message: pb.ReadBlocksResponse) -> None:
             kind = message.WhichOneof("message")
@@ -187,9 +196,8 @@ class Share:
                     self.give_up(cancel=False)
                 self._steps.again()
             elif kind == "blocks":
-                self._steps.add([message.blocks])
-                self.blocks += [block for blocks in self._steps.take().values() for block in blocks.ids.tolist()]
-                if self.progressive and self.blocks:
+                self._take(message.blocks)
+                if self.progressive and self.pieces:
                     self._begin()
             elif kind == "revoked":
                 self._leave(pipe)
@@ -215,12 +223,32 @@ class Share:
         request = self._request(to_duration(left))
         self.network.open(self, lambda host: host.read_blocks(request), pipe)
 
+    def _take(self, step: pb.Blocks) -> None:
+        """Add what a step grants, which may be further layers of blocks that it knows of."""
+        try:
+            self._steps.add([step])
+            complete = self._steps.take()
+        except KvferryError as error:
+            raise Violation(f"R1: a reader was told what its source did not publish: {error}") from error
+        known = dict[int, set[int]]()
+        for block, layers in self.pieces:
+            known.setdefault(block, set()).update(layers)
+        every: Sequence[int] = range(len(LAYERS))
+        granted = [(block, every) for found in complete.values() for block in found.ids.tolist()]
+        unfinished = self._steps.unfinished
+        if self.progressive and unfinished is not None:
+            named = sorted(map(LAYERS.index, unfinished.layers))
+            granted += [(block, named) for found in unfinished.blocks.values() for block in found.ids.tolist()]
+        for block, named_now in granted:
+            if new := tuple(layer for layer in named_now if layer not in known.get(block, ())):
+                self.pieces.append((block, new))
+
     def _begin(self) -> None:
         """Its ranks begin, unless they have."""
         self.copies = self.copies or {rank: [] for rank in self.ranks}
 
     def _look_whether_all_is_copied(self) -> None:
-        if self.granted and all(len(copied) == len(self.blocks) for copied in self.copies.values()):
+        if self.granted and all(len(copied) == len(self.pieces) for copied in self.copies.values()):
             self.ended_at = self.reader.clock.now()
 
     def _leave(self, pipe: Pipe[pb.ReadBlocksResponse]) -> None:
@@ -309,9 +337,10 @@ class Share:
         if self.read_after_release:
             raise Violation("R1: a read counts that copied blocks after they were released")
         contents = self._found.contents
-        published = [contents[block] for block in self.blocks]
-        if len(published) != len(contents):
-            raise Violation(f"R1: {len(published)} blocks count, {len(contents)} were published")
+        pieces = {(block, layer) for block, layers in self.pieces for layer in layers}
+        if pieces != {(block, layer) for block in contents for layer in range(len(LAYERS))}:
+            raise Violation(f"R1: {sorted(pieces)} count, all layers of blocks {sorted(contents)} were published")
+        published = [_of(contents, piece) for piece in self.pieces]
         for rank, copied in self.copies.items():
             if copied != published:
                 raise Violation(f"R1: rank {rank} was given {copied}, published was {published}")
@@ -353,6 +382,11 @@ def shares(
         Share(reader, offered, read_id, ranks, group, network, memory, find, progressive=progressive)
         for group in groups
     ]
+
+
+def _of(contents: Mapping[int, tuple[int, ...]], piece: Piece) -> tuple[int, ...]:
+    block, layers = piece
+    return tuple(contents[block][layer] for layer in layers)
 
 
 def _result(answer: object) -> pb.NotificationResult | KvferryError:

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
 from tests.model.lying import MANY, LyingMachine
-from tests.model.machine import PICK, SECONDS, Machine
+from tests.model.machine import BEGIN, PICK, SECONDS, Machine
 from tests.model.source import Routed
 
 END = st.sampled_from(("published", "published", "published late", "declined", "declined first", "source restarts"))
@@ -66,9 +66,13 @@ class RoutedMachine(Machine):
 
     @precondition(lambda self: self.world.routed)
     @rule(
-        what=st.sampled_from(("read", "publish", "publish", "decline")), reader=st.integers(0, 1), pick=PICK, calm=PICK
+        what=st.sampled_from(("read", "publish", "publish", "decline")),
+        begin=BEGIN,
+        reader=st.integers(0, 1),
+        pick=PICK,
+        calm=PICK,
     )
-    def a_routers_reference_is_used(self, what: str, reader: int, pick: int, calm: int) -> None:
+    def a_routers_reference_is_used(self, what: str, begin: str, reader: int, pick: int, calm: int) -> None:
         """By anybody who has it, at any time; but published under once."""
         world = self.world
         routed = self._routed(pick)
@@ -76,9 +80,9 @@ class RoutedMachine(Machine):
         if what == "decline":
             world.decline(routed)
         elif what == "read":
-            world.read(world.readers[reader], routed, 1, scheduled=True)
+            world.read(world.readers[reader], routed, 1, scheduled=True, progressive=calm % 8 > 3)
         elif world.source.can_publish and not used:
-            world.publish(1, last=True, expected_reads=1, routed=routed)
+            world.publish(1, last=begin == "all", expected_reads=1, routed=routed, by_layers=begin == "a layer")
         self._calm(bool(calm % 4))
 
     def _routed(self, pick: int) -> Routed:

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from kvferry._control import judgement, publications, reader_lease
+from kvferry._control.granted_steps import GrantedSteps
 from kvferry.errors import WrongSession
+from kvferry.geometry.blocks import Unfinished
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry_server.domain import book as books
 from kvferry_server.domain import lessor, registry, router_keys, routing, sources
@@ -21,8 +23,9 @@ from kvferry_server.domain.reads import LeaseRequest, LeaseState, RankReport, Ve
 from kvferry_server.domain.steps import PublicationStep
 from kvferry_server.home import streams
 from kvferry_server.home.home import Home
-from kvferry_server.servicers import introspection, paging
+from kvferry_server.servicers import decode, introspection, paging
 from tests.model import readers
+from tests.model.source import LAYERS
 
 Sabotage = Callable[[pytest.MonkeyPatch], None]
 SABOTAGES: dict[str, Sabotage] = {}
@@ -232,18 +235,71 @@ def blocks_move_before_their_step_was_granted(patch: pytest.MonkeyPatch) -> None
     def ahead(self: readers.Share) -> list[int]:
         found = copying(self)
         if self.progressive and self.begun and not self.granted and self._found.source.free:
-            found += [rank for rank, copied in self.copies.items() if len(copied) == len(self.blocks)]
+            found += [rank for rank, copied in self.copies.items() if len(copied) == len(self.pieces)]
         return found
 
     def copy_ahead(self: readers.Share, rank: int) -> None:
         copied = self.copies[rank]
-        if len(copied) < len(self.blocks):
+        if len(copied) < len(self.pieces):
             copy(self, rank)
         else:
             copied.append(self.memory.contents[self._found.source.free[0]])
 
     patch.setattr(readers.Share, "copying", ahead)
     patch.setattr(readers.Share, "copy", copy_ahead)
+
+
+@sabotage
+def all_layers_move_when_the_first_is_named(patch: pytest.MonkeyPatch) -> None:
+    original = GrantedSteps.unfinished.fget  # type: ignore[attr-defined]
+
+    def unfinished(self: GrantedSteps) -> Unfinished | None:
+        found: Unfinished | None = original(self)
+        return None if found is None else Unfinished(found.blocks, frozenset(LAYERS))
+
+    patch.setattr(GrantedSteps, "unfinished", property(unfinished))
+
+
+# Mistakes of a home with what is published layer by layer.
+
+
+@sabotage
+def unfinished_blocks_are_told_as_complete(patch: pytest.MonkeyPatch) -> None:
+    def blocks(message: pb.Publish) -> bytes:
+        told = pb.Blocks(step=message.step, groups=[*message.groups, *message.unfinished.groups])
+        return told.SerializeToString()
+
+    patch.setattr(decode, "_blocks", blocks)
+
+
+@sabotage
+def unfinished_blocks_are_never_complete(patch: pytest.MonkeyPatch) -> None:
+    original = PublicationRecord.add
+
+    def add(self: PublicationRecord, step: PublicationStep) -> None:
+        before = self.unfinished
+        original(self, step)
+        self.unfinished = {**before, **self.unfinished}
+
+    patch.setattr(PublicationRecord, "add", add)
+
+
+@sabotage
+def a_step_that_overtakes_the_snapshot_is_refused(patch: pytest.MonkeyPatch) -> None:
+    """By a home that has heard some of those before it."""
+    original = sources.Sources._check_step
+
+    def check_step(
+        self: sources.Sources, book: Book, publication: PublicationRecord | None, step: PublicationStep
+    ) -> None:
+        recovering = book.recovering
+        book.recovering = recovering and (publication is None or not publication.steps)
+        try:
+            original(self, book, publication, step)
+        finally:
+            book.recovering = recovering
+
+    patch.setattr(sources.Sources, "_check_step", check_step)
 
 
 # What only a liar makes use of: a proof that is not asked for, or a secret that is none.

@@ -12,11 +12,12 @@ from typing import cast
 
 from kvferry._clock import from_duration
 from kvferry._control.backoff import BACKOFF_FIRST
+from kvferry._control.publication_steps import follow
 from kvferry._control.publications import Offers, Publication, ReleaseOutcome, leaves_open
 from kvferry._wire.authority import incarnation_of
 from kvferry._wire.reference import parse_reference
 from kvferry._wire.status import from_notification_error
-from kvferry.errors import KvferryError, PeerRestarted, WrongSession
+from kvferry.errors import BadBlock, InvalidField, KvferryError, PeerRestarted, WrongSession
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry_server.domain.identity import EngineRef
 from kvferry_server.domain.registrations import Registration
@@ -27,6 +28,8 @@ from tests.support.parties import BLOCK, registration
 
 ENGINE_ID = "prefill"
 BLOCKS = 6
+LAYERS = ("layer-0", "layer-1", "layer-2")
+"""What a block has. They are computed one after the other, and may be published so."""
 BATCH = 2
 """Notifications per call of a snapshot: small, so that it takes several."""
 
@@ -37,15 +40,17 @@ def registered(ref: EngineRef) -> Registration:
 
 
 class Memory:
-    """Contents of the source's blocks: a number that changes with every write."""
+    """Contents of the source's blocks: for each layer a number that changes with every write."""
 
     def __init__(self) -> None:
-        self.contents = dict.fromkeys(range(1, BLOCKS + 1), 0)
+        self.contents = dict.fromkeys(range(1, BLOCKS + 1), (0,) * len(LAYERS))
         self._writes = 0
 
-    def write(self, block: int) -> None:
+    def write(self, block: int, first: int = 0, end: int = len(LAYERS)) -> None:
+        """Write layers `first` to `end` of a block."""
         self._writes += 1
-        self.contents[block] = self._writes
+        before = self.contents[block]
+        self.contents[block] = (*before[:first], *(self._writes,) * (end - first), *before[end:])
 
 
 @dataclass(eq=False)
@@ -67,7 +72,10 @@ class Offered:
     source: Source
     publication: Publication
     routed: Routed | None = None
-    contents: dict[int, int] = field(default_factory=dict)
+    contents: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    """Of its blocks, unfinished ones included."""
+    computed: int = 0
+    """Layers of its unfinished blocks that are computed."""
     complete: bool = False
     releases: int = 0
     free: bool = False
@@ -153,9 +161,18 @@ class Source:
         first = any(sending.step.step == 0 for sending in self.sendings)
         return self.ready and bool(self.free) and not first
 
-    def publish(self, count: int, *, last: bool, expected_reads: int, routed: Routed | None = None) -> Offered:
-        blocks = self._written(count)
-        step = pb.Publish(request_id="request", groups=[group(0, blocks)], last=last, expected_reads=expected_reads)
+    def publish(
+        self,
+        count: int,
+        *,
+        last: bool,
+        expected_reads: int,
+        routed: Routed | None = None,
+        by_layers: bool = False,
+    ) -> Offered:
+        """With `by_layers`, of the blocks only the first layer; then it is not the last step."""
+        step = pb.Publish(request_id="request", last=last and not by_layers, expected_reads=expected_reads)
+        blocks = self._add_blocks(step, 0, count, by_layers=by_layers)
         if routed is not None:
             step.router_key, step.key = routed.name, parse_reference(routed.reference).key
         offered = Offered(self, self.offers.publish(ADVERTISE, step), routed)
@@ -163,10 +180,25 @@ class Source:
         self._send(offered, step, blocks)
         return offered
 
-    def publish_more(self, offered: Offered, count: int, *, last: bool) -> None:
-        blocks = self._written(count)
-        step = pb.Publish(groups=[group(len(offered.contents), blocks)], last=last)
-        self.offers.publish_more(offered.number, step)
+    def publish_more(self, offered: Offered, count: int, *, last: bool, by_layers: bool = False) -> None:
+        """With `by_layers`, the next layer of the unfinished blocks; if they have them all, that, and the first layer
+        of others."""
+        number = offered.number
+        begun = self.offers.unfinished(number)
+        step = pb.Publish(last=last and not by_layers)
+        blocks: tuple[int, ...] = ()
+        if by_layers and begun and offered.computed + 1 < len(LAYERS):
+            self._compute(offered, begun, offered.computed + 1)
+            step.unfinished.layers.append(LAYERS[offered.computed - 1])
+        else:
+            self._compute(offered, begun, len(LAYERS))
+            blocks = self._add_blocks(step, len(offered.contents), count, by_layers=by_layers)
+            if not by_layers:
+                follow(begun, step)
+            elif begun:
+                # Unlike the SDK's sources: both in one step.
+                step.groups.extend(begun)
+        self.offers.publish_more(number, step)
         self._send(offered, step, blocks)
 
     def abort(self, offered: Offered) -> None:
@@ -311,6 +343,8 @@ class Source:
     def _send(self, offered: Offered, step: pb.Publish, blocks: tuple[int, ...]) -> None:
         offered.contents |= {block: self.memory.contents[block] for block in blocks}
         offered.complete = step.last
+        if step.unfinished.groups:
+            offered.computed = 1
         sending = Sending(offered, step, blocks)
         self.sendings.append(sending)
         self._attempt(sending)
@@ -324,6 +358,8 @@ class Source:
                 self._sent(sending)
                 return
             self._check_not_evicted(answer)
+            if isinstance(answer, (InvalidField, BadBlock)):
+                raise Violation(f"a step that continues the one before was refused: {answer}")
             if leaves_open(answer):
                 self.offers.unanswered(sending.step)
             if answer.retryable:
@@ -359,12 +395,24 @@ class Source:
         self.sendings.remove(sending)
         self.offers.sent(sending.offered.number, self.clock.now())
 
-    def _written(self, count: int) -> tuple[int, ...]:
+    def _add_blocks(self, step: pb.Publish, first: int, count: int, *, by_layers: bool) -> tuple[int, ...]:
+        """Write free blocks, or only their first layer, and add them to a step. Returns them."""
         blocks = tuple(self.free[:count])
         del self.free[:count]
         for block in blocks:
-            self.memory.write(block)
+            self.memory.write(block, end=1 if by_layers else len(LAYERS))
+        if by_layers:
+            step.unfinished.CopyFrom(pb.Unfinished(groups=[group(first, blocks)], layers=LAYERS[:1]))
+        elif blocks:
+            step.groups.append(group(first, blocks))
         return blocks
+
+    def _compute(self, offered: Offered, begun: Sequence[pb.GroupBlocks], end: int) -> None:
+        """Write the next layers of unfinished blocks, up to `end`."""
+        for block in [block for blocks in begun for block in blocks.run_starts]:
+            self.memory.write(block, offered.computed, end)
+            offered.contents[block] = self.memory.contents[block]
+        offered.computed = end
 
     def _take(self, offered: Offered | None, blocks: Sequence[int]) -> None:
         """Blocks are the engine's again, which writes to them at once."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import cast
 
 from kvferry._control.connection import CALL_TIMEOUT
 from kvferry._wire.authority import SECRET_BYTES
@@ -12,6 +14,8 @@ from kvferry._wire.reference import router_reference
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry_server.domain.identity import EngineRef
 from kvferry_server.domain.publications import PublicationRecord
+from kvferry_server.domain.reads import LeaseState
+from kvferry_server.domain.router_keys import ROUTER_KEY_BYTES
 from tests.model.clocks import PartyClock, RealTime, Violation
 from tests.model.host import ADVERTISE, TIMES, Host
 from tests.model.network import LIFE, Network, Pipe
@@ -46,8 +50,19 @@ class World:
 
     # What the parties do.
 
-    def publish(self, count: int, *, last: bool, expected_reads: int, routed: Routed | None = None) -> None:
-        self.offered.append(self.source.publish(count, last=last, expected_reads=expected_reads, routed=routed))
+    def publish(
+        self,
+        count: int,
+        *,
+        last: bool,
+        expected_reads: int,
+        routed: Routed | None = None,
+        by_layers: bool = False,
+    ) -> None:
+        published = self.source.publish(
+            count, last=last, expected_reads=expected_reads, routed=routed, by_layers=by_layers
+        )
+        self.offered.append(published)
 
     def route(self) -> Routed:
         """A router makes a reference."""
@@ -185,7 +200,7 @@ class World:
         for share in self.shares:
             if share.reader.fell_behind or not share.relies:
                 continue
-            if share.offered is offered or set(blocks) & set(share.blocks):
+            if share.offered is offered or share.blocks.intersection(blocks):
                 raise Violation(f"R2: blocks {blocks} change under a live lease of {share.reader.engine.engine_id}")
 
     def check_home(self) -> None:
@@ -258,6 +273,31 @@ class World:
         for offered in self.offered:
             if offered.source is source and not offered.free:
                 raise Violation(f"R3: publication {offered.number} was never released")
+        self._check_nothing_left()
+
+    def _check_nothing_left(self) -> None:
+        """What was published and read is forgotten, and counts no more against its source's memory."""
+        for _ in range(3):
+            # Until the last acknowledgement was repeated, and the last outcome is kept no longer.
+            self.flow()
+            self.pass_time(TIMES.max_ttl)
+        self.flow()
+        host, ref = cast(Host, self.host), self.source.ref
+        home = host.home
+        book = home.records.books.get(ref)
+        if book is None or book.publications:
+            raise Violation(f"R3: the home still has publications {book and list(book.publications)} of {ref}")
+        engine = home.engines.find(ref)
+        own = home._feed_sizes[ref] + sum(rank.size for rank in engine.ranks.values()) + book.numbers_size
+        keys = book.router_keys
+        waiting = sum(read.sources[0] == ref for read in keys.who_waits())
+        own += ROUTER_KEY_BYTES * (len(keys._past) + len(keys._declined) + waiting)
+        if home.memory.held(ref) != own:
+            raise Violation(f"the home counts {home.memory.held(ref)} bytes for {ref}, which has {own}")
+        live = Counter(lease.state for lease in home.records.leases() if lease.live)
+        for state in (LeaseState.WAITING, LeaseState.READING):
+            if home.journal.live_leases[state] != live[state]:
+                raise Violation(f"the home counts {home.journal.live_leases[state]} leases as {state.name}: {live}")
 
     def check_served(self, meanwhile: Callable[[], None], *, routes: bool = False) -> None:
         """R13: with nothing lost any more, a request is published and read in bounded time, whatever else is said.

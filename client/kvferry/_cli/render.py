@@ -109,6 +109,15 @@ def enum_name(names: Any, number: int, prefix: str) -> str:
     return name.removeprefix(prefix).lower().replace("_", " ")
 
 
+def read_state(states: Any, transfer: Any) -> str:
+    """Return the state of a read as protobuf's `states` names it; with the parts that its reader may have moved, if it
+    waits for more."""
+    state = enum_name(states, transfer.read.state, "READ_STATE_")
+    if not transfer.parts:
+        return state
+    return f"{state}, {transfer.parts} part{'s' * (transfer.parts > 1)} so far"
+
+
 def duration(seconds: float) -> str:
     """Return seconds as ``0.4 s``, ``12 s``, ``3 min 20 s``, ``2 h 5 min`` or ``3 d 4 h``."""
     if seconds < 9.95:

@@ -206,7 +206,7 @@ class Lookers:
 
 
 def _transfer(server: str, summary: introspection_pb2.TransferSummary) -> ListedRead:
-    from kvferry._cli.render import enum_name
+    from kvferry._cli.render import read_state
     from kvferry._clock import from_duration
     from kvferry.v1 import kv_transfer_pb2
 
@@ -218,7 +218,7 @@ def _transfer(server: str, summary: introspection_pb2.TransferSummary) -> Listed
         request_id=summary.request_id,
         reader=read.reader.engine_id,
         lease_number=read.lease_number,
-        state=enum_name(kv_transfer_pb2.ReadState, read.state, "READ_STATE_"),
+        state=read_state(kv_transfer_pb2.ReadState, summary),
         reported=read.reported,
         parties=read.parties,
         bytes=read.bytes,

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from kvferry._cli.connection import DEFAULT_SERVER, AsJson, Connection, Server, with_connection
-from kvferry._cli.render import add_row, console, duration, enum_name, print_json, safe, size, table
+from kvferry._cli.render import add_row, console, duration, print_json, read_state, safe, size, table
 
 
 @with_connection
@@ -49,7 +49,7 @@ def transfers(
             f"router key {transfer.router_key}" if waits else transfer.request_id,
             read.reader.engine_id,
             "" if waits else read.lease_number,
-            enum_name(kv_transfer_pb2.ReadState, read.state, "READ_STATE_"),
+            read_state(kv_transfer_pb2.ReadState, transfer),
             f"{read.reported}/{read.parties}",
             size(read.bytes),
             f"waits for {duration(from_duration(transfer.waited))}"

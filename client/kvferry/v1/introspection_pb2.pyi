@@ -160,7 +160,7 @@ class GetServerInfoResponse(google.protobuf.message.Message):
     @property
     def capabilities(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """capabilities that a caller may ask for before it relies on them: "admin", "checksums", "decline_forwarding",
-        "list_filters", "poll_blocks", "router_references". Unknown ones are to be ignored.
+        "list_filters", "poll_blocks", "router_references", "unfinished_blocks". Unknown ones are to be ignored.
         """
 
     def __init__(
@@ -480,12 +480,17 @@ class TransferSummary(google.protobuf.message.Message):
     REPORTS_FIELD_NUMBER: builtins.int
     ROUTER_KEY_FIELD_NUMBER: builtins.int
     WAITED_FIELD_NUMBER: builtins.int
+    PARTS_FIELD_NUMBER: builtins.int
     publication: builtins.int
     """publication that is read. 0: it has not come, and the read waits for it under a router's key, without a lease."""
     request_id: builtins.str
     """request_id at the source."""
     router_key: builtins.str
     """router_key under which the source published, or shall publish. Empty: no router made the reference."""
+    parts: builtins.int
+    """parts is the number of steps that the source has published of what is not complete yet: the reader may have moved their
+    blocks, though the state is WAITING. 0: none, all, or the read has ended.
+    """
     @property
     def source(self) -> kvferry.v1.kv_transfer_pb2.EngineRef:
         """source engine."""
@@ -517,9 +522,10 @@ class TransferSummary(google.protobuf.message.Message):
         reports: collections.abc.Iterable[kvferry.v1.kv_transfer_pb2.RankReport] | None = ...,
         router_key: builtins.str = ...,
         waited: google.protobuf.duration_pb2.Duration | None = ...,
+        parts: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["lease_remaining", b"lease_remaining", "read", b"read", "source", b"source", "waited", b"waited"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["lease_remaining", b"lease_remaining", "publication", b"publication", "read", b"read", "reports", b"reports", "request_id", b"request_id", "router_key", b"router_key", "source", b"source", "waited", b"waited"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["lease_remaining", b"lease_remaining", "parts", b"parts", "publication", b"publication", "read", b"read", "reports", b"reports", "request_id", b"request_id", "router_key", b"router_key", "source", b"source", "waited", b"waited"]) -> None: ...
 
 global___TransferSummary = TransferSummary
 

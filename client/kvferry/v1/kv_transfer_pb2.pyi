@@ -226,7 +226,9 @@ class _ReadStateEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._Enum
     READ_STATE_UNSPECIFIED: _ReadState.ValueType  # 0
     """READ_STATE_UNSPECIFIED is never sent."""
     READ_STATE_WAITING: _ReadState.ValueType  # 1
-    """READ_STATE_WAITING: leased, or waiting for a lease under a router's key; the publication is not complete yet."""
+    """READ_STATE_WAITING: leased, or waiting for a lease under a router's key; the publication is not complete yet. Its reader
+    may have moved the steps that were published: TransferSummary.parts.
+    """
     READ_STATE_READING: _ReadState.ValueType  # 2
     """READ_STATE_READING: leased, all blocks granted."""
     READ_STATE_VALID: _ReadState.ValueType  # 3
@@ -244,7 +246,9 @@ class ReadState(_ReadState, metaclass=_ReadStateEnumTypeWrapper):
 READ_STATE_UNSPECIFIED: ReadState.ValueType  # 0
 """READ_STATE_UNSPECIFIED is never sent."""
 READ_STATE_WAITING: ReadState.ValueType  # 1
-"""READ_STATE_WAITING: leased, or waiting for a lease under a router's key; the publication is not complete yet."""
+"""READ_STATE_WAITING: leased, or waiting for a lease under a router's key; the publication is not complete yet. Its reader
+may have moved the steps that were published: TransferSummary.parts.
+"""
 READ_STATE_READING: ReadState.ValueType  # 2
 """READ_STATE_READING: leased, all blocks granted."""
 READ_STATE_VALID: ReadState.ValueType  # 3

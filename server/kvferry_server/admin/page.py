@@ -89,6 +89,7 @@ READ_COLUMNS = (
     "request_id",
     "router_key",
     "state",
+    "parts",
     "lease_remaining_s",
     "reported",
     "bytes",

@@ -137,6 +137,7 @@ def _read_row(summary: ipb.TransferSummary) -> Row:
         "request_id": summary.request_id,
         "router_key": summary.router_key,
         "state": LeaseState(summary.read.state).name.lower(),
+        "parts": summary.parts,
         "lease_remaining_s": round(summary.lease_remaining.ToTimedelta().total_seconds(), 3),
         "reported": f"{summary.read.reported} of {summary.read.parties}",
         "bytes": summary.read.bytes,

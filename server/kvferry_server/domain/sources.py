@@ -278,8 +278,8 @@ class Sources:
             self._check_room(book, step.number, step.size)
         else:
             self._memory.check(book.source, step.size)
-            if publication is None or publication.stage is PublicationStage.AWAITED:
-                # Its first steps are in the snapshot.
+            if publication is None or step.index > len(publication.steps):
+                # The steps before it are in the snapshot, of which this home may have heard a part.
                 book.check_recovered()
         check_follows(publication, step)
         if book.groups is not None:

@@ -66,6 +66,7 @@ class PublicationStep:
         router_key: the key under which readers wait for the publication; in the first step only.
         unfinished: blocks that readers may read layer by layer; not in the last step.
         encoded: the `Blocks` message of the step, as every reader gets it; empty: made from the rest.
+        size: estimated bytes that it takes in memory.
     """
 
     number: int
@@ -79,21 +80,23 @@ class PublicationStep:
     router_key: RouterKey | None = None
     unfinished: Unfinished | None = None
     encoded: bytes = field(default=b"", repr=False, compare=False)
+    size: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not self.encoded:
             object.__setattr__(self, "encoded", _encoded(self))
+        # Counted once: a publication may have a hundred thousand steps, which are released together.
+        object.__setattr__(self, "size", _size(self))
 
-    @property
-    def size(self) -> int:
-        """Estimated bytes that it takes in memory."""
-        groups, layers = self.groups, 0
-        if self.unfinished is not None:
-            groups += self.unfinished.groups
-            # A character takes four bytes where one of the name is far from ASCII.
-            layers = sum(144 + len(name) * (1 if name.isascii() else 4) for name in self.unfinished.layers)
-        runs = sum(len(blocks.starts) for blocks in groups)
-        return 512 + len(self.payload) + len(self.encoded) + 512 * len(groups) + 80 * runs + layers
+
+def _size(step: PublicationStep) -> int:
+    groups, layers = step.groups, 0
+    if step.unfinished is not None:
+        groups += step.unfinished.groups
+        # A character takes four bytes where one of the name is far from ASCII.
+        layers = sum(144 + len(name) * (1 if name.isascii() else 4) for name in step.unfinished.layers)
+    runs = sum(len(blocks.starts) for blocks in groups)
+    return 512 + len(step.payload) + len(step.encoded) + 512 * len(groups) + 80 * runs + layers
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,14 +69,17 @@ def read_message(epoch: bytes, message: ReadMessage, values: Times, now: float) 
 
 
 def poll_answer(epoch: bytes, messages: Iterable[ReadMessage], values: Times, now: float) -> bytes:
-    """Encode messages to a reader as one answer to PollBlocks: as many of them as fit. One more step, or the payload,
-    still fits a message when the limits are reached. `now` is when it is sent, on the home's clock."""
+    """Encode messages to a reader as one answer to PollBlocks: as many of them as fit. The payload still fits a message
+    when the limits are reached; one more step may not. `now` is when it is sent, on the home's clock."""
     answer = pb.PollBlocksResponse(home_epoch=epoch)
     steps, room = list[bytes](), POLL_BYTES
     for message in messages:
         if room <= 0 or len(steps) >= POLL_STEPS:
             break
         if isinstance(message, PublicationStep):
+            if steps and len(message.encoded) > POLL_BYTES:
+                # With those before it might fit no message. Alone it does: it came in one.
+                break
             steps.append(embedded(pb.PollBlocksResponse.BLOCKS_FIELD_NUMBER, message.encoded))
             room -= len(message.encoded)
         elif isinstance(message, Accepted):
@@ -168,6 +171,7 @@ def transfer_summary(read: Lease | WaitingRead, now: float) -> ipb.TransferSumma
         lease_remaining=to_duration(lease.remaining(now)),
         reports=[_report(report) for report in lease.reports.values()],
         router_key=_router_key(publication),
+        parts=len(publication.steps) if lease.state is LeaseState.WAITING else 0,
     )
 
 

@@ -449,6 +449,21 @@ def test_nothing_is_granted_until_the_snapshot_is_complete() -> None:
     assert scene.grant(6).live
 
 
+def test_a_step_that_overtakes_the_snapshot_waits_for_it() -> None:
+    scene = Scene(recovering=True)
+    scene.sources.begin_snapshot(P)
+    scene.publish(last=False)
+    # The step before it is in the part of the snapshot that has not come yet.
+    with pytest.raises(HomeRecovering):
+        scene.publish(step=2)
+    scene.publish(step=1, last=False)
+    assert scene.publish(step=2).step_count == 3
+    scene.publish(2, last=False)
+    scene.sources.end_snapshot(P, 2)
+    with pytest.raises(InvalidField):
+        scene.publish(2, step=2)
+
+
 @pytest.mark.parametrize("end", ["read", "abort", "decline", "lease"])
 def test_what_was_published_again_is_not_released_within_max_ttl(end: str) -> None:
     scene = Scene(recovering=True)

@@ -183,6 +183,21 @@ async def test_requests_are_listed_until_their_release_is_acknowledged(node: Nod
     assert not other.requests
 
 
+async def test_a_read_that_waits_shows_how_many_parts_there_are(node: Node) -> None:
+    await node.open_engine()
+    await node.register()
+    await node.publish(1, last=False)
+    node.read(1)
+    shown = []
+    for step in (1, 2):
+        [read] = (await node.introspection.ListTransfers(ipb.ListTransfersRequest(), timeout=TIMEOUT)).transfers
+        shown.append((read.read.state, read.parts))
+        await node.publish(1, step=step, last=step == 2)
+    [read] = (await node.introspection.ListTransfers(ipb.ListTransfersRequest(), timeout=TIMEOUT)).transfers
+    assert shown == [(pb.READ_STATE_WAITING, 1), (pb.READ_STATE_WAITING, 2)]
+    assert (read.read.state, read.parts) == (pb.READ_STATE_READING, 0)
+
+
 async def test_transfers_are_listed_as_long_as_their_outcome_is_kept(node: Node) -> None:
     await node.open_engine()
     await node.register()

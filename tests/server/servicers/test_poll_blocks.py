@@ -33,7 +33,8 @@ from kvferry.errors import (
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry_server.domain.limits import MAX_STALE_STREAMS, Limits
 from kvferry_server.domain.steps import PublicationStep
-from kvferry_server.servicers.limits import POLL_STEPS
+from kvferry_server.servicers import encode
+from kvferry_server.servicers.limits import MAX_LAYERS, MAX_RUNS, POLL_BYTES, POLL_STEPS
 from tests.support.node_in_process import (
     ADVERTISE,
     TIMEOUT,
@@ -383,3 +384,17 @@ async def test_who_leaves_while_waiting_leaves_nothing(ready: Node) -> None:
     await until_waiting(ready, calls=0)
     await ready.publish()
     assert steps(await ready.poll(lease_id=lease_id)) == [0]
+
+
+async def test_the_largest_step_is_told_after_any_others(ready: Node) -> None:
+    """Names of layers make one so large that no message holds it with all that an answer may have before it."""
+    runs = pb.GroupBlocks(group="full", run_starts=[(1 << 31) - 1] * MAX_RUNS, run_counts=[1 << 14] * MAX_RUNS)
+    largest = pb.Blocks(step=1, unfinished=pb.Unfinished(groups=[runs], layers=["x" * 256] * MAX_LAYERS))
+    before = pb.Blocks(unfinished=pb.Unfinished(layers=["x" * 256] * ((POLL_BYTES >> 8) - 32)))
+    messages = [
+        PublicationStep(1, "r1", index, last=False, encoded=step.SerializeToString())
+        for index, step in enumerate((before, largest))
+    ]
+    answers = [encode.poll_answer(ready.home.epoch, iter(left), TIMES, 0.0) for left in (messages, messages[1:])]
+    assert [steps(pb.PollBlocksResponse.FromString(answer)) for answer in answers] == [[0], [1]]
+    assert max(map(len, answers)) < MAX_MESSAGE_BYTES < sum(map(len, answers))
