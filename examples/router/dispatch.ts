@@ -7,12 +7,20 @@
 // usage: node dispatch.js PORT PREFILL[,…] DECODE_URL[,…] NODE_SERVER PROTO_ROOT
 //
 // PREFILL is URL#ENGINE_ID@HOME: where its HTTP server is, its engine_id, and the address of the node server that is its
-// home, as other hosts reach it.
+// home, as other hosts reach it. DECODE_URL is the URL of a vLLM, or sglang+URL of an SGLang.
 
-import { Completion, Pool, TransferParams, ask, firstOf, serve } from "./engines.js";
+import { randomInt } from "node:crypto";
+
+import { Asked, Completion, Pool, TransferParams, ask, firstOf, serve } from "./engines.js";
 import { NodeServer, References } from "./kvferry.js";
 
+const SGLANG = "sglang+";
+
 const [port, prefills, decodes, address, protoRoot] = process.argv.slice(2) as [string, string, string, string, string];
+if (protoRoot === undefined) {
+  console.error("usage: node dispatch.js PORT PREFILL[,…] DECODE_URL[,…] NODE_SERVER PROTO_ROOT");
+  process.exit(2);
+}
 const nodeServer = new NodeServer(address, protoRoot);
 const references = new References(protoRoot);
 
@@ -41,6 +49,18 @@ async function decline(reference: string): Promise<void> {
   }
 }
 
+/** Where a decode engine is asked, and what: each make has a field of its own for the reference. */
+function toDecode(engine: string, body: Completion, shared: TransferParams): Asked {
+  if (engine.startsWith(SGLANG)) {
+    // In the place of a prefill instance of its own make. A room names one attempt, as a reference does.
+    const room = 1 + randomInt(2 ** 48 - 1);
+    const fields = { bootstrap_host: shared.kvferry_reference, bootstrap_port: 1, bootstrap_room: room };
+    return [engine.slice(SGLANG.length), { ...body, stream: false, ...fields }];
+  }
+  const params = { ...shared, do_remote_decode: false, do_remote_prefill: true };
+  return [engine, { ...body, stream: false, kv_transfer_params: params }];
+}
+
 interface Attempt {
   answer?: Completion;
   /** Why there is none. */
@@ -54,9 +74,8 @@ async function attempt(from: Source, body: Completion, traceparent?: string): Pr
   const shared: TransferParams = { kvferry_reference: reference };
   if (traceparent) shared.kvferry_traceparent = traceparent;
   const here = { ...shared, do_remote_decode: true, do_remote_prefill: false };
-  const there = { ...shared, do_remote_decode: false, do_remote_prefill: true };
   const prefilled = ask(from.url, { ...body, max_tokens: 1, stream: false, kv_transfer_params: here });
-  const decoded = firstOf(decode, { ...body, stream: false, kv_transfer_params: there });
+  const decoded = firstOf(decode, (engine) => toDecode(engine, body, shared));
   let refused: { error: unknown } | undefined;
   prefilled.catch((error: unknown) => {
     refused = { error };

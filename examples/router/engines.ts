@@ -37,12 +37,15 @@ export async function ask(url: string, body: Completion): Promise<Completion> {
   return (await answer.json()) as Completion;
 }
 
-/** The first answer of those that take it. */
-export async function firstOf(pool: Pool<string>, body: Completion): Promise<Completion> {
+/** Where an engine is asked, and what. */
+export type Asked = [url: string, body: Completion];
+
+/** The first answer of those that take it; `asked` says what each engine of the pool is asked. */
+export async function firstOf(pool: Pool<string>, asked: (engine: string) => Asked): Promise<Completion> {
   let failure: unknown = new Error("there is no engine");
-  for (const url of pool.all()) {
+  for (const engine of pool.all()) {
     try {
-      return await ask(url, body);
+      return await ask(...asked(engine));
     } catch (error) {
       failure = error;
     }

@@ -36,10 +36,11 @@ async function complete(body: Completion, traceparent?: string): Promise<Complet
   const remote: TransferParams = { do_remote_decode: true, do_remote_prefill: false };
   // Prefill's span comes back beside the reference, and goes to decode with it: one request is one trace.
   if (traceparent) remote.kvferry_traceparent = traceparent;
-  const first = await firstOf(prefill, { ...body, max_tokens: 1, stream: false, kv_transfer_params: remote });
+  const prompt = { ...body, max_tokens: 1, stream: false, kv_transfer_params: remote };
+  const first = await firstOf(prefill, (url) => [url, prompt]);
   const params = first.kv_transfer_params ?? {};
   try {
-    return await firstOf(decode, { ...body, stream: false, kv_transfer_params: params });
+    return await firstOf(decode, (url) => [url, { ...body, stream: false, kv_transfer_params: params }]);
   } catch (error) {
     if (params.kvferry_reference) await decline(params.kvferry_reference);
     throw error;

@@ -20,7 +20,7 @@ from google.protobuf import json_format, message_factory
 from grpc_health.v1 import health_pb2
 
 import kvferry
-from examples import dispatch_router, engine_pair
+from examples import engine_pair
 from kvferry import Blocks, ReleaseOutcome
 from kvferry.errors import PublicationReleased
 from kvferry.testing import Fabric
@@ -152,7 +152,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("program", ["look.js", "router.js"])
+@pytest.mark.parametrize("program", ["dispatch.js", "look.js", "router.js"])
 def test_the_programs_in_typescript_say_what_they_need(compiled: Path, program: str) -> None:
     done = subprocess.run(
         ["node", str(compiled / program), "x"], capture_output=True, text=True, timeout=60, check=False
@@ -330,7 +330,7 @@ def test_router_asks_both_at_once_and_tries_the_next_prefill(
 ) -> None:
     source, destination = one_to_one
     (rank,), engine_id = destination.ranks, source.spec.engine_id
-    asked, refused = threading.Event(), list[str]()
+    asked, refused, by_sglang = threading.Event(), list[str](), list[Any]()
 
     def prefill(body: Any) -> Any:
         reference = body["kv_transfer_params"]["kvferry_reference"]
@@ -354,7 +354,9 @@ def test_router_asks_both_at_once_and_tries_the_next_prefill(
 
     port = free_port()
     sources = ",".join(f"{answering(answer).url}#{engine_id}@{homes[0]}" for answer in (refusing, prefill))
-    router = subprocess.Popen(dispatching(str(port), sources, answering(decode).url, homes[1]), stdout=subprocess.PIPE)
+    # An SGLang, which refuses, and a vLLM.
+    decodes = f"sglang+{answering(by_sglang.append).url},{answering(decode).url}"
+    router = subprocess.Popen(dispatching(str(port), sources, decodes, homes[1]), stdout=subprocess.PIPE)
     try:
         assert router.stdout is not None
         assert router.stdout.readline() == b"listening\n"
@@ -366,21 +368,15 @@ def test_router_asks_both_at_once_and_tries_the_next_prefill(
         assert answer["max_tokens"] == 7
         assert answer["read"] > 0
         assert [release.outcome for release in source.session.released(30)] == [ReleaseOutcome.READ]
+        # Each make has a field of its own for the reference: `tests/integrations` has the engines themselves.
+        assert by_sglang[0]["bootstrap_host"] == refused[0]
+        assert 0 < by_sglang[0]["bootstrap_room"] < 2**63
+        assert (by_sglang[0]["max_tokens"], "kv_transfer_params" in by_sglang[0]) == (7, False)
     finally:
         router.kill()
         router.wait()
         if router.stdout is not None:
             router.stdout.close()
-
-
-def test_the_router_that_asks_both_writes_the_reference_where_each_make_of_decode_reads_it() -> None:
-    """`tests/integrations` has the engines themselves."""
-    url, body = dispatch_router.to_decode({"max_tokens": 7}, "http://d:1", "kvf1.r")
-    assert (url, body["max_tokens"], body["kv_transfer_params"]["kvferry_reference"]) == ("http://d:1", 7, "kvf1.r")
-    url, body = dispatch_router.to_decode({"max_tokens": 7}, "sglang+http://d:1", "kvf1.r")
-    assert (url, body["max_tokens"], body["bootstrap_host"]) == ("http://d:1", 7, "kvf1.r")
-    assert 0 < body["bootstrap_room"] < 2**63
-    assert "kv_transfer_params" not in body
 
 
 def test_router_declines_what_a_decode_engine_answered_with_nonsense(

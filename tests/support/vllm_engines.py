@@ -20,7 +20,7 @@ from typing import Any
 
 from tests.support.repository import ROOT
 
-START_TIMEOUT = 300.0
+START_TIMEOUT = 600.0
 ANSWER_TIMEOUT = 120.0
 VOCABULARY = 512
 CONNECTOR = "KvferryConnector"

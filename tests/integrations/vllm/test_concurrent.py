@@ -182,6 +182,36 @@ def test_decode_aborts(router: Router, pair: tuple[Node, Node]) -> None:
         freed(router.home, prefill)
 
 
+def test_aborts_where_decode_has_two_ranks(router: Router, pair: tuple[Node, Node], node: Callable[..., Node]) -> None:
+    """Each rank of decode reads half of what prefill's one rank has: on either side a request is aborted halfway, and
+    both ranks have given up, or have read, the same."""
+    prefill, _ = pair
+    decode = ready(node("decode-2", tp=2))
+    for steps in (1, 4):
+        tokens = prompt(24 + steps, 257)
+        mine, theirs = router.request("prefill", tokens)
+        prefill.call("begin", mine, 2)
+        decode.call("abort", theirs, steps)
+        prefill.call("end_begun")
+        assert alone(decode, [tokens]) == alone(prefill, [tokens])
+        freed(router.home, prefill)
+    tokens = prompt(29, 257)
+    mine, theirs = router.request("prefill", tokens)
+    before = read(decode)
+    decode.send("generate", theirs)
+    prefill.call("begin", mine, 3)
+    until(lambda: router.leases() == 1)
+    prefill.call("abort_begun")
+    assert said(decode.answer(60)) == alone(prefill, [tokens])
+    assert read(decode) == before
+    assert "Aborted" in decode.tail(20000)
+    # Both ranks are there for the next one.
+    tokens = prompt(35, 257)
+    assert said(concurrently(prefill, decode, [router.request("prefill", tokens)])) == alone(prefill, [tokens])
+    assert read(decode) == before + 1
+    freed(router.home, prefill)
+
+
 def test_what_decode_has_already_is_not_read(router: Router, pair: tuple[Node, Node]) -> None:
     prefill, decode = pair
     whole = prompt(30, 257)

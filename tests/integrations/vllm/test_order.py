@@ -85,9 +85,9 @@ def setup_of(fabric: Fabric, spec: EngineSpec, *, serves: bool, caches_prefixes:
 class Prefill:
     """A prefill engine of the connector's own parts, and its steps as vLLM makes them."""
 
-    def __init__(self, fabric: Fabric, streams: list[Stream] | None) -> None:
+    def __init__(self, fabric: Fabric, streams: list[Stream] | None, *, caches_prefixes: bool = False) -> None:
         spec = EngineSpec("prefill", (GROUP,), RANKS)
-        setup = setup_of(fabric, spec, serves=True)
+        setup = setup_of(fabric, spec, serves=True, caches_prefixes=caches_prefixes)
         self.scheduler = ConnectorScheduler(setup)
         self.streams = streams
         self.memory = [torch.zeros((BLOCKS, 1, TOKENS, 16), dtype=torch.uint8) for _ in range(RANKS)]
@@ -451,6 +451,69 @@ def test_samples_that_wait_in_vain_wait_together(fabric: Fabric, monkeypatch: py
         scheduler.finished(leader, ([],))
         scheduler.matched_tokens(follower, 0)
     assert asked == [setup.settings.read_timeout, setup.settings.read_timeout - 15.0, LEAST_TIME]
+    scheduler.close()
+
+
+def to_read(reference: str, tokens: int) -> Any:
+    """A request of so many tokens that reads a publication."""
+    params = {"do_remote_prefill": True, REFERENCE: reference}
+    return SimpleNamespace(request_id="reader", kv_transfer_params=params, num_computed_tokens=0, num_tokens=tokens)
+
+
+@pytest.mark.parametrize("routed", [False, True], ids=["asked-later", "asked-at-once"])
+def test_what_an_engine_has_published_itself_it_takes_from_its_prefix_cache(fabric: Fabric, *, routed: bool) -> None:
+    """One engine is prefill and decode of a request (kv_both behind a router that takes turns)."""
+    prefill = Prefill(fabric, None, caches_prefixes=True)
+    scheduler = prefill.scheduler
+    pool = BlockPool(BLOCKS, False, TOKENS)
+    blocks = [block.block_id for block in pool.get_new_blocks(2)]
+    scheduler.bind(pool, lambda _: (blocks,))
+    reference = router_reference(fabric.address, "prefill") if routed else ""
+    request = prefill.request("r", reference, 2 * TOKENS)
+    request.num_computed_tokens = 0
+    prefill.leave(prefill.step("r", blocks[0], 77))
+    if not routed:
+        prefill.step("r", blocks[1], 77)
+        request.num_computed_tokens = 2 * TOKENS
+        _, params = scheduler.finished(request, (blocks,))
+        assert params is not None
+        reference = str(params[REFERENCE])
+    reader = to_read(reference, 2 * TOKENS + 3)
+    scheduler.on_new_request(reader)
+    # Nothing connects to the engine itself ahead of time.
+    assert scheduler.step({}).warms == []
+    until(lambda: scheduler._port.stats().granted == 1)
+    if routed:
+        # More of it will be in the prefix cache when it is complete.
+        assert scheduler.matched_tokens(reader, TOKENS) == (None, False)
+        prefill.leave(prefill.step("r", blocks[1], 77))
+        request.num_computed_tokens = 2 * TOKENS
+        scheduler.finished(request, (blocks,))
+    until(lambda: scheduler.matched_tokens(reader, TOKENS)[0] is not None)
+    assert scheduler.matched_tokens(reader, TOKENS) == (0, False)
+    scheduler.allocated("reader", (blocks,), 0)
+
+    def freed() -> bool:
+        """It is declined: nothing is pinned for a reader that will not come."""
+        return "r" in scheduler.step({}).sent or (routed and not scheduler.has_work())
+
+    until(freed)
+    assert scheduler.take_received() == set()
+    assert scheduler._port.stats().not_granted == 0
+    prefill.close()
+
+
+def test_what_decode_has_already_neither_waits_for_prefill_nor_fails_with_it(fabric: Fabric) -> None:
+    """vLLM's prefix cache has all but the last token, which decode computes in any case."""
+    setup = setup_of(fabric, EngineSpec("decode", (GROUP,)), serves=False, caches_prefixes=True)
+    scheduler = ConnectorScheduler(setup)
+    for reference in (router_reference(fabric.address, "prefill"), "kvf1.damaged"):
+        reader = to_read(reference, 2 * TOKENS + 1)
+        scheduler.on_new_request(reader)
+        assert scheduler.matched_tokens(reader, 2 * TOKENS) == (0, False)
+        scheduler.allocated("reader", ([1, 2, 3],), 0)
+    assert scheduler.step({}).received == set()
+    assert scheduler._port.stats().waiting == 0
     scheduler.close()
 
 

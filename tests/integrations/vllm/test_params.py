@@ -56,9 +56,10 @@ def test_what_is_no_traceparent_goes_nowhere() -> None:
         assert traceparent_of(SimpleNamespace(kv_transfer_params={TRACEPARENT: value})) == ""
 
 
-def test_a_reference_writes_no_line_of_its_own_into_the_log(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_a_client_names_writes_no_line_of_its_own_into_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    """It may give its request a name, and make a reference."""
     reference = router_reference("home:1\nERROR", "prefill\nERROR forged", router_key="key\nERROR")
-    end = ReadEnd("r", "", BadReference("no"), True, 0, b"", 0)
+    end = ReadEnd("cmpl-r\nERROR", "", BadReference("no"), True, 0, b"", 0)
     log_failure(end, reference, "decode", aborted=False)
     [record] = caplog.records
     assert "forged" in record.getMessage()

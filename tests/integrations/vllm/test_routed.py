@@ -74,7 +74,13 @@ class Prefill:
     """A scheduler of vLLM with one or two groups, over a real pool."""
 
     def __init__(
-        self, *tables: BlockTable, ranks: int = 1, caching: bool = False, bound: bool = True, rewritten: int = 0
+        self,
+        *tables: BlockTable,
+        ranks: int = 1,
+        caching: bool = False,
+        bound: bool = True,
+        rewritten: int = 0,
+        serves: bool = True,
     ) -> None:
         self.tables = tables or (FULL,)
         self.pool = BlockPool(BLOCKS, caching, TOKENS)
@@ -86,6 +92,7 @@ class Prefill:
             sums=True,
             withheld=0,
             rewritten=rewritten,
+            serves=serves,
             has_states=False,
             published=self.published,
         )
@@ -303,6 +310,20 @@ def test_a_request_that_ends_before_it_is_published_is_declined(prefill: Prefill
     prefill.finish(request, status)
     assert prefill.port.take() == [("decline", request.kv_transfer_params[REFERENCE])]
     assert prefill.used == 0
+
+
+def test_an_engine_from_which_nobody_can_read_publishes_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    """With kv_consumer its caches are not served. What it published would be pinned for the whole hold, and whoever was
+    told of it would fail to read it."""
+    decode = Prefill(serves=False)
+    for request_id, reference in (("r", made()), ("s", "none")):
+        request = decode.request(request_id, 14, reference)
+        assert decode.port.take() == ([("decline", reference)] if request_id == "r" else [])
+        decode.run(request, 14)
+        assert decode.finish(request) is None
+    assert decode.port.take() == []
+    assert (decode.used, decode.counts) == (0, [])
+    assert [record.getMessage().count("kv_role") for record in caplog.records] == [1]
 
 
 def test_samples_share_the_publication_of_the_first(prefill: Prefill) -> None:

@@ -189,7 +189,7 @@ def test_a_conversation_goes_back_and_forth(pair: Pair, home: NodeServerProcess)
     until(lambda: pinned(home) == 0)
 
 
-def at_once(pair: Pair, mine: dict[str, Any], theirs: dict[str, Any]) -> tuple[Any, Any]:
+def at_once(pair: Pair, mine: dict[str, Any], theirs: dict[str, Any], decode: Server | None = None) -> tuple[Any, Any]:
     """What both servers say of what they are asked at the same time; an `HTTPError` where one refuses."""
 
     def ask(server: Server, body: dict[str, Any]) -> Any:
@@ -199,7 +199,7 @@ def at_once(pair: Pair, mine: dict[str, Any], theirs: dict[str, Any]) -> tuple[A
             return error
 
     with ThreadPoolExecutor(2) as pool:
-        asked = [pool.submit(ask, pair.decode, theirs), pool.submit(ask, pair.prefill, mine)]
+        asked = [pool.submit(ask, decode or pair.decode, theirs), pool.submit(ask, pair.prefill, mine)]
         decoded, prefilled = (each.result() for each in asked)
     return prefilled, decoded
 
@@ -222,6 +222,24 @@ def test_a_router_asks_both_servers_at_the_same_time(pair: Pair, home: NodeServe
     _, final = at_once(pair, mine, theirs)
     assert final["choices"][0]["token_ids"] == pair.alone(whole)
     assert [counter(server, "read_total") - old for server, old in zip(pair.servers, read, strict=True)] == [1, 2]
+    until(lambda: pinned(home) == 0)
+
+
+def test_one_server_is_prefill_and_decode_of_a_request(pair: Pair, home: NodeServerProcess) -> None:
+    """A router that takes turns gives both to the same server at times. The server's policy would fail what cannot be
+    read; it reads nothing, and takes the prompt from vLLM's prefix cache."""
+    server = pair.prefill
+    before = [counter(server, name) for name in ("read_total", "failed_total", "not_granted_total")]
+    tokens = prompt(630, 90)
+    first = server.complete(pair.body(tokens, max_tokens=1, kv_transfer_params=ASKED))
+    later = server.complete(pair.body(tokens, kv_transfer_params=first["kv_transfer_params"]))
+    assert later["choices"][0]["token_ids"] == pair.alone(tokens)
+    longer, reference = prompt(631, 500), router_reference(home.address, "p")
+    mine = pair.body(longer, max_tokens=1, kv_transfer_params={**ASKED, "kvferry_reference": reference})
+    theirs = pair.body(longer, kv_transfer_params={"do_remote_prefill": True, "kvferry_reference": reference})
+    _, answer = at_once(pair, mine, theirs, decode=server)
+    assert answer["choices"][0]["token_ids"] == pair.alone(longer)
+    assert [counter(server, name) for name in ("read_total", "failed_total", "not_granted_total")] == before
     until(lambda: pinned(home) == 0)
 
 

@@ -11,7 +11,8 @@ import pytest
 from tests.support.node_servers import NodeServerProcess, free_port
 from tests.support.vllm_engines import PREFILL, Server, kvferry, make_model, prompt
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(1200)
+"""Data-parallel ranks of two servers start a dozen processes."""
 
 
 def counter(server: Server, name: str) -> float:

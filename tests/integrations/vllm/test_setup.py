@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import transformers
 from vllm.config import KVTransferConfig, VllmConfig
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from kvferry.errors import InvalidField
-from kvferry.integrations.vllm.setup import Setup
+from kvferry.integrations.vllm.setup import Setup, _identity
 
 
 @pytest.mark.parametrize(
@@ -34,3 +36,23 @@ def test_wrong_settings_are_refused_by_name(field: str, value: Any) -> None:
     with pytest.raises(InvalidField) as refused:
         Setup.of(VllmConfig(kv_transfer_config=transfer), caches)
     assert refused.value.values["field"] == field
+
+
+def test_sides_that_are_upgraded_in_turn_have_the_same_identity(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers writes its own version into every configuration."""
+
+    def identity(**settings: Any) -> dict[str, str]:
+        model = SimpleNamespace(
+            hf_config=transformers.Qwen3Config(**settings),
+            model="/models/small",
+            revision=None,
+            dtype="torch.bfloat16",
+            quantization=None,
+        )
+        cache: Any = SimpleNamespace(cache_dtype="auto")
+        return _identity(SimpleNamespace(model_config=model, cache_config=cache))
+
+    before = identity()
+    monkeypatch.setattr(transformers.configuration_utils, "__version__", "99.0")
+    assert identity() == before
+    assert identity(rope_parameters={"rope_type": "default", "rope_theta": 5.0}) != before

@@ -8,6 +8,7 @@ must make the destination's caches, bytes of padding and of other blocks include
 
 from __future__ import annotations
 
+import runpy
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+import vllm.version
 from vllm.model_executor.layers.mamba import mamba_utils
 from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.model_executor.layers.mamba.gdn.kimi_gdn_linear_attn import _make_fused_conv1d_weight_loader
@@ -259,3 +261,13 @@ def test_a_state_that_is_wrong_with_a_version_of_vllm_is_refused(monkeypatch: py
     with pytest.raises(InvalidField, match=r"GDN_ATTN.*vLLM 0\.31 or newer"):
         hybrid("p", KINDS["gated delta net"], 1, KVCacheLayout.LBHNC)
     hybrid("p", KINDS["Mamba-2"], 1, KVCacheLayout.LBHNC)
+
+
+@pytest.mark.parametrize(
+    ("built", "refused"), [("0.30.2", True), ("0.32.0+cpu", False), ("0.1.dev1+gabc", False), ("dev", False)]
+)
+def test_a_build_of_vllms_sources_is_no_old_version(
+    monkeypatch: pytest.MonkeyPatch, built: str, *, refused: bool
+) -> None:
+    monkeypatch.setattr(vllm.version, "__version__", built)
+    assert bool(runpy.run_path(str(versions.__file__))["UNPROVEN_STATES"]) == refused

@@ -11,17 +11,48 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from vllm.config import KVTransferConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging
-from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector, MultiKVConnectorStats
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import (
+    MultiConnector,
+    MultiKVConnectorMetadata,
+    MultiKVConnectorStats,
+)
+from vllm.logging_utils.dump_input import prepare_object_to_dump
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from kvferry.engine import ReadEnd, ReadTimes
+from kvferry.engine import Grant, ReadEnd, ReadTimes
 from kvferry.errors import KvferryError, TransferCancelled, TransferExpired, Unreachable
 from kvferry.integrations.vllm.registration import register
 from kvferry.integrations.vllm.stats import COUNTERS, HISTOGRAMS, REASONS, KvferryStats
+from kvferry.integrations.vllm.values import StepMetadata
 from tests.support.node_servers import NodeServerProcess
 from tests.support.vllm_engines import Node, kvferry, make_model, prompt, request
 from tests.support.vllm_requests import alone, offered, ready, said
 from tests.support.waiting import until
+
+
+@pytest.mark.parametrize("nested", [False, True], ids=["alone", "in-multi-connector"])
+def test_what_vllm_writes_when_an_engine_dies_has_no_secret(*, nested: bool) -> None:
+    """vLLM dumps the step that it died in, with all attributes of what it does not know."""
+    grant = Grant(
+        request_id="r",
+        read_id="id",
+        home="home:1",
+        engine_id="prefill",
+        incarnation=b"i",
+        publication=1,
+        reference="kvf1.secret",
+        source_request_id="s",
+        lease_id=b"secret",
+        timeout=1.0,
+        granted=(),
+    )
+    ours = StepMetadata(7, "kvt1.secret", ["kvf1.secret"], [grant])
+    step = SchedulerOutput.make_empty()
+    step.kv_connector_metadata = MultiKVConnectorMetadata((ours,)) if nested else ours
+    dumped = prepare_object_to_dump(step)
+    assert "step=7" in dumped
+    assert "secret" not in dumped
 
 
 def ended(error: KvferryError | None = None, handshake: float = 0.0, size: int = 1 << 20) -> ReadEnd:

@@ -20,7 +20,8 @@ def log_failure(end: ReadEnd, reference: str, engine_id: str, *, aborted: bool) 
         engine_id: the engine that reads.
         aborted: vLLM has aborted the request.
     """
-    read = f"read {end.read_id} of request {end.request_id}" if end.read_id else f"request {end.request_id}"
+    mine = _shown(end.request_id)
+    read = f"read {end.read_id} of request {mine}" if end.read_id else f"request {mine}"
     try:
         parsed = parse_reference(reference)
     except KvferryError:
@@ -38,5 +39,6 @@ def log_failure(end: ReadEnd, reference: str, engine_id: str, *, aborted: bool) 
 
 
 def _shown(name: str) -> str:
-    """Return a name of a reference, which any client may have made, so that it stays within its line of the log."""
+    """Return a name that any client may have made, of a reference or of its request, so that it stays within its line
+    of the log."""
     return name if name.isprintable() else repr(name)

@@ -132,7 +132,7 @@ class ComputedPublishing:
                 self._computed_blocks.append(Summed(held.publication.number, held.blocks))
             except KvferryError as error:
                 # Released in the meantime, or its blocks were refused: nobody can read it, and `released` has it.
-                logger.warning("request %s could not be published: %s", held.publication.request_id, error)
+                logger.warning("request %r could not be published: %s", held.publication.request_id, error)
                 self._port.abort(held.publication)
 
     def take_computed(self) -> list[Summed]:

@@ -186,7 +186,7 @@ class RoutedPublishing:
                 self._forget_parts(routed)
                 routed.closed = True
             if routed.held is not None and routed.held.any_of(bad) and not routed.withdrawn:
-                logger.warning("request %s: blocks that are published could not be loaded", routed.request_id)
+                logger.warning("request %r: blocks that are published could not be loaded", routed.request_id)
                 self._forget_parts(routed)
                 self._withdraw(routed)
 
@@ -249,7 +249,7 @@ class RoutedPublishing:
             # Decode waits for it.
             self._port.decline(routed.reference)
         except KvferryError as error:
-            logger.info("could not decline the reference of request %s: %s", routed.request_id, error)
+            logger.info("could not decline the reference of request %r: %s", routed.request_id, error)
 
     def released(self, publication: int) -> None:
         """Free the blocks of a publication."""
@@ -321,7 +321,7 @@ class RoutedPublishing:
             else:
                 self._port.publish_more(routed.publication, blocks, last=False)
         except KvferryError as error:
-            logger.warning("request %s could not be published: %s", routed.request_id, error)
+            logger.warning("request %r could not be published: %s", routed.request_id, error)
             self._forget_parts(routed)
             routed.closed = True
             # A reference that another publication has is not ours to decline.
@@ -349,7 +349,7 @@ class RoutedPublishing:
         try:
             self._port.abort(routed.publication)
         except KvferryError as error:
-            logger.info("could not withdraw the publication of request %s: %s", routed.request_id, error)
+            logger.info("could not withdraw the publication of request %r: %s", routed.request_id, error)
 
     def _withdraw_if_stuck(self, *, idle: bool) -> None:
         """Withdraw a publication of a preempted request if nothing has been computed for long."""
@@ -370,7 +370,7 @@ class RoutedPublishing:
             # The youngest: vLLM computes the others before it.
             routed = preempted[-1]
             logger.warning(
-                "request %s was preempted, and the blocks that are published keep it from being computed again: its "
+                "request %r was preempted, and the blocks that are published keep it from being computed again: its "
                 "publication is withdrawn",
                 routed.request_id,
             )

@@ -96,7 +96,8 @@ class ConnectorScheduler:
         """References of which vLLM has the blocks in its prefix cache, or had them."""
         self._registered: set[int] = set()
         self._starts: list[Grant] = []
-        self._sources = NewSources()
+        self._incarnation = self._port.token.incarnation
+        self._sources = NewSources(self._incarnation)
         self._ends: list[ReadEnd] = []
 
     def bind(self, pool: Any, block_ids: BlockIds) -> None:
@@ -130,6 +131,9 @@ class ConnectorScheduler:
         load = self._loads.get(request_id)
         if load is None or load.reading:
             return 0, False
+        if computed >= request.num_tokens - self._setup.recomputed:
+            # Whatever the publication has, or whether there is one: nothing of it is needed.
+            return self._found_here(request_id, load)
         if load.follows:
             if load.reference in self._leaders:
                 return None, False
@@ -149,14 +153,18 @@ class ConnectorScheduler:
                 return self.matched_tokens(request, computed)
             if offer is None:
                 return None, False
+            if offer.incarnation == self._incarnation:
+                # This engine prefilled it (kv_both). vLLM has it in its prefix cache once it is complete, and computes
+                # what it does not find there.
+                if self._setup.caches_prefixes and not offer.complete:
+                    return None, False
+                return self._found_here(request_id, load)
             readable = self._setup.readable(offer.blocks(), computed, request.num_tokens, complete=offer.complete)
             if readable is None:
                 return None, False
             offered = readable
         if offered <= computed:
-            self._has(load.reference)
-            self._decline(request_id)
-            return 0, False
+            return self._found_here(request_id, load)
         return offered - computed, True
 
     def allocated(self, request_id: str, block_ids: tuple[list[int], ...], count: int) -> None:
@@ -346,6 +354,13 @@ class ConnectorScheduler:
             self._had[reference] = None
             if len(self._had) > MOST_HAD:
                 del self._had[next(iter(self._had))]
+
+    def _found_here(self, request_id: str, load: _Load) -> tuple[int, bool]:
+        """Give up a request of which vLLM has all that could be read; return what `matched_tokens` does then."""
+        if load.refused is None and not load.follows:
+            self._has(load.reference)
+        self._decline(request_id)
+        return 0, False
 
     def _decline(self, request_id: str) -> None:
         """Give up a request that will not be read."""

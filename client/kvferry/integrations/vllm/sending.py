@@ -51,6 +51,7 @@ class Sending:
         """Requests whose blocks vLLM keeps until they are released, by the numbers of their publications: a client may
         use a request_id again while blocks are held for it here."""
         self._published = Siblings()
+        self._warned = False
 
     @property
     def waiting(self) -> bool:
@@ -75,10 +76,13 @@ class Sending:
         """Look at a request that has arrived, and shorten its prompt if decode will compute the end of it."""
         if not asks_to_publish(request):
             return
+        reference = publish_reference(request)
+        if not self._setup.serves:
+            self._refuse(reference)
+            return
         self._publishing.expect(request.request_id)
         if request.max_tokens == 1:
             shorten(request, self._setup.withheld)
-        reference = publish_reference(request)
         if reference:
             self._routed.expect(request, reference, traceparent_of(request))
 
@@ -98,19 +102,20 @@ class Sending:
         follows, routed = self._routed.follows(request_id), self._routed.take(request_id)
         # The last token was sampled, and its KV cache is not computed yet.
         tokens = min(request.num_computed_tokens, request.num_tokens - 1)
-        if not asks_to_publish(request) or request.status not in _SERVED or tokens <= 0:
+        asked = asks_to_publish(request) and self._setup.serves
+        if not asked or request.status not in _SERVED or tokens <= 0:
             return self._not_published(request_id, routed), None
         sibling = None if routed is not None else self._published.find(request, tokens)
         if sibling is not None or follows:
             return self._not_published(request_id), None if sibling is None else published_params(sibling)
         if self._setup.has_states and self._state_is_elsewhere(request):
-            logger.info("request %s is not published: where its last token's state is, is not known", request_id)
+            logger.info("request %r is not published: where its last token's state is, is not known", request_id)
             return self._not_published(request_id, routed), None
         try:
             blocks = self._setup.published(block_ids, tokens)
             publication = self._publish(request, blocks, routed, self._first_token(request, tokens))
         except KvferryError as error:
-            logger.warning("request %s could not be published: %s", request_id, error)
+            logger.warning("request %r could not be published: %s", request_id, error)
             return self._not_published(request_id, routed, decline=not isinstance(error, RouterKeyUsed)), None
         if publication is None:
             return self._not_published(request_id, routed), None
@@ -151,6 +156,22 @@ class Sending:
         return [*self._routed.take_sums(), *self._publishing.take_computed()]
 
     # Internal.
+
+    def _refuse(self, reference: str) -> None:
+        """Handle that an engine is asked to publish whose caches nobody can read: nothing is kept for anybody."""
+        if not self._warned:
+            self._warned = True
+            logger.warning(
+                "engine %s is asked to publish requests, and its kv_role is kv_consumer: they are not published. Give "
+                "kv_both to engines that others read from, such as decode in a conversation",
+                self._setup.spec.engine_id,
+            )
+        if reference:
+            try:
+                # Its reader waits for it.
+                self._port.decline(reference)
+            except KvferryError as error:
+                logger.info("could not decline a reference: %s", error)
 
     def _publish(
         self, request: Any, blocks: Mapping[str, Blocks], routed: Routed | None, payload: bytes

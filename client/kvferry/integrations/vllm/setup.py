@@ -136,7 +136,10 @@ def _identity(vllm_config: Any) -> dict[str, str]:
     """Return the identity of the cache's contents. It has the model's name and configuration, not its path, which may
     differ between hosts."""
     model = vllm_config.model_config
-    described = {key: value for key, value in model.hf_config.to_dict().items() if not key.startswith("_")}
+    written = model.hf_config.to_dict()
+    # That of the library here, which transformers adds: two sides that are upgraded in turn still go together.
+    written.pop("transformers_version", None)
+    described = {key: value for key, value in written.items() if not key.startswith("_")}
     digest = hashlib.sha256(json.dumps(described, sort_keys=True, default=str).encode()).hexdigest()
     return {
         "model": Path(str(model.model)).name,

@@ -10,9 +10,14 @@ MOST = 1024
 
 
 class NewSources:
-    """The sources of the requests that have arrived."""
+    """The sources of the requests that have arrived.
 
-    def __init__(self) -> None:
+    Args:
+        own: the incarnation of this engine, which it does not read from.
+    """
+
+    def __init__(self, own: bytes = b"") -> None:
+        self._own = own
         self._seen: dict[tuple[str, str, bytes], None] = {}
         self._new: list[str] = []
 
@@ -25,7 +30,7 @@ class NewSources:
             return
         source = parsed.home, parsed.engine_id, parsed.incarnation
         # A router's own reference does not say which incarnation will publish.
-        if parsed.router_key or source in self._seen:
+        if parsed.router_key or parsed.incarnation == self._own or source in self._seen:
             return
         self._seen[source] = None
         if len(self._seen) > MOST:

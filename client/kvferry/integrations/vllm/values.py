@@ -67,6 +67,11 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
         """Whether the message has any content."""
         return bool(self.token or self.orders or self.sent or self.received)
 
+    def anon_repr(self) -> str:
+        """Return what vLLM writes into its log when an engine dies (``vllm/logging_utils/dump_input.py``): without this
+        method, all attributes, the secret ones too."""
+        return repr(self)
+
 
 @dataclass
 class WorkerNews(KVConnectorWorkerMetadata):  # type: ignore[misc]
