@@ -244,6 +244,12 @@ def test_a_request_that_is_repeated_at_prefill_fails_and_the_first_is_published(
     first.init(1, 0)
     first.send(np.array([3]), [], num_kv_tokens=7)
     assert manager.told == ["publish"]
+    manager.released = Release(1, "r", ReleaseOutcome.ABORTED)
+    assert first.poll() == KVPoll.Failed
+    with pytest.raises(Exception, match="ABORTED"):
+        first.failure_exception()
+    # It has ended, so that the next one is none that is under way.
+    assert KvferrySender(manager, "127.0.0.1:8998", ROOM).poll() == KVPoll.WaitingForInput
 
 
 def test_ranks_but_the_first_publish_nothing_and_never_fail() -> None:

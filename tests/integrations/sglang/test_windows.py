@@ -1,4 +1,6 @@
-"""A model whose layers see a window and all tokens by turns, each kind of layer with a pool of its own: `SWAKVPool`."""
+"""A model whose layers see a window and all tokens by turns, each kind of layer with a pool of its own: `SWAKVPool`.
+
+SGLang's attention for CPUs is mended here, `tests.support.sglang_window_reads`; what is moved, and how, is not."""
 
 from __future__ import annotations
 
@@ -9,6 +11,7 @@ import pytest
 
 from tests.support.node_servers import NodeServerProcess
 from tests.support.sglang_engines import PAGE, Instance, make_windowed_model, served, some_room
+from tests.support.sglang_window_reads import environment
 from tests.support.vllm_engines import prompt
 from tests.support.vllm_requests import pinned
 from tests.support.waiting import until
@@ -29,9 +32,12 @@ def test_windows_say_token_for_token_what_one_instance_says(
     left the window."""
     model = make_windowed_model(tmp_path / "model", kv_heads=2, window=WINDOW)
     instances = [
-        Instance(model, tmp_path / "alone.log"),
-        Instance(model, tmp_path / "prefill.log", "prefill", home.address, "--chunked-prefill-size", "64", tp=source),
-        Instance(model, tmp_path / "decode.log", "decode", home.address, tp=destination),
+        Instance(model, tmp_path / f"{name}.log", mode, home.address, *more, tp=tp, environment=environment())
+        for name, mode, tp, more in (
+            ("alone", "null", 1, []),
+            ("prefill", "prefill", source, ["--chunked-prefill-size", "64"]),
+            ("decode", "decode", destination, []),
+        )
     ]
     try:
         single, prefill, decode = (instance.ready() for instance in instances)

@@ -107,16 +107,19 @@ class KvferrySender(BaseKVSender):  # type: ignore[misc]
         self._failure = self._failure or "aborted"
         if self._publication is not None:
             self.kv_mgr.port.abort(self._publication)
-        elif self._reference:
+            return
+        if self._reference:
             # Decode may wait for it already.
             self.kv_mgr.decline(self._reference)
+        self.clear()
 
     def clear(self) -> None:
-        """Forget the request, which has ended well."""
+        """Forget the request, which has ended."""
         self.kv_mgr.unclaim(self.bootstrap_room, self)
 
     def failure_exception(self) -> NoReturn:
-        """Raise why the request has failed."""
+        """Raise why the request has failed; it has ended by that."""
+        self.clear()
         raise RequestFailed(self._failure)
 
     def get_transfer_metric(self) -> Any:
