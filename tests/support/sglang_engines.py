@@ -129,6 +129,35 @@ class Instance:
         self.process.wait()
 
 
+def make_windowed_model(folder: Path, *, kv_heads: int, window: int, layers: int = 4) -> Path:
+    """A model of random weights, every second layer of which sees only so many tokens: Mellum. Of the models that
+    have such layers in a pool of their own, SGLang computes few by `torch_native`."""
+    import torch
+    import transformers
+
+    torch.manual_seed(0)
+    rope = {"rope_type": "default", "rope_theta": 10000.0}
+    config = transformers.MellumConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=layers,
+        layer_types=["sliding_attention", "full_attention"] * (layers // 2),
+        mlp_layer_types=["dense"] * layers,
+        sliding_window=window,
+        rope_parameters={"full_attention": rope, "sliding_attention": rope},
+        num_attention_heads=4,
+        num_key_value_heads=kv_heads,
+        head_dim=32,
+        max_position_embeddings=2048,
+        tie_word_embeddings=False,
+        initializer_range=0.2,
+    )
+    model: Any = transformers.MellumForCausalLM(config)
+    model.to(torch.float32).save_pretrained(folder, safe_serialization=True)
+    return folder
+
+
 def add_tokenizer(model: Path) -> None:
     """Give a model a tokenizer, of a word for each token."""
     import tokenizers

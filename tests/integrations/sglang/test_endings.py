@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from types import SimpleNamespace
 from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.utils import DisaggregationMode
 
 from kvferry import Release, ReleaseOutcome, router_reference
-from kvferry.errors import EngineUnknown, InvalidField, KvferryError, WrongState
+from kvferry.errors import EngineUnknown, InvalidField, KvferryError
 from kvferry.integrations.sglang import holding
 from kvferry.integrations.sglang.bootstrap import Source, room_reference
 from kvferry.integrations.sglang.manager import KvferryManager
@@ -54,6 +55,7 @@ class PlayedManager(KvferryManager):
         self.released: Release | None = None
         self.current = PlayedRead()
         self._reads: dict[int, Any] = {}
+        self._requests = WeakValueDictionary()
         self._breathed = 0.0
         self._port = None
         self.kv_args = SimpleNamespace(state_types=[], page_size=16)
@@ -77,8 +79,6 @@ class PlayedManager(KvferryManager):
     def read(self, reference: str, room: int, blocks: Any, tokens: Any = None) -> Any:
         assert reference in (room_reference(SOURCE, ROOM), GIVEN)
         self.asked = tokens
-        if room in self._reads:
-            raise WrongState("it is being read")
         self._reads[room] = self.current
         return self.current
 
@@ -122,26 +122,24 @@ def test_a_rank_stops_reading_when_another_has_failed() -> None:
     assert manager.is_abort_release_safe(ROOM, 0)
 
 
-def test_a_repeated_request_fails_and_the_first_is_read_on() -> None:
-    """Routers and clients repeat requests, with the room of the first."""
+@pytest.mark.parametrize("started", [True, False])
+def test_a_repeated_request_fails_and_the_first_is_read_on(started: bool) -> None:
+    """Routers and clients repeat requests, with the room of the first, which may be waiting for pages."""
     manager = PlayedManager()
-    first = reading(manager)
+    first = reading(manager) if started else KvferryReceiver(manager, "127.0.0.1:8998", ROOM)
     for aborted in (False, True):
         again = KvferryReceiver(manager, "127.0.0.1:8998", ROOM)
         again.init(0)
-        assert again.poll() == KVPoll.WaitingForInput
         if aborted:
             again.abort()
-        else:
-            again.send_metadata(np.array([5, 6]), 1, [], decode_prefix_len=0)
         assert again.poll() == KVPoll.Failed
         again.ensure_abort_notified(force_arm=True)
         assert not again.abort_notified
         again.clear()
     assert manager.told == []
     assert not manager.current.cancelled
-    assert first.poll() == KVPoll.Transferring
-    assert not manager.is_abort_release_safe(ROOM, 0)
+    assert first.poll() == (KVPoll.Transferring if started else KVPoll.Bootstrapping)
+    assert manager.is_abort_release_safe(ROOM, 0) != started
 
 
 @pytest.mark.parametrize("room", [None, 0, -1, 2**63, 2**64, 2**70])
@@ -231,6 +229,27 @@ def test_what_is_aborted_before_it_is_published_is_declined() -> None:
     sender.abort()
     assert sender.poll() == KVPoll.Failed
     assert manager.told == ["decline"]
+
+
+def test_a_request_that_is_repeated_at_prefill_fails_and_the_first_is_published() -> None:
+    """Also if the repetition is aborted, which a client does that gives up and asks again."""
+    manager = PlayedManager()
+    first = KvferrySender(manager, "127.0.0.1:8998", ROOM)
+    again = KvferrySender(manager, "127.0.0.1:8998", ROOM)
+    assert again.poll() == KVPoll.Failed
+    again.abort()
+    with pytest.raises(Exception, match="another request"):
+        again.failure_exception()
+    assert manager.told == []
+    first.init(1, 0)
+    first.send(np.array([3]), [], num_kv_tokens=7)
+    assert manager.told == ["publish"]
+    manager.released = Release(1, "r", ReleaseOutcome.ABORTED)
+    assert first.poll() == KVPoll.Failed
+    with pytest.raises(Exception, match="ABORTED"):
+        first.failure_exception()
+    # It has ended, so that the next one is none that is under way.
+    assert KvferrySender(manager, "127.0.0.1:8998", ROOM).poll() == KVPoll.WaitingForInput
 
 
 def test_ranks_but_the_first_publish_nothing_and_never_fail() -> None:

@@ -116,6 +116,41 @@ def test_a_room_that_was_used_is_refused_by_name(pair: Pair) -> None:
     assert "PublicationReleased" in str(late)
 
 
+def test_of_a_request_that_is_repeated_one_is_answered(pair: Pair) -> None:
+    """As clients and routers repeat requests: each side has both at the same time."""
+    room = some_room()
+    with ThreadPoolExecutor(4) as pool:
+        asked = [
+            pool.submit(instance.generate, PROMPTS[5], **named(pair.prefill, room))
+            for instance in (pair.prefill, pair.prefill, pair.decode, pair.decode)
+        ]
+        answers = [each.result().get("output_ids") for each in asked]
+    assert answers.count(pair.alone[5]) == 1
+    until(lambda: pinned(pair.home) == 0)
+
+
+def test_two_decodes_read_from_one_prefill_also_what_they_retract_goes_on(pair: Pair) -> None:
+    """SGLang retracts requests when it runs out of pages; here it does so every few steps."""
+    environment = {"KVFERRY_ENGINE_ID": "decode-2", "SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "5"}
+    log = pair.folder / "retracting.log"
+    second = Instance(pair.model, log, "decode", pair.home.address, environment=environment).ready()
+    try:
+        wanted = list(enumerate(PROMPTS)) * 2
+        with ThreadPoolExecutor(len(wanted)) as pool:
+            asked = [
+                pool.submit(served, pair.prefill, decode, some_room(), tokens)
+                for _, tokens in wanted
+                for decode in (pair.decode, second)
+            ]
+            answers = [each.result()["output_ids"] for each in asked]
+        assert answers == [pair.alone[index] for index, _ in wanted for _ in range(2)]
+        assert "#retracted_reqs: 1" in log.read_text()
+        assert "leak" not in log.read_text()
+    finally:
+        second.close()
+    until(lambda: pinned(pair.home) == 0)
+
+
 def test_an_aborted_request_releases_prefill_at_once(pair: Pair) -> None:
     """Decode waits for a request that prefill gets only after decode has given up."""
     room = some_room()

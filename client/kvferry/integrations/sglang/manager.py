@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from importlib.metadata import version
 from typing import Any, Literal
+from weakref import WeakValueDictionary
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +25,7 @@ from kvferry._control.publications import Publication, Release
 from kvferry._engine_spec import EngineSpec
 from kvferry._reads.read import Read
 from kvferry.engine import SchedulerPort
-from kvferry.errors import InvalidField, KvferryError, WrongState
+from kvferry.errors import InvalidField, KvferryError
 from kvferry.geometry.blocks import Blocks
 from kvferry.integrations.sglang.aux_rows import AuxRows
 from kvferry.integrations.sglang.bootstrap import Source, Sources, register_source, room_name
@@ -100,6 +101,7 @@ class KvferryManager(BaseKVManager):  # type: ignore[misc]
         )
         self._released: dict[int, Release] = {}
         self._reads: dict[int, Read] = {}
+        self._requests: WeakValueDictionary[int, Any] = WeakValueDictionary()
         self._breathed = 0.0
         self.sources = Sources()
         self.prefill_info_table = _Reachable()
@@ -142,6 +144,20 @@ class KvferryManager(BaseKVManager):  # type: ignore[misc]
         address = NetworkAddress(host, get_disagg().disaggregation_bootstrap_port)
         register_source(address.to_url(), Source(self._port.spec.engine_id, self._port.token.home))
 
+    # For senders and receivers.
+
+    def claim(self, room: int, request: Any) -> bool:
+        """Return whether no other request with this room is under way; none may begin until this one is gone.
+
+        Routers and clients repeat requests, with the room of the first. A repetition must not end what it repeats.
+        """
+        return self._requests.setdefault(room, request) is request
+
+    def unclaim(self, room: int, request: Any) -> None:
+        """Note that a request has ended, if it is the one that has claimed the room."""
+        if self._requests.get(room) is request:
+            del self._requests[room]
+
     # For senders, on rank 0.
 
     def publish(self, reference: str, room: int, blocks: dict[str, Blocks], payload: bytes) -> Publication:
@@ -173,9 +189,7 @@ class KvferryManager(BaseKVManager):  # type: ignore[misc]
 
     def read(self, reference: str, room: int, blocks: dict[str, Blocks], tokens: tuple[int, int] | None = None) -> Read:
         """Start to read this rank's share: what is published of `tokens`, as it is published; None: all, when it is
-        complete. Raises `KvferryError`, also if the room is being read already."""
-        if room in self._reads:
-            raise WrongState("the request's bootstrap_room is that of a request that is being read")
+        complete. Raises `KvferryError`."""
         read = self._cache.read(
             reference,
             blocks,
@@ -187,10 +201,6 @@ class KvferryManager(BaseKVManager):  # type: ignore[misc]
         )
         self._reads[room] = read
         return read
-
-    def is_reading(self, room: int) -> bool:
-        """Return whether a request with this room is being read, or was and its pages are held."""
-        return room in self._reads
 
     def waiting(self) -> None:
         """Note that a read has not ended."""

@@ -16,7 +16,7 @@ from kvferry.integrations.sglang.aux_rows import BadPayload
 from kvferry.integrations.sglang.bootstrap import given_reference, room_is_usable, room_reference
 from kvferry.integrations.sglang.manager import KvferryManager, Pages
 from kvferry.integrations.sglang.pools import FULL
-from kvferry.integrations.sglang.request_failed import RequestFailed
+from kvferry.integrations.sglang.request_failed import REPEATED, RequestFailed
 
 FIND_TIMEOUT = 60.0
 """Seconds in which the prefill instance of a request has to be found."""
@@ -50,10 +50,13 @@ class KvferryReceiver(BaseKVReceiver):  # type: ignore[misc]
         self._first = self._pages = 0
         self._prompt_tokens: int | None = None
         self._read: Read | None = None
-        self._good = False
+        self._good = self._repeated = False
         self._failure = ""
         if not room_is_usable(bootstrap_room):
             self.fail("the request's bootstrap_room is not from 1 to 2**63 - 1")
+        elif not mgr.claim(self.bootstrap_room, self):
+            self._repeated = True
+            self.fail(REPEATED)
 
     @property
     def supports_host_destination(self) -> bool:
@@ -129,11 +132,10 @@ class KvferryReceiver(BaseKVReceiver):  # type: ignore[misc]
     def _give_up(self, *, aborted: bool = False) -> None:
         """Stop reading, and tell prefill that nobody will read the request: a room has one reader and one try.
 
-        A reference that the request carried may have another reader after a read that has failed. A request with the
-        room of one that is being read is a repetition of it, which must not end it.
+        A reference that the request carried may have another reader after a read that has failed. A repetition must not
+        end the request that it repeats.
         """
-        repeated = self._read is None and self.kv_mgr.is_reading(self.bootstrap_room)
-        if self._reference and not repeated and (aborted or self._given is None or self._read is None):
+        if self._reference and not self._repeated and (aborted or self._given is None or self._read is None):
             self.kv_mgr.decline(self._reference)
         if self._read is not None:
             self._read.cancel()
@@ -143,6 +145,7 @@ class KvferryReceiver(BaseKVReceiver):  # type: ignore[misc]
         """Forget the request: SGLang has taken its pages back, or uses them."""
         if self._read is not None:
             self.kv_mgr.forget_read(self.bootstrap_room)
+        self.kv_mgr.unclaim(self.bootstrap_room, self)
 
     def failure_exception(self) -> NoReturn:
         """Raise why the request has failed."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+REPEATED = "the request's bootstrap_room is that of another request, which is under way"
+"""Why a request fails whose room another one has."""
+
 
 class RequestFailed(Exception):
     """Says why a request has failed; SGLang puts it into the request's answer.

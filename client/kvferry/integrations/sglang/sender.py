@@ -15,7 +15,7 @@ from kvferry.geometry.blocks import Blocks
 from kvferry.integrations.sglang.bootstrap import room_is_usable, room_reference
 from kvferry.integrations.sglang.manager import KvferryManager, Pages
 from kvferry.integrations.sglang.pools import FULL
-from kvferry.integrations.sglang.request_failed import RequestFailed
+from kvferry.integrations.sglang.request_failed import REPEATED, RequestFailed
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +51,8 @@ class KvferrySender(BaseKVSender):  # type: ignore[misc]
         self._reference = ""
         if not room_is_usable(bootstrap_room):
             self._failure = "the request's bootstrap_room is not from 1 to 2**63 - 1"
+        elif mgr.leader and not mgr.claim(bootstrap_room, self):
+            self._failure = REPEATED
         elif mgr.leader:
             self._reference = room_reference(mgr.own_source, bootstrap_room)
 
@@ -105,15 +107,19 @@ class KvferrySender(BaseKVSender):  # type: ignore[misc]
         self._failure = self._failure or "aborted"
         if self._publication is not None:
             self.kv_mgr.port.abort(self._publication)
-        elif self._reference:
+            return
+        if self._reference:
             # Decode may wait for it already.
             self.kv_mgr.decline(self._reference)
+        self.clear()
 
     def clear(self) -> None:
-        """Do nothing: what SGLang has is all there is."""
+        """Forget the request, which has ended."""
+        self.kv_mgr.unclaim(self.bootstrap_room, self)
 
     def failure_exception(self) -> NoReturn:
-        """Raise why the request has failed."""
+        """Raise why the request has failed; it has ended by that."""
+        self.clear()
         raise RequestFailed(self._failure)
 
     def get_transfer_metric(self) -> Any:

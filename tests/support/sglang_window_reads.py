@@ -1,0 +1,60 @@
+"""SGLang's `torch_native` attention, which computes models with windows right.
+
+In 0.5.23 it writes K and V of windows where their own pool has them, and reads them where full attention's pool would:
+right only as long as both pools happen to give a request the same slots. This hands it the slots of the windows' pool.
+SGLang loads `register` as a plug-in, in each of its processes; `environment` says where.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from tests.support.repository import ROOT
+from tests.support.vllm_engines import installed
+
+_BACKEND = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend"
+
+
+@functools.cache
+def environment() -> dict[str, str]:
+    """What an instance's environment has beside the usual one."""
+    folder = Path(tempfile.mkdtemp(prefix="kvferry-window-reads-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    described = folder / "kvferry_tests-1.dist-info"
+    described.mkdir()
+    (described / "METADATA").write_text("Metadata-Version: 2.1\nName: kvferry-tests\nVersion: 1\n")
+    (described / "entry_points.txt").write_text(f"[sglang.srt.plugins]\nwindow_reads = {__name__}:register\n")
+    return {"PYTHONPATH": os.pathsep.join([str(folder), str(ROOT), installed()["PYTHONPATH"]])}
+
+
+def register() -> None:
+    """Let `torch_native` read windows where they are."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    for step in ("extend", "decode"):
+        HookRegistry.register(f"{_BACKEND}._run_sdpa_forward_{step}", _attend, HookType.AROUND)
+
+
+def _attend(
+    attend: Any,
+    backend: Any,
+    query: Any,
+    output: Any,
+    keys: Any,
+    values: Any,
+    slots: Any,
+    requests: Any,
+    *more: Any,
+    **named: Any,
+) -> Any:
+    pool = backend.token_to_kv_pool
+    if any(keys.data_ptr() == buffer.data_ptr() for buffer in pool.swa_kv_pool.k_buffer):
+        slots = slots.clone()
+        slots[requests] = pool.translate_loc_from_full_to_swa(slots[requests].long()).to(slots.dtype)
+    return attend(backend, query, output, keys, values, slots, requests, *more, **named)
