@@ -31,7 +31,8 @@ from kvferry._wire.channel import TlsConfig, parse_address
 from kvferry._wire.reference import parse_reference
 from kvferry._wire.token import EngineToken
 from kvferry.errors import CacheDiffers, Closed, InvalidField, WrongState
-from kvferry.geometry.model import Interval, MemoryRegion, Plane, RankGeometry
+from kvferry.geometry.model import MemoryRegion, RankGeometry
+from kvferry.geometry.plane import Interval, Plane
 from kvferry.geometry.tensors import Holding, Tensor
 from kvferry.planner.summed_blocks import IntegrityOptions
 from kvferry.stats import ClientStats, SourceStats

@@ -24,7 +24,8 @@ from kvferry._transport.transport import TransportGauges
 from kvferry._wire.channel import TlsConfig
 from kvferry._wire.token import EngineToken
 from kvferry.geometry.blocks import Blocks
-from kvferry.geometry.model import Interval, MemoryRegion, Plane
+from kvferry.geometry.model import MemoryRegion
+from kvferry.geometry.plane import Interval, Plane
 from kvferry.geometry.tensors import Holding, Tensor
 from kvferry.planner.summed_blocks import IntegrityOptions
 from kvferry.stats import ClientStats

@@ -18,7 +18,8 @@ import numpy.typing as npt
 
 from kvferry._arguments import flag, integer
 from kvferry.errors import InvalidField, WrongState
-from kvferry.geometry.model import MemoryKind, MemoryRegion
+from kvferry.geometry.model import MemoryRegion
+from kvferry.geometry.plane import MemoryKind
 
 HUGE_PAGE = 2 << 20
 """Bytes of a transparent huge page on x86-64, and on aarch64 with pages of 4 KiB."""

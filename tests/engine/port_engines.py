@@ -30,7 +30,7 @@ class Worker:
     def __init__(self, address: str, spec: EngineSpec, rank: int, memory: Memory, token: str, **options: Any) -> None:
         self.pipe, theirs = LOADED.Pipe()
         job = (address, spec, rank, memory.model, memory.units, str(memory.path), token, options)
-        self.process = LOADED.Process(target=work, args=(job, theirs), daemon=True)
+        self.process: Any = LOADED.Process(target=work, args=(job, theirs), daemon=True)
         self.process.start()
         theirs.close()
 

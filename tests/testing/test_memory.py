@@ -9,7 +9,8 @@ from kvferry._transport.agents import Agents
 from kvferry._transport.nixl_agent import HandleState, ReadingAgent, ServingAgent
 from kvferry._transport.nixl_options import NixlOptions
 from kvferry.errors import BadAgentMetadata, InvalidField, NixlError
-from kvferry.geometry.model import MemoryKind, MemoryRegion
+from kvferry.geometry.model import MemoryRegion
+from kvferry.geometry.plane import MemoryKind
 from kvferry.planner.descriptors import DescriptorTable, MemoryPair, PreparedDescriptors, RawDescriptors
 from kvferry.testing import Fabric
 from kvferry.testing._memory import Agent, Process, Wire

@@ -21,7 +21,8 @@ from kvferry._transport.nixl_options import NixlOptions
 from kvferry.errors import KvferryError
 from kvferry.geometry.blocks import Blocks
 from kvferry.geometry.file import rank_bytes, rebase
-from kvferry.geometry.model import Group, GroupKind, MemoryKind, MemoryRegion, RankGeometry
+from kvferry.geometry.model import Group, GroupKind, MemoryRegion, RankGeometry
+from kvferry.geometry.plane import MemoryKind
 
 REPORT_EVERY = 0.05
 

@@ -121,7 +121,8 @@ def _measure() -> tuple[float, float]:
 
     from kvferry._transport.nixl_agent import AgentInfo, NixlOptions, ReadingAgent
     from kvferry.errors import NixlError
-    from kvferry.geometry.model import MemoryKind, MemoryRegion
+    from kvferry.geometry.model import MemoryRegion
+    from kvferry.geometry.plane import MemoryKind
     from kvferry.host_memory import HostMemory
     from kvferry.planner.descriptors import MemoryPair, RawDescriptors
 

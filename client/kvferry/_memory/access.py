@@ -6,7 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from kvferry.geometry.model import Interval, MemoryRegion, Plane
+from kvferry.geometry.model import MemoryRegion
+from kvferry.geometry.plane import Interval, Plane
 from kvferry.planner.checksum import Sums
 from kvferry.planner.staged_read import Copy
 from kvferry.planner.summed_blocks import AlikeBlocks

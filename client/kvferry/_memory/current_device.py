@@ -24,7 +24,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from kvferry.errors import InvalidField
-from kvferry.geometry.model import MemoryKind, MemoryRegion
+from kvferry.geometry.model import MemoryRegion
+from kvferry.geometry.plane import MemoryKind
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,8 @@ from kvferry._engine_spec import EngineSpec
 from kvferry._memory.mapped import check_mapped
 from kvferry._memory.stable import check_stable
 from kvferry.errors import InvalidField
-from kvferry.geometry.model import Interval, MemoryRegion, Plane
+from kvferry.geometry.model import MemoryRegion
+from kvferry.geometry.plane import Interval, Plane
 from kvferry.geometry.tensors import Holding, Tensor, heads_held, planes_of, regions_of
 
 ONE_OF = "one of heads, holding with its units, and replicated=True"

@@ -34,7 +34,8 @@ from kvferry._memory.cells import Cells, block_cells, bytes_per_unit, destinatio
 from kvferry._memory.current_device import ignore_captures
 from kvferry._memory.stable import check_stable
 from kvferry.errors import InvalidField, TransferFailed
-from kvferry.geometry.model import Interval, MemoryKind, MemoryRegion, Plane
+from kvferry.geometry.model import MemoryRegion
+from kvferry.geometry.plane import Interval, MemoryKind, Plane
 from kvferry.planner.checksum import Sums, padded, start, weights
 from kvferry.planner.staged_read import Copy
 from kvferry.planner.summed_blocks import AlikeBlocks

@@ -12,7 +12,8 @@ import numpy.typing as npt
 from kvferry._memory.access import StagingSpace
 from kvferry._memory.cells import Cells, block_cells, bytes_per_unit, destination_cells, source_cells
 from kvferry.geometry.blocks import AnyIds
-from kvferry.geometry.model import Interval, MemoryKind, MemoryRegion, Plane
+from kvferry.geometry.model import MemoryRegion
+from kvferry.geometry.plane import Interval, MemoryKind, Plane
 from kvferry.planner.checksum import Sums, padded, sums_of
 from kvferry.planner.staged_read import Copy
 from kvferry.planner.summed_blocks import AlikeBlocks

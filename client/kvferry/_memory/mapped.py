@@ -11,7 +11,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from kvferry.errors import InvalidField
-from kvferry.geometry.model import ADDRESS_LIMIT, MemoryKind, MemoryRegion, Plane
+from kvferry.geometry.model import MemoryRegion
+from kvferry.geometry.plane import ADDRESS_LIMIT, MemoryKind, Plane
 
 MAPS = Path("/proc/self/maps")
 

@@ -8,7 +8,7 @@ from typing import Any
 from kvferry._memory.access import MemoryAccess
 from kvferry._memory.device import DeviceAccess
 from kvferry._memory.host import HostAccess
-from kvferry.geometry.model import MemoryKind, Plane
+from kvferry.geometry.plane import MemoryKind, Plane
 from kvferry.geometry.tensors import view_of
 
 

@@ -15,7 +15,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from kvferry.errors import InvalidField
-from kvferry.geometry.model import MemoryKind, MemoryRegion
+from kvferry.geometry.model import MemoryRegion
+from kvferry.geometry.plane import MemoryKind
 
 
 def check_stable(regions: Iterable[MemoryRegion]) -> None:

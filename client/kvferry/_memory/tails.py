@@ -11,7 +11,8 @@ import numpy as np
 from kvferry._memory.rank_memory import RankMemory
 from kvferry.errors import InvalidField
 from kvferry.geometry.blocks import BlockIds, Blocks
-from kvferry.geometry.model import Group, GroupKind, Plane
+from kvferry.geometry.model import Group, GroupKind
+from kvferry.geometry.plane import Plane
 from kvferry.planner.request_blocks import GroupRequest
 from kvferry.planner.rows import Int64s
 from kvferry.planner.summed_blocks import AlikeBlocks, StateRun

@@ -22,7 +22,8 @@ from kvferry._threads import start_thread
 from kvferry._wire.token import EngineToken, engine_ref
 from kvferry.errors import Closed, InvalidField, KvferryError, PublicationReleased, PublicationStale, Unreachable
 from kvferry.geometry.blocks import Blocks, check_ids
-from kvferry.geometry.model import Plane, RankGeometry
+from kvferry.geometry.model import RankGeometry
+from kvferry.geometry.plane import Plane
 from kvferry.planner.checksum import Sums, runs_of
 from kvferry.planner.summed_blocks import AlikeBlocks, IntegrityOptions, source_blocks
 from kvferry.v1 import kv_transfer_pb2 as pb

@@ -16,7 +16,8 @@ from kvferry._transport.staging_pool import StagingOptions
 from kvferry._transport.transport import Transport
 from kvferry._wire.authority import agent_name, new_agent_key
 from kvferry.errors import Closed, InvalidField
-from kvferry.geometry.model import Interval, MemoryRegion, Plane, RankGeometry, check_rank, check_regions
+from kvferry.geometry.model import MemoryRegion, RankGeometry, check_rank, check_regions
+from kvferry.geometry.plane import Interval, Plane
 from kvferry.geometry.tensors import Holding, Tensor, held, named_tensors
 
 

@@ -17,7 +17,7 @@ from kvferry._control.connection import CALL_TIMEOUT, Control
 from kvferry._memory.rank_memory import RankMemory
 from kvferry.errors import DataLoss, InvalidField, KvferryError
 from kvferry.geometry.blocks import Blocks
-from kvferry.geometry.model import Interval
+from kvferry.geometry.plane import Interval
 from kvferry.planner.checksum import Sums, places_of, runs_of
 from kvferry.planner.coverage import PlaneRead
 from kvferry.planner.lane import Lane

@@ -16,7 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.errors import BadAgentMetadata, InvalidField
-from kvferry.geometry.model import ADDRESS_LIMIT, MemoryKind, MemoryRegion
+from kvferry.geometry.model import MemoryRegion
+from kvferry.geometry.plane import ADDRESS_LIMIT, MemoryKind
 from kvferry.planner.descriptors import Addresses, Descriptors, DescriptorTable, PreparedDescriptors, RawDescriptors
 
 METADATA_LIMIT = 16 << 20

@@ -22,7 +22,8 @@ from kvferry._transport.nixl_agent import AgentInfo
 from kvferry._transport.staging_pool import StagingPool
 from kvferry._transport.transport import Transfer, TransferPart, Transport
 from kvferry.geometry.blocks import Blocks
-from kvferry.geometry.model import EngineGeometry, Group, Interval, MemoryRegion, Plane, RankGeometry
+from kvferry.geometry.model import EngineGeometry, Group, MemoryRegion, RankGeometry
+from kvferry.geometry.plane import Interval, Plane
 from kvferry.planner.path_choice import Costs, Path, PathRule
 from kvferry.planner.plan import plan_read
 from kvferry.planner.rows import Int64s

@@ -22,7 +22,8 @@ from kvferry._transport import nixl_binding
 from kvferry._transport.bounds import RegionMap, check_agent, check_indices, check_raw, check_table
 from kvferry._transport.nixl_options import NixlOptions
 from kvferry.errors import BadAgentMetadata, Closed, InvalidField, NixlError, NixlMissing, WrongThread
-from kvferry.geometry.model import MemoryKind, MemoryRegion
+from kvferry.geometry.model import MemoryRegion
+from kvferry.geometry.plane import MemoryKind
 from kvferry.planner.descriptors import Addresses, Descriptors, DescriptorTable, PreparedDescriptors, RawDescriptors
 
 __all__ = [

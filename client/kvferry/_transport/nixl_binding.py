@@ -22,7 +22,8 @@ import numpy as np
 
 from kvferry._transport.nixl_options import PROGRESS_DELAY_US, NixlOptions
 from kvferry.errors import NixlError, NixlMissing
-from kvferry.geometry.model import MemoryKind, MemoryRegion
+from kvferry.geometry.model import MemoryRegion
+from kvferry.geometry.plane import MemoryKind
 
 T = TypeVar("T")
 

@@ -22,7 +22,8 @@ from kvferry._transport.reading_threads import ReadingThreads, begin_failed
 from kvferry._transport.staging_pool import StagedWork, StagingOptions, StagingPool
 from kvferry._transport.transfer import Transfer, TransferProgress, TransferState
 from kvferry.errors import Closed, InvalidField
-from kvferry.geometry.model import MemoryKind, MemoryRegion
+from kvferry.geometry.model import MemoryRegion
+from kvferry.geometry.plane import MemoryKind
 from kvferry.planner.descriptors import Descriptors
 from kvferry.planner.expansion import SourceDescriptors
 from kvferry.planner.footprint import AT_ONCE, Footprint

@@ -6,17 +6,8 @@ from collections.abc import Sequence
 from fractions import Fraction
 
 from kvferry.errors import BadGeometry
-from kvferry.geometry.model import (
-    EngineGeometry,
-    Group,
-    GroupKind,
-    Interval,
-    MemoryKind,
-    MemoryRegion,
-    Plane,
-    RankGeometry,
-    TokenShard,
-)
+from kvferry.geometry.model import EngineGeometry, Group, GroupKind, MemoryRegion, RankGeometry
+from kvferry.geometry.plane import Interval, MemoryKind, Plane, TokenShard
 from kvferry.v1 import geometry_pb2 as pb
 
 

@@ -22,7 +22,8 @@ from kvferry.engine.step_order import StepOrders
 from kvferry.engine.values import Grant, GrantStep, Offer, RankEnd, WorkerOutput
 from kvferry.errors import InvalidField, WrongState
 from kvferry.geometry.blocks import Blocks, blocks_by_group
-from kvferry.geometry.model import Interval, MemoryRegion, Plane
+from kvferry.geometry.model import MemoryRegion
+from kvferry.geometry.plane import Interval, Plane
 from kvferry.geometry.tensors import Holding, Tensor
 
 MAX_DONE = 65_536

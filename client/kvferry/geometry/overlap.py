@@ -18,7 +18,8 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 
 from kvferry.errors import BadGeometry
-from kvferry.geometry.model import Group, Plane
+from kvferry.geometry.model import Group
+from kvferry.geometry.plane import Plane
 
 MOST_STEPS = 200_000
 """Boxes compared, and places tried, for all planes of a rank: some tenths of a second."""

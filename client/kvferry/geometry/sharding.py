@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from kvferry._arguments import integer
 from kvferry.errors import BadGeometry
-from kvferry.geometry.model import Interval, TokenShard
+from kvferry.geometry.plane import Interval, TokenShard
 
 __all__ = ["shard", "shards", "token_shard"]
 

@@ -13,8 +13,9 @@ from operator import attrgetter
 from typing import Any
 
 from kvferry.errors import Mismatch
-from kvferry.geometry.model import EngineGeometry, GroupKind, Interval, Plane, RankGeometry
+from kvferry.geometry.model import EngineGeometry, GroupKind, RankGeometry
 from kvferry.geometry.overlap import check_apart
+from kvferry.geometry.plane import Interval, Plane
 from kvferry.planner.line_rule import RankHolding, ReadShare, Stripe, effort, shares
 
 MAX_CELLS = 1 << 20

@@ -19,7 +19,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.geometry.model import MemoryKind
+from kvferry.geometry.plane import MemoryKind
 
 Addresses: TypeAlias = npt.NDArray[np.uint64]
 Indices: TypeAlias = npt.NDArray[np.int32]

@@ -16,7 +16,8 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.geometry.model import EngineGeometry, GroupKind, Interval, RankGeometry, TokenShard
+from kvferry.geometry.model import EngineGeometry, GroupKind, RankGeometry
+from kvferry.geometry.plane import Interval, TokenShard
 from kvferry.planner.coverage import PlaneRead
 from kvferry.planner.lane import Lane
 from kvferry.planner.line_rule import Stripe

@@ -17,7 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.errors import InvalidField
-from kvferry.geometry.model import ADDRESS_LIMIT, Group, GroupKind, MemoryKind, Plane
+from kvferry.geometry.model import Group, GroupKind
+from kvferry.geometry.plane import ADDRESS_LIMIT, MemoryKind, Plane
 from kvferry.planner.coverage import PlaneRead
 from kvferry.planner.descriptors import (
     Addresses,

@@ -15,7 +15,8 @@ from functools import cached_property
 from math import lcm
 from typing import TypeAlias
 
-from kvferry.geometry.model import Group, GroupKind, Plane
+from kvferry.geometry.model import Group, GroupKind
+from kvferry.geometry.plane import Plane
 from kvferry.planner.coverage import PlaneRead
 from kvferry.planner.descriptors import MemoryPair
 from kvferry.planner.line_rule import Stripe

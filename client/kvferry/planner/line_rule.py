@@ -16,7 +16,7 @@ import math
 from dataclasses import dataclass
 from itertools import pairwise
 
-from kvferry.geometry.model import Interval, TokenShard
+from kvferry.geometry.plane import Interval, TokenShard
 
 
 @dataclass(frozen=True, slots=True)

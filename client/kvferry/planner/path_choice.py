@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvferry.errors import InvalidField
-from kvferry.geometry.model import GroupKind, MemoryKind
+from kvferry.geometry.model import GroupKind
+from kvferry.geometry.plane import MemoryKind
 from kvferry.planner.lane import Lane
 from kvferry.planner.prepared_tables import sample
 from kvferry.planner.rows import Int64s

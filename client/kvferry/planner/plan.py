@@ -12,7 +12,8 @@ from functools import cached_property
 
 from kvferry.errors import Incompatible, InvalidField, Mismatch
 from kvferry.geometry.blocks import Blocks
-from kvferry.geometry.model import EngineGeometry, Group, Plane, RankGeometry
+from kvferry.geometry.model import EngineGeometry, Group, RankGeometry
+from kvferry.geometry.plane import Plane
 from kvferry.planner.compatibility import engine_mismatches
 from kvferry.planner.coverage import Coverer, Indexed, PlaneRead
 from kvferry.planner.expansion import Expansion, expand

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.geometry.model import Plane
+from kvferry.geometry.plane import Plane
 from kvferry.planner.coverage import PlaneRead
 
 Int64s = npt.NDArray[np.int64]

@@ -11,7 +11,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.geometry.model import ADDRESS_LIMIT, Plane
+from kvferry.geometry.plane import ADDRESS_LIMIT, Plane
 from kvferry.planner.descriptors import Addresses
 from kvferry.planner.rows import Int64s
 

@@ -29,7 +29,8 @@ import numpy.typing as npt
 from kvferry._arguments import described, seconds
 from kvferry.errors import InvalidField
 from kvferry.geometry.blocks import AnyIds, Blocks
-from kvferry.geometry.model import Group, GroupKind, Plane
+from kvferry.geometry.model import Group, GroupKind
+from kvferry.geometry.plane import Plane
 from kvferry.planner.checksum import sampled
 from kvferry.planner.lane import Lane
 from kvferry.planner.request_blocks import GroupRequest

@@ -14,7 +14,8 @@ from math import lcm
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.geometry.model import Group, Plane, TokenShard
+from kvferry.geometry.model import Group
+from kvferry.geometry.plane import Plane, TokenShard
 from kvferry.planner.rows import Cut, Int64s
 
 

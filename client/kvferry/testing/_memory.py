@@ -22,7 +22,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry._transport.bounds import RegionMap
-from kvferry.geometry.model import MemoryKind, MemoryRegion
+from kvferry.geometry.model import MemoryRegion
+from kvferry.geometry.plane import MemoryKind
 from kvferry.testing._held import HeldReads, PostedRead, Rows
 
 DRAM, VRAM = "DRAM", "VRAM"

@@ -14,7 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.errors import HomeRecovering, InvalidField
-from kvferry.geometry.model import Group, GroupKind, Interval
+from kvferry.geometry.model import Group, GroupKind
+from kvferry.geometry.plane import Interval
 from kvferry_server.domain.limits import CHECKSUM_BATCH, MAX_CHECKSUM_PAGES
 from kvferry_server.domain.steps import PublishedExtent
 

@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from kvferry.errors import BadAgentMetadata, CacheDiffers, InvalidField
-from kvferry.geometry.model import EngineGeometry, Group, MemoryRegion, Plane, RankGeometry, check_regions
+from kvferry.geometry.model import EngineGeometry, Group, MemoryRegion, RankGeometry, check_regions
+from kvferry.geometry.plane import Plane
 from kvferry_server.domain.identity import EngineRef
 from kvferry_server.domain.limits import MAX_REGION_CHECKS
 

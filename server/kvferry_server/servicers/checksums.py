@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from kvferry.errors import InvalidField
-from kvferry.geometry.model import Interval
+from kvferry.geometry.plane import Interval
 from kvferry.planner.checksum import places_of, runs_of
 from kvferry.v1 import kv_transfer_pb2 as pb
 from kvferry_server.domain.checksum_pages import ChecksumPage, ChecksumQuery, answers, check_places

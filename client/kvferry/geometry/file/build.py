@@ -10,7 +10,8 @@ from kvferry.errors import BadGeometry, InvalidField
 from kvferry.geometry.file.components import DTYPE_BYTES, Component
 from kvferry.geometry.file.document import Document, GroupPart
 from kvferry.geometry.file.layout import Blocking, Piece, Place, natural_block_bytes, place
-from kvferry.geometry.model import EngineGeometry, GroupKind, Plane, RankGeometry, TokenShard
+from kvferry.geometry.model import EngineGeometry, GroupKind, RankGeometry
+from kvferry.geometry.plane import Plane, TokenShard
 
 FIRST_ADDRESS = 1 << 32
 """Where each rank's allocation begins; not zero, so that no address looks like "none"."""

@@ -7,7 +7,8 @@ from fractions import Fraction
 
 from kvferry.errors import InvalidField
 from kvferry.geometry.file.fields import MISSING, Fields, indices
-from kvferry.geometry.model import GroupKind, Interval
+from kvferry.geometry.model import GroupKind
+from kvferry.geometry.plane import Interval
 from kvferry.geometry.sharding import shards
 
 MAX_LAYERS = 4096

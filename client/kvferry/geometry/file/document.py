@@ -9,7 +9,8 @@ from kvferry.errors import InvalidField
 from kvferry.geometry.file.components import DTYPE_BYTES, MAX_LAYERS, Component, Defaults, read_components
 from kvferry.geometry.file.fields import MISSING, Fields, indices, short
 from kvferry.geometry.file.layout import AXES, axis_order, state_order
-from kvferry.geometry.model import Group, GroupKind, Interval, MemoryKind
+from kvferry.geometry.model import Group, GroupKind
+from kvferry.geometry.plane import Interval, MemoryKind
 from kvferry.geometry.sharding import shards
 
 MAX_RANKS = 4096

@@ -9,7 +9,7 @@ from fractions import Fraction
 from typing import TypeVar, cast
 
 from kvferry.errors import InvalidField
-from kvferry.geometry.model import Interval
+from kvferry.geometry.plane import Interval
 
 T = TypeVar("T")
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from kvferry.errors import BadGeometry
 from kvferry.geometry.formats.parts import Layers, latent_parts, with_axes
-from kvferry.geometry.model import Group, Plane
+from kvferry.geometry.model import Group
+from kvferry.geometry.plane import Plane
 from kvferry.geometry.tensors import Holding, named_tensors, planes_of_tensor, view_of
 
 

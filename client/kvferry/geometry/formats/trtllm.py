@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from kvferry._arguments import integer
 from kvferry.errors import BadGeometry
 from kvferry.geometry.formats.parts import with_axes
-from kvferry.geometry.model import Group, Plane
+from kvferry.geometry.model import Group
+from kvferry.geometry.plane import Plane
 from kvferry.geometry.tensors import Holding, Tensor, planes_of_tensor
 
 

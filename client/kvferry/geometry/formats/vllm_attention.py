@@ -7,7 +7,8 @@ from dataclasses import replace
 from kvferry._arguments import integer
 from kvferry.errors import BadGeometry
 from kvferry.geometry.formats.parts import Layers, halves, head_width, with_axes
-from kvferry.geometry.model import Group, Plane
+from kvferry.geometry.model import Group
+from kvferry.geometry.plane import Plane
 from kvferry.geometry.tensors import Holding, Part, named_tensors, planes_of, planes_of_tensor, view_of
 
 

@@ -7,7 +7,8 @@ import re
 from kvferry._arguments import text
 from kvferry.errors import BadGeometry
 from kvferry.geometry.formats.parts import Layers, halves, with_axes
-from kvferry.geometry.model import Group, Plane
+from kvferry.geometry.model import Group
+from kvferry.geometry.plane import Plane
 from kvferry.geometry.tensors import Holding, Part, named_tensors, planes_of_tensor
 
 _CPU_NATURAL_VALUES = ("vec", "vec16")

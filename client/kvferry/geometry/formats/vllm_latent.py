@@ -8,7 +8,8 @@ from kvferry._arguments import integer
 from kvferry.errors import BadGeometry
 from kvferry.geometry.formats.parts import Layers, latent_parts
 from kvferry.geometry.formats.vllm_attention import vllm_cells
-from kvferry.geometry.model import Group, Plane
+from kvferry.geometry.model import Group
+from kvferry.geometry.plane import Plane
 from kvferry.geometry.tensors import PLAIN, Holding, Part, named_tensors, planes_of_tensor, view_of
 
 FP8_DS_BYTES = 656

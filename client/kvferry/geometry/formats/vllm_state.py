@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from kvferry.geometry.model import Group, Interval, Plane
+from kvferry.geometry.model import Group
+from kvferry.geometry.plane import Interval, Plane
 from kvferry.geometry.tensors import Holding, Part, Tensor, planes_of_tensor
 
 

@@ -7,7 +7,7 @@ from fractions import Fraction
 
 from kvferry._arguments import coerce_integers, flag, instance, integer, text
 from kvferry.errors import InvalidField
-from kvferry.geometry.model import Interval, TokenShard
+from kvferry.geometry.plane import Interval, TokenShard
 
 PLAIN = "plain"
 """Format of bytes in their natural order: each unit's content of each state is contiguous and means the same in every

@@ -9,7 +9,8 @@ from typing import cast
 
 from kvferry._arguments import instance, integer, integer_map, mapping, several, text, texts
 from kvferry.errors import BadGeometry
-from kvferry.geometry.model import Group, GroupKind, Interval, Plane
+from kvferry.geometry.model import Group, GroupKind
+from kvferry.geometry.plane import Interval, Plane
 from kvferry.geometry.tensors.holding import OPAQUE, PLAIN, Holding, Part
 from kvferry.geometry.tensors.view import Tensor, TensorView, view_of
 

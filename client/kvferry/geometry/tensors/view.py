@@ -9,7 +9,8 @@ from typing import Any, Protocol
 
 from kvferry._arguments import coerce_integers, instance, integer, several, text
 from kvferry.errors import BadGeometry
-from kvferry.geometry.model import ADDRESS_LIMIT, MemoryKind, MemoryRegion
+from kvferry.geometry.model import MemoryRegion
+from kvferry.geometry.plane import ADDRESS_LIMIT, MemoryKind
 
 
 class Tensor(Protocol):

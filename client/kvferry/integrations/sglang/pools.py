@@ -12,7 +12,8 @@ from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from kvferry.errors import InvalidField
 from kvferry.geometry import shard
 from kvferry.geometry.formats import sglang_mha, sglang_mla
-from kvferry.geometry.model import Group, Plane
+from kvferry.geometry.model import Group
+from kvferry.geometry.plane import Plane
 from kvferry.geometry.tensors import Holding, Tensor
 
 FULL = "full"

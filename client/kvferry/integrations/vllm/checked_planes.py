@@ -10,7 +10,7 @@ from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import MambaSpec
 
 from kvferry.errors import InvalidField
-from kvferry.geometry.model import Plane
+from kvferry.geometry.plane import Plane
 from kvferry.geometry.tensors import Tensor
 from kvferry.integrations.vllm.groups import BlockTable, layer_spec, transferred
 from kvferry.integrations.vllm.layouts import Layer, backend_of, family_of, layer_planes

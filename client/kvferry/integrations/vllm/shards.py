@@ -10,7 +10,7 @@ from vllm.distributed.parallel_state import get_pcp_group, get_pp_group, get_tp_
 from vllm.v1.kv_cache_interface import MambaSpec
 
 from kvferry.errors import InvalidField
-from kvferry.geometry.model import Interval, TokenShard
+from kvferry.geometry.plane import Interval, TokenShard
 from kvferry.geometry.tensors import Holding
 from kvferry.integrations.vllm.groups import token_shards
 

@@ -12,7 +12,7 @@ from functools import partial
 from kvferry._threads import start_thread
 from kvferry.engine import RankEnd, WorkerOutput, WorkerPort
 from kvferry.errors import KvferryError
-from kvferry.geometry.model import Plane
+from kvferry.geometry.plane import Plane
 from kvferry.geometry.tensors import Tensor
 from kvferry.integrations.vllm.device import EVERY_STEP, DeviceSteps, arrival_fence, steps_of
 from kvferry.integrations.vllm.idle_steps import PATIENCE, YIELD

@@ -8,7 +8,7 @@ from dataclasses import replace
 from vllm.v1.kv_cache_interface import MambaSpec
 
 from kvferry.errors import InvalidField
-from kvferry.geometry.model import Plane
+from kvferry.geometry.plane import Plane
 from kvferry.integrations.vllm.layouts.backends import BACKENDS
 from kvferry.integrations.vllm.layouts.content import content_of, element_type
 from kvferry.integrations.vllm.layouts.family import Family as Family

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvferry.geometry import formats
-from kvferry.geometry.model import Plane
+from kvferry.geometry.plane import Plane
 from kvferry.integrations.vllm.layouts.content import content_of
 from kvferry.integrations.vllm.layouts.layer import Layer
 

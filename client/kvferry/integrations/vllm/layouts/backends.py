@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from kvferry.geometry.model import Plane
+from kvferry.geometry.plane import Plane
 from kvferry.integrations.vllm.layouts import attention, latent
 from kvferry.integrations.vllm.layouts.family import Family, Proof
 from kvferry.integrations.vllm.layouts.layer import Layer

@@ -7,7 +7,7 @@ from typing import Any
 from vllm.platforms import current_platform
 
 from kvferry.errors import InvalidField
-from kvferry.geometry.model import Plane
+from kvferry.geometry.plane import Plane
 from kvferry.integrations.vllm.layouts.layer import Layer
 
 # Contents whose bytes depend on factors that stand outside the cache.

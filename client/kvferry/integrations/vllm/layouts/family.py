@@ -6,7 +6,7 @@ import enum
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvferry.geometry.model import Plane
+from kvferry.geometry.plane import Plane
 from kvferry.integrations.vllm.layouts.layer import Layer
 
 

@@ -6,7 +6,7 @@ from vllm.platforms import current_platform
 
 from kvferry.errors import InvalidField
 from kvferry.geometry import formats
-from kvferry.geometry.model import Plane
+from kvferry.geometry.plane import Plane
 from kvferry.integrations.vllm.layouts.content import content_of
 from kvferry.integrations.vllm.layouts.layer import Layer
 

@@ -20,7 +20,7 @@ from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 from vllm.utils.torch_utils import get_dtype_size
 
 from kvferry.errors import BadGeometry, InvalidField
-from kvferry.geometry.model import Interval, Plane
+from kvferry.geometry.plane import Interval, Plane
 from kvferry.geometry.tensors import Part, TensorView, planes_of_tensor, view_of
 from kvferry.integrations.vllm import versions
 from kvferry.integrations.vllm.layouts.layer import Layer

@@ -20,7 +20,7 @@ import torch
 from vllm.v1.kv_cache_interface import AttentionSpec
 
 from kvferry.errors import LayoutMismatch
-from kvferry.geometry.model import Plane
+from kvferry.geometry.plane import Plane
 from kvferry.integrations.vllm.layouts import Layer
 from kvferry.integrations.vllm.self_check.states import check_states
 from kvferry.integrations.vllm.self_check.structure import check_structure, pattern

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from kvferry.errors import LayoutMismatch
-from kvferry.geometry.model import Plane
+from kvferry.geometry.plane import Plane
 
 POISONS = (0xA5, 0x5A)
 """Bytes to fill memory with before a write. Two, so that a written byte differs from at least one of them."""

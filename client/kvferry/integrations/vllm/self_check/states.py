@@ -10,7 +10,7 @@ import torch
 from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 
 from kvferry.errors import LayoutMismatch
-from kvferry.geometry.model import Plane
+from kvferry.geometry.plane import Plane
 from kvferry.geometry.tensors import PLAIN
 from kvferry.integrations.vllm.layouts import Layer
 from kvferry.integrations.vllm.self_check.probe import POISONS, Probe, shown

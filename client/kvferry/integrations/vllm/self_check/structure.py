@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.errors import BadGeometry, LayoutMismatch
-from kvferry.geometry.model import Plane
 from kvferry.geometry.overlap import check_apart
+from kvferry.geometry.plane import Plane
 from kvferry.geometry.tensors import TensorView, view_of
 from kvferry.integrations.vllm.layouts import Layer
 

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 
 from kvferry.errors import LayoutMismatch
-from kvferry.geometry.model import Plane
+from kvferry.geometry.plane import Plane
 from kvferry.geometry.tensors import PLAIN
 from kvferry.integrations.vllm.layouts import Layer
 from kvferry.integrations.vllm.self_check.probe import POISONS, Probe, shown
