@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvferry import Blocks, Client, EngineSpec, Group
+from kvferry import Blocks, Client, EngineSpec, Group, router_reference
 from kvferry._clock import now
 from kvferry.engine import Grant, RankEnd, SchedulerPort, WorkerPort
 from kvferry.engine.block_runs import BlockRuns
@@ -196,7 +196,7 @@ def scheduler(client: Client) -> SchedulerPort:
 def test_a_closed_port_refuses_and_a_request_that_was_cancelled_may_come_again(node: NodeServerProcess) -> None:
     with Client(node.address) as client:
         port = scheduler(client)
-        reference = port.publish("waits", {"full": Blocks([1])}, last=False).reference
+        reference = router_reference(node.address, "source")
         for _ in range(3):
             port.acquire("request", reference)
             assert port.cancel("request")
@@ -220,7 +220,6 @@ def calls_after_close(port: SchedulerPort, reference: str) -> list[Callable[[], 
 def test_a_time_that_is_no_deadline_is_refused(node: NodeServerProcess, tmp_path: Path, timeout: float) -> None:
     with Client(node.address) as client:
         port = scheduler(client)
-        reference = port.publish("waits", {"full": Blocks([1])}, last=False).reference
         with pytest.raises(InvalidField):
-            port.acquire("request", reference, timeout=timeout)
+            port.acquire("request", router_reference(node.address, "source"), timeout=timeout)
         port.close()

@@ -91,9 +91,12 @@ class Etcd:
         return [] if tls is None else [cert, f"{tls.cert}", key, f"{tls.key}", ca, f"{tls.ca}", *more]
 
     def signal(self, number: signal.Signals) -> None:
+        """Send it a signal. After SIGSTOP, wait until it has stopped: until then it answers."""
         if self._process is None:
             raise RuntimeError("etcd is not running")
         self._process.send_signal(number)
+        if number == signal.SIGSTOP:
+            os.waitid(os.P_PID, self._process.pid, os.WSTOPPED | os.WNOWAIT)
 
     def stop(self) -> None:
         """End it as a crash would."""

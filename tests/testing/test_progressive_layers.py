@@ -179,6 +179,13 @@ GROUPS = (
 CHUNK = {"full": Blocks([1, 2], 0, 8)}
 
 
+@pytest.fixture(scope="module")
+def unread() -> Iterator[SchedulerPort]:
+    """An engine that nobody reads from. Its end waits for what its home has not taken: it has no ranks."""
+    with Fabric() as fabric, contextlib.closing(SchedulerPort(fabric.client(), EngineSpec("p", GROUPS))) as port:
+        yield port
+
+
 @pytest.mark.parametrize(
     ("blocks", "layers", "options"),
     [
@@ -197,28 +204,26 @@ CHUNK = {"full": Blocks([1, 2], 0, 8)}
     ],
 )
 def test_layers_of_blocks_that_cannot_be_published_so_are_refused(
-    fabric: Fabric, blocks: dict[str, Blocks], layers: Collection[str], options: dict[str, Any]
+    unread: SchedulerPort, blocks: dict[str, Blocks], layers: Collection[str], options: dict[str, Any]
 ) -> None:
-    with contextlib.closing(SchedulerPort(fabric.client(), EngineSpec("p", GROUPS))) as port:
-        given: Any = {"last": False, "layers": layers, **options}
-        with pytest.raises((InvalidField, BadBlock)):
-            port.publish("request", blocks, **given)
-        publication = port.publish("request", {}, last=False)
-        with pytest.raises((InvalidField, BadBlock)):
-            port.publish_more(publication, blocks, **given)
-        # Nothing of it is left: the same blocks can be published now.
-        port.publish_more(publication, CHUNK, last=True)
+    given: Any = {"last": False, "layers": layers, **options}
+    with pytest.raises((InvalidField, BadBlock)):
+        unread.publish("request", blocks, **given)
+    publication = unread.publish("request", {}, last=False)
+    with pytest.raises((InvalidField, BadBlock)):
+        unread.publish_more(publication, blocks, **given)
+    # Nothing of it is left: the same blocks can be published now.
+    unread.publish_more(publication, CHUNK, last=True)
 
 
-def test_a_chunk_is_finished_before_the_next_one_begins(fabric: Fabric) -> None:
-    with contextlib.closing(SchedulerPort(fabric.client(), EngineSpec("p", GROUPS))) as port:
-        publication = port.publish("request", CHUNK, last=False, layers=["layer0"])
-        more = {"full": Blocks([3], 8, 12)}
-        with pytest.raises(InvalidField, match="until all layers"):
-            port.publish_more(publication, more, last=False, layers=["layer0"])
-        with pytest.raises(InvalidField, match="where the step before ended"):
-            port.publish_more(publication, {"full": Blocks([3], 4, 8)}, last=False)
-        # The blocks that were refused are not in use.
-        port.publish_more(publication, more, last=True)
-        with pytest.raises(WrongState):
-            port.publish_more(publication, {}, last=False, layers=["layer1"])
+def test_a_chunk_is_finished_before_the_next_one_begins(unread: SchedulerPort) -> None:
+    publication = unread.publish("request", CHUNK, last=False, layers=["layer0"])
+    more = {"full": Blocks([3], 8, 12)}
+    with pytest.raises(InvalidField, match="until all layers"):
+        unread.publish_more(publication, more, last=False, layers=["layer0"])
+    with pytest.raises(InvalidField, match="where the step before ended"):
+        unread.publish_more(publication, {"full": Blocks([3], 4, 8)}, last=False)
+    # The blocks that were refused are not in use.
+    unread.publish_more(publication, more, last=True)
+    with pytest.raises(WrongState):
+        unread.publish_more(publication, {}, last=False, layers=["layer1"])
