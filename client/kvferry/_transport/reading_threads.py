@@ -212,11 +212,12 @@ class ReadingThreads:
             return may
 
     def _gone(self, thread: ReadingThread, quiet: bool) -> None:
+        # First the reason, then the gauge that shows it.
+        if not quiet:
+            logger.error("reading agent %s could not be destroyed", thread.name)
         with self._lock:
             self.living.discard(thread)
             self._moved_before += thread.moved
-        if not quiet:
-            logger.error("reading agent %s could not be destroyed", thread.name)
 
 
 def begin_failed(label: str, error: Exception) -> KvferryError:
