@@ -15,8 +15,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from tests.support.repository import ROOT
-from tests.support.vllm_engines import installed
+from tests.support.vllm_engines import install, installed
 
 _BACKEND = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend"
 
@@ -26,11 +25,8 @@ def environment() -> dict[str, str]:
     """What an instance's environment has beside the usual one."""
     folder = Path(tempfile.mkdtemp(prefix="kvferry-window-reads-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    described = folder / "kvferry_tests-1.dist-info"
-    described.mkdir()
-    (described / "METADATA").write_text("Metadata-Version: 2.1\nName: kvferry-tests\nVersion: 1\n")
-    (described / "entry_points.txt").write_text(f"[sglang.srt.plugins]\nwindow_reads = {__name__}:register\n")
-    return {"PYTHONPATH": os.pathsep.join([str(folder), str(ROOT), installed()["PYTHONPATH"]])}
+    install(folder, "kvferry-tests", "1", {"sglang.srt.plugins": {"window_reads": f"{__name__}:register"}})
+    return {"PYTHONPATH": os.pathsep.join([str(folder), installed()["PYTHONPATH"]])}
 
 
 def register() -> None:

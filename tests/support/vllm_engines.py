@@ -15,6 +15,7 @@ import tempfile
 import threading
 import time
 import urllib.request
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -78,22 +79,28 @@ def make_model(
 @functools.cache
 def installed() -> dict[str, str]:
     """The environment of a vLLM beside which this checkout is installed: with the entry points that pip would make of
-    its pyproject.toml, which those of an older installation here may lack."""
+    its pyproject.toml, which those of an older installation here may lack, and with `tests.support.vllm_waits`."""
     import tomllib
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     folder = Path(tempfile.mkdtemp(prefix="kvferry-installed-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    described = folder / f"kvferry-{project['version']}.dist-info"
-    described.mkdir()
-    (described / "METADATA").write_text(f"Metadata-Version: 2.1\nName: kvferry\nVersion: {project['version']}\n")
-    points = [
-        f"[{group}]\n" + "".join(f"{name} = {value}\n" for name, value in named.items())
-        for group, named in project["entry-points"].items()
-    ]
-    (described / "entry_points.txt").write_text("\n".join(points))
-    paths = [str(folder), str(ROOT / "client"), str(ROOT / "server"), os.environ.get("PYTHONPATH", "")]
+    install(folder, "kvferry", project["version"], project["entry-points"])
+    install(folder, "kvferry-waits", "1", {"vllm.general_plugins": {"waits": "tests.support.vllm_waits:register"}})
+    paths = [str(folder), str(ROOT / "client"), str(ROOT / "server"), str(ROOT), os.environ.get("PYTHONPATH", "")]
     return {**os.environ, **ENVIRONMENT, "PYTHONPATH": os.pathsep.join(path for path in paths if path)}
+
+
+def install(folder: Path, name: str, version: str, points: Mapping[str, Mapping[str, str]]) -> None:
+    """Describe a distribution in a folder, as pip would: its entry points by group and name."""
+    described = folder / f"{name.replace('-', '_')}-{version}.dist-info"
+    described.mkdir()
+    (described / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    groups = [
+        f"[{group}]\n" + "".join(f"{point} = {value}\n" for point, value in named.items())
+        for group, named in points.items()
+    ]
+    (described / "entry_points.txt").write_text("\n".join(groups))
 
 
 class Node:

@@ -15,8 +15,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from tests.support.repository import ROOT
-from tests.support.vllm_engines import installed
+from tests.support.vllm_engines import install, installed
 
 BACKEND = "vllm.v1.attention.backends.flash_attn.FlashAttentionBackend"
 
@@ -26,13 +25,8 @@ def environment() -> dict[str, str]:
     """What an engine's environment has beside the usual one."""
     folder = Path(tempfile.mkdtemp(prefix="kvferry-flash-attention-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    described = folder / "kvferry_tests-1.dist-info"
-    described.mkdir()
-    (described / "METADATA").write_text("Metadata-Version: 2.1\nName: kvferry-tests\nVersion: 1\n")
-    (described / "entry_points.txt").write_text(
-        f"[vllm.general_plugins]\nflash_attention_on_cpu = {__name__}:register\n"
-    )
-    return {"PYTHONPATH": os.pathsep.join([str(folder), str(ROOT), installed()["PYTHONPATH"]])}
+    install(folder, "kvferry-tests", "1", {"vllm.general_plugins": {"flash_attention_on_cpu": f"{__name__}:register"}})
+    return {"PYTHONPATH": os.pathsep.join([str(folder), installed()["PYTHONPATH"]])}
 
 
 def register() -> None:

@@ -38,6 +38,7 @@ class Prefill:
             spec=SimpleNamespace(num_ranks=1, engine_id="prefill"),
             tables=(TABLE,),
             sums=False,
+            serves=True,
             withheld=withheld,
             rewritten=0,
             has_states=False,
