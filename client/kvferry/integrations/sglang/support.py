@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from kvferry.errors import InvalidField
+from kvferry.integrations.identity import cache_identity
 
 STATES = ("swa",)
 """States that SGLang keeps beside the KV cache and hands over, by `StateType`'s values, which are supported."""
@@ -47,20 +45,18 @@ def check_supported(kv_args: Any, parallel: Any, disagg: Any, memory: Any, draft
 
 
 def identity(model: Any, config: Mapping[str, object], kv_cache_dtype: str) -> dict[str, str]:
-    """Return the identity of the cache's contents, as the connector for vLLM makes it.
+    """Return the identity of the cache's contents; see `cache_identity`.
 
     Args:
         model: SGLang's configuration of the model.
         config: the model's own configuration, as transformers reads it: SGLang adds to its copy.
         kv_cache_dtype: SGLang's ``--kv-cache-dtype``.
     """
-    described = {key: value for key, value in config.items() if not key.startswith("_")}
-    digest = hashlib.sha256(json.dumps(described, sort_keys=True, default=str).encode()).hexdigest()
-    return {
-        "model": Path(str(model.model_path)).name,
-        "revision": str(model.revision or ""),
-        "config": digest[:16],
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "cache_dtype": kv_cache_dtype,
-        "quantization": str(model.quantization or ""),
-    }
+    return cache_identity(
+        model.model_path,
+        model.revision,
+        config,
+        dtype=model.dtype,
+        cache_dtype=kv_cache_dtype,
+        quantization=model.quantization,
+    )

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from vllm.platforms import current_platform
@@ -16,6 +13,7 @@ from kvferry.engine import Tails
 from kvferry.errors import InvalidField
 from kvferry.geometry.blocks import Blocks
 from kvferry.geometry.model import GroupKind
+from kvferry.integrations.identity import cache_identity
 from kvferry.integrations.vllm.groups import BlockTable, block_tables, readable, readable_later
 from kvferry.integrations.vllm.settings import ConnectorSettings, check_supported
 from kvferry.integrations.vllm.versions import lookahead_tokens
@@ -133,19 +131,12 @@ class Setup:
 
 
 def _identity(vllm_config: Any) -> dict[str, str]:
-    """Return the identity of the cache's contents. It has the model's name and configuration, not its path, which may
-    differ between hosts."""
     model = vllm_config.model_config
-    written = model.hf_config.to_dict()
-    # That of the library here, which transformers adds: two sides that are upgraded in turn still go together.
-    written.pop("transformers_version", None)
-    described = {key: value for key, value in written.items() if not key.startswith("_")}
-    digest = hashlib.sha256(json.dumps(described, sort_keys=True, default=str).encode()).hexdigest()
-    return {
-        "model": Path(str(model.model)).name,
-        "revision": str(model.revision or ""),
-        "config": digest[:16],
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "cache_dtype": str(vllm_config.cache_config.cache_dtype),
-        "quantization": str(model.quantization or ""),
-    }
+    return cache_identity(
+        model.model,
+        model.revision,
+        model.hf_config.to_dict(),
+        dtype=model.dtype,
+        cache_dtype=vllm_config.cache_config.cache_dtype,
+        quantization=model.quantization,
+    )

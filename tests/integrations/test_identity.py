@@ -1,0 +1,40 @@
+"""What engines of all makes compare before one reads from another."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvferry.integrations.identity import cache_identity
+
+CONFIG = {"model_type": "llama", "rope_theta": 1e4, "transformers_version": "4.57.1", "_name_or_path": "/models/here"}
+
+
+def identity(model: str = "/models/here/llama", config: dict[str, Any] | None = None, **changed: Any) -> dict[str, str]:
+    given = {"revision": None, "dtype": "torch.bfloat16", "cache_dtype": "auto", "quantization": None, **changed}
+    return cache_identity(model, config=config or CONFIG, **given)
+
+
+def test_it_does_not_depend_on_the_host() -> None:
+    """Neither on the model's path nor on the version of transformers, which adds both to the configuration."""
+    there = {**CONFIG, "transformers_version": "5.0.0", "_name_or_path": "/models/there"}
+    assert identity("/models/there/llama", there) == identity()
+    del there["transformers_version"]
+    assert identity("/models/there/llama", there) == identity()
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"model": "/models/here/llama-2"},
+        {"config": {**CONFIG, "rope_theta": 1e6}},
+        {"revision": "v2"},
+        {"dtype": "torch.float16"},
+        {"cache_dtype": "fp8"},
+        {"quantization": "awq"},
+    ],
+    ids=lambda changed: next(iter(changed)),
+)
+def test_it_depends_on_all_that_the_values_depend_on(changed: dict[str, Any]) -> None:
+    assert identity(**changed) != identity()
