@@ -12,9 +12,8 @@ from hypothesis import settings
 settings.register_profile("unhurried", settings(), deadline=None)
 settings.load_profile("unhurried")
 
-# UCX patches the C library of each process that uses it, and yields some 400,000 times meanwhile: half a second of a core
-# for each rank of a test. On Linux 6.18, a few processes that do so may also keep others from running for half a minute.
-# Only where memory is unmapped while UCX still has it registered are the patches of use. `tests/demo` runs with them.
+# UCX patches the C library of each process that uses it, to learn what memory is unmapped, and calls sched_yield some
+# 400,000 times meanwhile: half a second of a core for each rank of a test. `tests/demo` runs with the patches.
 os.environ.setdefault("UCX_MEM_MMAP_HOOK_MODE", "none")
 
 # Where a script started the tests in the background, they ignore SIGINT, and so would the programs that they interrupt.

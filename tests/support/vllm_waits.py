@@ -1,7 +1,7 @@
 """How vLLM's workers wait on machines of few cores.
 
-For a second after each step a worker calls ``sched_yield`` until the next one. On Linux 6.18, several processes that do
-so may keep all others from running for half a minute: leases end, and peers do not answer.
+For a second after each step a worker calls ``sched_yield`` until the next one. Four of them leave so little of two
+cores to others that peers did not answer for seconds, and a lease ended.
 """
 
 from __future__ import annotations
