@@ -335,6 +335,8 @@ def test_a_read_that_fails_is_told_at_once_and_its_quiet_later(world: Reading) -
     assert (handle.quiet, handle.error.quiet) == (False, False)
     assert not Read(handle).wait_quiet(0)
     error = handle.error
+    # The thread that has told the end goes on to ask when it is quiet.
+    world.worked()
     world.transfers[0].fenced()
     assert Read(handle).wait_quiet(30)
     assert error.quiet

@@ -6,10 +6,11 @@ from collections.abc import Iterator
 
 import pytest
 
+from kvferry._clock import now
 from kvferry._reads.rank_read import RankRead
 from kvferry.errors import PublicationTimeout, TransferCancelled, TransferFailed, TransferStuck
 from kvferry.geometry import Blocks
-from tests.reads.played_rank import BLOCKS, SOURCE, PlayedRank
+from tests.reads.played_rank import BLOCKS, LONG, SOURCE, PlayedRank
 
 
 @pytest.fixture
@@ -132,10 +133,12 @@ def test_blocks_that_do_not_follow_end_the_share_before_they_are_touched(world: 
 
 
 @pytest.mark.parametrize("moving", [False, True])
-def test_at_its_deadline_it_says_who_is_late(world: PlayedRank, moving: bool) -> None:
-    read = begun(world, within=0.3)
+def test_at_its_deadline_it_says_who_is_late(world: PlayedRank, moving: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = begun(world)
     if not moving:
         world.transfers[0].landed(10)
+        world.worked()
+    monkeypatch.setattr("kvferry._reads.rank_reads.now", lambda: now() + 2 * LONG)
     world.until(lambda: world.ended)
     assert isinstance(read.error, TransferStuck if moving else PublicationTimeout)
     assert read.quiet is not moving

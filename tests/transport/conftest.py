@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from kvferry._clock import now
 from kvferry._transport.nixl_agent import NixlOptions
 from kvferry._transport.transport import Transport
 from tests.transport.played_agents import Agents, World
@@ -45,11 +46,12 @@ def memory() -> Memory:
 
 @pytest.fixture
 def transport(memory: Memory) -> Iterator[MakeTransport]:
-    """Makes transports into `memory`."""
+    """Makes transports into `memory`, whose sources may take their time to answer."""
     made: list[Transport] = []
 
-    def make(ucx_tls: str = "", **options: Any) -> Transport:
-        made.append(Transport([memory.region], NixlOptions(ucx_tls=ucx_tls, **options)))
+    def make(ucx_tls: str = "", *, clock: Callable[[], float] = now, **options: Any) -> Transport:
+        patient = {"warm_up_timeout": SOON, **options}
+        made.append(Transport([memory.region], NixlOptions(ucx_tls=ucx_tls, **patient), clock=clock))
         return made[-1]
 
     yield make

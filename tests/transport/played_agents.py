@@ -183,7 +183,13 @@ class World:
         """One that is under way until the test says otherwise."""
         self.agents.state[name] = MOVING
         transfer = self.read(transport, name, at, chunks)
-        assert until(lambda: transfer.progress().chunks_in_flight == chunks)
+
+        def posted() -> int:
+            links = [link for thread in transport._threads._all() for link in thread._links]
+            return sum(chunk.owner is transfer for link in links for chunk in link.posted)
+
+        # A transfer counts a chunk just before it is posted, and the gauges just after.
+        assert until(lambda: posted() == chunks)
         return transfer
 
     def lost(self, transport: Transport, name: str = "peer", at: int = 0) -> Transfer:

@@ -8,11 +8,12 @@ import sys
 
 import pytest
 
+from kvferry._transport.nixl_options import NixlOptions
 from kvferry._transport.transport import TransferPart, TransferState
 from kvferry.errors import TransferCancelled, TransferExpired
 from tests.transport.conftest import MakeSource, MakeTransport
 from tests.transport.sources import POISON, SOON, Memory, Source
-from tests.transport.transfers import TCP, assert_done, assert_failed, read_all, until
+from tests.transport.transfers import TCP, Clock, assert_done, assert_failed, read_all, until
 
 
 @pytest.mark.parametrize("warmed", [False, True], ids=["before its first read", "between reads"])
@@ -63,13 +64,15 @@ def test_a_source_killed_while_it_is_read_fails_that_read_only(
 def test_a_source_stopped_while_it_is_read_expires_and_is_quarantined_until_it_goes_on(
     new_source: MakeSource, memory: Memory, transport: MakeTransport
 ) -> None:
-    source = new_source(TCP)
-    read = transport(TCP, chunk_bytes=1 << 20, bytes_in_flight=2 << 20)
+    source, clock = new_source(TCP), Clock()
+    read = transport(TCP, clock=clock, chunk_bytes=1 << 20, bytes_in_flight=2 << 20)
     stopped = new_source(TCP)
     assert_done(read_all(read, stopped, memory, at=8 << 20))
     memory.bytes[:] = POISON
     stopped.stop()
-    late = read_all(read, stopped, memory, at=8 << 20, deadline=0.2)
+    late = read_all(read, stopped, memory, at=8 << 20)
+    assert until(lambda: late.progress().chunks_in_flight == 2)
+    clock.later += SOON
     assert late.wait(SOON)
     assert late.state is TransferState.EXPIRED
     assert isinstance(late.error, TransferExpired)
@@ -78,9 +81,9 @@ def test_a_source_stopped_while_it_is_read_expires_and_is_quarantined_until_it_g
     assert not late.wait_quiet(0.05)
     assert read.gauges().uncertain == 1
     # R10: everybody else goes on, on the same agent.
-    assert_done(read_all(read, source, memory))
+    assert_done(read_all(read, source, memory, deadline=None))
     # And what waits behind it for the same source expires without having been posted: quiet at once.
-    behind = read_all(read, stopped, memory, at=8 << 20, deadline=0.1)
+    behind = read_all(read, stopped, memory, at=8 << 20, deadline=clock.later + 0.1)
     assert behind.wait(SOON)
     assert behind.state is TransferState.EXPIRED
     assert behind.quiet
@@ -89,32 +92,37 @@ def test_a_source_stopped_while_it_is_read_expires_and_is_quarantined_until_it_g
     assert late.state is TransferState.EXPIRED
     assert late.error.quiet
     assert read.gauges().uncertain == 0
-    assert read.gauges().quiesced == 1
+    assert until(lambda: read.gauges().quiesced == 1)
     # Nothing was given up: the peer is read again as if nothing had been.
     assert read.gauges().agents == 1
-    assert_done(read_all(read, stopped, memory, at=8 << 20))
+    assert_done(read_all(read, stopped, memory, at=8 << 20, deadline=None))
     assert memory.right()
 
 
 def test_a_stuck_read_gives_up_its_agent_and_its_end_is_the_fence(
     new_source: MakeSource, memory: Memory, transport: MakeTransport
 ) -> None:
-    source = new_source(TCP)
-    read = transport(TCP, chunk_bytes=1 << 20, fence_time=0.3, warm_up_timeout=0.3)
+    source, clock = new_source(TCP), Clock()
+    read = transport(TCP, clock=clock, chunk_bytes=1 << 20)
     stopped = new_source(TCP)
     assert_done(read_all(read, stopped, memory, at=8 << 20))
     memory.bytes[:] = POISON
     stopped.stop()
-    late = read_all(read, stopped, memory, at=8 << 20, deadline=0.1)
+    late = read_all(read, stopped, memory, at=8 << 20)
+    assert until(lambda: late.progress().chunks_in_flight > 0)
+    clock.later += SOON
     assert late.wait(SOON)
     assert not late.quiet
+    clock.later += NixlOptions().fence_time
     assert late.wait_quiet(SOON)
     assert late.state is TransferState.EXPIRED
     assert until(lambda: read.gauges().retired_agents == 0)
     assert read.gauges().quiesced == 1
-    assert_done(read_all(read, source, memory))
+    assert_done(read_all(read, source, memory, deadline=None))
     # A fresh agent, a stopped peer: no first answer, nothing posted, so nothing is uncertain.
     again = read_all(read, stopped, memory, at=8 << 20, deadline=None)
+    assert until(lambda: read.gauges().peers == 2)
+    clock.later += SOON + 0.1
     assert again.wait(SOON)
     assert again.state is TransferState.FAILED
     assert again.quiet
@@ -140,6 +148,7 @@ def test_an_agent_given_up_still_finishes_what_it_reads_from_others(
     assert doomed.wait(SOON)
     assert doomed.state is TransferState.FAILED
     # Uncertain for as long as the other one needs the agent, whose end is the fence.
+    assert until(lambda: read.gauges().retired_agents == 1)
     assert not doomed.wait_quiet(0.5)
     assert read.gauges().retired_agents == 1
     slow.resume()
@@ -151,17 +160,19 @@ def test_an_agent_given_up_still_finishes_what_it_reads_from_others(
 def test_a_source_that_does_not_answer_at_first_fails_its_reads_in_bounded_time(
     ucx_tls: str, source: Source, new_source: MakeSource, memory: Memory, transport: MakeTransport
 ) -> None:
-    read = transport(ucx_tls, warm_up_timeout=0.3)
+    clock = Clock()
+    read = transport(ucx_tls, clock=clock)
     silent = new_source(ucx_tls)
     silent.info  # noqa: B018
     silent.stop()
     transfer = read_all(read, silent, memory, at=8 << 20, deadline=None)
     assert_done(read_all(read, source, memory))
+    clock.later += SOON + 0.1
     assert transfer.wait(SOON)
     assert transfer.state is TransferState.FAILED
     assert transfer.quiet
     silent.resume()
-    assert_done(read_all(read, silent, memory, at=8 << 20))
+    assert_done(read_all(read, silent, memory, at=8 << 20, deadline=None))
     assert memory.right()
 
 

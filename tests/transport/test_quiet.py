@@ -27,11 +27,15 @@ NO_THREAD = "can't start new thread"
 
 
 def threads_run_out(patch: pytest.MonkeyPatch, left: int) -> None:
-    """Only so many threads can be started any more; Python says so as it does where the system refuses."""
+    """Only so many reading threads can be started any more; Python says so as it does where the system refuses."""
     start = threading.Thread.start
     started: list[threading.Thread] = []
 
     def refuse(thread: threading.Thread) -> None:
+        # Of the transport's: what other tests have left may start some of its own.
+        if not thread.name.endswith("/reading"):
+            start(thread)
+            return
         started.append(thread)
         if len(started) > left:
             raise RuntimeError(NO_THREAD)
@@ -63,7 +67,9 @@ def test_staging_memory_that_is_not_to_be_had_fails_what_was_begun_before_it(
     ]
     transfer = read.start(parts, deadline=None, label="no memory")
     assert isinstance(transfer.error, TransferFailed)
-    assert transfer.error.quiet == transfer.quiet
+    # A chunk may land at any moment, and makes both true.
+    with transfer._changed:
+        assert transfer.error.quiet == transfer.quiet
     assert_failed_and_still(transfer, read, source, memory)
     assert read.close(SOON)
 
@@ -103,7 +109,10 @@ def test_shares_that_find_no_new_agent_fail_and_the_old_one_goes_on(
     with monkeypatch.context() as patch:
         threads_run_out(patch, 0)
         victim.stop()
-        doomed, waiting = (read_all(read, victim, memory, at=8 << 20, deadline=d) for d in (0.1, None))
+        doomed = read_all(read, victim, memory, at=8 << 20, deadline=None)
+        assert until(lambda: doomed.progress().chunks_in_flight == 2)
+        waiting = read_all(read, victim, memory, at=8 << 20, deadline=None)
+        doomed.cancel()
         # The agent is given up for `doomed`; `waiting` should go to a fresh one, which cannot be made.
         assert waiting.wait(SOON)
         assert waiting.state is TransferState.FAILED

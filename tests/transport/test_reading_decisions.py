@@ -23,7 +23,7 @@ from kvferry._transport.nixl_agent import NixlError
 from kvferry._transport.nixl_options import NixlOptions
 from kvferry._transport.reading_thread import ReadingThread
 from kvferry._transport.staging_pool import StagingOptions
-from kvferry._transport.transport import TransferPart, TransferState, Transport
+from kvferry._transport.transport import Transfer, TransferPart, TransferState, Transport
 from kvferry.errors import (
     BadAgentMetadata,
     Closed,
@@ -82,6 +82,21 @@ def test_what_ended_and_is_not_quiet_is_uncertain(world: World) -> None:
     assert gauges.agents == 1
 
 
+def test_what_ended_and_is_quiet_is_not_uncertain_until_it_is_forgotten(world: World) -> None:
+    read, seen = world.transport(), list[tuple[int, int, int]]()
+
+    def look(_: Transfer) -> None:
+        gauges = read.gauges()
+        seen.append((gauges.active, gauges.uncertain, gauges.uncertain_bytes))
+
+    moving = world.moving(read)
+    # Callbacks of the end run before those of quiet, with which it is forgotten.
+    moving.add_done_callback(look)
+    world.agents.state["peer"] = DONE
+    done(moving)
+    assert until(lambda: seen == [(0, 0, 0)])
+
+
 def test_of_a_read_that_is_quiet_nothing_is_kept(world: World) -> None:
     read = world.transport()
     ended, lost = world.moving(read, chunks=2), world.moving(read, "other", 1)
@@ -111,12 +126,16 @@ def test_idle_it_sleeps(world: World) -> None:
     silent = world.moving(read)
     silent.cancel()
     observed = threading.Event()
-    for most in (200, 0):
-        # It has to come to rest first: news are looked at a millisecond later.
-        assert not observed.wait(0.05)
+
+    def rests(most: int) -> bool:
         before = world.looks
         assert not observed.wait(0.2)
-        assert world.looks - before <= most
+        return world.looks - before <= most
+
+    for most in (200, 0):
+        # It has to come to rest first: news are looked at a millisecond later, and on a busy machine later still.
+        assert not observed.wait(0.05)
+        assert until(partial(rests, most))
         world.agents.state["peer"] = DONE
         assert silent.wait_quiet(SOON)
 
@@ -211,13 +230,13 @@ def test_the_end_waits_for_what_may_still_write(world: World) -> None:
 
 
 def test_what_is_stuck_ends_with_the_fence_time_and_the_end_of_its_agent(world: World) -> None:
-    read = world.transport(fence_time=60.0)
+    read = world.transport(fence_time=600.0)
     moving, waiting = world.moving(read), world.moving(read, "other", 1)
     assert not read.close(0.05)
-    world.later += 59.0
+    world.later += 570.0
     assert not read.close(0.05)
     assert not moving.quiet
-    world.later += 2.0
+    world.later += 31.0
     assert read.close(SOON)
     assert (moving.quiet, waiting.quiet) == (True, True)
 
@@ -331,8 +350,8 @@ def test_a_peer_is_warmed_up_once_and_dropped_when_it_is_through(world: World) -
     done(again)
     assert [info.name for info in agent.added] == ["peer", "other", "peer"]
     read.retire("peer")
-    assert until(lambda: read.gauges().peers == 1)
-    assert set(agent.peers) == {"other"}
+    assert until(lambda: set(agent.peers) == {"other"})
+    assert read.gauges().peers == 1
     assert world.memory.right()
 
 
@@ -361,18 +380,18 @@ def test_another_agent_of_the_same_name_is_added_when_the_first_is_through(world
 
 
 def test_who_does_not_answer_at_first_is_waited_for_so_long(world: World) -> None:
-    read = world.transport(warm_up_timeout=5.0, fence_time=60.0)
+    read = world.transport(warm_up_timeout=50.0, fence_time=600.0)
     world.agents.warm["peer"] = MOVING
     waiting = world.read(read)
     done(world.read(read, "other", 1))
     assert waiting.state is TransferState.PENDING
-    world.later += 5.1
-    assert "no answer within 5 s" in str(failed(waiting))
+    world.later += 51.0
+    assert "no answer within 50 s" in str(failed(waiting))
     assert waiting.quiet
-    world.later += 55.0
+    world.later += 550.0
     done(world.read(read, "other", 1))
     assert len(world.agents.made) == 1
-    world.later += 10.0
+    world.later += 100.0
     # The first read of a few bytes may still write into the agent's own memory: that ends with the agent.
     assert until(lambda: world.agents.made[0].destroyed)
 
@@ -414,7 +433,8 @@ def test_one_chunk_is_always_allowed_and_never_two(world: World, monkeypatch: py
     transfers = [world.read(read, name, at, 2) for at, name in enumerate(("a", "b", "c"))]
     (agent,) = world.agents.made
     for _ in range(6):
-        assert until(lambda: sum(transfer.progress().chunks_in_flight for transfer in transfers) == 1)
+        assert until(lambda: any(agent.flying(name) for name in "abc"))
+        assert sum(transfer.progress().chunks_in_flight for transfer in transfers) == 1
         (handle,) = (handle for name in "abc" for handle in agent.flying(name))
         handle.state = DONE
         assert until(partial(getattr, handle, "released"))
@@ -452,11 +472,11 @@ def test_a_deadline_is_kept_however_long_nothing_happens(world: World) -> None:
     read = world.transport()
     done(world.read(read))
     moving = world.moving(read)
-    late = world.read(read, at=1, deadline=world.clock() + 30.0)
-    world.later += 29.0
+    late = world.read(read, at=1, deadline=world.clock() + 300.0)
+    world.later += 270.0
     done(world.read(read, "other", 2))
     states = [late.state]
-    world.later += 1.5
+    world.later += 30.5
     assert late.wait(SOON)
     assert [*states, late.state] == [TransferState.MOVING, TransferState.EXPIRED]
     assert moving.state is TransferState.MOVING

@@ -109,8 +109,11 @@ def test_a_thread_that_fails_waits_for_what_it_posted_and_everything_else_fails(
     def leave(_: Transfer) -> None:
         raise SystemExit("an engine's callback wants to end the process")
 
+    # Stopped, or it might be read before the callback is there, which would run here then.
+    other.stop()
     last = read_all(read, other, memory, at=8 << 20)
     last.add_done_callback(leave)
+    other.resume()
     assert moving.wait(SOON)
     assert moving.state is TransferState.FAILED
     assert isinstance(moving.error, TransferFailed)

@@ -109,9 +109,9 @@ def test_an_agent_that_is_done_with_its_part_drops_the_peer_while_the_other_stil
     behind = world.read(read, at=2, chunks=1)
     home = read._threads.of(PEER)
     done_first, still = sorted(agents, key=lambda agent: agent.name != home.name)
-    world.agents.state[PEER] = DONE
     for handle in still.flying(PEER):
         handle.state = MOVING
+    world.agents.state[PEER] = DONE
     land(done_first)
     done(behind)
     assert not shared.state.final
@@ -142,8 +142,7 @@ def test_small_reads_are_not_shared(world: World) -> None:
     read = sharing(world)
     world.agents.state[PEER] = MOVING
     transfer = world.read(read, at=1, chunks=3)
-    assert until(lambda: transfer.progress().chunks_in_flight == 2)
-    assert sorted(len(agent.flying(PEER)) for agent in world.agents.made) == [0, 2]
+    assert until(lambda: sorted(len(agent.flying(PEER)) for agent in world.agents.made) == [0, 2])
     world.agents.state[PEER] = DONE
     done(transfer)
 
@@ -206,4 +205,5 @@ def test_bytes_are_right(source: Source, memory: Memory, transport: MakeTranspor
         assert memory.right()
         # Over TCP posts do not copy.
         assert ucx_tls or until(lambda: read.gauges().agents == 2)
-    assert ucx_tls or read.gauges().peers == 2
+    # The second connects while the first reads.
+    assert ucx_tls or until(lambda: read.gauges().peers == 2)

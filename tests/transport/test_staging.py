@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,11 +15,12 @@ from kvferry._transport import calibration
 from kvferry._transport.calibration import measure
 from kvferry._transport.nixl_agent import NixlOptions
 from kvferry._transport.staging_pool import StagedWork, StagingOptions, StagingPool
-from kvferry._transport.transport import Transfer, TransferState, Transport
+from kvferry._transport.transport import Transfer, TransferPart, TransferState, Transport
 from kvferry.errors import TransferExpired, TransferFailed
 from kvferry.geometry import MemoryKind
 from kvferry.planner import Costs
 from kvferry.planner.staged_read import Copy
+from tests.support.waiting import until as wait_for
 from tests.transport.conftest import MakeSource
 from tests.transport.sources import SOON, Memory, Source
 from tests.transport.staged_parts import BLOCK_BYTES, BLOCKS, LAYERS, part, some
@@ -34,7 +35,8 @@ def staged(memory: Memory) -> Iterator[MakeStaged]:
 
     def make(ucx_tls: str = "", *, slots: int = 2, slot_blocks: int = 3, **options: Any) -> Transport:
         staging = StagingOptions(path="staged", slots=slots, slot_bytes=slot_blocks * BLOCK_BYTES)
-        made.append(Transport([memory.region], NixlOptions(ucx_tls=ucx_tls, **options), staging=staging))
+        patient = {"warm_up_timeout": SOON, **options}
+        made.append(Transport([memory.region], NixlOptions(ucx_tls=ucx_tls, **patient), staging=staging))
         return made[-1]
 
     yield make
@@ -202,20 +204,32 @@ def test_over_a_slow_network_one_turn_is_enough(
         monkeypatch.setattr(calibration, "ENOUGH", enough)
         read = staged("tcp", slots=4, slot_blocks=256)
         assert measure(read, source.info, read.pool(MemoryKind.DRAM, 0), now() + SOON) is not None
+        # The gauge follows the end of a read; it is final when the thread has ended.
+        assert read.close(SOON)
         moved.append(read.gauges().bytes_moved)
     # But for the first read, which is small, and belongs to no turn.
     assert round(moved[0] / moved[1], 1) == calibration.TIMES
 
 
 def test_a_source_that_stops_while_it_is_measured_keeps_one_slot(
-    new_source: MakeSource, memory: Memory, staged: MakeStaged
+    new_source: MakeSource, memory: Memory, staged: MakeStaged, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stopped, other = new_source("tcp", size=16 << 20), new_source("tcp", size=4 << 20)
     read = staged("tcp", slots=4, slot_blocks=256)
     warm = read.start([part(stopped, memory, [0], [0])], deadline=now() + SOON, label="warm")
     assert ended(warm) is TransferState.DONE
     stopped.stop()
-    assert measure(read, stopped.info, read.pool(MemoryKind.DRAM, 0), now() + 0.3) is None
+    begin = read.start
+
+    def begin_in_time(parts: Sequence[TransferPart], *, deadline: float | None, label: str) -> Transfer:
+        """The time of the measurement is not over before its read is posted."""
+        transfer = begin(parts, deadline=None, label=label)
+        wait_for(lambda: read.gauges().chunks_in_flight == 1)
+        return transfer
+
+    with monkeypatch.context() as patch:
+        patch.setattr(read, "start", begin_in_time)
+        assert measure(read, stopped.info, read.pool(MemoryKind.DRAM, 0), now() + 0.3) is None
     # It may still write to this one; the others are for everybody.
     assert read.gauges().staging_slots == 1
     transfer = read.start([part(other, memory, some(3), some(4))], deadline=now() + SOON, label="other")
@@ -230,13 +244,6 @@ def test_constants_of_a_dead_source_are_not_waited_for(new_source: MakeSource, s
     source.kill()
     read = staged(fence_time=0.1, slot_blocks=256)
     assert measure(read, info, read.pool(MemoryKind.DRAM, 0), now() + SOON) is None
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    """Poll something that other threads bring about."""
-    until = now() + SOON
-    while not condition():
-        assert now() < until, "it did not come about in time"
 
 
 def test_a_stopped_source_leaves_slots_for_others(new_source: MakeSource, memory: Memory, staged: MakeStaged) -> None:

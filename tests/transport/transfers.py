@@ -14,6 +14,16 @@ TCP = "tcp"
 """For faults that need a post to return before it is done: CMA copies inside it, and needs no running source."""
 
 
+class Clock:
+    """A transport's clock, which a test moves on: so a time is over when the test says so, and no sooner."""
+
+    def __init__(self) -> None:
+        self.later = 0.0
+
+    def __call__(self) -> float:
+        return now() + self.later
+
+
 def until(condition: Callable[[], bool]) -> bool:
     """Wait until it holds; whether it does."""
     end = now() + SOON

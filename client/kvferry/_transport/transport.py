@@ -249,10 +249,12 @@ class Transport:
             transfers, pools = tuple(self._transfers), tuple(self._pools.values())
             quiesced, quarantined = self._quiesced, self._quarantined_bytes
         threads = self._threads.counts()
-        active = sum(not transfer.state.final for transfer in transfers)
+        ended = [transfer for transfer in transfers if transfer.state.final]
+        # One that is quiet may be here for a moment more, until its callbacks run.
+        uncertain = [transfer for transfer in ended if not transfer.quiet]
         return TransportGauges(
-            active=active,
-            uncertain=len(transfers) - active,
+            active=len(transfers) - len(ended),
+            uncertain=len(uncertain),
             quiesced=quiesced,
             bytes_moved=threads.bytes_moved,
             chunks_in_flight=threads.chunks_in_flight,
@@ -260,7 +262,7 @@ class Transport:
             retired_agents=threads.retired_agents,
             peers=threads.peers,
             staging_slots=sum(pool.in_use for pool in pools),
-            uncertain_bytes=sum(transfer.bytes_total for transfer in transfers if transfer.state.final),
+            uncertain_bytes=sum(transfer.bytes_total for transfer in uncertain),
             quarantined_bytes=quarantined,
             agents_retired=threads.agents_retired,
         )
