@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvferry import Directory, open_directory
+from kvferry.errors import DirectoryUnavailable
 from tests.support.etcd import Etcd
 
 
@@ -16,6 +17,13 @@ from tests.support.etcd import Etcd
 def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Etcd]:
     with Etcd(tmp_path_factory.mktemp("etcd")) as running:
         yield running
+
+
+def problem(directory: Directory) -> str:
+    """Why a directory that has not answered yet is not available."""
+    with pytest.raises(DirectoryUnavailable) as caught:
+        directory.listed()
+    return str(caught.value.values["problem"])
 
 
 @pytest.fixture

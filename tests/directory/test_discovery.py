@@ -108,6 +108,10 @@ def test_engines_of_a_fleet_are_listed_together(etcd: Etcd, fleet: tuple[Kvferry
         for party in parties:
             party.works()
         both = [part for server in fleet for part in ("--server", server.address)]
+        # They list themselves a moment after they serve, and their engines.
+        with open_directory(etcd.url) as seen:
+            until(lambda: seen.wait() and seen.listed().homes >= {server.advertise for server in fleet})
+            until(lambda: all(seen.listed().find(party.name) is not None for party in parties))
         for arguments in (["--all", "--directory", etcd.url], both):
             done = run_kvferry("engines", *arguments)
             assert done.returncode == 0, done.stderr
@@ -115,7 +119,6 @@ def test_engines_of_a_fleet_are_listed_together(etcd: Etcd, fleet: tuple[Kvferry
             assert ["Engine", "Home"] in [row[:2] for row in rows]
             for party, server in zip(parties, fleet, strict=True):
                 assert [party.name, server.advertise] in [row[:2] for row in rows]
-        until(lambda: etcd.ctl("get", "--prefix", "/fleet/engines/on-the-second", "--keys-only").stdout.strip() != "")
         done = run_kvferry("engine", parties[1].name, KVFERRY_DIRECTORY=etcd.url)
         assert done.returncode == 0, done.stderr
         assert parties[1].ref.incarnation.hex() in done.stdout

@@ -70,13 +70,13 @@ class Etcd:
             "--endpoints",
             self.address,
             "--command-timeout",
-            "2s",
+            "30s",
             "--dial-timeout",
-            "1s",
+            "10s",
             *arguments,
         ]
         environment = {**os.environ, "ETCDCTL_API": "3"}
-        return subprocess.run(command, capture_output=True, text=True, env=environment, check=check, timeout=20)
+        return subprocess.run(command, capture_output=True, text=True, env=environment, check=check, timeout=60)
 
     def keys(self, *flags: str) -> list[str]:
         """All keys of the fleet."""

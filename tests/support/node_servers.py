@@ -220,7 +220,10 @@ class Kvferryd:
         return int(fields[1]) * resource.getpagesize()
 
     def signal(self, number: signal.Signals = signal.SIGTERM) -> None:
+        """Send it a signal. After SIGSTOP, wait until it has stopped: until then it answers."""
         self._process.send_signal(number)
+        if number == signal.SIGSTOP:
+            os.waitid(os.P_PID, self._process.pid, os.WSTOPPED | os.WNOWAIT)
 
     def wait(self) -> int:
         """Its exit code."""

@@ -29,6 +29,8 @@ class Watched:
 def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
     path = tmp_path_factory.mktemp("admin") / "node.sock"
     flags = ["--unix", str(path), "--listen", "127.0.0.1:0", "--admin", "127.0.0.1:0", "--drain", "0"]
+    # Longer than all tests of a module take.
+    flags += ["--ttl", "600", "--max-ttl", "600", "--hold", "1200", "--final", "1200"]
     with ExitStack() as stack:
         server = stack.enter_context(Kvferryd(*flags, "--log-level", "debug"))
         party = Party(stack.enter_context(connect(server.addresses[1])), "engine")

@@ -49,7 +49,7 @@ def test_the_state_says_what_runs(watched: Watched) -> None:
     assert state["leases"] == {"reading": 1}
     assert state["leases_ended"] == {"valid": 1}
     assert state["limits"]["engines"] == 1024
-    assert state["settings"]["ttl"] == 30
+    assert state["settings"]["ttl"] == 600
     page = get(watched.admin, "/statusz")
     assert page.headers["content-type"].startswith("text/html")
     assert watched.server.advertise in page.text

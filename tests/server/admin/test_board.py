@@ -125,7 +125,7 @@ def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]
     folder = tmp_path_factory.mktemp("prometheus")
     admin = f"127.0.0.1:{free_port()}"
     flags = ["--unix", str(folder / "node.sock"), "--listen", "", "--drain", "0", "--admin", admin]
-    flags += ["--ttl", "0.6", "--engine-ttl", "0.6", "--hold", "0.8"]
+    flags += ["--ttl", "1.2", "--engine-ttl", "0.6", "--hold", "1.5"]
     with ExitStack() as stack:
         with Kvferryd(*flags):
             running = Prometheus(folder, admin)

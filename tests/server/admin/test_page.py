@@ -43,6 +43,8 @@ def named(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
     path = tmp_path_factory.mktemp("page") / "node.sock"
     with ExitStack() as stack:
         flags = ["--unix", str(path), "--listen", "", "--admin", "127.0.0.1:0", "--drain", "0"]
+        # Longer than a browser takes to start: a lease that expires is one more read that has ended.
+        flags += ["--ttl", "600", "--max-ttl", "600"]
         server = stack.enter_context(Kvferryd(*flags, "--log-level", "debug"))
         party = Party(stack.enter_context(connect(server.address)), EVIL)
         stack.callback(party.close)

@@ -12,7 +12,9 @@ from typing import Any
 import grpc
 import pytest
 
+from kvferry._clock import now
 from kvferry._wire.channel import connect
+from kvferry_server.domain.event_log import MOST_IN_WINDOW, WINDOW
 from tests.support.node_servers import Kvferryd, command, environment
 from tests.support.raw_parties import Party
 from tests.support.waiting import until
@@ -26,7 +28,8 @@ def a_day(server: Kvferryd) -> None:
     """An engine comes, a lease of it expires, and it goes."""
     with connect(server.address) as channel:
         party = Party(channel, "engine")
-        party.works()
+        # No more than that: a read that is to end well must do so within the ttl.
+        party.live()
         until(lambda: "EXPIRED" in server.log)
         party.close()
         until(lambda: "engine_dead" in server.log)
@@ -79,6 +82,7 @@ def test_ready_is_written_at_every_level_because_scripts_wait_for_it(tmp_path: P
 @pytest.mark.parametrize("form", ["text", "json"])
 def test_strangers_cannot_fill_the_log(tmp_path: Path, form: str) -> None:
     """Neither with calls that are refused nor with bytes that are not gRPC's; gRPC's own lines count as well."""
+    began = now()
     with Kvferryd("--unix", "", "--listen", "127.0.0.1:0", "--drain", "0", "--log-format", form) as server:
         with connect(server.address) as channel:
             call: Any = channel.unary_unary("/kvferry.v1.KVTransfer/Notify")
@@ -89,6 +93,8 @@ def test_strangers_cannot_fill_the_log(tmp_path: Path, form: str) -> None:
         for _ in range(100):
             with socket.create_connection((host, int(port))) as stranger:
                 stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
+    # Once, unless the machine is very slow.
+    windows = 1 + int((now() - began) // WINDOW)
     refusals = [line for line in server.log.splitlines() if "INVALID_FIELD" in line]
-    assert 0 < len(refusals) <= 20
-    assert len(server.log.splitlines()) < 40
+    assert 0 < len(refusals) <= MOST_IN_WINDOW * windows
+    assert len(server.log.splitlines()) < 40 * windows

@@ -68,7 +68,8 @@ def test_a_killed_server_is_listed_until_its_ttl_ends(etcd: Etcd, reader: Direct
     with listing(etcd) as server:
         until(lambda: reader.wait() and server.advertise in reader.listed().homes)
         server.kill()
-        assert etcd.keys() != []
+        # Asked of what this process knows: until etcdctl has started, the ttl may be over.
+        assert server.advertise in reader.listed().homes
         until(lambda: reader.listed().homes == set())
 
 
@@ -77,7 +78,9 @@ def test_without_etcd_it_serves_and_lists_as_soon_as_there_is_one(etcd: Etcd, re
     with listing(etcd) as server, connect(server.address) as channel:
         until(lambda: "engines are not listed" in server.log)
         assert serves(server.address)
-        Party(channel, "unlisted").works()
+        # Kept: a Watch that nobody holds is cancelled, and its engine goes before there is an etcd.
+        party = Party(channel, "unlisted")
+        party.works()
         etcd.start()
         until(lambda: "engines are listed again" in server.log)
         until(lambda: reader.wait() and any(listing.home == server.advertise for listing in reader.listed().engines))

@@ -35,6 +35,7 @@ from kvferry_server.node.connections import ConnectionLimiter, connections_each
 from kvferry_server.node.grpc_server import _CAN_MEND
 from kvferry_server.node.loading import configure
 from kvferry_server.node.server import NodeServer
+from kvferry_server.node.times import RESTART_LOG_PAUSE
 from tests.support import http2
 from tests.support.certificates import Authority, tls_flags
 from tests.support.http2 import Connection, data, frame, message, request_headers
@@ -107,8 +108,11 @@ def test_a_path_that_is_no_text_is_refused_and_cuts_nobody(server: Kvferryd) -> 
 def test_grpcs_server_is_replaced_and_the_home_lives_on(tmp_path: Path) -> None:
     """grpcio as it is: each attack ends its server, and every stream with it."""
     path = tmp_path / "node.sock"
+    # Longer than all attacks take.
+    lasting = ("--ttl", "600", "--max-ttl", "600")
+    began = time.monotonic()
     with Kvferryd(
-        "--unix", str(path), "--listen", "127.0.0.1:0", "--engine-ttl", "60", program=("-c", UNMENDED)
+        "--unix", str(path), "--listen", "127.0.0.1:0", "--engine-ttl", "600", *lasting, program=("-c", UNMENDED)
     ) as running:
         address = running.addresses[1]
         with connect(address) as channel:
@@ -132,7 +136,7 @@ def test_grpcs_server_is_replaced_and_the_home_lives_on(tmp_path: Path) -> None:
             assert engines.home_epoch.hex().startswith(running.epoch)
             victim.close()
         assert "a new one replaces it" in running.log
-        assert running.log.count("a new one replaces it") < 5
+        assert running.log.count("a new one replaces it") < 5 + (time.monotonic() - began) // RESTART_LOG_PAUSE
         running.signal()
         assert running.wait() == 0
     assert list(tmp_path.iterdir()) == []
@@ -217,7 +221,7 @@ async def until(condition: Callable[[], bool]) -> None:
         await asyncio.sleep(0.005)
 
 
-def eventually(succeeds: Callable[[], bool], within: float = 20.0) -> None:
+def eventually(succeeds: Callable[[], bool], within: float = 60.0) -> None:
     """Repeat what fails until it succeeds."""
     given_up = threading.Event()
     timer = threading.Timer(within, given_up.set)
@@ -237,7 +241,7 @@ def eventually(succeeds: Callable[[], bool], within: float = 20.0) -> None:
 def outcome(call: Any) -> str:
     """How a call ended: OK, LIMIT, or the code of what has no type."""
     try:
-        call.result(30) if hasattr(call, "result") else list(call)
+        call.result(90) if hasattr(call, "result") else list(call)
     except grpc.RpcError as error:
         typed = from_rpc_error(error, "server")
         if isinstance(typed, LimitReached) and typed.retry_after is not None:
@@ -257,7 +261,7 @@ def test_thousands_of_calls_are_answered_or_refused_typed(server: Kvferryd, kind
             for _ in range(4)
         ]
         stubs = [IntrospectionStub(channel) for channel in channels]
-        calls = [stubs[n % 4].ListEngines.future(ipb.ListEnginesRequest(), timeout=30) for n in range(3000)]
+        calls = [stubs[n % 4].ListEngines.future(ipb.ListEnginesRequest(), timeout=90) for n in range(3000)]
         ended = Counter(outcome(call) for call in calls)
     # Older versions of grpcio have one queue for all, which is short: what does not fit is dropped.
     assert set(ended) <= {"OK", "LIMIT"} | (set() if _CAN_MEND else {str(grpc.StatusCode.CANCELLED)}), ended
@@ -395,6 +399,14 @@ def test_silent_connections_keep_nobody_out(tmp_path: Path) -> None:
             local.works()
 
 
+def at_end(client: socket.socket) -> bool:
+    """Whether its peer has ended it."""
+    try:
+        return client.recv(1) == b""
+    except BlockingIOError:
+        return False
+
+
 def test_who_has_the_most_connections_loses_them() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listening, ExitStack() as stack:
         port = listening.getsockname()[1]
@@ -419,12 +431,10 @@ def test_who_has_the_most_connections_loses_them() -> None:
             client.setblocking(False)
             with pytest.raises(BlockingIOError):
                 client.recv(1)
-        ended = 0
         for client, _ in greedy:
             client.setblocking(False)
-            with suppress(BlockingIOError):
-                ended += client.recv(1) == b""
-        assert ended == 10
+        # The kernel may hand over the ends of connections a moment later.
+        eventually(lambda: sum(map(at_end, (client for client, _ in greedy))) == 10)
 
 
 def test_sockets_of_an_engine_are_left_as_they_are() -> None:

@@ -233,7 +233,8 @@ ATTEMPTS = 3
 
 def test_renewals_stay_fast_while_128_ranks_handshake_with_128(tmp_path: Path) -> None:
     ranks = 128
-    with NodeServerProcess(tmp_path) as server, connect(server.address) as channel:
+    # The lease lasts for longer than the readers take to start.
+    with NodeServerProcess(tmp_path, ttl=600, max_ttl=600) as server, connect(server.address) as channel:
         stub = KVTransferStub(channel)
         watch = stub.Watch(pb.WatchRequest(engine=proto(P), session_secret=SECRETS[P], role=pb.WATCH_ROLE_SCHEDULER))
         next(watch)
