@@ -27,6 +27,7 @@ from tests.cli.conftest import open_engine, registration
 from tests.support.certificates import Authority, tls_flags
 from tests.support.command_line import run_kvferry
 from tests.support.node_servers import Kvferryd, environment
+from tests.support.waiting import until
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -169,7 +170,8 @@ def test_an_engine_is_evicted(scene: Scene) -> None:
     assert done.stdout == "'stuck' is evicted. No lease is live.\n"
     assert "stuck" not in scene.run("engines").stdout
     assert scene.run("evict", "stuck", "--yes").returncode == 1
-    assert any("EvictEngine by the UNIX socket engine_id='stuck'" in line for line in scene.server.log.splitlines())
+    # A thread reads the log, after the answer perhaps.
+    until(lambda: "EvictEngine by the UNIX socket engine_id='stuck'" in scene.server.log)
 
 
 def test_nothing_is_done_unasked(scene: Scene) -> None:
