@@ -260,7 +260,7 @@ class Transport:
             retired_agents=threads.retired_agents,
             peers=threads.peers,
             staging_slots=sum(pool.in_use for pool in pools),
-            uncertain_bytes=sum(transfer.bytes_total for transfer in transfers if transfer.state.final),
+            uncertain_bytes=sum(one.bytes_total for one in transfers if one.state.final and not one.quiet),
             quarantined_bytes=quarantined,
             agents_retired=threads.agents_retired,
         )
