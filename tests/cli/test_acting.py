@@ -184,8 +184,8 @@ def test_nothing_is_done_unasked(scene: Scene) -> None:
     # What is done last is written last; what other tests did may be read late.
     assert scene.run("evict", "asked", "--yes").returncode == 0
     until(lambda: "EvictEngine by the UNIX socket engine_id='asked'" in scene.server.log)
-    done = [line for line in scene.server.log.splitlines() if "Drain by" in line or "engine_id='asked'" in line]
-    assert len([line for line in done if " by the UNIX socket" in line]) == 1
+    acts = [line for line in scene.server.log.splitlines() if "Drain by" in line or "engine_id='asked'" in line]
+    assert len([line for line in acts if " by the UNIX socket" in line]) == 1
 
 
 @pytest.mark.parametrize(("said", "code"), [("n", 1), ("y", 0)])
