@@ -82,7 +82,7 @@ def test_an_authority_that_the_caller_does_not_trust(stage: Stage) -> None:
 
 def test_a_name_that_nobody_knows() -> None:
     # Reserved for this by RFC 2606.
-    assert names(look("no-such-host.invalid:7423", timeout=2.0)) == {"peer-name-unknown"}
+    assert names(look("no-such-host.invalid:7423", timeout=20.0)) == {"peer-name-unknown"}
 
 
 @pytest.mark.parametrize("place", ["port", "socket"])

@@ -43,9 +43,13 @@ child = subprocess.Popen(["sleep", "1000"])
 open({str(started)!r}, "w").write(str(child.pid))
 child.wait()
 """
-    found = isolation.run("cma", host_with(tmp_path, lines), 2.0)
-    assert names(found) == {"check-hung"}
-    assert "longer than 2 s" in found[0].found
+    # Python itself may need longer than the first of them to start on a busy machine.
+    for limit in (2.0, 10.0, 50.0):
+        found = isolation.run("cma", host_with(tmp_path, lines), limit)
+        assert names(found) == {"check-hung"}
+        assert f"longer than {limit:g} s" in found[0].found
+        if started.exists() and started.read_text():
+            break
     child = int(started.read_text())
     # It was sent SIGKILL; who waits for it now, if anybody, is the machine's affair.
     until(lambda: not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE)
