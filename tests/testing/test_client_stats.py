@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import threading
 from functools import partial
 from typing import Any
 
@@ -13,7 +12,6 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvferry import Blocks
-from kvferry._transport.transport import Transport
 from kvferry.engine import SchedulerPort, WorkerPort
 from kvferry.errors import InvalidField, KvferryError, TransferFailed
 from kvferry.integrations.prometheus import ClientCollector
@@ -108,17 +106,6 @@ def test_bytes_that_may_still_be_written_are_uncertain_and_were_in_quarantine(pa
     stats = client.stats()
     assert (stats.ranks.uncertain_bytes, stats.ranks.quarantined_bytes) == (0, VALUES.nbytes)
     assert stats.reads.outcomes["cancelled"] == 1
-
-
-def test_bytes_of_a_quiet_transfer_that_is_not_forgotten_yet_are_not_uncertain(
-    pair: tuple[Engine, Engine], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    prefill, decode = pair
-    forgotten, forget = threading.Event(), Transport._forget
-    monkeypatch.setattr(Transport, "_forget", lambda *given: (forgotten.wait(SOON), forget(*given)))
-    decode.read(prefill.publish(VALUES, THEIRS).reference, MINE)[0].result(SOON)
-    assert decode.workers[0].stats().ranks.uncertain_bytes == 0
-    forgotten.set()
 
 
 def test_a_broken_connection_retires_an_agent_and_its_reads_count_as_failed(pair: tuple[Engine, Engine]) -> None:
