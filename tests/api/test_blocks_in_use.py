@@ -25,6 +25,7 @@ from tests.support.caches import Model, shards
 from tests.support.engines import Engine, reader_of
 from tests.support.identifiers import unique_id
 from tests.support.node_servers import NodeServerProcess
+from tests.support.waiting import stop
 
 MODEL = Model(num_blocks=64)
 
@@ -181,7 +182,7 @@ def test_blocks_of_a_failed_read_are_refused_until_it_is_quiet(
         cache.read(first.reference, ids(1)).result(20)
         publication = source.session.publish("second", ids(3))
         pid = source.ranks[0].process.pid or 0
-        os.kill(pid, signal.SIGSTOP)
+        stop(pid)
         try:
             stuck = cache.read(publication.reference, ids(8), timeout=1.5)
             assert isinstance(stuck.exception(20), TransferStuck)

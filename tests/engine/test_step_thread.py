@@ -21,6 +21,7 @@ from tests.engine.port_engines import PortEngine
 from tests.support.caches import Model, shards
 from tests.support.identifiers import unique_id
 from tests.support.node_servers import NodeServerProcess
+from tests.support.waiting import stop
 
 MODEL = Model(layers=8, heads=8, head_dim=128, block_tokens=64, num_blocks=256)
 """Half a GiB."""
@@ -156,8 +157,7 @@ def test_while_a_peer_is_stopped(here: tuple[Here, PortEngine, NodeServerProcess
     while made.scheduler.granted("granted") is None:
         made.step()
     stopped = [server.pid, source.workers[0].process.pid]
-    for pid in stopped:
-        os.kill(pid, signal.SIGSTOP)
+    stop(*stopped)
     watched = Watched()
 
     def engine_loop() -> None:

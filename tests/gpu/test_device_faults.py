@@ -14,6 +14,7 @@ from kvferry import errors
 from tests.gpu.device_engines import DeviceEngine
 from tests.gpu.rank_process import RankProcess, Settings
 from tests.gpu.torch_caches import Shape, Written
+from tests.support.waiting import stop
 
 SHAPE = Shape(num_blocks=200, head_dim=128)
 ALL = Written(seed=1, ids=tuple(range(200)), end=200 * 16)
@@ -25,7 +26,7 @@ Make = Callable[..., DeviceEngine]
 @contextmanager
 def stopped(process: RankProcess) -> Iterator[None]:
     """The process does nothing. Over TCP nothing can be read from it meanwhile."""
-    os.kill(process.pid, signal.SIGSTOP)
+    stop(process.pid)
     try:
         yield
     finally:
@@ -91,7 +92,7 @@ def test_a_source_is_killed_during_a_read(
     publication = source.publish(ALL)
     (reader,) = destination.ranks
     if transport == "tcp":
-        os.kill(source.ranks[0].pid, signal.SIGSTOP)
+        stop(source.ranks[0].pid)
     destination.begin(publication, ALL, "begin")
     destination.answers()
     reader.call("wait_posted")

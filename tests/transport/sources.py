@@ -14,13 +14,12 @@ from typing import cast
 
 import numpy as np
 import numpy.typing as npt
-import psutil
 
 from kvferry._transport.nixl_agent import AgentInfo
 from kvferry.geometry import MemoryKind, MemoryRegion
 from kvferry.planner.descriptors import DescriptorTable, MemoryPair, RawDescriptors
 from tests.support.loaded_processes import LOADED
-from tests.support.waiting import until
+from tests.support.waiting import stop
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -72,8 +71,7 @@ class Source:
     def stop(self) -> None:
         """SIGSTOP; waits until it has stopped."""
         self._stopped = True
-        self._signal(signal.SIGSTOP)
-        until(lambda: psutil.Process(self._pid).status() == psutil.STATUS_STOPPED)
+        stop(self._pid)
 
     def resume(self) -> None:
         """SIGCONT."""

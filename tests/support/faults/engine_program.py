@@ -11,9 +11,7 @@ import os
 import signal
 import sys
 import threading
-from contextlib import suppress
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -93,17 +91,17 @@ class Engine:
         Returns:
             The read's number, and whether it was stopped under way: some bytes had arrived, and most had not.
         """
-        from tests.support.waiting import until
+        from tests.support.waiting import stop as stop_processes
 
         number = self.read(reference, ids, **options)
         read = self._reads[number]
         while not read.done():
             progress = read.progress()
             if 0 < progress.done < progress.total:
-                for pid in stop:
-                    os.kill(pid or os.getpid(), signal.SIGSTOP)
-                # It may serve until it has stopped, and what it has sent by then arrives after that.
-                until(lambda: all(_stopped(pid) for pid in stop if pid))
+                if 0 in stop:
+                    os.kill(os.getpid(), signal.SIGSTOP)
+                # A source may serve until it has stopped, and what it has sent by then arrives after that.
+                stop_processes(*filter(None, stop))
                 progress = read.progress()
                 return number, 2 * progress.done < progress.total
             threading.Event().wait(0.0002)
@@ -150,15 +148,6 @@ class Engine:
     def close(self) -> None:
         """End the engine as it should be ended."""
         self._client.close()
-
-
-def _stopped(pid: int) -> bool:
-    """Whether a SIGSTOP has stopped every thread of a process."""
-    states = []
-    for stat in Path(f"/proc/{pid}/task").glob("*/stat"):
-        with suppress(FileNotFoundError, ProcessLookupError):
-            states.append(stat.read_text().rpartition(")")[2].split()[0])
-    return all(state in "TtZX" for state in states)
 
 
 def main(descriptor: int) -> None:
