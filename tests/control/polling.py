@@ -45,7 +45,13 @@ class Reading:
         request = AcquireRequest(
             self.home, parse_reference(text), text, "read", 1, 0, now() + timeout, progressive=progressive
         )
+        self.request = request
         self.acquirer.start(request, self.cancellation, lambda _: None, self.outcomes.put)
+
+    def ends_in(self, seconds: float) -> None:
+        """Bring the deadline of the read that was started nearer. From its home, once that is asked: no first answer
+        is then too late, however long the call was under way."""
+        self.request.deadline = now() + seconds
 
     def told(self) -> Told:
         """What it tells next, and more may follow."""

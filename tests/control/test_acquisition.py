@@ -406,13 +406,14 @@ def test_a_publication_that_is_not_complete_in_time(tmp_path: Path, waits: bool)
 
     def poll(request: pb.PollBlocksRequest) -> pb.PollBlocksResponse:
         if not request.lease_id:
+            read.ends_in(1.0)
             return polled(accepted=accepted(), blocks=[step(0)])
         if waits:
             over.wait(30)
         return polled()
 
     with reading(tmp_path, poll) as (_, read):
-        read.start(timeout=1.0)
+        read.start()
         assert isinstance(read.outcome(), PublicationTimeout)
         assert read.given_back == [(FIRST, pb.RANK_OUTCOME_FAILED)]
         over.set()

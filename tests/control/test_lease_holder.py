@@ -117,7 +117,10 @@ def test_what_cannot_be_read_is_refused_before_any_call(holding: Holding, text: 
     ],
     ids=["valid", "expired", "no verdict", "error"],
 )
-def test_the_verdict_is_the_homes_or_none(holding: Holding, result: pb.NotificationResult, verdict: Verdict) -> None:
+def test_the_verdict_is_the_homes_or_none(
+    holding: Holding, monkeypatch: pytest.MonkeyPatch, result: pb.NotificationResult, verdict: Verdict
+) -> None:
+    monkeypatch.setattr(lease_holder, "VERDICT_TIMEOUT", 30.0)
     assert holding.verdict(result) == verdict
     told = holding.told()[0].read_done
     assert told.lease_id == LEASE

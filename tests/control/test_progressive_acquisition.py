@@ -150,8 +150,15 @@ def test_what_ends_it_leaves_the_lease_to_the_read(
 
 
 def test_a_source_that_says_nothing_more_ends_it_in_time(tmp_path: Path) -> None:
-    with reading(tmp_path, scripted_steps(polled(accepted=accepted(), blocks=[step(0)]), polled())) as (_, read):
-        read.start(0.3, progressive=True)
+    steps = scripted_steps(polled(accepted=accepted(), blocks=[step(0)]), polled())
+
+    def poll(request: pb.PollBlocksRequest) -> pb.PollBlocksResponse:
+        if not request.lease_id:
+            read.ends_in(0.3)
+        return steps(request)
+
+    with reading(tmp_path, poll) as (_, read):
+        read.start(progressive=True)
         first(read, [1])
         read.outcome_of(PublicationTimeout)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import Counter
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
@@ -24,7 +25,7 @@ from tests.support.identifiers import unique_id
 from tests.support.node_servers import NodeServerProcess
 from tests.support.waiting import until
 
-TTL = 4.0
+TTL = 8.0
 PER_PUBLICATION = 700
 AXES = ("kv", "block", "head", "token", "content")
 READERS = [pb.EngineRef(engine_id=f"reader-{index}", incarnation=bytes([index]) * 16) for index in range(2)]
@@ -55,19 +56,26 @@ def test_more_leases_than_a_call_holds_of_two_readers_in_one_client(tmp_path: Pa
         tensors = {"layers.0": np.zeros((2, 8, 1, 16, 8), np.uint8)}
         session = client.register_cache(spec, tensors=tensors, axes=AXES, serve=False).session
         home, renewals = Control(server.address, None), Renewals()
-        lost: list[ReaderLease] = []
+        lost, extensions = list[ReaderLease](), list[ReaderLease]()
+
+        def extended(lease: ReaderLease, _: float) -> None:
+            extensions.append(lease)
+
         leases: list[tuple[ReaderLease, pb.EngineRef]] = []
         for number, reader in enumerate(READERS):
             reference = session.publish(f"request {number}", {"full": Blocks([1])}, expected_reads=1000).reference
             for read in range(PER_PUBLICATION):
                 lease = acquired(home, reference, reader, read)
-                renewals.keep(lease, home, reader, f"read {read}", lambda _: None, partial(lost.append, lease))
+                told = partial(extended, lease)
+                renewals.keep(lease, home, reader, f"read {read}", told, partial(lost.append, lease))
                 leases.append((lease, reader))
-        # All are due together from now on, and each outlives its first term twice.
+        # All are due together from now on, and each outlives its term by several renewals.
+        extensions.clear()
         together = now()
         for lease, _ in leases:
             lease.not_renewed(together)
-        until(lambda: now() > together + 2 * TTL)
+        until(lambda: now() > together + TTL)
+        until(lambda: min(Counter(tuple(extensions))[lease] for lease, _ in leases) >= 3)
         assert not lost
         assert all(lease.live(now()) for lease, _ in leases)
         assert min(remaining_at(home, lease, reader) for lease, reader in leases[:: len(leases) // 20]) > 0
@@ -81,10 +89,13 @@ def renewed(request: pb.NotifyRequest) -> list[pb.NotificationResult]:
 
 
 def kept(renewals: Renewals, home: Control, count: int) -> list[ReaderLease]:
-    """Leases that are due in a moment."""
-    leases = [ReaderLease(index.to_bytes(16, "big"), now(), 60.0, 0.2) for index in range(count)]
-    for index, lease in enumerate(leases):
-        renewals.keep(lease, home, READERS[0], f"read number {index}", lambda _: None, lambda: None)
+    """Leases that are due in a moment, all of them at once."""
+    began = now()
+    leases = [ReaderLease(index.to_bytes(16, "big"), began, 60.0, 0.2) for index in range(count)]
+    # The thread sees all of them or none, however long this takes.
+    with renewals._changed:
+        for index, lease in enumerate(leases):
+            renewals.keep(lease, home, READERS[0], f"read number {index}", lambda _: None, lambda: None)
     return leases
 
 

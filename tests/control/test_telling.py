@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvferry._clock import now, to_duration
+from kvferry._control import lease_holder
 from kvferry._control.acquirer import Acquirer
 from kvferry._control.acquisition import Acquired
 from kvferry._control.cancellation import Cancellation
@@ -157,8 +158,9 @@ def test_a_home_that_wants_renewals_all_the_time_gets_some(tmp_path: Path) -> No
         thread.join(30)
         assert isinstance(found[0], Acquired)
         threading.Event().wait(1.0)
+        assert len(server.notified) < 50
+        server.until(lambda: bool(server.notified))
         renewals.close()
-        assert 1 <= len(server.notified) < 50
 
 
 @pytest.mark.parametrize(
@@ -184,10 +186,14 @@ def test_what_cannot_be_named_as_transient_is_not_repeated(error: KvferryError) 
 
 def test_who_waits_in_silence_is_told_what_for(caplog: pytest.LogCaptureFixture) -> None:
     def call(_: float) -> None:
-        raise Unreachable("nobody is there", address="home:1")
+        # Once it was said, what is waited for comes too late.
+        raise Unreachable("nobody is there", retry_after=60.0 if caplog.records else None, address="home:1")
+
+    def wait(_: float) -> None:
+        until(lambda: bool(caplog.records))
 
     with caplog.at_level(logging.WARNING), pytest.raises(Unreachable):
-        retrying(call, now() + 2.5, what="the registration of rank 3")
+        retrying(call, now() + 60, wait, what="the registration of rank 3")
     (said,) = [record.getMessage() for record in caplog.records]
     assert "the registration of rank 3" in said
     assert "nobody is there" in said
@@ -218,7 +224,10 @@ def test_a_connection_that_was_closed_says_so(tmp_path: Path) -> None:
                 call()
 
 
-def test_the_reports_of_several_reads_go_in_one_call_and_each_gets_its_verdict(tmp_path: Path) -> None:
+def test_the_reports_of_several_reads_go_in_one_call_and_each_gets_its_verdict(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lease_holder, "VERDICT_TIMEOUT", 30.0)
     with scripted(tmp_path) as (server, control), holding(control) as holder:
         said = {1: pb.VERDICT_VALID, 2: pb.VERDICT_EXPIRED, 3: pb.VERDICT_UNKNOWN}
 
@@ -239,7 +248,10 @@ def test_the_reports_of_several_reads_go_in_one_call_and_each_gets_its_verdict(t
         assert len(server.notified) == 1
 
 
-def test_what_a_home_refuses_of_a_call_is_repeated_without_the_rest(tmp_path: Path) -> None:
+def test_what_a_home_refuses_of_a_call_is_repeated_without_the_rest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lease_holder, "VERDICT_TIMEOUT", 30.0)
     with scripted(tmp_path) as (server, control), holding(control) as holder:
         again = pb.NotificationResult(error=to_notification_error(HomeRecovering("not now", retry_after=0.01)))
         valid = pb.NotificationResult(read_ended=pb.ReadEnded(verdict=pb.VERDICT_VALID))

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvferry import EngineSpec, Group
+from kvferry._control.connection import SILENCE
 from kvferry._control.home_session import HomeSession
 from kvferry._control.watcher import Watcher
 from kvferry._wire.channel import MAX_MESSAGE_BYTES
@@ -139,7 +140,9 @@ def test_a_refill_that_a_home_cannot_take_now_is_made_again(tmp_path: Path) -> N
         session.close()
 
 
-def test_a_storm_of_releases_is_acknowledged_in_few_calls(tmp_path: Path) -> None:
+def test_a_storm_of_releases_is_acknowledged_in_few_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Whoever waited for an answer would wait longer than the session has time to open.
+    monkeypatch.setattr("kvferry._control.acknowledger.CALL_TIMEOUT", 60.0)
     count = 2000
     with scripted(tmp_path) as (server, control):
         answering = threading.Event()
@@ -151,7 +154,7 @@ def test_a_storm_of_releases_is_acknowledged_in_few_calls(tmp_path: Path) -> Non
         server.watch = lambda _: iter([opened(), *(released(1 + number) for number in range(count)), synced()])
         server.notify = notify
         # A home that answers nothing meanwhile does not hold up the Watch.
-        session = HomeSession(control, SPEC, 4)
+        session = HomeSession(control, SPEC, 30)
         answering.set()
 
         def acknowledged() -> set[int]:
@@ -192,15 +195,23 @@ def test_acknowledgements_that_failed_are_sent_again(tmp_path: Path) -> None:
         session.close()
 
 
-def test_who_waits_for_a_home_is_told_why(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_who_waits_for_a_home_is_told_why(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def recovering() -> Iterator[pb.WatchResponse]:
         raise HomeRecovering("the home waits for its engines")
         yield
 
     with scripted(tmp_path) as (server, control), caplog.at_level(logging.WARNING):
         server.watch = lambda _: recovering()
+
+        def clock() -> float:
+            """Stands still until the home has refused, and then until that was said."""
+            return 30.0 if "still waiting" in caplog.text else SILENCE if len(server.watched) > 1 else 0.0
+
+        monkeypatch.setattr("kvferry._control.watcher.now", clock)
         with pytest.raises(HomeRecovering):
-            HomeSession(control, SPEC, 3)
+            HomeSession(control, SPEC, 30)
     (said,) = [record.getMessage() for record in caplog.records if "still waiting" in record.getMessage()]
     assert "the home waits for its engines" in said
     assert control.address in said
