@@ -6,10 +6,10 @@ import os
 import signal
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 # No test fails for want of time: how long an example takes says more of the machine.
-settings.register_profile("unhurried", settings(), deadline=None)
+settings.register_profile("unhurried", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("unhurried")
 
 # Where a script started the tests in the background, they ignore SIGINT, and so would the programs that they interrupt.

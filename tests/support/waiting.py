@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 
 from kvferry._clock import now
 
@@ -17,3 +21,18 @@ def until(condition: Callable[[], bool], within: float = 30.0) -> None:
     while not condition():
         assert now() < end, "it did not come about"
         time.sleep(PAUSE)
+
+
+def stop(*pids: int) -> None:
+    """SIGSTOP to processes; wait until all of their threads have stopped. Until then they answer."""
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    until(lambda: all(_stopped(pid) for pid in pids))
+
+
+def _stopped(pid: int) -> bool:
+    states = []
+    for stat in Path(f"/proc/{pid}/task").glob("*/stat"):
+        with suppress(FileNotFoundError, ProcessLookupError):
+            states.append(stat.read_text().rpartition(")")[2].split()[0])
+    return all(state in "TtZX" for state in states)
