@@ -6,10 +6,10 @@ import os
 import signal
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 # No test fails for want of time: how long an example takes says more of the machine.
-settings.register_profile("unhurried", settings(), deadline=None)
+settings.register_profile("unhurried", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("unhurried")
 
 # UCX patches the C library of each process that uses it, to learn what memory is unmapped, and calls sched_yield some

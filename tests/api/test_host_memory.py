@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -79,9 +80,24 @@ def test_what_cannot_be_is_named() -> None:
         _ = HostMemory(1).fd
 
 
+def descriptors_of_memory() -> set[tuple[int, int]]:
+    """This process's descriptors of shared memory, by device and inode: other threads open and close others."""
+    found = set()
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):
+            if "memfd:kvferry-cache" in str(descriptor.readlink()):
+                stat = descriptor.stat()
+                found.add((stat.st_dev, stat.st_ino))
+    return found
+
+
 def test_descriptors_are_given_back() -> None:
-    before = sum(1 for _ in Path("/proc/self/fd").iterdir())
+    before = descriptors_of_memory()
+    kept = HostMemory(1, shared=True)
+    assert len(descriptors_of_memory() - before) == 1
     for _ in range(10):
         HostMemory(1, shared=True)
-    assert sum(1 for _ in Path("/proc/self/fd").iterdir()) == before
+    assert len(descriptors_of_memory() - before) == 1
+    del kept
+    assert descriptors_of_memory() <= before
     assert np.frombuffer(HostMemory(64).array, np.uint64).sum() == 0

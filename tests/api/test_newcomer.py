@@ -98,8 +98,9 @@ def test_who_waits_for_a_node_server_that_is_not_there_is_told_after_a_second(
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
-    with Client(address) as client, caplog.at_level(logging.WARNING), pytest.raises(KvferryError):
-        call(client, EngineSpec(unique_id("engine"), (GROUP,)))
+        # Bound, and nobody listens: no other process gets the port meanwhile.
+        with Client(address) as client, caplog.at_level(logging.WARNING), pytest.raises(KvferryError):
+            call(client, EngineSpec(unique_id("engine"), (GROUP,)))
     assert any(
         "still waiting for" in record.getMessage() and address in record.getMessage() for record in caplog.records
     )

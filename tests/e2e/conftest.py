@@ -11,6 +11,12 @@ from tests.support.caches import POISON, Model, shards
 from tests.support.engines import Engine, engines_in, two_homes
 
 
+@pytest.fixture(autouse=True)
+def late_verdicts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A home that is short of processors may take more than the second after which a read ends unconfirmed."""
+    monkeypatch.setattr("kvferry._control.lease_holder.VERDICT_TIMEOUT", 30.0)
+
+
 @pytest.fixture(scope="session")
 def homes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
     """The addresses of two node servers: the source's on TCP, the destination's on a UNIX socket."""

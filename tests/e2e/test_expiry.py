@@ -16,6 +16,7 @@ from kvferry.errors import TransferCancelled, TransferExpired, TransferStuck
 from tests.support.caches import POISON, Model, expect, kv, shards, write
 from tests.support.engines import Engine, reader_of
 from tests.support.node_servers import NodeServerProcess
+from tests.support.waiting import stop
 
 MakeEngine = Callable[..., Engine]
 MODEL = Model(num_blocks=64)
@@ -28,7 +29,7 @@ class Stopped:
         self.pid = pid or 0
 
     def __enter__(self) -> None:
-        os.kill(self.pid, signal.SIGSTOP)
+        stop(self.pid)
 
     def __exit__(self, *_: object) -> None:
         os.kill(self.pid, signal.SIGCONT)

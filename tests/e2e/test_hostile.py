@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from kvferry import Blocks, Client, EngineSession, EngineSpec, Group, Interval, MemoryKind, MemoryRegion
+from kvferry._control.connection import Control, Stream
 from kvferry._wire.geometry_codec import group_to_proto, rank_to_proto, region_to_proto
 from kvferry._wire.status import from_notification_error, from_rpc_error
 from kvferry._wire.token import engine_ref
@@ -222,10 +223,21 @@ def settled(tmp_path: Path) -> Iterator[str]:
         yield server.address
 
 
-def test_second_process_with_the_same_engine_id_is_refused_while_the_first_lives(settled: str) -> None:
+def test_second_process_with_the_same_engine_id_is_refused_while_the_first_lives(
+    settled: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     spec = EngineSpec(unique_id("twin"), (MODEL.group(),))
     with Client(settled) as first, Client(settled) as second:
         first.open_engine(spec)
+        watch, watched = Control.watch, list[pb.WatchRequest]()
+
+        def counted(control: Control, request: pb.WatchRequest) -> Stream[pb.WatchResponse]:
+            watched.append(request)
+            return watch(control, request)
+
+        # Its time is over once it asks again, however late the first answer came.
+        monkeypatch.setattr(Control, "watch", counted)
+        monkeypatch.setattr("kvferry._control.watcher.now", lambda: float(len(watched) > 1))
         with pytest.raises(EngineIdInUse) as caught:
             second.open_engine(spec, timeout=0.5)
         assert caught.value.retryable

@@ -119,7 +119,7 @@ def test_11_nothing_waits_for_a_timeout_in_the_good_case(home: Home) -> None:
     # The home's times are the defaults: a lease of 30 s, a hold of 120 s. `released` comes without either.
     publication = home.publish("eleven")
     home.report(home.lease(publication, "r", parties=1), 0)
-    assert home.session.released(timeout=5)[0].outcome.name == "READ"
+    assert home.session.released(timeout=20)[0].outcome.name == "READ"
 
 
 def test_12_completion_counts_belong_to_each_read_and_nothing_is_left_over(home: Home) -> None:

@@ -22,14 +22,20 @@ from tests.support.node_servers import NodeServerProcess, free_port
 HANDSHAKE = pb.HandshakeRequest(engine_id="nobody", reader=pb.EngineRef(engine_id="me", incarnation=b"i" * 16))
 
 
-def test_after_several_failures_calls_fail_at_once_until_one_gets_through(tmp_path: Path) -> None:
+def test_after_several_failures_calls_fail_at_once_until_one_gets_through(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     server = NodeServerProcess(tmp_path, tcp=True)
     control = Control(server.address, None)
-    for _ in range(BREAKER_THRESHOLD):
-        with pytest.raises(Unreachable):
+    with monkeypatch.context() as patch:
+        # The first pause is a tenth of a second, which may pass between two calls.
+        moment = now()
+        patch.setattr("kvferry._control.connection.now", lambda: moment)
+        for _ in range(BREAKER_THRESHOLD):
+            with pytest.raises(Unreachable):
+                control.handshake(HANDSHAKE, 5.0)
+        with pytest.raises(Unreachable, match="the next attempt is due") as refused:
             control.handshake(HANDSHAKE, 5.0)
-    with pytest.raises(Unreachable, match="the next attempt is due") as refused:
-        control.handshake(HANDSHAKE, 5.0)
     assert refused.value.retryable
     assert refused.value.retry_after is not None
     assert 0 < refused.value.retry_after <= 1.0

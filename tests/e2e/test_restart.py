@@ -29,7 +29,7 @@ from tests.support.engines import Engine
 from tests.support.identifiers import unique_id
 from tests.support.loaded_processes import LOADED
 from tests.support.node_servers import NodeServerProcess
-from tests.support.waiting import until
+from tests.support.waiting import stop, until
 
 MakeEngine = Callable[..., Engine]
 MODEL = Model()
@@ -109,7 +109,7 @@ def test_a_scheduler_may_come_back_later_than_its_ranks(
                 keep=memory.cells,
                 token=pipe.recv(),
             )
-            os.kill(scheduler.pid or 0, signal.SIGSTOP)
+            stop(scheduler.pid or 0)
             try:
                 server.stop(signal.SIGKILL)
                 server.start()

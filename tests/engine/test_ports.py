@@ -15,6 +15,8 @@ import pytest
 from msgspec import msgpack
 
 from kvferry import Blocks, Client, ReleaseOutcome
+from kvferry._clock import now
+from kvferry._control.acquisition import Acquisition
 from kvferry.engine import Grant, RankEnd, SchedulerPort, Tails, WorkerOutput
 from kvferry.engine.block_runs import BlockRuns
 from kvferry.errors import (
@@ -34,6 +36,7 @@ from kvferry.errors import (
     TransferStuck,
     WrongState,
 )
+from kvferry.v1 import kv_transfer_pb2 as pb
 from tests.engine.port_engines import PortEngine
 from tests.support.caches import POISON, Model, expect, kv, shards, write
 from tests.support.identifiers import unique_id
@@ -208,10 +211,18 @@ def test_a_publication_taken_back(pair: Pair) -> None:
     source.release_of(publication)
 
 
-def test_one_that_never_comes(pair: Pair) -> None:
+def test_one_that_never_comes(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     source, destination = pair
+    accept = Acquisition._accept
+
+    def soon(waiting: Acquisition, accepted: pb.Accepted, sent_at: float) -> bool:
+        # From the first answer on, which may come late.
+        waiting._request.deadline = now() + 0.5
+        return accept(waiting, accepted, sent_at)
+
+    monkeypatch.setattr(Acquisition, "_accept", soon)
     publication = source.scheduler.publish("half", {"full": Blocks([1])}, last=False)
-    destination.scheduler.acquire("mine", publication.reference, timeout=0.5)
+    destination.scheduler.acquire("mine", publication.reference)
     with pytest.raises(PublicationTimeout):
         destination.grant("mine")
     source.scheduler.abort(publication)

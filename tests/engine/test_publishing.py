@@ -262,11 +262,10 @@ def test_one_that_must_wait_for_long_ends_no_other(port: SchedulerPort, calls: C
 def test_one_that_must_wait_holds_up_nothing_that_is_published_meanwhile(port: SchedulerPort, calls: Calls) -> None:
     calls.go.set()
     waits = publish(port, 1, last=False)
-    free = threading.Event()
+    later, free = waits + 1, threading.Event()
     calls.change = lambda _, step: (
         HomeRecovering("not now", retry_after=1.0) if step.publication == later and not free.is_set() else None
     )
-    later = waits + 1
     publication = port.publish("waits", {"full": Blocks([2])}, last=False)
     port.publish_more(publication, {"full": Blocks([3], first_token=16)}, last=True)
     assert publication.number == later
